@@ -1,0 +1,36 @@
+# `make demo` and `make test` are the only set-up: each makes .venv when needed.
+
+PYTHON ?= python3
+STAMP := .venv/.dtft-stamp
+
+.PHONY: demo test drills lint bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install -q -c constraints.txt -e '.[digits,test,lint]'
+	touch $@
+
+# Kills host 1 after step 150 and compares with an undisturbed run.
+demo: $(STAMP)
+	.venv/bin/dtft drill digits_cnn --hosts 3 --spares 1 --fault kill-host:1@150 \
+		--run-dir runs/demo --json runs/demo/drill.json
+
+test: $(STAMP)
+	.venv/bin/pytest -q -m "not drill_all"
+
+drills: $(STAMP)
+	.venv/bin/pytest -q -m drill_all tests/drills
+
+lint: $(STAMP)
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/basedpyright
+	.venv/bin/lint-imports
+
+bench: $(STAMP)
+	.venv/bin/dtft bench digits_cnn
+
+clean:
+	rm -rf .venv runs dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,177 @@
+"""Shared memory that outlives processes, and the allocator for equal parts of it.
+
+Reserves one file in memory, all of it at once, and hands out views; counts who still
+uses which extent. Must not know what the bytes mean, nor steps, slices or peers.
+"""
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+DEFAULT_DIRECTORY = Path("/dev/shm")
+"""Where arenas go unless told otherwise: memory, as large as the host allows."""
+
+
+class Arena:
+    """One shared-memory file: created by the agent, attached by the trainer.
+
+    Views keep the memory alive: after `close`, and even after `unlink`, a view taken
+    before stays readable until it is dropped.
+    """
+
+    def __init__(self, path: Path, memory: mmap.mmap) -> None:
+        """Wraps a mapped file; use `create` or `attach`."""
+        self.path, self.size = path, len(memory)
+        self._memory: mmap.mmap | None = memory
+
+    @classmethod
+    def create(cls, path: Path | str, size: int) -> "Arena":
+        """Reserves `size` bytes; a relative path is taken from /dev/shm.
+
+        Raises:
+            ValueError: `size` is not positive.
+            FileExistsError: there is a file at `path`.
+            OSError: the memory is not there; names bytes needed and available.
+        """
+        path = DEFAULT_DIRECTORY / path
+        if size < 1:
+            raise ValueError(
+                f"size={size} is not positive. Allowed: 1 or more bytes. "
+                f"Set the size of the arena {path}."
+            )
+        _refuse_if_too_small(path, size)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except FileExistsError as error:
+            raise FileExistsError(
+                errno.EEXIST,
+                f"path={path} exists already: another agent uses it or left it behind."
+                " Remove it if no agent runs here, or choose another path",
+            ) from error
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return cls(path, mmap.mmap(descriptor, size))
+        except OSError as error:
+            os.unlink(path)
+            if error.errno == errno.ENOSPC:  # someone was faster than our check
+                raise _too_small(path, size) from error
+            raise
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def attach(cls, path: Path | str) -> "Arena":
+        """Maps an arena that another process created.
+
+        Raises:
+            FileNotFoundError: nothing is there.
+        """
+        path = DEFAULT_DIRECTORY / path
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(path, mmap.mmap(descriptor, 0))
+        finally:
+            os.close(descriptor)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """A writable view of part of the arena.
+
+        Raises:
+            ValueError: the part is not inside the arena, or the arena is closed.
+        """
+        if self._memory is None:
+            raise ValueError(f"arena {self.path} is closed: take views before `close`.")
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise ValueError(
+                f"offset={offset}, nbytes={nbytes} is not inside arena {self.path}. "
+                f"Allowed: 0 to {self.size}. Ask for less, or create it larger."
+            )
+        return memoryview(self._memory)[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Gives up this process's hold on the memory; the file stays."""
+        memory, self._memory = self._memory, None
+        try:
+            if memory is not None:
+                memory.close()
+        except BufferError:
+            pass  # views are still in use; the last one to go unmaps the memory
+
+    def unlink(self) -> None:
+        """Removes the file; the memory is free once no process maps it."""
+        self.path.unlink(missing_ok=True)
+
+
+class ExtentPool:
+    """Which of a fixed number of equal extents are free, by reference count.
+
+    >>> pool = ExtentPool(num_extents=1, extent_bytes=4096)
+    >>> pool.acquire(), pool.acquire()
+    (0, None)
+    >>> pool.release(0)
+    >>> pool.acquire()
+    0
+    """
+
+    def __init__(self, num_extents: int, extent_bytes: int) -> None:
+        """Starts with every extent free; not thread-safe."""
+        if num_extents < 1 or extent_bytes < 0:
+            raise ValueError(
+                f"num_extents={num_extents}, extent_bytes={extent_bytes}. Allowed: "
+                "1 or more extents of 0 or more bytes. Change the one below."
+            )
+        self.num_extents, self.extent_bytes = num_extents, extent_bytes
+        self._counts = [0] * num_extents
+
+    @property
+    def num_free(self) -> int:
+        """Extents that `acquire` could give."""
+        return self._counts.count(0)
+
+    def acquire(self) -> int | None:
+        """The number of a free extent, now held once; None if all are in use."""
+        if 0 not in self._counts:
+            return None
+        extent = self._counts.index(0)
+        self._counts[extent] = 1
+        return extent
+
+    def retain(self, extent: int) -> None:
+        """Holds an extent in use once more."""
+        self._check_in_use(extent)
+        self._counts[extent] += 1
+
+    def release(self, extent: int) -> None:
+        """Ends one hold; the last one frees the extent."""
+        self._check_in_use(extent)
+        self._counts[extent] -= 1
+
+    def _check_in_use(self, extent: int) -> None:
+        if not 0 <= extent < self.num_extents or not self._counts[extent]:
+            used = [i for i, count in enumerate(self._counts) if count]
+            raise ValueError(
+                f"extent={extent} is not in use. Allowed: {used}. "
+                "Acquire it first, and release it once per acquire or retain."
+            )
+
+
+def _available(path: Path) -> int:
+    stats = os.statvfs(path.parent)
+    return stats.f_bavail * stats.f_frsize
+
+
+def _refuse_if_too_small(path: Path, size: int) -> None:
+    if size > _available(path):
+        raise _too_small(path, size)
+
+
+def _too_small(path: Path, size: int) -> OSError:
+    return OSError(
+        errno.ENOSPC,
+        f"arena {path} needs {size} bytes ({size / 2**30:.2f} GiB), but {path.parent} "
+        f"has {_available(path)} bytes ({_available(path) / 2**30:.2f} GiB) available."
+        " Enlarge it (mount -o remount,size=...; Docker: --shm-size; Kubernetes: an "
+        "emptyDir with medium Memory), lower the number of copies, or use more hosts",
+    )

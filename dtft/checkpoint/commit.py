@@ -1,0 +1,196 @@
+"""When a step counts as committed, and which commit can be restored.
+
+Decides, from reports alone: is every slice of a step in enough places with equal
+digests, what the commit record says, and which slices of a commit are where. Pure
+values; must not know connections, etcd or the clock.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from dtft.checkpoint.digest import digest_root
+from dtft.checkpoint.placement import Placement
+from dtft.checkpoint.slices import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """The record that makes a step restorable. Only a few hundred bytes."""
+
+    step: int
+    generation: int
+    attempt: int
+    root: str
+    """Digest over every slice's digest."""
+    layout: str
+    """Digest of the layout, which names mesh, leaves and config."""
+    holders: tuple[str, ...]
+    """The host of each slot when the step was committed."""
+    copies: int
+    """Copies every slice has at least."""
+
+    def to_json(self) -> str:
+        """JSON; inverse of `from_json`."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Commit":
+        """Reads what `to_json` wrote."""
+        raw = json.loads(text)
+        return cls(**{**raw, "holders": tuple(raw["holders"])})
+
+
+class CommitLog(Protocol):
+    """Where commits are recorded; the newest `keep` of them can be read back."""
+
+    def append(self, commit: Commit) -> None:
+        """Records a commit; it is durable when this returns."""
+        ...
+
+    def commits(self) -> tuple[Commit, ...]:
+        """The recorded commits, newest first."""
+        ...
+
+
+@dataclass
+class MemoryCommitLog:
+    """A CommitLog inside one process."""
+
+    _commits: list[Commit] = field(default_factory=list)
+
+    def append(self, commit: Commit) -> None:
+        """Records a commit."""
+        self._commits.insert(0, commit)
+
+    def commits(self) -> tuple[Commit, ...]:
+        """The recorded commits, newest first."""
+        return tuple(self._commits)
+
+
+class Divergence(Exception):
+    """Two replicas hold different bytes for the same slice of the same step."""
+
+
+@dataclass
+class StepTracker:
+    """Collects the reports of one step until it can be committed."""
+
+    layout: Layout
+    placement: Placement
+    step: int
+    digests: dict[str, bytes] = field(default_factory=dict)
+    _first: dict[str, int] = field(default_factory=dict)
+    _staged: set[int] = field(default_factory=set)
+    _held: set[tuple[int, int]] = field(default_factory=set)
+
+    def staged(self, slot: int, digests: Sequence[bytes]) -> None:
+        """A slot has its own slices in its host's memory.
+
+        Raises:
+            Divergence: another slot has other bytes for one of these slices.
+        """
+        pieces = self.layout.slices(slot)
+        for piece, value in zip(pieces, digests, strict=True):
+            known = self.digests.setdefault(piece.key, value)
+            first = self._first.setdefault(piece.key, slot)
+            if known != value:
+                raise Divergence(
+                    f"step {self.step}: slots {first} and {slot} have different bytes "
+                    f"for {piece.key}. Replicas have diverged; nothing was committed."
+                )
+        self._staged.add(slot)
+
+    def held(self, source: int, target: int) -> None:
+        """The host of slot `target` holds a verified copy of a push."""
+        self._held.add((source, target))
+
+    @property
+    def complete(self) -> bool:
+        """Every slice has its verified holders."""
+        pushes = {(push.source, push.target) for push in self.placement.pushes}
+        return len(self._staged) == self.layout.mesh.num_slots and pushes <= self._held
+
+    @property
+    def missing(self) -> str:
+        """What is still waited for, for messages."""
+        slots = sorted(set(range(self.layout.mesh.num_slots)) - self._staged)
+        pushes = {(push.source, push.target) for push in self.placement.pushes}
+        copies = sorted(pushes - self._held)
+        parts = [f"snapshot of slot {slot}" for slot in slots]
+        parts += [f"copy of slot {a} on slot {b}" for a, b in copies]
+        return ", ".join(parts)
+
+    def root(self) -> str:
+        """The root digest over all slices."""
+        return digest_root(self.digests.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Located:
+    """A commit whose every slice was found, verified, on some live host."""
+
+    commit: Commit
+    digests: Mapping[str, bytes]
+    """Slice key to digest."""
+    holders: Mapping[str, tuple[str, ...]]
+    """Slice key to the hosts that hold a good copy."""
+
+
+Holdings = Mapping[str, Mapping[int, Mapping[str, bytes]]]
+"""host -> step -> slice key -> digest of a copy that was verified on that host."""
+
+
+def locate(
+    commits: Iterable[Commit], layout: Layout | None, holdings: Holdings
+) -> tuple[Located | None, list[str]]:
+    """The newest commit that live memory can restore completely.
+
+    Args:
+        commits: recorded commits, newest first.
+        layout: the layout of the running job, if any host knows it.
+        holdings: what live hosts hold, verified.
+
+    Returns:
+        The located commit or None, and a reason for each commit passed over.
+    """
+    reasons = []
+    for commit in commits:
+        if layout is None or layout.digest != commit.layout:
+            reasons.append(f"step {commit.step}: no live host knows its layout")
+            continue
+        found, reason = _locate_one(commit, layout, holdings)
+        if found is not None:
+            return found, reasons
+        reasons.append(f"step {commit.step}: {reason}")
+    return None, reasons
+
+
+def _locate_one(
+    commit: Commit, layout: Layout, holdings: Holdings
+) -> tuple[Located | None, str]:
+    claims: dict[str, dict[bytes, list[str]]] = {}
+    for host in sorted(holdings):
+        for key, value in holdings[host].get(commit.step, {}).items():
+            claims.setdefault(key, {}).setdefault(value, []).append(host)
+    lost = [piece.key for piece in layout.owners if piece.key not in claims]
+    if lost:
+        former = sorted(
+            commit.holders[slot]
+            for piece, slots in layout.owners.items()
+            if piece.key == lost[0]
+            for slot in slots
+        )
+        return None, (
+            f"{len(lost)} of {len(layout.owners)} slices have no verified copy, "
+            f"first {lost[0]} (owned by {', '.join(former)})"
+        )
+    chosen = {
+        key: max(options, key=lambda value: len(options[value]))
+        for key, options in claims.items()
+    }
+    if digest_root(chosen.items()) != commit.root:
+        return None, "the digests found do not add up to the committed root"
+    holders = {key: tuple(claims[key][value]) for key, value in chosen.items()}
+    return Located(commit=commit, digests=chosen, holders=holders), ""

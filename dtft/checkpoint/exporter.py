@@ -1,0 +1,262 @@
+"""Writes committed steps from an agent's arena to storage: a disposable process.
+
+``python -m dtft.checkpoint.exporter`` reads one JSON object per line on stdin and
+answers one per line on stdout. The exporting hosts' processes form a CPU world of their
+own and see the arena as read-only views. Must not know training, peers or commits.
+"""
+
+import json
+import logging
+import mmap
+import os
+import queue
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+
+from dtft.checkpoint.export_plan import ExportWorld, export_world
+from dtft.checkpoint.slices import Layout, Slice, offsets_of, slice_at
+from dtft.checkpoint.storage import StorageTier
+
+JOIN_S = 60
+"""The processes of one export start within this time of each other, or give up."""
+HEARTBEAT_S = 10
+SAVE_S = 300.0
+"""Limit of one save; "timeout_s" in a message changes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What the first message says."""
+
+    directory: str
+    """Storage directory."""
+    max_to_keep: int
+    """Steps that storage keeps."""
+    rank: int
+    """This process in the export world."""
+    world: int
+    """Number of exporting processes."""
+    coordinator: str
+    """host:port that rank 0 serves; "" in a world of one."""
+    layout: str
+    """The layout as JSON."""
+    arena: str
+    """Path of the arena file."""
+    slot: int
+    """The slot whose extent lies in the arena."""
+    devices: int
+    """CPU devices of this process: at least the slot's part of the sub-mesh."""
+
+
+class ArenaExporter:
+    """One slot's part of the export: arena views in, a step in storage out."""
+
+    def __init__(self, opening: Opening) -> None:
+        """Joins the export world and maps the arena.
+
+        Raises:
+            ValueError: the message does not fit the layout.
+        """
+        self._layout = Layout.from_json(opening.layout)
+        self._world = export_world(self._layout)
+        self._positions = self._world.mesh.positions(opening.slot)
+        _check(opening, self._world, len(self._positions))
+        _join(opening, self._layout)
+        self._mesh = _mesh(self._world, opening.rank)
+        pieces = self._layout.slices(opening.slot)
+        offsets, self._nbytes = offsets_of(pieces)
+        self._offsets = dict(zip(pieces, offsets, strict=True))
+        self._arena = Path(opening.arena)
+        self._tier = StorageTier(opening.directory, max_to_keep=opening.max_to_keep)
+
+    def save(self, step: int, extent_offset: int, items: dict[str, Any]) -> int:
+        """Writes one step and waits for it; returns this slot's bytes in the extent."""
+        # Mapped for each save: an agent may replace a file by one of another size.
+        with open(self._arena, "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if extent_offset < 0 or extent_offset + self._nbytes > len(memory):
+            raise ValueError(
+                f"extent_offset={extent_offset}: the slot's {self._nbytes} bytes do "
+                f"not fit into {self._arena} of {len(memory)} bytes. Send the byte "
+                "offset of this slot's own extent."
+            )
+        self._tier.save(step, self._arrays(memory, extent_offset), items)
+        self._tier.wait_until_finished()
+        return self._nbytes
+
+    def _arrays(self, memory: mmap.mmap, extent_offset: int) -> dict[str, jax.Array]:
+        devices = self._mesh.devices
+        arrays = {}
+        for leaf in self._layout.leaves:
+            spec = jax.sharding.PartitionSpec(*(axes or None for axes in leaf.spec))
+            parts = []
+            for position in self._positions:
+                piece = slice_at(self._world.mesh, leaf, position)
+                offset = extent_offset + self._offsets[piece]
+                view = _view(memory, piece, offset)
+                parts.append(jax.device_put(view, devices[position]))
+            arrays[leaf.path] = jax.make_array_from_single_device_arrays(
+                leaf.shape,
+                jax.sharding.NamedSharding(self._mesh, spec),
+                parts,
+                dtype=np.dtype(leaf.dtype),
+            )
+        return arrays
+
+
+def _check(opening: Opening, world: ExportWorld, needed: int) -> None:
+    if opening.world != len(world.slots):
+        raise ValueError(
+            f"world={opening.world} does not fit the layout: slots {world.slots} hold "
+            f"every slice. Start {len(world.slots)} exporters."
+        )
+    if world.slots[opening.rank] != opening.slot:
+        raise ValueError(
+            f"slot={opening.slot} is not that of rank={opening.rank}. The slots in "
+            f"rank order are {world.slots}."
+        )
+    if opening.devices < needed:
+        raise ValueError(
+            f"devices={opening.devices} is below the {needed} that slot {opening.slot} "
+            f"has in the export mesh. Send devices={needed} or more."
+        )
+
+
+def _join(opening: Opening, layout: Layout) -> None:
+    """Makes the CPU world; nothing may have touched a device before."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", opening.devices)
+    wide = any(np.dtype(leaf.dtype).itemsize >= 8 for leaf in layout.leaves)
+    jax.config.update("jax_enable_x64", wide)
+    if opening.world == 1:
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        opening.coordinator,
+        num_processes=opening.world,
+        process_id=opening.rank,
+        cluster_detection_method="deactivate",
+        initialization_timeout=JOIN_S,
+        heartbeat_timeout_seconds=HEARTBEAT_S,
+        shutdown_timeout_seconds=5,
+    )
+
+
+def _mesh(world: ExportWorld, rank: int) -> jax.sharding.Mesh:
+    by_process: dict[int, list[Any]] = {}
+    for device in sorted(jax.devices(), key=lambda device: device.id):
+        by_process.setdefault(device.process_index, []).append(device)
+    if jax.process_index() != rank:
+        raise RuntimeError(f"rank {rank} became JAX process {jax.process_index()}")
+    free = {slot: iter(by_process[rank]) for rank, slot in enumerate(world.slots)}
+    devices = np.array([next(free[slot]) for slot in world.mesh.slots], dtype=object)
+    return jax.sharding.Mesh(
+        devices.reshape(world.mesh.axis_sizes), world.mesh.axis_names
+    )
+
+
+def _view(memory: mmap.mmap, piece: Slice, offset: int) -> np.ndarray:
+    dtype = np.dtype(piece.dtype)
+    if not piece.nbytes:
+        return np.zeros(piece.shape, dtype)
+    raw = np.frombuffer(memory, np.uint8, piece.nbytes, offset)
+    return raw.view(dtype).reshape(piece.shape)
+
+
+class Server:
+    """Answers messages; one save at a time, and none beyond its limit."""
+
+    def __init__(self, out: TextIO) -> None:
+        """Answers go to `out`."""
+        self._out = out
+        self._exporter: ArenaExporter | None = None
+        self._failure = "no message {'op': 'open'} came before"
+
+    def answer(self, message: dict[str, Any]) -> None:
+        """Does what one message asks and writes one line."""
+        op = message.get("op")
+        reply: dict[str, Any] = {"op": op}
+        if "step" in message:
+            reply["step"] = message["step"]
+        limit_s = float(message.get("timeout_s", SAVE_S))
+        timer = threading.Timer(limit_s, self._give_up, (dict(reply), limit_s))
+        timer.daemon = True
+        timer.start()
+        try:
+            reply |= {"ok": True, **self._do(message)}
+        except Exception as error:
+            reply |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
+            if op == "open":
+                self._failure = reply["error"]
+        timer.cancel()
+        self._write(reply)
+
+    def _do(self, message: dict[str, Any]) -> dict[str, Any]:
+        fields = dict(message)
+        fields.pop("op", None)
+        fields.pop("timeout_s", None)
+        if message.get("op") == "open":
+            self._exporter = ArenaExporter(Opening(**fields))
+            return {}
+        if message.get("op") != "save":
+            raise ValueError(
+                f"op={message.get('op')!r} is not known. Allowed: open, save, close."
+            )
+        if self._exporter is None:
+            raise RuntimeError(f"storage is not open: {self._failure}")
+        begun = time.monotonic()
+        written = self._exporter.save(
+            fields["step"], fields["extent_offset"], fields["items"]
+        )
+        return {"seconds": time.monotonic() - begun, "bytes": written}
+
+    def _write(self, reply: dict[str, Any]) -> None:
+        self._out.write(json.dumps(reply) + "\n")
+        self._out.flush()
+
+    def _give_up(self, reply: dict[str, Any], limit_s: float) -> None:
+        error = f"TimeoutError: {limit_s:.0f} s for {reply['op']!r} have passed"
+        self._write(reply | {"ok": False, "error": error})
+        os._exit(1)
+
+
+def _read(messages: queue.Queue[dict[str, Any]]) -> None:
+    """Ends the process at once on "close" or the end of stdin, also during a save.
+
+    An unfinished step is a temporary directory, which the next exporter removes; the
+    shutdown barrier of jax.distributed would wait for hosts that may be gone.
+    """
+    code = 1  # a line that is not JSON: the other end is not an agent
+    try:
+        for line in sys.stdin:
+            message = json.loads(line)
+            if message.get("op") == "close":
+                break
+            messages.put(message)
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """Serves until told to close."""
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    messages: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_read, args=(messages,), daemon=True).start()
+    server = Server(out)
+    while True:
+        server.answer(messages.get())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""What one host holds: its own slices and its peers', by step, in one arena.
+
+Keeps the last commit until the next is complete, and answers which verified copies
+are here. Is told what was staged, received and committed; must not know who is alive,
+where peers are, or how bytes travel. Thread-safe.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtft.checkpoint import digest
+from dtft.checkpoint.arena import Arena, ExtentPool
+from dtft.checkpoint.placement import Placement, Push
+from dtft.checkpoint.slices import Layout, Slice, offsets_of
+
+OWN_VERSIONS = 4
+"""Last commit, replicated but not yet committed, being staged, being exported."""
+HOSTED_VERSIONS = 3
+"""As above, without the export: storage gets every slice from an owner."""
+
+
+@dataclass(kw_only=True)
+class _Version:
+    """The copies of one step. Extents are numbers in the pools."""
+
+    own: int | None = None
+    own_digests: list[bytes] | None = None
+    hosted: int | None = None
+    hosted_digests: dict[int, list[bytes]] = field(default_factory=dict)
+    items: dict[str, Any] = field(default_factory=dict)
+
+
+class Holder:
+    """All copies on one host for one layout and slot."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        slot: int,
+        placement: Placement,
+        *,
+        path: Path,
+        chunk_bytes: int,
+    ) -> None:
+        """Reserves the arena at `path`.
+
+        Raises:
+            OSError: the memory is not there; names the bytes needed and available.
+        """
+        self.layout, self.slot, self.placement = layout, slot, placement
+        self.path, self.chunk_bytes = path, chunk_bytes
+        self.own_slices = layout.slices(slot)
+        self.own_offsets, self.own_bytes = offsets_of(self.own_slices)
+        self.incoming = {p.source: p for p in placement.pushes if p.target == slot}
+        self.outgoing = tuple(p for p in placement.pushes if p.source == slot)
+        self._hosted_offset: dict[int, int] = {}
+        hosted_bytes = 0
+        for source, push in self.incoming.items():
+            self._hosted_offset[source] = hosted_bytes
+            hosted_bytes += offsets_of(push.slices)[1]
+        self._hosted_bytes = hosted_bytes
+        self._hosted_start = OWN_VERSIONS * self.own_bytes
+        total = self._hosted_start + HOSTED_VERSIONS * hosted_bytes
+        self.arena = Arena.create(path, max(total, 1))
+        self._own_pool = ExtentPool(OWN_VERSIONS, self.own_bytes)
+        self._hosted_pool = ExtentPool(HOSTED_VERSIONS, hosted_bytes)
+        self._versions: dict[int, _Version] = {}
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------- own slices
+
+    def begin_stage(self, step: int) -> int:
+        """Reserves an extent for this host's own slices of `step`.
+
+        Returns:
+            Its offset in the arena, in bytes.
+
+        Raises:
+            RuntimeError: every extent is in use, so a commit or export is stuck.
+        """
+        with self._lock:
+            version = self._versions.setdefault(step, _Version())
+            if version.own is None:
+                version.own = self._own_pool.acquire()
+            if version.own is None:
+                raise RuntimeError(
+                    f"no free extent for step {step}: all {OWN_VERSIONS} hold steps "
+                    f"{sorted(self._versions)} that are still needed."
+                )
+            return version.own * self.own_bytes
+
+    def staged(self, step: int, digests: Sequence[bytes], items: dict) -> None:
+        """Records that the trainer has written all own slices of `step`."""
+        with self._lock:
+            version = self._versions[step]
+            version.own_digests, version.items = list(digests), items
+
+    def own_views(self, step: int, push: Push) -> list[memoryview]:
+        """The bytes of the slices that `push` sends, in its order."""
+        with self._lock:
+            start = self._own_start(step)
+            place = dict(zip(self.own_slices, self.own_offsets, strict=True))
+            return [
+                self.arena.view(start + place[s], s.nbytes) for s in push.slices
+            ]
+
+    def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
+        """Digests of some of the own slices of a staged step."""
+        with self._lock:
+            known = self._versions[step].own_digests
+            assert known is not None
+            table = dict(zip(self.own_slices, known, strict=True))
+            return [table[piece] for piece in slices]
+
+    def own_offset(self, step: int) -> int:
+        """Arena offset of the own extent of `step`."""
+        with self._lock:
+            return self._own_start(step)
+
+    def all_own_digests(self, step: int) -> list[bytes]:
+        """Digests of all own slices of a staged or restored step."""
+        return self.own_digests(step, self.own_slices)
+
+    def items(self, step: int) -> dict[str, Any]:
+        """The items (data position and so on) that were staged with `step`."""
+        with self._lock:
+            return self._versions[step].items
+
+    def _own_start(self, step: int) -> int:
+        extent = self._versions[step].own
+        assert extent is not None
+        return extent * self.own_bytes
+
+    # ---------------------------------------------------------- hosted slices
+
+    def hosted_view(self, step: int, source: int) -> memoryview:
+        """Where the bytes of a push from slot `source` go: side by side, unpadded."""
+        with self._lock:
+            version = self._versions.setdefault(step, _Version())
+            if version.hosted is None:
+                version.hosted = self._hosted_pool.acquire()
+            if version.hosted is None:
+                raise RuntimeError(
+                    f"no free extent to host step {step} of slot {source}: all "
+                    f"{HOSTED_VERSIONS} are in use by {sorted(self._versions)}."
+                )
+            start = self._hosted_start + version.hosted * self._hosted_bytes
+            size = sum(s.nbytes for s in self.incoming[source].slices)
+            return self.arena.view(start + self._hosted_offset[source], size)
+
+    def received(
+        self, step: int, source: int, digests: Sequence[bytes], items: dict
+    ) -> bool:
+        """Checks what was written to `hosted_view`; keeps it if every byte is right."""
+        view = self.hosted_view(step, source)
+        pieces = self.incoming[source].slices
+        if not _all_good(view, pieces, digests, self.chunk_bytes):
+            return False
+        with self._lock:
+            if step not in self._versions:
+                return False
+            self._versions[step].hosted_digests[source] = list(digests)
+            self._versions[step].items = items
+            return True
+
+    # -------------------------------------------------------------- retention
+
+    def keep_only(self, steps: set[int]) -> None:
+        """Drops every version except those of `steps`."""
+        with self._lock:
+            for step in set(self._versions) - steps:
+                version = self._versions.pop(step)
+                if version.own is not None:
+                    self._own_pool.release(version.own)
+                if version.hosted is not None:
+                    self._hosted_pool.release(version.hosted)
+
+    def drop_before(self, step: int, keep: set[int]) -> None:
+        """Drops versions older than `step`, except those of `keep`."""
+        with self._lock:
+            self.keep_only({s for s in self._versions if s >= step or s in keep})
+
+    def pin(self, step: int) -> int:
+        """Keeps the own extent of `step` until `unpin`; returns its number."""
+        with self._lock:
+            extent = self._versions[step].own
+            assert extent is not None
+            self._own_pool.retain(extent)
+            return extent
+
+    def unpin(self, extent: int) -> None:
+        """Ends one `pin`."""
+        with self._lock:
+            self._own_pool.release(extent)
+
+    # --------------------------------------------------------------- verified
+
+    def holdings(self) -> tuple[dict[int, dict[str, bytes]], list[str]]:
+        """Every slice held, read again and checked now.
+
+        Returns:
+            step -> slice key -> digest of each good copy, and a description of each
+            bad one ("step 12: params/w[0:4]:float32").
+        """
+        good: dict[int, dict[str, bytes]] = {}
+        bad: list[str] = []
+        with self._lock:
+            for step in self._versions:
+                for piece, view, expected in self._copies(step):
+                    if digest.verify(view, expected, self.chunk_bytes):
+                        bad.append(f"step {step}: {piece.key}")
+                    else:
+                        good.setdefault(step, {})[piece.key] = expected
+        return good, bad
+
+    def find(self, step: int, keys: Sequence[str]) -> list[memoryview]:
+        """Views of the named slices of `step`, from own or hosted copies.
+
+        Raises:
+            KeyError: a slice is not held here for that step.
+        """
+        with self._lock:
+            here = {p.key: v for p, v, _ in self._copies(step)}
+            return [here[key] for key in keys]
+
+    def _copies(self, step: int):
+        version = self._versions.get(step)
+        if version is None:
+            return
+        if version.own is not None and version.own_digests is not None:
+            start = version.own * self.own_bytes
+            own = zip(
+                self.own_slices, self.own_offsets, version.own_digests, strict=True
+            )
+            for piece, offset, expected in own:
+                yield piece, self.arena.view(start + offset, piece.nbytes), expected
+        for source, digests in version.hosted_digests.items():
+            view, offset = self.hosted_view(step, source), 0
+            for piece, expected in zip(
+                self.incoming[source].slices, digests, strict=True
+            ):
+                yield piece, view[offset : offset + piece.nbytes], expected
+                offset += piece.nbytes
+
+    # ---------------------------------------------------------------- restore
+
+    def begin_restore(
+        self, step: int, digests: Mapping[str, bytes], items: dict
+    ) -> list[Slice]:
+        """Makes `step` the only version; own slices that are right stay.
+
+        Args:
+            step: the step to restore.
+            digests: slice key to digest, for every own slice.
+            items: the items of the commit.
+
+        Returns:
+            The own slices that must be fetched (absent, or not matching).
+        """
+        with self._lock:
+            self.keep_only({step})
+            self.begin_stage(step)
+            expected = [digests[piece.key] for piece in self.own_slices]
+            self._copy_from_hosted(step, digests)
+            self.staged(step, expected, items)
+            return [
+                piece
+                for piece, view, good in self._copies(step)
+                if piece in self.layout.slices(self.slot)
+                and digest.verify(view, good, self.chunk_bytes)
+            ]
+
+    def _copy_from_hosted(self, step: int, digests: Mapping[str, bytes]) -> None:
+        """A spare that hosted a slice before may own it now."""
+        start = self._own_start(step)
+        place = dict(zip(self.own_slices, self.own_offsets, strict=True))
+        for piece, view, known in list(self._copies(step)):
+            if piece in place and known == digests[piece.key]:
+                target = self.arena.view(start + place[piece], piece.nbytes)
+                if digest.verify(target, known, self.chunk_bytes):
+                    target[:] = view
+
+    def own_slice_view(self, step: int, piece: Slice) -> memoryview:
+        """Where one own slice of `step` is, to be filled by a fetch."""
+        with self._lock:
+            place = dict(zip(self.own_slices, self.own_offsets, strict=True))
+            return self.arena.view(self._own_start(step) + place[piece], piece.nbytes)
+
+    def close(self) -> None:
+        """Frees the arena's memory."""
+        self.arena.close()
+        self.arena.unlink()
+
+
+def _all_good(
+    view: memoryview,
+    pieces: Sequence[Slice],
+    digests: Sequence[bytes],
+    chunk_bytes: int,
+) -> bool:
+    offset = 0
+    for piece, expected in zip(pieces, digests, strict=True):
+        if digest.verify(view[offset : offset + piece.nbytes], expected, chunk_bytes):
+            return False
+        offset += piece.nbytes
+    return True

@@ -1,0 +1,83 @@
+"""The local link between a trainer and its agent: messages over a Unix socket.
+
+One msgpack map per message with a 4-byte length before it. Bytes of state never
+travel here; they are in the arena. What the messages mean is not known here.
+"""
+
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+_LENGTH = struct.Struct("<I")
+_LARGEST = 256 << 20
+
+
+class LinkClosed(ConnectionError):
+    """The process at the other end has gone."""
+
+
+class Link:
+    """One connected end; sending is thread-safe, one thread receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Wraps a connected stream socket."""
+        self._socket = connection
+        self._lock = threading.Lock()
+
+    @classmethod
+    def connect(cls, path: Path, timeout_s: float) -> "Link":
+        """Connects to the agent that listens at `path`."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
+        connection.connect(str(path))
+        connection.settimeout(None)
+        return cls(connection)
+
+    def send(self, op: str, **fields: Any) -> None:
+        """Sends one message.
+
+        Raises:
+            LinkClosed: the other end has gone.
+        """
+        packed = msgpack.packb({"op": op, **fields})
+        assert packed is not None
+        try:
+            with self._lock:
+                self._socket.sendall(_LENGTH.pack(len(packed)) + packed)
+        except OSError as error:
+            raise LinkClosed(f"sending {op!r} failed: {error}") from error
+
+    def receive(self) -> dict[str, Any]:
+        """Waits for the next message; the other end's death ends the wait.
+
+        Raises:
+            LinkClosed: the other end has gone.
+        """
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if length > _LARGEST:
+            raise LinkClosed(f"message of {length} bytes refused, at most {_LARGEST}")
+        return msgpack.unpackb(self._exactly(length), strict_map_key=False)
+
+    def _exactly(self, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            try:
+                part = self._socket.recv(min(size - len(parts), 1 << 20))
+            except OSError as error:
+                raise LinkClosed(f"receiving failed: {error}") from error
+            if not part:
+                raise LinkClosed("the other end closed the link")
+            parts += part
+        return bytes(parts)
+
+    def close(self) -> None:
+        """Closes the socket; a receiving thread gets LinkClosed."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()

@@ -1,0 +1,199 @@
+"""The trainer's side of the memory tier, in the shape of Orbax's CheckpointManager.
+
+`save` copies a step into this host's arena and returns; the agent replicates it and the
+leader commits it. `restore` hands back what the agent was told to restore. Talks to its
+own agent only; must not know peers, placement or etcd.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dtft.checkpoint.arena import Arena
+from dtft.checkpoint.link import Link, LinkClosed
+from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.snapshot import SnapshotPlan
+from dtft.checkpoint.storage import StorageTier
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveArgs:
+    """What a commit holds."""
+
+    arrays: Mapping[str, jax.Array]
+    """Leaf path to global array, all ready."""
+    items: Mapping[str, Any] = field(default_factory=dict)
+    """What is not an array, as JSON values: data position and so on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreArgs:
+    """What is wanted back."""
+
+    abstract: Mapping[str, jax.ShapeDtypeStruct]
+    """Leaf path to shape, dtype and sharding."""
+
+
+class AgentGone(RuntimeError):
+    """The agent of this trainer has ended; so must the trainer."""
+
+
+class ReplicatedCheckpointManager:
+    """Every saved step in several hosts' memory; see the module's text."""
+
+    def __init__(
+        self,
+        link: Link,
+        layout: Layout,
+        *,
+        slot: int,
+        chunk_bytes: int,
+        storage_directory: Path,
+        deadline_s: float,
+    ) -> None:
+        """Announces the layout and waits for what the agent was told to restore.
+
+        Raises:
+            TimeoutError: the agent did not answer in time.
+            AgentGone: the agent has ended.
+        """
+        self._link, self._deadline_s = link, deadline_s
+        self._plan = SnapshotPlan(layout, slot, chunk_bytes)
+        self._storage_directory = storage_directory
+        self._condition = threading.Condition()
+        self._order: dict[str, Any] | None = None
+        self._extent: dict[str, Any] | None = None
+        self._gone = False
+        self._released = self._committed = self._saved = 0
+        self._stop_at: int | None = None
+        self._arena: Arena | None = None
+        self.bytes_from_storage = 0
+        self.stalls_s: list[float] = []
+        """Seconds that each `save` held up the training thread."""
+        threading.Thread(target=self._hear, daemon=True).start()
+        link.send("layout", layout=layout.to_json())
+        self._wait(lambda: self._order is not None, "the agent's restore order")
+        assert self._order is not None
+        self._arena = Arena.attach(Path(self._order["arena"]))
+        self._released = self._committed = self._saved = self._order["step"]
+
+    # ------------------------------------------------------------- the agent's end
+
+    def _hear(self) -> None:
+        try:
+            while True:
+                message = self._link.receive()
+                with self._condition:
+                    self._take(message)
+                    self._condition.notify_all()
+        except LinkClosed:
+            with self._condition:
+                self._gone = True
+                self._condition.notify_all()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == "restore":
+            self._order = message
+        elif op == "extent":
+            self._extent = message
+        elif op == "release":
+            self._released = max(self._released, message["step"])
+            if message["committed"]:
+                self._committed = max(self._committed, message["step"])
+            self._stop_at = message["stop_at"]
+
+    def _wait(self, ready: Any, what: str) -> None:
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._gone or ready(), timeout=self._deadline_s
+            )
+            if self._gone:
+                raise AgentGone("this host's agent has ended")
+            if not ready():
+                raise TimeoutError(
+                    f"{self._deadline_s:.0f} s waiting for {what}; "
+                    "limit: timeouts.start"
+                )
+
+    # ------------------------------------------------------------- Orbax's shape
+
+    def latest_step(self) -> int | None:
+        """The newest step that can be restored: commits, else what was restored."""
+        return self._committed or None
+
+    def all_steps(self) -> tuple[int, ...]:
+        """Steps on offer: the last commit and what storage holds, ascending."""
+        storage = StorageTier(self._storage_directory, read_only=True)
+        try:
+            stored = set(storage.all_steps())
+        finally:
+            storage.close()
+        return tuple(sorted(stored | ({self._committed} - {0})))
+
+    def save(self, step: int, *, args: SaveArgs) -> bool:
+        """Copies a step into this host's arena; the rest happens elsewhere.
+
+        The arrays may be donated as soon as this returns.
+        """
+        begun = time.monotonic()
+        self._extent = None
+        self._link.send("stage", step=step)
+        self._wait(lambda: self._extent is not None, f"room for step {step}")
+        assert self._extent is not None and self._arena is not None
+        view = self._arena.view(self._extent["offset"], self._plan.nbytes)
+        digests = self._plan.write(args.arrays, view)
+        self._link.send("staged", step=step, digests=digests, items=dict(args.items))
+        self._saved = step
+        self.stalls_s.append(time.monotonic() - begun)
+        return True
+
+    def restore(
+        self, step: int | None = None, *, args: RestoreArgs
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]] | None:
+        """The state the leader chose for this formation, or None for a fresh start.
+
+        Raises:
+            ValueError: `step` is not the one that the leader chose, or a copy in this
+                host's memory is corrupt.
+        """
+        order = self._order
+        assert order is not None and self._arena is not None
+        if step is not None and step != order["step"]:
+            raise ValueError(
+                f"step={step} is not on offer: all hosts restore step {order['step']}."
+            )
+        if order["source"] == "init":
+            return None
+        if order["source"] == "memory":
+            view = self._arena.view(order["offset"], self._plan.nbytes)
+            arrays = self._plan.read(view, order["digests"], args.abstract)
+            return arrays, order["items"]
+        storage = StorageTier(self._storage_directory, read_only=True)
+        try:
+            arrays, items = storage.restore(order["step"], dict(args.abstract))
+        finally:
+            storage.close()
+        self.bytes_from_storage = sum(piece.nbytes for piece in self._plan.slices)
+        return arrays, items
+
+    def wait_until_finished(self) -> None:
+        """Waits until the last saved step is safe in memory."""
+        self._wait(lambda: self._released >= self._saved, f"step {self._saved}")
+
+    def close(self) -> None:
+        """Detaches from the arena; its bytes stay."""
+        if self._arena is not None:
+            self._arena.close()
+
+    # ---------------------------------------------------------------- for the loop
+
+    def stop_at(self) -> int | None:
+        """The step after which all hosts shall stop, if a stop was asked for."""
+        with self._condition:
+            return self._stop_at

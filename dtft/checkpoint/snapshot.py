@@ -1,0 +1,116 @@
+"""Copies a step's slices from devices into an arena, and back.
+
+Runs in the trainer, at a step boundary: every array must be ready, and the next step
+(which donates the buffers) must not have been dispatched. Knows JAX and memory; must
+not know steps, agents, peers or commits.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from dtft import _jax_internals
+from dtft.checkpoint import digest
+from dtft.checkpoint.slices import Layout, Slice, offsets_of
+
+
+class SnapshotPlan:
+    """Where each slice of a slot is on the devices and in an extent.
+
+    Built once per layout; `write` then only copies.
+    """
+
+    def __init__(self, layout: Layout, slot: int, chunk_bytes: int) -> None:
+        """Lays the slices of `slot` side by side, in the layout's order."""
+        self.slices: tuple[Slice, ...] = layout.slices(slot)
+        self.offsets, self.nbytes = offsets_of(self.slices)
+        self._chunk_bytes = chunk_bytes
+
+    def write(
+        self, arrays: Mapping[str, jax.Array], extent: memoryview
+    ) -> list[bytes]:
+        """Copies every slice into `extent`.
+
+        Args:
+            arrays: leaf path to global array, all ready.
+            extent: at least `nbytes` bytes of an arena.
+
+        Returns:
+            One digest string per slice (16 bytes per chunk), in slice order.
+        """
+        digests = []
+        for piece, offset in zip(self.slices, self.offsets, strict=True):
+            target = extent[offset : offset + piece.nbytes]
+            _copy_out(_shard_of(arrays[piece.path], piece), target)
+            digests.append(digest.chunk_digests(target, self._chunk_bytes))
+        return digests
+
+    def read(
+        self,
+        extent: memoryview,
+        digests: Sequence[bytes],
+        abstract: Mapping[str, jax.ShapeDtypeStruct],
+    ) -> dict[str, jax.Array]:
+        """Builds the global arrays from an extent, checking every digest.
+
+        Raises:
+            ValueError: names the first slice whose bytes do not match.
+        """
+        views: dict[str, dict[tuple, np.ndarray]] = {}
+        parts = zip(self.slices, self.offsets, digests, strict=True)
+        for piece, offset, expected in parts:
+            raw = extent[offset : offset + piece.nbytes]
+            if digest.verify(raw, expected, self._chunk_bytes):
+                raise ValueError(
+                    f"slice {piece.key} does not match its digest: the copy in this "
+                    "host's memory is corrupt and was not loaded."
+                )
+            view = np.frombuffer(raw, np.dtype(piece.dtype)).reshape(piece.shape)
+            views.setdefault(piece.path, {})[(piece.start, piece.stop)] = view
+        return {
+            path: _global_array(struct, views[path])
+            for path, struct in abstract.items()
+        }
+
+
+def _bounds(
+    index: tuple[slice, ...], shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    ranges = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+    return tuple(r[0] for r in ranges), tuple(r[1] for r in ranges)
+
+
+def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
+    for shard in array.addressable_shards:
+        if _bounds(shard.index, array.shape) == (piece.start, piece.stop):
+            return shard.data
+    raise ValueError(
+        f"slice {piece.key} is not on this host's devices: the state's sharding "
+        f"{array.sharding} differs from the layout that was announced."
+    )
+
+
+def _copy_out(array: jax.Array, target: memoryview) -> None:
+    if not len(target):
+        return
+    if next(iter(array.devices())).platform == "cpu":
+        _jax_internals.copy_cpu_buffer(array, target)
+    else:
+        target[:] = np.asarray(array).reshape(-1).view(np.uint8).data
+
+
+def _global_array(
+    struct: jax.ShapeDtypeStruct, views: Mapping[tuple, np.ndarray]
+) -> jax.Array:
+    sharding = struct.sharding
+    assert sharding is not None
+    indices = sharding.addressable_devices_indices_map(struct.shape)
+    # A true copy: a device array may alias aligned host memory, and the arena's
+    # extent will be written again while the array is still in use.
+    parts = [
+        jax.device_put(views[_bounds(index, struct.shape)].copy(), device)
+        for device, index in indices.items()
+        if index is not None
+    ]
+    return jax.make_array_from_single_device_arrays(struct.shape, sharding, parts)

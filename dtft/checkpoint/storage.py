@@ -1,0 +1,301 @@
+"""The storage tier: a directory of Orbax checkpoints, one per step.
+
+Item "state" is a nested dict of arrays, item "items" JSON: what the caller gave, the
+leaves that Orbax refuses (empty arrays) and nothing else. Stock Orbax reads both. Orbax
+is used in this module only; it must not know slots, arenas or who is alive.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from dtft.checkpoint.tree import listed, to_paths
+
+
+class CheckpointUnreadable(RuntimeError):
+    """A step exists in a storage directory but cannot be read."""
+
+
+class StorageTier:
+    """The checkpoints in one directory, oldest dropped first.
+
+    In a world of several processes every one of them makes the same calls; Orbax
+    brings them together. Listing steps needs no other process.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        max_to_keep: int = 3,
+        timeout_s: int = 300,
+        read_only: bool = False,
+    ) -> None:
+        """Touches nothing yet: Orbax opens the directory at the first save or restore.
+
+        Args:
+            directory: where the steps are; made by the first save.
+            max_to_keep: how many of the newest steps a save leaves in place.
+            timeout_s: limit of the asynchronous part of one save.
+            read_only: refuse to save.
+        """
+        if max_to_keep < 1:
+            raise ValueError(
+                f"max_to_keep={max_to_keep} would keep no checkpoint. Allowed: 1 or "
+                "more. Set --storage.keep 1 or more."
+            )
+        self.directory = Path(directory).absolute()
+        self._read_only = read_only
+        self._options = _options(max_to_keep, timeout_s, read_only)
+        self._opened: ocp.CheckpointManager | None = None
+
+    @property
+    def _manager(self) -> ocp.CheckpointManager:
+        if self._opened is None:
+            self._opened = ocp.CheckpointManager(
+                self.directory, options=self._options, item_handlers=_handlers()
+            )
+        return self._opened
+
+    # ---------------------------------------------------------------------- write
+
+    def save(
+        self, step: int, arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
+    ) -> None:
+        """Begins to write a step; `wait_until_finished` says when it is safe.
+
+        The arrays must stay as they are until then. A step that exists already is
+        replaced: the run that saves now is the one that counts.
+
+        Args:
+            step: the step.
+            arrays: leaf path to global array.
+            items: what is not an array, as JSON values.
+
+        Raises:
+            ValueError: two paths would have one name in Orbax, or all leaves are empty.
+        """
+        if self._read_only:
+            raise ValueError(
+                f"read_only=True: step {step} was not saved to {self.directory}. "
+                "Open the storage tier with read_only=False."
+            )
+        full = {path: array for path, array in arrays.items() if array.size}
+        empty = [
+            {"path": path, "shape": list(array.shape), "dtype": str(array.dtype)}
+            for path, array in arrays.items()
+            if not array.size
+        ]
+        _check_names(full)
+        if step in self._manager.all_steps():
+            self._manager.delete(step)
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(_nested(full)),
+                items=ocp.args.JsonSave({"items": dict(items), "empty": empty}),
+            ),
+            force=True,
+        )
+
+    def wait_until_finished(self) -> None:
+        """Waits until the last save is complete; raises what went wrong in it."""
+        if self._opened is not None:
+            self._opened.wait_until_finished()
+
+    # ----------------------------------------------------------------------- read
+
+    def restore(
+        self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        """The arrays of a step, bit for bit, on the wanted shardings, and its items.
+
+        Args:
+            step: one of `all_steps()`.
+            abstract: leaf path to shape, dtype and sharding.
+
+        Raises:
+            ValueError: the directory has no such step, or its leaves differ from
+                `abstract` in path, shape or dtype; lists expected against found.
+            CheckpointUnreadable: the step exists but cannot be read.
+        """
+        _check_names(abstract)
+        saved = self._json(step)
+        _check_fits(abstract, self._saved_leaves(step, saved), self._path(step))
+        empty = {leaf["path"] for leaf in saved["empty"]}
+        wanted = {path: leaf for path, leaf in abstract.items() if path not in empty}
+        state = self._read(step, state=ocp.args.StandardRestore(_nested(wanted)))
+        found = to_paths(state["state"])
+        arrays = {
+            path: _empty_array(leaf) if path in empty else found[path]
+            for path, leaf in abstract.items()
+        }
+        return arrays, saved["items"]
+
+    def load_numpy(self, step: int) -> dict[str, np.ndarray]:
+        """All arrays of a step in host memory, by path; for looking, not training."""
+        saved = self._json(step)
+        leaves = self._saved_leaves(step, saved)
+        empty = {leaf["path"] for leaf in saved["empty"]}
+        target = _nested(
+            {p: jax.ShapeDtypeStruct(*v) for p, v in leaves.items() if p not in empty}
+        )
+        state = self._read(step, state=ocp.args.StandardRestore(target))
+        found = to_paths(state["state"])
+        return {
+            path: np.zeros(shape, dtype) if path in empty else np.asarray(found[path])
+            for path, (shape, dtype) in sorted(leaves.items())
+        }
+
+    def items(self, step: int) -> dict[str, Any]:
+        """What was saved beside the arrays of a step."""
+        return self._json(step)["items"]
+
+    def all_steps(self) -> tuple[int, ...]:
+        """The complete steps in the directory, ascending."""
+        return tuple(sorted(ocp.utils.checkpoint_steps(self.directory)))
+
+    def latest_step(self) -> int | None:
+        """The newest complete step, or None."""
+        return max(self.all_steps(), default=None)
+
+    def close(self) -> None:
+        """Waits for a save under way and lets go of the directory."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _path(self, step: int) -> Path:
+        return self.directory / str(step)
+
+    def _json(self, step: int) -> dict[str, Any]:
+        steps = self.all_steps()
+        if step not in steps:
+            raise ValueError(
+                f"step={step} is not in {self.directory}. It has: "
+                f"{listed([str(found) for found in steps])}."
+            )
+        saved = self._read(step, items=ocp.args.JsonRestore())["items"]
+        if not isinstance(saved, dict) or not {"items", "empty"} <= saved.keys():
+            raise CheckpointUnreadable(
+                f"{self._path(step)} was not written by dtft: its item 'items' lacks "
+                "the entries 'items' and 'empty'."
+            )
+        return saved
+
+    def _saved_leaves(
+        self, step: int, saved: dict[str, Any]
+    ) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        try:
+            metadata = self._manager.item_metadata(step)["state"]
+            leaves = {
+                path: (tuple(leaf.shape), np.dtype(leaf.dtype))
+                for path, leaf in to_paths(getattr(metadata, "tree", metadata)).items()
+            }
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+        for leaf in saved["empty"]:
+            leaves[leaf["path"]] = tuple(leaf["shape"]), np.dtype(leaf["dtype"])
+        return leaves
+
+    def _read(self, step: int, **args: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**args))
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+
+    def _unreadable(self, step: int, error: Exception) -> CheckpointUnreadable:
+        return CheckpointUnreadable(
+            f"{self._path(step)} exists but cannot be read "
+            f"({type(error).__name__}: {error}). Nothing was changed. Restore another "
+            f"step of {listed([str(found) for found in self.all_steps()])}, or move "
+            "the directory away."
+        )
+
+
+def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
+    """All arrays of a step in host memory, by path."""
+    tier = StorageTier(directory, read_only=True)
+    try:
+        return tier.load_numpy(step)
+    finally:
+        tier.close()
+
+
+def _handlers() -> dict[str, Any]:
+    return {
+        "state": ocp.StandardCheckpointHandler(),
+        "items": ocp.JsonCheckpointHandler(),
+    }
+
+
+def _options(
+    max_to_keep: int, timeout_s: int, read_only: bool
+) -> ocp.CheckpointManagerOptions:
+    if read_only:
+        return ocp.CheckpointManagerOptions(
+            read_only=True, create=False, save_interval_steps=0
+        )
+    return ocp.CheckpointManagerOptions(
+        max_to_keep=max_to_keep,
+        cleanup_tmp_directories=True,
+        async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
+    )
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return tree
+
+
+def _check_names(leaves: Mapping[str, Any]) -> None:
+    """Orbax joins keys by "." and would write two such leaves over each other."""
+    if not leaves:
+        raise ValueError("the state has no leaf with a value: there is nothing to save")
+    names: dict[str, str] = {}
+    for path in leaves:
+        other = names.setdefault(path.replace("/", "."), path)
+        if other != path:
+            raise ValueError(
+                f"leaves {other!r} and {path!r} have one name in Orbax, which joins "
+                'keys by ".". Rename one of them.'
+            )
+
+
+def _check_fits(
+    abstract: Mapping[str, jax.ShapeDtypeStruct],
+    found: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    where: Path,
+) -> None:
+    expected = {p: (tuple(v.shape), np.dtype(v.dtype)) for p, v in abstract.items()}
+    differ = [
+        f"{path}: expected {_text(expected.get(path))}, found {_text(found.get(path))}"
+        for path in sorted(expected.keys() | found.keys())
+        if expected.get(path) != found.get(path)
+    ]
+    if differ:
+        raise ValueError(
+            f"abstract does not fit {where}, {len(differ)} leaves differ: "
+            f"{listed(differ)}. Use the config that wrote it, or another run directory."
+        )
+
+
+def _text(leaf: tuple[tuple[int, ...], np.dtype] | None) -> str:
+    return "nothing" if leaf is None else f"{leaf[1].name}{list(leaf[0])}"
+
+
+def _empty_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    value = np.zeros(leaf.shape, leaf.dtype)
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: value[index]
+    )

@@ -1,0 +1,90 @@
+"""Names the leaves of a state tree by path, and puts leaves back into a tree.
+
+A path joins dict keys, attribute names and sequence indices with "/". Knows jax's tree
+registry only; must not know what the leaves are or where they are kept.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+_SHOWN = 8
+"""Paths listed in an error before the rest is only counted."""
+
+
+def to_paths(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by path, in tree order; None is not a leaf.
+
+    >>> to_paths({"b": [1, 2], "a": {"w": 3, "none": None}})
+    {'a/w': 3, 'b/0': 1, 'b/1': 2}
+
+    Raises:
+        ValueError: a key contains "/" or is empty, or two leaves have one path.
+    """
+    leaves: dict[str, Any] = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        path = _path(keys)
+        if path in leaves:
+            raise ValueError(
+                f"tree has two leaves at path {path!r} (keys {keys}): keys that "
+                "differ only by type are not allowed. Rename one of them."
+            )
+        leaves[path] = leaf
+    return leaves
+
+
+def from_paths(like: Any, mapping: Mapping[str, Any]) -> Any:
+    """A tree of the structure of `like` with the leaves of `mapping`.
+
+    >>> from_paths({"a": [0, 0]}, {"a/0": 1, "a/1": 2})
+    {'a': [1, 2]}
+
+    Raises:
+        ValueError: the paths differ; lists what is missing and what is unexpected.
+    """
+    expected = to_paths(like)
+    if expected.keys() != mapping.keys():
+        missing = [path for path in expected if path not in mapping]
+        unexpected = [path for path in mapping if path not in expected]
+        raise ValueError(
+            f"mapping does not fit the tree: expected {len(expected)} leaves, found "
+            f"{len(mapping)}. Expected but not found: {listed(missing)}. Found but "
+            f"not expected: {listed(unexpected)}. Use the config that made the state."
+        )
+    structure = jax.tree_util.tree_structure(like)
+    return jax.tree_util.tree_unflatten(structure, [mapping[p] for p in expected])
+
+
+def listed(paths: list[str]) -> str:
+    """Paths as text for an error, the first few by name.
+
+    >>> listed([]), listed(["a", "b"])
+    ('none', 'a, b')
+    """
+    text = ", ".join(paths[:_SHOWN]) or "none"
+    rest = len(paths) - _SHOWN
+    return f"{text} and {rest} more" if rest > 0 else text
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    names = [_name(key) for key in keys]
+    for name in names:
+        if "/" in name or not name:
+            raise ValueError(
+                f"tree has the key {name!r} (in {keys}): a key may be neither empty "
+                'nor contain "/", which joins keys into a path. Rename it.'
+            )
+    return "/".join(names)
+
+
+def _name(key: Any) -> str:
+    match key:
+        case DictKey(key=name) | FlattenedIndexKey(key=name):
+            return str(name)
+        case GetAttrKey(name=name):
+            return name
+        case SequenceKey(idx=index):
+            return str(index)
+    return str(key)

@@ -1,0 +1,174 @@
+"""What travels between hosts: frames, and the handshake before the first of them.
+
+Turns headers into bytes and back, and decides whether a peer knows the job's secret.
+The handshake proves who connects; it hides nothing, and does not protect what follows
+from someone in the path. Pure values: this module must not know sockets or time.
+"""
+
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgpack
+
+MAGIC = b"DTFT"
+VERSION = 1
+MAX_HEADER = 16 << 20
+"""Largest header, packed, in bytes."""
+MAX_PAYLOAD = 1 << 40
+"""Largest payload in bytes; it is only ever received into memory given by a sink."""
+MAX_UNPLACED = 64 << 20
+"""Largest payload in bytes that is received without a sink."""
+
+_PREFIX = struct.Struct("<4sB3xIQ")
+PREFIX_BYTES = _PREFIX.size
+"""Size of what precedes every header: magic, version, header and payload length."""
+
+_GREETING = struct.Struct("<4sB3x32s")
+GREETING_BYTES = _GREETING.size
+"""Size of each side's first handshake message: magic, version and nonce."""
+PROOF_BYTES = 32
+"""Size of each side's second handshake message: an HMAC-SHA256."""
+REFUSAL = bytes(PROOF_BYTES)
+"""What a server answers instead of its proof when the client's is wrong."""
+
+
+class WireError(ConnectionError):
+    """A peer sent what is not a frame of this version, or one over the limits."""
+
+
+class AuthenticationError(ConnectionError):
+    """A peer does not have the job's secret; names the peer and what to check."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """What the hosts of one job share, and nobody else."""
+
+    job: str
+    """Name of the job."""
+    secret: bytes = field(repr=False)
+    """Contents of the secret file."""
+
+    def __post_init__(self) -> None:
+        if not self.secret:
+            raise ValueError(
+                f"secret of job {self.job!r} is empty. Allowed: 1 or more bytes, "
+                "best 32 random ones. Give --secret-file a file that has them."
+            )
+
+
+def encode_header(header: dict[str, Any], payload_bytes: int) -> bytes:
+    """Prefix and header of a frame whose payload has `payload_bytes` bytes.
+
+    >>> frame = encode_header({"op": "push"}, payload_bytes=5)
+    >>> decode_prefix(frame[:PREFIX_BYTES])
+    (9, 5)
+    >>> decode_header(frame[PREFIX_BYTES:])
+    {'op': 'push'}
+
+    Raises:
+        ValueError: header or payload is over its limit.
+    """
+    packed = msgpack.packb(header)
+    assert packed is not None
+    if len(packed) > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
+        raise ValueError(
+            f"header has {len(packed)} bytes and payload {payload_bytes}. Allowed: "
+            f"{MAX_HEADER} and {MAX_PAYLOAD}. Send it in several frames."
+        )
+    prefix = _PREFIX.pack(MAGIC, VERSION, len(packed), payload_bytes)
+    return prefix + packed
+
+
+def decode_prefix(data: bytes | bytearray) -> tuple[int, int]:
+    """Length of the header and of the payload, both within the limits.
+
+    Raises:
+        WireError: not a frame of this version, or over the limits.
+    """
+    if len(data) != PREFIX_BYTES:
+        raise WireError(f"a frame's prefix has {PREFIX_BYTES} bytes, not {len(data)}")
+    magic, version, header_bytes, payload_bytes = _PREFIX.unpack(data)
+    _check_version(magic, version)
+    if header_bytes > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
+        raise WireError(
+            f"frame with a header of {header_bytes} bytes and a payload of "
+            f"{payload_bytes}; allowed are {MAX_HEADER} and {MAX_PAYLOAD}"
+        )
+    return header_bytes, payload_bytes
+
+
+def decode_header(data: bytes | bytearray) -> dict[str, Any]:
+    """The header from its packed form.
+
+    Raises:
+        WireError: not msgpack, or not a map.
+    """
+    try:
+        header = msgpack.unpackb(data, strict_map_key=False)
+    except Exception as error:  # hostile input: msgpack has no common base class
+        raise WireError(f"a frame's header is not msgpack: {error!r}") from error
+    if not isinstance(header, dict):
+        raise WireError(f"a frame's header is {type(header).__name__}, not a map")
+    return header
+
+
+def greeting() -> tuple[bytes, bytes]:
+    """A first handshake message and the new nonce in it."""
+    nonce = secrets.token_bytes(32)
+    return _GREETING.pack(MAGIC, VERSION, nonce), nonce
+
+
+def read_greeting(data: bytes | bytearray) -> bytes:
+    """The nonce of the other side's first message.
+
+    Raises:
+        WireError: not a greeting of this version.
+    """
+    if len(data) != GREETING_BYTES:
+        raise WireError(f"a greeting has {GREETING_BYTES} bytes, not {len(data)}")
+    magic, version, nonce = _GREETING.unpack(data)
+    _check_version(magic, version)
+    return nonce
+
+
+def proof(
+    credentials: Credentials,
+    role: Literal["client", "server"],
+    client_nonce: bytes,
+    server_nonce: bytes,
+) -> bytes:
+    """What only a holder of the secret can say, in this role, to these nonces."""
+    job = credentials.job.encode()
+    bound = b"|".join((b"dtft handshake 1", role.encode(), b"%d" % len(job), job))
+    message = bound + client_nonce + server_nonce  # the nonces have fixed sizes
+    return hmac.digest(credentials.secret, message, "sha256")
+
+
+def check_proof(received: bytes | bytearray, expected: bytes, peer: str) -> None:
+    """Compares proofs in constant time.
+
+    Raises:
+        AuthenticationError: they differ; names the peer.
+    """
+    if hmac.compare_digest(bytes(received), expected):
+        return
+    reason = "refused this host's proof" if received == REFUSAL else "gave a wrong proof"
+    raise AuthenticationError(
+        f"peer {peer} {reason} of the job's secret: the secret file of this host "
+        "differs from the job's, or the job name does. Check --secret-file (or "
+        "DTFT_SECRET_FILE) and --job on both hosts."
+    )
+
+
+def _check_version(magic: bytes, version: int) -> None:
+    if magic != MAGIC:
+        raise WireError(f"not a dtft peer: data starts with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise WireError(
+            f"peer speaks version {version} of the protocol, this host {VERSION}. "
+            "Install the same dtft on all hosts."
+        )

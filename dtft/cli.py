@@ -1,0 +1,65 @@
+"""The commands of dtft. Reads arguments and calls; contains no logic of its own."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dtft", description="Distributed training that outlives its hosts."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, help_text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help_text, allow_abbrev=False)
+        made.add_argument("config", metavar="CONFIG", help="path, or name in configs/")
+        return made
+
+    def job(made: argparse.ArgumentParser) -> None:
+        made.add_argument("--hosts", type=int, help="slots (default: cluster.hosts)")
+        made.add_argument("--run-dir", help="run directory; an old one is resumed")
+
+    made = command("train", "one process, all local devices, memory tier off")
+    made.add_argument("--run-dir", help="run directory; an old one is resumed")
+    command("config", "print the resolved config")
+    made = command("launch", "a local cluster: private etcd, agents, trainers")
+    job(made)
+    made.add_argument("--spares", type=int, default=0, help="hosts that wait")
+    made = command("agent", "one host of a job; start one per machine")
+    job(made)
+    made.add_argument("--store", required=True, metavar="HOST:PORT", help="etcd")
+    made.add_argument("--job", required=True, help="name of the job")
+    made.add_argument("--secret-file", help="default: $DTFT_SECRET_FILE")
+    made.add_argument("--host-name", help="default: this machine's name and pid")
+    made.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT")
+    made.add_argument("--domain", default="", help="failure domain (rack, power)")
+    made = command("drill", "kill real processes and compare with an undisturbed run")
+    job(made)
+    made.add_argument("--spares", type=int, default=0, help="hosts that wait")
+    made.add_argument("--fault", action="append", default=[], metavar="KIND:SLOT@STEP")
+    made.add_argument("--rejoin", type=float, metavar="S", help="killed hosts return")
+    made.add_argument("--seed", type=int, default=0, help="of the moment in a step")
+    made.add_argument("--control", help="reuse an undisturbed run's directory")
+    made.add_argument("--json", help="write the record here")
+    made = command("bench", "wall time per step, memory tier off and on")
+    job(made)
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--json", help="write the figures here")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code.
+
+    What argparse does not know is left to the config's own fields, which refuse what
+    they do not know either.
+    """
+    options, overrides = _parser().parse_known_args(arguments)
+    from dtft.train import commands
+
+    return commands.run(options, overrides)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

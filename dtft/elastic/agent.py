@@ -1,0 +1,403 @@
+"""One host's agent: an event loop between the store, the peers, the leader and trainers.
+
+Owns every connection and thread of the host and passes events to `Follower` (this
+host's duties) and, while this host leads, to `Leader`. Contains no decision of its own
+except how a death is proved: a closed connection and a refused new one. It must never
+import JAX: a JAX client aborts its process when the coordination service dies.
+"""
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import queue
+import secrets
+import shutil
+import socket
+import threading
+import time
+from typing import Any
+
+from dtft.checkpoint.board import Board
+from dtft.checkpoint.transport import (
+    Channel,
+    ChannelClosed,
+    Credentials,
+    TransportServer,
+    connect,
+)
+from dtft.checkpoint.wire import AuthenticationError
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.follower import Follower
+from dtft.elastic.journal import Journal
+from dtft.elastic.leader import Leader
+from dtft.elastic.membership import Membership, View
+from dtft.elastic.replication import serve_fetch, serve_pushes
+from dtft.elastic.roles import HostRecord
+from dtft.elastic.store import Store, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+
+
+class JobMismatch(ValueError):
+    """This host's secret or config is not the job's."""
+
+
+class Agent:
+    """Runs until the job has a result, or this host is told to leave."""
+
+    def __init__(self, config: AgentConfig, store: Store) -> None:
+        """Creates this host's memory directory and listens; joins nothing yet."""
+        self._config, self._store = config, store
+        self._events: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self._incarnation = secrets.token_hex(8)
+        self._credentials = Credentials(job=config.job, secret=config.secret)
+        shutil.rmtree(config.memory_directory, ignore_errors=True)
+        config.memory_directory.mkdir(parents=True, mode=0o700)
+        (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
+        self._board = Board(config.memory_directory / "board", create=True)
+        self._view = View()
+        self._leader: Leader | None = None
+        self._to_leader: Channel | None = None
+        self._leader_tried: tuple[str, int] | None = None
+        self._channels: dict[str, Channel] = {}
+        self._follower = Follower(
+            config, self._credentials, self._board, self._emit, self._report
+        )
+        inbox = self._follower.inbox()
+        self._server = TransportServer(
+            config.bind,
+            self._credentials,
+            {
+                "push": lambda channel: serve_pushes(channel, inbox),
+                "fetch": lambda channel: serve_fetch(channel, inbox),
+                "control": self._serve_control,
+            },
+        )
+        record = HostRecord(
+            host=config.host,
+            address=self._server.address,
+            incarnation=self._incarnation,
+            joined_ns=time.time_ns(),
+            domain=config.domain or config.host,
+            pid=os.getpid(),
+        )
+        self._membership = Membership(
+            store, config.job, record, config.timeouts.lease, self._emit
+        )
+
+    def _emit(self, *event: Any) -> None:
+        self._events.put(event)
+
+    # --------------------------------------------------------------------- run
+
+    def run(self) -> str:
+        """Serves until the job ends.
+
+        Returns:
+            The job's result as JSON; "" if this host left before the end.
+
+        Raises:
+            StoreUnavailable: the store cannot be reached at the start.
+            JobMismatch: the secret or the config differs from the job's.
+        """
+        try:
+            self._check_job()
+            self._membership.start()
+            self._follower.warm()
+            return self._loop()
+        finally:
+            self._close()
+
+    def leave(self) -> None:
+        """Makes `run` return soon; safe in a signal handler."""
+        self._events.put(("leave",))
+
+    def _check_job(self) -> None:
+        secret_proof = hmac.new(
+            self._config.secret, self._config.job.encode(), hashlib.sha256
+        ).hexdigest()
+        mine = {"secret": secret_proof, "config": self._config.config_digest}
+        found = json.loads(self._membership.claim_job(json.dumps(mine).encode()))
+        if not hmac.compare_digest(found["secret"], secret_proof):
+            raise JobMismatch(
+                f"the secret of --secret-file is not that of job {self._config.job!r} "
+                f"at {self._config.store}: copy the job's secret file to this host."
+            )
+        if found["config"] != self._config.config_digest:
+            raise JobMismatch(
+                f"the resolved config (digest {self._config.config_digest[:12]}) is not "
+                f"that of job {self._config.job!r} (digest {found['config'][:12]}): "
+                "start every agent with the same CONFIG and overrides."
+            )
+
+    def _loop(self) -> str:
+        next_tick = time.monotonic() + TICK_S
+        while True:
+            try:
+                wait = max(0.0, next_tick - time.monotonic())
+                event = self._events.get(timeout=wait)
+            except queue.Empty:
+                next_tick = time.monotonic() + TICK_S
+                event = ("tick",)
+            if event[0] == "leave":
+                return ""
+            if event[0] == "view" and event[1].result is not None:
+                return event[1].result
+            try:
+                getattr(self, f"_on_{event[0]}")(*event[1:])
+            except StoreUnavailable as error:
+                logger.warning("%s", error)
+
+    def _close(self) -> None:
+        if self._leader is not None:
+            self._leader.close()
+        self._follower.close()
+        self._membership.leave()
+        self._server.close()
+        for channel in [*self._channels.values(), self._to_leader]:
+            if channel is not None:
+                channel.close()
+        self._board.close()
+        shutil.rmtree(self._config.memory_directory, ignore_errors=True)
+
+    # ---------------------------------------------------------------- the view
+
+    def _on_view(self, view: View) -> None:
+        self._view = view
+        me = self._config.host
+        if view.leader is None:
+            self._depose()
+            self._membership.campaign()
+        elif view.leader == me and self._mine(view):
+            self._lead(view)
+        else:
+            self._depose()
+            self._follow(view)
+        if self._leader is not None:
+            self._leader.see(view)
+
+    def _mine(self, view: View) -> bool:
+        record = view.hosts.get(self._config.host)
+        return record is not None and record.incarnation == self._incarnation
+
+    def _lead(self, view: View) -> None:
+        if self._leader is not None:
+            if self._leader.view.leader_revision == view.leader_revision:
+                return
+            self._depose()
+        logger.info("leading, term %d", view.leader_revision)
+        self._leader = Leader(
+            self._config,
+            self._membership,
+            view,
+            self._emit,
+            self._order,
+            Journal(self._config.run_directory, self._config.host),
+        )
+        if self._to_leader is not None:
+            self._to_leader.close()
+            self._to_leader = None
+        for host in [self._config.host, *self._channels]:
+            self._leader.joined(host)
+
+    def _depose(self) -> None:
+        if self._leader is not None:
+            logger.warning("no longer leading")
+            self._leader.close()
+            self._leader = None
+
+    def _on_deposed(self) -> None:
+        self._depose()
+
+    def _on_store(self, up: bool) -> None:
+        logger.warning("store is %s", "back" if up else "away")
+
+    def _on_tick(self) -> None:
+        if self._leader is not None:
+            self._leader.tick()
+        elif self._view.leader is None and self._view.hosts:
+            self._membership.campaign()
+        else:
+            self._follow(self._view)
+
+    # ------------------------------------------------------ towards the leader
+
+    def _follow(self, view: View) -> None:
+        """Connects to the leader, or proves that it is dead."""
+        leader = view.hosts.get(view.leader or "")
+        if self._to_leader is not None or leader is None:
+            return
+        if leader.host == self._config.host:
+            return
+        hello = {
+            "op": "control",
+            "host": self._config.host,
+            "incarnation": self._incarnation,
+        }
+        limit = self._config.timeouts.connect
+        try:
+            channel = connect(leader.address, self._credentials, hello, limit)
+        except ConnectionRefusedError:
+            logger.warning("leader %s refuses connections: it is dead", leader.host)
+            self._expel(leader.host, view.leader_lease)
+            return
+        except AuthenticationError as error:
+            logger.error("%s", error)
+            return
+        except (OSError, ChannelClosed, TimeoutError) as error:
+            logger.warning("cannot reach leader %s: %s", leader.host, error)
+            return
+        self._to_leader = channel
+        threading.Thread(target=self._hear_leader, args=(channel,), daemon=True).start()
+
+    def _hear_leader(self, channel: Channel) -> None:
+        try:
+            while True:
+                message, _ = channel.receive(timeout_s=86400)
+                self._emit("order", channel, message)
+        except (ChannelClosed, TimeoutError, OSError):
+            self._emit("leader_lost", channel)
+
+    def _on_leader_lost(self, channel: Channel) -> None:
+        if channel is self._to_leader:
+            channel.close()
+            self._to_leader = None
+            self._follow(self._view)
+
+    def _expel(self, host: str, lease: int) -> None:
+        if lease:
+            threading.Thread(
+                target=self._expel_quietly, args=(host, lease), daemon=True
+            ).start()
+
+    def _expel_quietly(self, host: str, lease: int) -> None:
+        try:
+            self._membership.expel(lease)
+        except StoreUnavailable as error:
+            logger.warning("could not end the lease of %s: %s", host, error)
+
+    def _report(self, op: str, **fields: Any) -> None:
+        """Sends a report of this host to whoever leads."""
+        if self._leader is not None:
+            self._emit("report", self._config.host, {"op": op, **fields})
+        elif self._to_leader is not None:
+            try:
+                self._to_leader.send({"op": op, **fields}, timeout_s=10.0)
+            except (OSError, ChannelClosed, TimeoutError):
+                pass  # `leader_lost` follows
+
+    def _on_order(self, channel: Channel, message: dict[str, Any]) -> None:
+        if channel is not self._to_leader:
+            return
+        self._obey(message)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        op = message["op"]
+        fields = {key: value for key, value in message.items() if key != "op"}
+        if op == "reform":
+            self._follower.reform(tuple(fields["ballot"]))
+        elif op == "prepare":
+            self._follower.prepare({**fields, "ballot": tuple(fields["ballot"])})
+        elif op == "release":
+            self._follower.release(**fields)
+        elif op == "export":
+            self._follower.export(fields)
+
+    # --------------------------------------------------- from peers (as leader)
+
+    def _serve_control(self, channel: Channel) -> None:
+        host = channel.peer["host"]
+        self._emit("control", host, channel)
+        try:
+            while True:
+                message, _ = channel.receive(timeout_s=86400)
+                self._emit("report", host, message)
+        except (ChannelClosed, TimeoutError, OSError):
+            self._emit("control_lost", host, channel)
+
+    def _on_control(self, host: str, channel: Channel) -> None:
+        self._channels[host] = channel
+        if self._leader is not None:
+            self._leader.joined(host)
+
+    def _on_control_lost(self, host: str, channel: Channel) -> None:
+        if self._channels.get(host) is not channel:
+            return
+        del self._channels[host]
+        record = self._view.hosts.get(host)
+        if record is not None and not _answers(record.address):
+            self._expel(host, self._view.leases.get(host, 0))
+            if self._leader is not None:
+                self._leader.lost(host, "its connection closed, its port is dead")
+
+    def _on_report(self, host: str, message: dict[str, Any]) -> None:
+        if self._leader is not None:
+            self._leader.hears(host, message)
+
+    def _order(self, host: str, op: str, **fields: Any) -> None:
+        """Sends an order to a host; its loss is noticed elsewhere."""
+        if host == self._config.host:
+            self._emit("own_order", {"op": op, **fields})
+            return
+        channel = self._channels.get(host)
+        if channel is not None:
+            try:
+                channel.send({"op": op, **fields}, timeout_s=10.0)
+            except (OSError, ChannelClosed, TimeoutError) as error:
+                logger.warning("order %s to %s: %s", op, host, error)
+
+    def _on_own_order(self, message: dict[str, Any]) -> None:
+        self._obey(message)
+
+    # ------------------------------------------------- events of leader's parts
+
+    def _on_written(self, label: str, value: Any, allowed: bool) -> None:
+        if self._leader is not None:
+            self._leader.written(label, value, allowed)
+
+    def _on_write_delayed(self, label: str, value: Any) -> None:
+        if self._leader is not None:
+            self._leader.delayed(label, value)
+
+    def _on_committing(self, step: int) -> None:
+        self._board.set("committing", step)
+
+    def _on_coordinator(self, ballot: tuple[int, int], address: str) -> None:
+        if self._leader is not None:
+            self._leader.coordinator_ready(ballot, address)
+
+    # ------------------------------------------------- events of follower's parts
+
+    def _on_trainer_link(self, pid: int, link: Any) -> None:
+        self._follower.trainer_linked(pid, link)
+
+    def _on_trainer(self, pid: int, message: dict[str, Any]) -> None:
+        self._follower.trainer_says(pid, message)
+
+    def _on_trainer_exit(self, pid: int, code: int) -> None:
+        self._follower.trainer_exited(pid, code)
+
+    def _on_restored_memory(self, formation: Any, outcome: dict[str, Any]) -> None:
+        self._follower.restored_memory(formation, outcome)
+
+    def _on_held(self, epoch: tuple[int, int], step: int, source: int) -> None:
+        self._follower.held(epoch, step, source)
+
+    def _on_exporter(self, exporter: Any, message: dict[str, Any]) -> None:
+        self._follower.exporter_says(exporter, message)
+
+
+def _answers(address: str) -> bool:
+    """Whether a port can be connected to; only a refusal proves death."""
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,58 @@
+"""What an agent needs to know of its job; filled by the command line, once."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dtft.checkpoint.timeouts import Timeouts
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """One agent's settings. It names no model: the trainer is a command line."""
+
+    job: str
+    """Name of the job; hosts of one job share it."""
+    host: str
+    """Name of this host, unique in the job."""
+    store: str
+    """host:port of etcd."""
+    secret: bytes
+    """The job secret; it never leaves this process."""
+    num_slots: int
+    """Slots of the mesh; further hosts are spares."""
+    trainer_command: tuple[str, ...]
+    """Command line that starts a trainer."""
+    trainer_environment: dict[str, str] = field(default_factory=dict)
+    """Variables added to the trainer's environment."""
+    run_directory: Path
+    """Logs, events and, below `checkpoints`, the storage tier."""
+    config_digest: str
+    """Digest of the resolved config; all hosts of a job must agree on it."""
+    arena_directory: Path = Path("/dev/shm")
+    """Where the arenas lie: a memory file system."""
+    bind: str = "127.0.0.1:0"
+    """host:port the transport listens on."""
+    domain: str = ""
+    """Failure domain (rack, power); empty means the host itself."""
+    copies: int = 2
+    """Copies every slice shall have."""
+    interval: int = 1
+    """Steps from one snapshot to the next."""
+    storage_interval: int = 50
+    """Steps from one export to storage to the next."""
+    storage_keep: int = 3
+    """Checkpoints that storage keeps."""
+    chunk_bytes: int = 4 << 20
+    """Bytes under one digest."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """Every deadline."""
+
+    @property
+    def storage_directory(self) -> Path:
+        """The storage tier."""
+        return self.run_directory / "checkpoints"
+
+    @property
+    def memory_directory(self) -> Path:
+        """This host's arena, board and socket; its memory, so to speak."""
+        return self.arena_directory / f"dtft-{self.job}-{self.host}"

@@ -1,0 +1,27 @@
+"""JAX's coordination service in a process of its own, on the leading host.
+
+``python -m dtft.elastic.coordination ADDRESS NUM_PROCESSES HEARTBEAT_S`` prints one
+line when it serves and ends when its stdin closes, that is with its agent. It must
+know nothing of slots or generations: a new world gets a new process.
+"""
+
+import os
+import sys
+
+from dtft import _jax_internals
+
+
+def main(argv: list[str]) -> None:
+    """Serves until stdin closes."""
+    address, num_processes, heartbeat_s = argv
+    service = _jax_internals.start_coordination_service(
+        address, int(num_processes), float(heartbeat_s)
+    )
+    print("serving", flush=True)
+    sys.stdin.read()
+    del service
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,72 @@
+"""The faults a drill can play, and how they are written.
+
+``KIND[:SLOT[+SLOT...]]@STEP[:PHASE]``, for example ``kill-host:1@150`` or
+``kill-host:0+2@40:replicate``. Pure parsing; how a fault strikes is `strikes`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kind = Literal["kill-host", "kill-trainer", "kill-leader", "kill-store", "corrupt"]
+Phase = Literal["compute", "collective", "replicate", "commit", "export", "recovery"]
+KINDS: tuple[str, ...] = get_args(Kind)
+PHASES: tuple[str, ...] = get_args(Phase)
+_WITH_SLOTS = ("kill-host", "kill-trainer", "corrupt")
+_PATTERN = re.compile(
+    r"(?P<kind>[a-z-]+)(?::(?P<slots>\d+(\+\d+)*))?@(?P<step>\d+)(?::(?P<phase>\w+))?"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault: what, whom, when.
+
+    `corrupt` freezes the slots' hosts together with the next `kill-host` of the same
+    step and flips bytes in every copy they hold before that kill.
+    """
+
+    kind: Kind
+    slots: tuple[int, ...]
+    step: int
+    phase: Phase | None
+
+    def __str__(self) -> str:
+        slots = ":" + "+".join(map(str, self.slots)) if self.slots else ""
+        phase = f":{self.phase}" if self.phase else ""
+        return f"{self.kind}{slots}@{self.step}{phase}"
+
+
+def parse_fault(text: str, num_slots: int) -> Fault:
+    """Reads one fault.
+
+    Raises:
+        ValueError: says what is wrong with the text and what is allowed.
+
+    >>> str(parse_fault("kill-host:0+1@20:commit", num_slots=3))
+    'kill-host:0+1@20:commit'
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"--fault {text!r} is not KIND[:SLOT[+SLOT]]@STEP[:PHASE], "
+            "for example kill-host:1@150"
+        )
+    kind, phase = match["kind"], match["phase"]
+    if kind not in KINDS:
+        raise ValueError(f"--fault {text!r}: kind {kind!r}; known: {', '.join(KINDS)}")
+    if phase is not None and phase not in PHASES:
+        raise ValueError(
+            f"--fault {text!r}: phase {phase!r}; known: {', '.join(PHASES)}"
+        )
+    slots = tuple(int(slot) for slot in (match["slots"] or "").split("+") if slot)
+    if bool(slots) != (kind in _WITH_SLOTS):
+        need = "needs a slot" if kind in _WITH_SLOTS else "takes no slot"
+        raise ValueError(f"--fault {text!r}: {kind} {need}")
+    for slot in slots:
+        if slot >= num_slots:
+            raise ValueError(
+                f"--fault {text!r}: slot {slot}; this job has slots 0 to "
+                f"{num_slots - 1}."
+            )
+    return Fault(kind=kind, slots=slots, step=int(match["step"]), phase=phase)  # type: ignore[arg-type]

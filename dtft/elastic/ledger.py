@@ -1,0 +1,209 @@
+"""The leader's ledger of one formation: who staged what, what is committed, exported.
+
+Turns reports into commits, releases and export orders. Writes go through a thread of
+their own (`Writer`), so that a store that is away delays commits and nothing else. Does
+not know how a formation came about.
+"""
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dtft.checkpoint.commit import Commit, StepTracker
+from dtft.checkpoint.export_plan import export_world
+from dtft.checkpoint.placement import place
+from dtft.checkpoint.slices import Layout
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.store import StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.1
+KEPT_COMMITS = 2
+
+
+class Writer:
+    """Performs store writes in order, again and again until the store answers.
+
+    Emits ("written", label, value, allowed) when a write was answered, and
+    ("write_delayed", label, value) once when the store does not answer.
+    """
+
+    def __init__(self, emit: Callable[..., None]) -> None:
+        """Starts the thread."""
+        self._emit = emit
+        self._tasks: queue.Queue[tuple[str, Any, Callable[[], bool]]] = queue.Queue()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def write(self, label: str, value: Any, action: Callable[[], bool]) -> None:
+        """Queues one write; `action` says whether the fence let it through."""
+        self._tasks.put((label, value, action))
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            label, value, action = self._tasks.get()
+            delayed = False
+            while not self._closed.is_set():
+                try:
+                    self._emit("written", label, value, action())
+                    break
+                except StoreUnavailable:
+                    if not delayed:
+                        self._emit("write_delayed", label, value)
+                    delayed = True
+                    self._closed.wait(RETRY_S)
+
+    def close(self) -> None:
+        """Lets the thread end; a queued write may be lost."""
+        self._closed.set()
+        self._tasks.put(("", None, lambda: True))
+
+
+class Ledger:
+    """Commits and exports of one formation. Driven by the leader's events."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        layout: Layout,
+        order: dict[str, Any],
+        record: Callable[[Commit], None],
+        send: Callable[..., None],
+    ) -> None:
+        """`order` holds the formation: generation, attempt, hosts, export address.
+
+        Args:
+            config: the leader's own settings.
+            layout: what the trainers announced.
+            order: generation, attempt, hosts (by slot), export_address, ballot.
+            record: queues the write of a commit.
+            send: send(host, op, **fields).
+        """
+        self._config, self.layout, self._order = config, layout, order
+        self._record, self._send = record, send
+        self.placement = place(layout, config.copies)
+        self._trackers: dict[int, StepTracker] = {}
+        self.pending: Commit | None = None
+        """Complete, but the store has not confirmed it yet."""
+        self.committed = order["step"]
+        self.stop_at: int | None = None
+        self.stopping = False
+        self._export: tuple[int, set[str]] | None = None
+        self._exported = order["step"]
+        self.export_failures = 0
+
+    def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
+        """A slot has staged a step; raises Divergence."""
+        self._tracker(step).staged(slot, digests)
+        self._conclude(step)
+
+    def held(self, step: int, source: int, target: int) -> None:
+        """A push has arrived and was verified."""
+        self._tracker(step).held(source, target)
+        self._conclude(step)
+
+    def _tracker(self, step: int) -> StepTracker:
+        if step not in self._trackers:
+            self._trackers[step] = StepTracker(self.layout, self.placement, step)
+        return self._trackers[step]
+
+    def _conclude(self, step: int) -> None:
+        tracker = self._trackers[step]
+        if not tracker.complete:
+            return
+        del self._trackers[step]
+        self.pending = Commit(
+            step=step,
+            generation=self._order["generation"],
+            attempt=self._order["attempt"],
+            root=tracker.root(),
+            layout=self.layout.digest,
+            holders=tuple(self._order["hosts"]),
+            copies=self.placement.effective_copies,
+        )
+        if self.stopping and self.stop_at is None:
+            self.stop_at = step + self._config.interval
+        self._record(self.pending)
+
+    def waiting_for(self) -> str:
+        """What the oldest incomplete step waits for."""
+        if not self._trackers:
+            return "the next step"
+        step = min(self._trackers)
+        return f"step {step}: {self._trackers[step].missing}"
+
+    def delayed(self, commit: Commit) -> None:
+        """The store is away: training goes on, the commit waits."""
+        self._release(commit.step, committed=False)
+
+    def written(self, commit: Commit) -> None:
+        """A commit is recorded."""
+        if self.pending is not None and self.pending.step <= commit.step:
+            self.pending = None
+        self.committed = max(self.committed, commit.step)
+        self._release(commit.step, committed=True)
+        interval = self._config.storage_interval
+        if interval and commit.step // interval > self._exported // interval:
+            self.export(commit.step)
+
+    def _release(self, step: int, *, committed: bool) -> None:
+        for host in self._order["hosts"]:
+            self._send(
+                host, "release", step=step, committed=committed, stop_at=self.stop_at
+            )
+
+    # -------------------------------------------------------------------- export
+
+    @property
+    def exporting(self) -> int | None:
+        """The step that is being written to storage."""
+        return self._export[0] if self._export else None
+
+    @property
+    def exported_step(self) -> int:
+        """The last step that storage confirmed."""
+        return self._exported
+
+    def export(self, step: int) -> None:
+        """Orders the fewest hosts that hold every slice to write a step."""
+        if self._export is not None:
+            return
+        slots = export_world(self.layout).slots
+        hosts = [self._order["hosts"][slot] for slot in slots]
+        self._export = (step, set(hosts))
+        for rank, host in enumerate(hosts):
+            self._send(
+                host,
+                "export",
+                step=step,
+                rank=rank,
+                world=len(hosts),
+                coordinator=self._order["export_addresses"][slots[0]]
+                if len(hosts) > 1
+                else "",
+            )
+
+    def export_answer(self, host: str, step: int, ok: bool) -> bool | None:
+        """One host's outcome; True or False once all have answered or one failed."""
+        if self._export is None or self._export[0] != step:
+            return None
+        if not ok:
+            self._export = None
+            self.export_failures += 1
+            return False
+        self._export[1].discard(host)
+        if self._export[1]:
+            return None
+        self._export, self._exported, self.export_failures = None, step, 0
+        return True
+
+
+def result_json(status: str, step: int, message: str = "", code: int = 0) -> str:
+    """The value of a job's result key; `code` is every agent's exit code."""
+    return json.dumps(
+        {"status": status, "step": step, "message": message, "code": code}
+    )

@@ -1,0 +1,186 @@
+"""A host's membership in its job: registration, leader key, the view of all others.
+
+Speaks to the store and turns what it says into `View` values. Decides nothing about
+slots or recovery; its only rule is that a leader's writes are fenced by its key.
+"""
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dtft.checkpoint.commit import Commit
+from dtft.elastic.roles import Assignment, HostRecord
+from dtft.elastic.store import Compare, Delete, KeyValue, Put, Store, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What the store says of the job at one moment."""
+
+    hosts: dict[str, HostRecord] = dataclasses.field(default_factory=dict)
+    leases: dict[str, int] = dataclasses.field(default_factory=dict)
+    leader: str | None = None
+    leader_revision: int = 0
+    """Create revision of the leader key: the term, larger for every new leader."""
+    leader_lease: int = 0
+    assignment: Assignment | None = None
+    assignment_revision: int = 0
+    stop: bool = False
+    result: str | None = None
+    """JSON of the job's end, once it has ended."""
+
+
+class Membership:
+    """This host's keys in the store, kept alive by two threads."""
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        record: HostRecord,
+        lease_s: float,
+        emit: Callable[[str, object], None],
+    ) -> None:
+        """Nothing is registered before `start`.
+
+        Args:
+            store: etcd, or its in-memory twin.
+            job: name of the job.
+            record: this host.
+            lease_s: seconds after which a silent host is gone.
+            emit: receives ("view", View) and ("store", bool up) from threads.
+        """
+        self._store, self._record, self._emit = store, record, emit
+        self._prefix, self._lease_s = f"/dtft/{job}/", lease_s
+        self._lease = 0
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def key(self, name: str) -> str:
+        """The full key of a name in this job."""
+        return self._prefix + name
+
+    def start(self) -> None:
+        """Registers this host and begins to watch.
+
+        Raises:
+            StoreUnavailable: the store cannot be reached.
+        """
+        self._register()
+        for target in (self._keep_alive, self._watch):
+            thread = threading.Thread(target=target, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _register(self) -> None:
+        self._lease = self._store.grant(self._lease_s)
+        value = self._record.to_json().encode()
+        self._store.put(
+            self.key(f"m/hosts/{self._record.host}"), value, lease=self._lease
+        )
+
+    def _keep_alive(self) -> None:
+        up = True
+        while not self._stop.wait(self._lease_s / 5 if up else 0.2):
+            try:
+                if self._store.keepalive(self._lease) is None:
+                    self._register()
+                now = True
+            except StoreUnavailable as error:
+                now = False
+                if up:
+                    logger.warning("%s", error)
+            if now != up:
+                up = now
+                self._emit("store", up)
+                if up:
+                    self._refresh()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            try:
+                revision = self._refresh()
+                for _ in self._store.watch(
+                    self.key("m/"), revision + 1, self._stop
+                ):
+                    self._refresh()
+            except StoreUnavailable:
+                self._stop.wait(0.2)
+
+    def _refresh(self) -> int:
+        pairs, revision = self._store.list(self.key("m/"))
+        self._emit("view", self._parse(pairs))
+        return revision
+
+    def _parse(self, pairs: list[KeyValue]) -> View:
+        found = {pair.key.removeprefix(self.key("m/")): pair for pair in pairs}
+        hosts, leases = {}, {}
+        for name, pair in found.items():
+            if name.startswith("hosts/"):
+                record = HostRecord.from_json(pair.value)
+                hosts[record.host], leases[record.host] = record, pair.lease
+        leader, assignment = found.get("leader"), found.get("assignment")
+        result = found.get("result")
+        return View(
+            hosts=hosts,
+            leases=leases,
+            leader=leader.value.decode() if leader else None,
+            leader_revision=leader.create_revision if leader else 0,
+            leader_lease=leader.lease if leader else 0,
+            assignment=Assignment.from_json(assignment.value) if assignment else None,
+            assignment_revision=assignment.mod_revision if assignment else 0,
+            stop="stop" in found,
+            result=result.value.decode() if result else None,
+        )
+
+    def campaign(self) -> None:
+        """Tries to become leader; the watch tells who did."""
+        key = self.key("m/leader")
+        self._store.txn(
+            [Compare(key=key, target="create", value=0)],
+            [Put(key=key, value=self._record.host.encode(), lease=self._lease)],
+        )
+
+    def expel(self, lease: int) -> None:
+        """Ends the lease of a host that was proved dead, so that all see it at once."""
+        self._store.revoke(lease)
+
+    def fenced(self, view: View, changes: list[Put | Delete]) -> bool:
+        """Writes only while this host is still the leader of `view`'s term."""
+        term = Compare(
+            key=self.key("m/leader"), target="create", value=view.leader_revision
+        )
+        return self._store.txn([term], list(changes))
+
+    def commits(self) -> tuple[Commit, ...]:
+        """The recorded commits, newest first."""
+        pair = self._store.get(self.key("c/commits"))
+        lines = pair.value.decode().splitlines() if pair else []
+        return tuple(Commit.from_json(line) for line in lines)
+
+    def commit_change(self, commits: tuple[Commit, ...]) -> Put:
+        """The write that records these commits."""
+        text = "\n".join(commit.to_json() for commit in commits)
+        return Put(key=self.key("c/commits"), value=text.encode())
+
+    def claim_job(self, proof: bytes) -> bytes:
+        """Stores the job's fingerprint if there is none; returns the one in force."""
+        key = self.key("m/fingerprint")
+        self._store.txn(
+            [Compare(key=key, target="create", value=0)], [Put(key=key, value=proof)]
+        )
+        pair = self._store.get(key)
+        assert pair is not None
+        return pair.value
+
+    def leave(self) -> None:
+        """Ends this host's registration; errors are of no interest any more."""
+        self._stop.set()
+        try:
+            self._store.revoke(self._lease)
+        except StoreUnavailable:
+            pass

@@ -1,0 +1,114 @@
+"""Small tools around processes: their end, their groups, and free ports. Linux only.
+
+Must not know what the processes do.
+"""
+
+import ctypes
+import os
+import random
+import signal
+import socket
+import time
+from pathlib import Path
+
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a forked child must not
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.005
+_LOWEST_PORT = 10_000
+
+
+def die_with_parent() -> None:
+    """As `preexec_fn`: the kernel kills this process when its parent is gone.
+
+    The signal comes when the parent *thread* that forked ends, not the process: start
+    the child from a thread that lives as long as the child shall. Survives `exec`. The
+    child's own children are not covered.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at 127.0.0.1 now; it is not reserved.
+
+    Taken from below the range that the kernel uses for outgoing connections: clients
+    that try again while a server restarts could otherwise occupy its port themselves.
+    """
+    limits = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    first_outgoing = int(limits[0])
+    for _ in range(100 if first_outgoing > _LOWEST_PORT + 1000 else 0):
+        port = random.SystemRandom().randrange(_LOWEST_PORT, first_outgoing)
+        if _can_bind(port):
+            return port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def process_alive(pid: int) -> bool:
+    """Whether the process exists and runs; a zombie does not."""
+    status = _state_and_group(pid)
+    return status is not None and status[0] not in "ZX"
+
+
+def kill_group(pid: int, deadline_s: float) -> None:
+    """Kills a whole process group (SIGKILL) and waits until none of it runs.
+
+    Reaps nothing: a parent still has to wait for its child. A group that is gone
+    already is no error.
+
+    Args:
+        pid: of the group's leader, started with `process_group=0` or a new session.
+        deadline_s: how long to wait.
+
+    Raises:
+        ValueError: `pid` leads no group, or the group is the caller's own.
+        TimeoutError: some still run after `deadline_s`.
+    """
+    if pid <= 1 or pid == os.getpgrp():
+        raise ValueError(
+            f"pid={pid}: must lead a process group other than the caller's; "
+            "start the process with process_group=0."
+        )
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        if process_alive(pid):
+            raise ValueError(
+                f"pid={pid}: leads no process group; start it with process_group=0."
+            ) from None
+        return
+    end = time.monotonic() + deadline_s
+    while members := _running_members(pid):
+        if time.monotonic() > end:
+            raise TimeoutError(
+                f"process group {pid}: {members} still run {deadline_s} s after SIGKILL"
+            )
+        time.sleep(_POLL_S)
+
+
+def _running_members(group: int) -> list[int]:
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    states = {pid: _state_and_group(pid) for pid in pids}
+    return [
+        pid
+        for pid, status in states.items()
+        if status is not None and status[1] == group and status[0] not in "ZX"
+    ]
+
+
+def _state_and_group(pid: int) -> tuple[str, int] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()  # the name may hold spaces and brackets
+    return fields[0], int(fields[2])

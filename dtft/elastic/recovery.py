@@ -1,0 +1,147 @@
+"""Which rung of the ladder a recovery takes, and what moves where. Pure decisions.
+
+Decides from commits, verified holdings and storage's steps: the step to restore, the
+rung, and who sends which slice to whom. Must not know processes, sockets or etcd.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from dtft.checkpoint.commit import Commit, Holdings, Located, locate
+from dtft.checkpoint.restore import Missing, Transfer, plan_restore
+from dtft.checkpoint.slices import Layout
+from dtft.elastic.roles import Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to restore, from where, and why not from somewhere better."""
+
+    rung: int
+    """1 own memory, 2 peers' memory, 3 storage (or the initial state)."""
+    source: Source
+    step: int
+    located: Located | None = None
+    """Set when the source is memory."""
+    transfers: tuple[Transfer, ...] = ()
+    """Set when the source is memory: what each host fetches from whom."""
+    passed_over: tuple[str, ...] = ()
+    """A reason for each newer commit that cannot be restored."""
+
+
+def decide(
+    *,
+    commits: Sequence[Commit],
+    layout: Layout | None,
+    holdings: Holdings,
+    slots: Sequence[str],
+    storage_steps: Collection[int],
+    quarantined: Collection[int] = (),
+) -> Decision:
+    """Chooses the newest state that can be had, memory before storage.
+
+    Args:
+        commits: recorded commits, newest first.
+        layout: the running job's layout, if any live host knows it.
+        holdings: what live hosts hold, verified.
+        slots: the host of each slot in the new formation.
+        storage_steps: steps that storage holds.
+        quarantined: steps whose restore failed twice.
+    """
+    usable = [c for c in commits if c.step not in quarantined]
+    located, reasons = locate(usable, layout, holdings)
+    newest_stored = max(storage_steps, default=None)
+    if located is not None and layout is not None:
+        if newest_stored is None or newest_stored <= located.commit.step:
+            return _from_memory(located, layout, slots, tuple(reasons))
+    source: Source = "init" if newest_stored is None else "storage"
+    return Decision(
+        rung=3, source=source, step=newest_stored or 0, passed_over=tuple(reasons)
+    )
+
+
+def _from_memory(
+    located: Located, layout: Layout, slots: Sequence[str], reasons: tuple[str, ...]
+) -> Decision:
+    needs = {host: layout.slices(slot) for slot, host in enumerate(slots)}
+    plan = plan_restore(needs, located.holders)
+    assert not isinstance(plan, Missing), plan
+    return Decision(
+        rung=2 if plan.transfers else 1,
+        source="memory",
+        step=located.commit.step,
+        located=located,
+        transfers=plan.transfers,
+        passed_over=reasons,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """What one recovery cost; the drill's JSON and the printed line."""
+
+    fault: str
+    generation: int
+    attempt: int
+    rung: int
+    source: Source
+    restored_step: int
+    last_finished_step: int
+    detect_s: float
+    restore_s: float
+    total_s: float
+    bytes_from_own_memory: int
+    bytes_from_peers: int
+    bytes_from_storage: int
+    processes_restarted: int
+    corrupt_copies: tuple[str, ...] = ()
+
+    @property
+    def steps_lost(self) -> int:
+        """Last step that any trainer finished, minus the step restored."""
+        return max(0, self.last_finished_step - self.restored_step)
+
+    def line(self) -> str:
+        """The one line printed after a recovery."""
+        where = {
+            "memory": f"{_size(self.bytes_from_peers)} from peers' memory, "
+            f"{_size(self.bytes_from_own_memory)} from own memory",
+            "storage": f"{_size(self.bytes_from_storage)} from storage",
+            "init": "the initial state (storage holds no step yet)",
+        }[self.source]
+        corrupt = (
+            f", {len(self.corrupt_copies)} corrupt copies refused"
+            if self.corrupt_copies
+            else ""
+        )
+        return (
+            f"recovered: {self.fault}; generation {self.generation}; rung {self.rung}; "
+            f"step {self.restored_step} restored ({where}{corrupt}); "
+            f"{self.steps_lost} steps lost; detected in {self.detect_s:.2f} s, "
+            f"restored in {self.restore_s:.2f} s, training again after "
+            f"{self.total_s:.2f} s; {self.processes_restarted} processes restarted"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    value, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def transfers_to(
+    transfers: Sequence[Transfer], addresses: Mapping[str, str], host: str
+) -> list[dict]:
+    """The fetches one host has to make, as plain values for a message."""
+    return [
+        {
+            "host": transfer.source,
+            "address": addresses[transfer.source],
+            "keys": [piece.key for piece in transfer.slices],
+        }
+        for transfer in transfers
+        if transfer.target == host
+    ]

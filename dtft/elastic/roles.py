@@ -1,0 +1,127 @@
+"""Who fills which slot. Pure decisions over frozen values.
+
+Decides the assignment slot -> host, and whether a change makes a new generation. Must
+not know processes, etcd, connections or the clock.
+"""
+
+import dataclasses
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Source = Literal["memory", "storage", "init"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRecord:
+    """What a host says of itself when it registers."""
+
+    host: str
+    """Name, unique in the job."""
+    address: str
+    """host:port of its transport."""
+    incarnation: str
+    """New for every start of the agent, so a host that comes back is another."""
+    joined_ns: int
+    """Wall-clock time of registration; spares are taken in this order."""
+    domain: str
+    """Failure domain; the host itself unless a label says otherwise."""
+    pid: int
+    """Process id of the agent, for people who look for it."""
+
+    def to_json(self) -> str:
+        """JSON; inverse of `from_json`."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "HostRecord":
+        """Reads what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Which host fills which slot, and from where the state comes."""
+
+    generation: int
+    """Changes when, and only when, the map slot -> host does."""
+    attempt: int
+    """Counts the formations of a generation; messages carry both."""
+    slots: tuple[str, ...]
+    """The host of each slot."""
+    incarnations: tuple[str, ...]
+    """Of these hosts, in the same order."""
+    source: Source
+    """Where the state comes from."""
+    step: int
+    """The step restored; 0 is the initial state."""
+    rung: int
+    """Rung of the recovery ladder; 0 for the first formation of a job."""
+    reason: str
+    """Why it was formed, for people."""
+
+    @property
+    def epoch(self) -> tuple[int, int]:
+        """(generation, attempt): later is larger, and only the latest is obeyed."""
+        return self.generation, self.attempt
+
+    def to_json(self) -> str:
+        """JSON; inverse of `from_json`."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Assignment":
+        """Reads what `to_json` wrote."""
+        raw = json.loads(text)
+        return cls(
+            **{
+                **raw,
+                "slots": tuple(raw["slots"]),
+                "incarnations": tuple(raw["incarnations"]),
+            }
+        )
+
+
+def fill_slots(
+    previous: Sequence[tuple[str, str]],
+    hosts: Collection[HostRecord],
+    num_slots: int,
+) -> tuple[HostRecord | None, ...]:
+    """Keeps every live host in its slot and fills the others with spares.
+
+    Args:
+        previous: (host, incarnation) of each slot, empty for a new job.
+        hosts: the live hosts.
+        num_slots: number of slots.
+
+    Returns:
+        The host of each slot; None where no host is left.
+    """
+    live = {(record.host, record.incarnation): record for record in hosts}
+    kept = [live.get(entry) for entry in previous] or [None] * num_slots
+    taken = {record.host for record in kept if record}
+    spares = sorted(
+        (record for record in hosts if record.host not in taken),
+        key=lambda record: (record.joined_ns, record.host),
+    )
+    queue = iter(spares)
+    return tuple(record or next(queue, None) for record in kept)
+
+
+def next_epoch(
+    previous: Assignment | None, filled: Sequence[HostRecord]
+) -> tuple[int, int]:
+    """(generation, attempt) of a new formation.
+
+    >>> next_epoch(None, [])
+    (1, 1)
+    """
+    if previous is None:
+        return 1, 1
+    same = tuple((record.host, record.incarnation) for record in filled) == tuple(
+        zip(previous.slots, previous.incarnations, strict=True)
+    )
+    if same:
+        return previous.generation, previous.attempt + 1
+    return previous.generation + 1, 1

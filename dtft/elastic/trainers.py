@@ -1,0 +1,156 @@
+"""The trainer processes of one host: started, linked, ended. At most two exist.
+
+One trains; one is a standby that has done its imports and waits, so that a recovery
+does not pay for them. A trainer is a command line; this module knows no model, no
+JAX, and not why a trainer is started or ended.
+"""
+
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dtft.checkpoint.link import Link, LinkClosed
+from dtft.elastic.processes import die_with_parent
+
+Emit = Callable[..., None]
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """One trainer process; `link` is set once it has connected."""
+
+    process: subprocess.Popen
+    link: Link | None = None
+    start: dict[str, Any] | None = None
+    """The start message, once this trainer has been given a slot."""
+
+
+class TrainerPool:
+    """Starts trainers and hears from them; events go to `emit`.
+
+    Emits ("trainer", pid, message) and ("trainer_exit", pid, return code).
+    """
+
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        environment: dict[str, str],
+        socket_path: Path,
+        log_path: Path,
+        emit: Emit,
+    ) -> None:
+        """Listens at `socket_path`; starts nothing yet."""
+        self._command, self._log_path, self._emit = command, log_path, emit
+        self._environment = {
+            **os.environ,
+            **environment,
+            "DTFT_AGENT_SOCKET": str(socket_path),
+        }
+        self._trainers: dict[int, Trainer] = {}
+        self.active: Trainer | None = None
+        self._standby: Trainer | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(socket_path))
+        self._listener.listen(8)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            link = Link(connection)
+            threading.Thread(target=self._hear, args=(link,), daemon=True).start()
+
+    def _hear(self, link: Link) -> None:
+        pid = None
+        try:
+            while True:
+                message = link.receive()
+                if message["op"] == "hello":
+                    pid = message["pid"]
+                    self._emit("trainer_link", pid, link)
+                elif pid is not None:
+                    self._emit("trainer", pid, message)
+        except LinkClosed:
+            link.close()
+
+    def linked(self, pid: int, link: Link) -> None:
+        """A trainer has connected; it is told at once if its start is waiting."""
+        trainer = self._trainers.get(pid)
+        if trainer is None:
+            link.close()
+            return
+        trainer.link = link
+        if trainer.start is not None:
+            link.send("start", **trainer.start)
+
+    def _spawn(self) -> Trainer:
+        with open(self._log_path, "ab") as log:
+            process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                preexec_fn=die_with_parent,
+            )
+        trainer = Trainer(process=process)
+        self._trainers[process.pid] = trainer
+        threading.Thread(target=self._wait, args=(process,), daemon=True).start()
+        return trainer
+
+    def _wait(self, process: subprocess.Popen) -> None:
+        self._emit("trainer_exit", process.pid, process.wait())
+
+    def ensure_standby(self) -> None:
+        """Starts a standby unless there is one."""
+        if self._standby is None:
+            self._standby = self._spawn()
+
+    def start(self, message: dict[str, Any]) -> None:
+        """Gives the slot in `message` to the standby, or to a new trainer."""
+        trainer = self._standby or self._spawn()
+        self._standby = None
+        self.active, trainer.start = trainer, message
+        if trainer.link is not None:
+            trainer.link.send("start", **message)
+
+    def send(self, op: str, **fields: Any) -> None:
+        """Sends to the active trainer; one that just died is found by its exit."""
+        if self.active is not None and self.active.link is not None:
+            try:
+                self.active.link.send(op, **fields)
+            except LinkClosed:
+                pass
+
+    def exited(self, pid: int) -> Literal["active", "standby", "ended"]:
+        """Forgets a trainer that has ended and says what it was."""
+        trainer = self._trainers.pop(pid, None)
+        if trainer is not None and trainer is self._standby:
+            self._standby = None
+            return "standby"
+        if trainer is not None and trainer is self.active:
+            self.active = None
+            return "active"
+        return "ended"
+
+    def kill_active(self) -> None:
+        """SIGKILLs the active trainer and waits until it has gone."""
+        trainer, self.active = self.active, None
+        if trainer is not None:
+            trainer.process.kill()
+            trainer.process.wait(timeout=10)
+
+    def close(self) -> None:
+        """Ends every trainer."""
+        self._listener.close()
+        for trainer in list(self._trainers.values()):
+            trainer.process.kill()
+        for trainer in list(self._trainers.values()):
+            trainer.process.wait(timeout=10)

@@ -1,0 +1,1 @@
+"""Models: a config each, which builds a Flax NNX module and knows its loss."""

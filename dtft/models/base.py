@@ -1,0 +1,123 @@
+"""What a model is to the training loop, and the configs of the models shipped here.
+
+A config says how a module is built and what its loss is, so that the loop knows no
+model. Must stay free of jax imports at module level: configs are read by commands
+that never train.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+    from flax import nnx
+
+Batch = dict[str, Any]
+"""Field name to array; every array has the examples in dim 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Base of all model configs."""
+
+    def build(self, rngs: "nnx.Rngs") -> "nnx.Module":
+        """Makes the module; equal `rngs` give equal parameters.
+
+        Raises:
+            NotImplementedError: on the base class, which is no model.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no build(). Use a subclass of ModelConfig, "
+            "such as dtft.models.base.CNNConfig, as the experiment's model."
+        )
+
+    def loss(
+        self, model: Any, batch: Batch
+    ) -> "tuple[jax.Array, dict[str, jax.Array]]":
+        """Losses per example ([B]) or per token ([B, T]), and metrics of that shape.
+
+        Their means over the global batch are what is optimized and logged.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no loss().")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CNNConfig(ModelConfig):
+    """A small convolutional classifier of 8x8 grey images."""
+
+    channels: tuple[int, ...] = (16, 32)
+    """Output channels of each 3x3 convolution; all but the first halve the image."""
+    hidden: int = 64
+    """Width of the dense layer before the classes."""
+    num_classes: int = 10
+    """Number of classes."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.channels) <= 4 or min(self.channels) < 1:
+            raise ValueError(
+                f"model.channels={self.channels} is not usable. Allowed: one to four "
+                "positive numbers: each after the first halves the 8x8 image."
+            )
+        _positive("model", hidden=self.hidden, num_classes=self.num_classes)
+
+    def build(self, rngs: "nnx.Rngs") -> "nnx.Module":
+        """Makes the module."""
+        from dtft.models.cnn import CNN
+
+        return CNN(self, rngs)
+
+    def loss(
+        self, model: Any, batch: Batch
+    ) -> "tuple[jax.Array, dict[str, jax.Array]]":
+        """Cross entropy and accuracy per example."""
+        from dtft.models.losses import classification
+
+        return classification(model(batch["image"]), batch["label"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ModelConfig):
+    """A small causal transformer over characters."""
+
+    vocabulary: int = 128
+    """Number of different tokens; 128 is ASCII."""
+    context: int = 64
+    """Most tokens seen at once."""
+    num_layers: int = 2
+    """Number of blocks."""
+    width: int = 64
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Attention heads."""
+
+    def __post_init__(self) -> None:
+        _positive("model", **vars(self))
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"model.num_heads={self.num_heads} does not divide model.width="
+                f"{self.width}. Set --model.num_heads to a divisor of it."
+            )
+
+    def build(self, rngs: "nnx.Rngs") -> "nnx.Module":
+        """Makes the module."""
+        from dtft.models.transformer import Transformer
+
+        return Transformer(self, rngs)
+
+    def loss(
+        self, model: Any, batch: Batch
+    ) -> "tuple[jax.Array, dict[str, jax.Array]]":
+        """Cross entropy and accuracy per token, predicting each token's successor."""
+        from dtft.models.losses import classification
+
+        tokens_BT = batch["tokens"]
+        return classification(model(tokens_BT[:, :-1]), tokens_BT[:, 1:])
+
+
+def _positive(section: str, **values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(
+                f"{section}.{name}={value} is not positive. "
+                f"Set --{section}.{name} to 1 or more."
+            )

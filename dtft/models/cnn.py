@@ -1,0 +1,36 @@
+"""A small convolutional classifier. Knows no mesh, optimizer or data set.
+
+Legend: B examples, H height, W width, C channels.
+"""
+
+import jax
+from flax import nnx
+
+from dtft.models.base import CNNConfig
+
+
+class CNN(nnx.Module):
+    """Convolutions of stride 2, then two dense layers."""
+
+    def __init__(self, config: CNNConfig, rngs: nnx.Rngs) -> None:
+        """Makes the layers of `config`."""
+        widths = (1, *config.channels)
+        self.convolutions = nnx.List(
+            [
+                nnx.Conv(a, b, (3, 3), strides=2 if index else 1, rngs=rngs)
+                for index, (a, b) in enumerate(zip(widths, widths[1:], strict=False))
+            ]
+        )
+        side = 8
+        for _ in config.channels[1:]:
+            side = -(-side // 2)
+        flat = side * side * config.channels[-1]
+        self.hidden = nnx.Linear(flat, config.hidden, rngs=rngs)
+        self.classes = nnx.Linear(config.hidden, config.num_classes, rngs=rngs)
+
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+        """Logits [B, classes] of images [B, 8, 8, 1]."""
+        for convolution in self.convolutions:
+            x_BHWC = nnx.relu(convolution(x_BHWC))
+        x_BF = x_BHWC.reshape(x_BHWC.shape[0], -1)
+        return self.classes(nnx.relu(self.hidden(x_BF)))

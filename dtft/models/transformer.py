@@ -1,0 +1,71 @@
+"""A small causal transformer. Knows no mesh, optimizer or data set.
+
+Legend: B examples, T positions, D width, N heads, H width of a head.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dtft.models.base import TransformerConfig
+
+
+class Attention(nnx.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
+        """Makes one fused projection in and one out."""
+        self.num_heads = config.num_heads
+        self.project = nnx.Linear(
+            config.width, 3 * config.width, use_bias=False, rngs=rngs
+        )
+        self.out = nnx.Linear(config.width, config.width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Mixes positions, each with itself and those before it."""
+        batch, length, width = x_BTD.shape
+        qkv = self.project(x_BTD).reshape(batch, length, 3, self.num_heads, -1)
+        q_BTNH, k_BTNH, v_BTNH = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        mixed_BTNH = jax.nn.dot_product_attention(
+            q_BTNH, k_BTNH, v_BTNH, is_causal=True
+        )
+        return self.out(mixed_BTNH.reshape(batch, length, width))
+
+
+class Block(nnx.Module):
+    """Attention and a two-layer perceptron, both residual and pre-normalized."""
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
+        """Makes the layers of one block."""
+        self.norm_attention = nnx.RMSNorm(config.width, rngs=rngs)
+        self.attention = Attention(config, rngs)
+        self.norm_mlp = nnx.RMSNorm(config.width, rngs=rngs)
+        self.up = nnx.Linear(config.width, 4 * config.width, rngs=rngs)
+        self.down = nnx.Linear(4 * config.width, config.width, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Adds both branches to the residual stream."""
+        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD))
+        return x_BTD + self.down(nnx.gelu(self.up(self.norm_mlp(x_BTD))))
+
+
+class Transformer(nnx.Module):
+    """Embedding, blocks, norm, logits."""
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
+        """Makes the layers of `config`."""
+        self.tokens = nnx.Embed(config.vocabulary, config.width, rngs=rngs)
+        self.positions = nnx.Embed(config.context, config.width, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
+        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.logits = nnx.Linear(
+            config.width, config.vocabulary, use_bias=False, rngs=rngs
+        )
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Logits [B, T, vocabulary] of the next token at every position."""
+        places = jnp.arange(tokens_BT.shape[1])[None]
+        x_BTD = self.tokens(tokens_BT) + self.positions(places)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.logits(self.norm(x_BTD))

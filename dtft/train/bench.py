@@ -1,0 +1,76 @@
+"""`dtft bench`: what the memory tier costs, as wall time per step with it off and on.
+
+Runs the same job on a local cluster again and again, off and on in turn, so that a
+noisy machine disturbs both alike; prints medians and their ratio. Sets no target.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dtft.elastic.launch import LocalCluster
+from dtft.train.experiment import Experiment
+
+DEADLINE_S = 600.0
+
+
+def bench(experiment: Experiment, options: Namespace, overrides: list[str]) -> int:
+    """Prints the figures; 1 if a run failed."""
+    steps = experiment.stop.steps
+    off = ["--checkpoint.interval", str(steps), "--checkpoint.storage_interval", "0"]
+    on = ["--checkpoint.interval", "1", "--checkpoint.storage_interval", "0"]
+    seen: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
+    for number in range(options.rounds):
+        for name, extra in (("off", off), ("on", on)):
+            arguments = [options.config, *overrides, *extra]
+            seen[name].append(_one(experiment, arguments))
+            step_ms = seen[name][-1]["step_s"] * 1e3
+            print(f"round {number + 1}: memory tier {name}: {step_ms:.2f} ms per step")
+    figures = summarize(seen) | {"config": experiment.name, "steps": steps}
+    figures |= {"hosts": experiment.cluster.hosts, "cores": os.cpu_count()}
+    print(json.dumps(figures, indent=1))
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians over rounds, and the ratio on / off of each round.
+
+    >>> figures = summarize({"off": [{"step_s": 1.0}], "on": [
+    ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9}]})
+    >>> figures["ratio"], figures["stall_s"]
+    (1.5, 0.25)
+    """
+    off = [run["step_s"] for run in seen["off"]]
+    on = [run["step_s"] for run in seen["on"]]
+    return {
+        "step_s_off": median(off),
+        "step_s_on": median(on),
+        "ratio": median(b / a for a, b in zip(off, on, strict=True)),
+        "ratios": [b / a for a, b in zip(off, on, strict=True)],
+        "stall_s": median(run["stall_s"] for run in seen["on"]),
+        "snapshots": seen["on"][0]["snapshots"],
+    }
+
+
+def _one(experiment: Experiment, arguments: list[str]) -> dict[str, Any]:
+    from dtft.train.commands import cluster_options
+
+    directory = Path(tempfile.mkdtemp(prefix="dtft-bench-"))
+    arguments = [*arguments, "--log.run_dir", str(directory)]
+    arguments += ["--log.tensorboard", "False"]
+    cluster = LocalCluster(cluster_options(experiment, arguments, 0, directory))
+    try:
+        cluster.start()
+        if not cluster.wait(DEADLINE_S):
+            raise SystemExit(f"dtft: error: a run did not end in {DEADLINE_S:.0f} s")
+        return json.loads((directory / "summary.json").read_text())
+    finally:
+        cluster.close()
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,247 @@
+"""From a config file and overrides to an Experiment, and to comparable JSON.
+
+Decides which config a name means, which keys exist, and which differences between two
+configs make a checkpoint unusable. Must not import jax, touch devices or read data.
+"""
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dtft.train.experiment import Experiment, check
+
+SCHEMA = 1
+"""Number of the JSON form; raised when old readers would misread it."""
+_SHAPE_RELEVANT = ("schema", "data_identity", "seed", "optim.class", "model.", "data.")
+
+
+class ConfigError(ValueError):
+    """The user's input is wrong; the text says what to change. Exit code 2."""
+
+
+def load(config: str, overrides: Sequence[str], prog: str = "dtft train") -> Experiment:
+    """Reads an experiment for a command; prints and exits when the input is wrong.
+
+    Args:
+        config: path of a config module, or its name in `configs/`.
+        overrides: command line, such as ``["--optim.learning_rate", "0.01"]``.
+        prog: the command, for the help text.
+
+    Raises:
+        SystemExit: with code 2 for wrong input, 0 for `--help`.
+    """
+    try:
+        return parse(config, overrides, f"{prog} {config}")
+    except ConfigError as error:
+        refuse(error)
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Prints one clear error and exits with code 2."""
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experiment:
+    """As `load`, but raises.
+
+    Raises:
+        ConfigError: no such config, no such key, or a value that is not allowed.
+    """
+    import tyro
+
+    default = _default(find(config))
+    _refuse_unknown(overrides, list(keys(default)))
+    try:
+        return tyro.cli(
+            Experiment,
+            default=default,
+            args=list(overrides),
+            prog=prog,
+            config=(tyro.conf.FlagConversionOff,),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_input(experiment: Experiment, **cluster: Any) -> None:
+    """`experiment.check`, with the error type of wrong input."""
+    try:
+        check(experiment, **cluster)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def find(config: str) -> Path:
+    """The file of a config given as path or name.
+
+    Raises:
+        ConfigError: there is none; names those there are.
+    """
+    folders = [Path("configs"), Path(__file__).resolve().parents[2] / "configs"]
+    path = Path(config)
+    candidates = [path] + [folder / f"{config}.py" for folder in folders]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    known = sorted({p.stem for folder in folders for p in folder.glob("*.py")})
+    close = difflib.get_close_matches(path.stem, known, 1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise ConfigError(
+        f"config {config!r} is neither a file nor a name in configs/.{hint} "
+        f"Known names: {', '.join(known) or 'none'}."
+    )
+
+
+def keys(config: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all fields that can be set.
+
+    >>> from dtft.train.experiment import MeshConfig
+    >>> list(keys(MeshConfig()))
+    ['replica', 'fsdp', 'tensor']
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from keys(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def to_json(experiment: Experiment) -> str:
+    """The resolved config as canonical JSON: equal experiments give equal texts."""
+    plain = {
+        "schema": SCHEMA,
+        "data_identity": experiment.data.identity(),
+        **_plain(experiment),
+    }
+    return json.dumps(plain, indent=1, sort_keys=True)
+
+
+def diff(old: str, new: str) -> list[str]:
+    """What changed from one resolved config to another.
+
+    >>> diff('{"optim": {"b1": 0.9}}', '{"optim": {"b1": 0.8}}')
+    ['optim.b1: 0.9 -> 0.8']
+    """
+    before, after = _flat(json.loads(old)), _flat(json.loads(new))
+    return [
+        f"{key}: {_text(before, key)} -> {_text(after, key)}"
+        for key in sorted({*before, *after})
+        if _text(before, key) != _text(after, key)
+    ]
+
+
+def shape_relevant(resolved: str) -> str:
+    """The part of a resolved config that must be the same when a run is resumed.
+
+    These are the model, the data with its identity and batch, the kind of optimizer
+    and the seed. The mesh is not: a state can be restored onto another one.
+    """
+    flat = _flat(json.loads(resolved))
+    kept = {key: flat[key] for key in flat if key.startswith(_SHAPE_RELEVANT)}
+    return json.dumps(kept, indent=1, sort_keys=True)
+
+
+def refuse_other(saved: str, now: str, where: str | Path) -> None:
+    """Checks that a checkpoint of config `saved` can be resumed with `now`.
+
+    Raises:
+        ConfigError: with the differences that matter.
+    """
+    lines = diff(shape_relevant(saved), shape_relevant(now))
+    if lines:
+        raise ConfigError(
+            f"the checkpoint in {where} was made by another config (saved -> now):\n  "
+            + "\n  ".join(lines)
+            + "\nNothing was changed. Undo these differences, or set --log.run_dir "
+            "to a new directory."
+        )
+
+
+def _default(path: Path) -> Experiment:
+    spec = importlib.util.spec_from_file_location(f"dtft_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"config {path} is not a Python file. Its name ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        experiment = module.config()
+    except ValueError as error:
+        raise ConfigError(f"config {path}: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(
+            f"config {path}: {error}. It must define `def config() -> Experiment`."
+        ) from error
+    if not isinstance(experiment, Experiment):
+        raise ConfigError(
+            f"config {path}: config() returned {type(experiment).__name__}, but it "
+            "must return an Experiment."
+        )
+    return experiment
+
+
+def _refuse_unknown(overrides: Sequence[str], known: list[str]) -> None:
+    for argument in overrides:
+        if not argument.startswith("--") or argument == "--help":
+            continue
+        key = argument[2:].partition("=")[0].replace("-", "_")
+        if key not in known:
+            raise ConfigError(
+                f"unknown config key --{key}.{_suggestion(key, known)} "
+                "Nothing was started. `--help` lists all keys."
+            )
+
+
+def _suggestion(key: str, known: list[str]) -> str:
+    inside = [name for name in known if name.startswith(f"{key}.")]
+    if inside:
+        return f" It is a section with the keys --{', --'.join(inside)}."
+    section, _, leaf = key.rpartition(".")
+    leaves = [name for name in known if name.rpartition(".")[2] == leaf]
+    initials = [
+        name
+        for name in known
+        if "".join(word[:1] for word in name.rpartition(".")[2].split("_")) == leaf
+        and name.rpartition(".")[0] == section
+    ]
+    close = leaves + initials + difflib.get_close_matches(key, known, 3, cutoff=0.6)
+    if close:
+        names = list(dict.fromkeys(close))[:3]
+        return f" Did you mean --{' or --'.join(names)}?"
+    beside = [name for name in known if section and name.startswith(f"{section}.")]
+    return f" Keys of {section}: --{', --'.join(beside)}." if beside else ""
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        kind = type(value)
+        tag = {} if kind.__bases__ == (object,) else {"class": _name(kind)}
+        names = [field.name for field in dataclasses.fields(value)]
+        return {**tag, **{name: _plain(getattr(value, name)) for name in names}}
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    return value
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _flat(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        inner = isinstance(value, Mapping)
+        flat.update(
+            _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+        )
+    return flat
+
+
+def _text(flat: Mapping[str, Any], key: str) -> str:
+    return str(flat[key]) if key in flat else "(absent)"

@@ -1,0 +1,141 @@
+"""Data configs: which data set, cut how, and how many rows make a batch.
+
+Decides the data's identity, which must be equal when a run is resumed. Must stay free
+of jax, grain and scikit-learn imports at module level, and never use the network.
+"""
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
+"""Of scikit-learn's digits: data as uint8 bytes, then target as uint8 bytes."""
+SPLIT_SEED = 20240229
+"""Decides which digits are for testing; never the experiment's seed."""
+
+Columns = dict[str, Any]
+"""Field name to numpy array; dim 0 is the sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Base of all data configs."""
+
+    global_batch: int = 96
+    """Rows per step, over all hosts."""
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise ValueError(
+                f"data.global_batch={self.global_batch} is not positive. "
+                "Set --data.global_batch to 1 or more."
+            )
+
+    @property
+    def tokens_per_example(self) -> int:
+        """Tokens a row counts for in the throughput; 0 counts rows."""
+        return 0
+
+    def identity(self) -> str:
+        """Names the data's content; equal identities mean equal rows."""
+        raise NotImplementedError(
+            f"{type(self).__name__} names no data. Use DigitsConfig or CharsConfig "
+            "as the experiment's data."
+        )
+
+    def load(self) -> tuple[Columns, Columns]:
+        """The train and the test set, without shuffling.
+
+        Raises:
+            ValueError: the data's content is not what its identity says.
+        """
+        raise NotImplementedError(f"{type(self).__name__} loads no data.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsConfig(DataConfig):
+    """scikit-learn's digits: 1797 grey images of 8x8; a fixed fifth is for testing."""
+
+    def identity(self) -> str:
+        """The hash of the whole set and the split."""
+        return f"digits:sha256={DIGITS_SHA256}:split={SPLIT_SEED}"
+
+    def load(self) -> tuple[Columns, Columns]:
+        """Images in [0, 1] as [N, 8, 8, 1] and labels."""
+        import numpy as np
+
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise ValueError(
+                "the digits data needs scikit-learn, which is not installed. "
+                "Install it with: pip install 'dtft[demo]'"
+            ) from error
+        digits: Any = load_digits()
+        data, target = digits.data.astype(np.uint8), digits.target.astype(np.uint8)
+        found = hashlib.sha256(data.tobytes() + target.tobytes()).hexdigest()
+        if found != DIGITS_SHA256:
+            raise ValueError(
+                f"scikit-learn's digits have sha256 {found}, but {DIGITS_SHA256} is "
+                "expected. Install the scikit-learn version in constraints.txt."
+            )
+        order = np.random.Generator(np.random.PCG64(SPLIT_SEED)).permutation(len(data))
+        columns = {
+            "image": (data.reshape(-1, 8, 8, 1) / 16).astype(np.float32)[order],
+            "label": target.astype(np.int32)[order],
+        }
+        cut = len(data) - len(data) // 5
+        return _part(columns, 0, cut), _part(columns, cut, len(data))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CharsConfig(DataConfig):
+    """Characters of Python's own help texts (pydoc_data.topics), as ASCII.
+
+    The text differs between Python's patch releases, so its hash is its identity.
+    """
+
+    context: int = 64
+    """Characters per row; the target is one further."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.context <= 4096:
+            raise ValueError(
+                f"data.context={self.context} is out of range. Allowed: 1 to 4096. "
+                "Set --data.context."
+            )
+
+    @property
+    def tokens_per_example(self) -> int:
+        """Every character is a token."""
+        return self.context
+
+    def identity(self) -> str:
+        """The hash of the text and the row length."""
+        digest = hashlib.sha256(_topics()).hexdigest()
+        return f"pydoc_data.topics:sha256={digest}:context={self.context}"
+
+    def load(self) -> tuple[Columns, Columns]:
+        """Windows [N, context + 1] side by side; the last twentieth is for testing."""
+        import numpy as np
+
+        text = np.frombuffer(_topics(), np.uint8)
+        number = (len(text) - 1) // self.context
+        starts = np.arange(number)[:, None] * self.context
+        columns = {"tokens": text[starts + np.arange(self.context + 1)].astype("i4")}
+        cut = number - number // 20
+        return _part(columns, 0, cut), _part(columns, cut, number)
+
+
+@functools.cache
+def _topics() -> bytes:
+    from pydoc_data import topics
+
+    pieces = [f"{name}\n{text}\n" for name, text in sorted(topics.topics.items())]
+    return "".join(pieces).encode("ascii", "replace")
+
+
+def _part(columns: Columns, start: int, stop: int) -> Columns:
+    return {name: column[start:stop] for name, column in columns.items()}

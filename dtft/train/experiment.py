@@ -1,0 +1,263 @@
+"""What an experiment is: one value that names model, data, optimizer, mesh and limits.
+
+Decides which values are allowed and whether they fit together. Pure: must not know
+devices, files or processes, and must stay free of jax imports at module level.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from dtft.checkpoint.timeouts import Timeouts
+from dtft.models.base import ModelConfig
+from dtft.train.datasets import DataConfig
+from dtft.train.optimizers import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes, slowest-varying first. At most one may be -1."""
+
+    replica: int = -1
+    """Copies of the model, each on its part of the batch; -1 for what is left."""
+    fsdp: int = 1
+    """Parts the state and the batch are divided into."""
+    tensor: int = 1
+    """Parts the last dim of every matrix is divided into."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1 and value != -1:
+                raise ValueError(
+                    f"mesh.{name}={value} is not a size. Allowed: 1 or more, or -1 "
+                    f"for what is left of the devices. Set --mesh.{name}."
+                )
+        if list(vars(self).values()).count(-1) > 1:
+            raise ValueError(
+                f"mesh={vars(self)} leaves more than one size open. "
+                "Set all but one to 1 or more."
+            )
+
+    @property
+    def num_data_slots(self) -> int:
+        """Parts the batch is divided into. Only of a resolved mesh."""
+        return self.replica * self.fsdp
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """How many hosts take part, spares not counted."""
+
+    hosts: int = 1
+    """Slots: hosts that train at the same time."""
+    devices_per_host: int = 1
+    """Devices of each host; -1 for all it has (accelerators)."""
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1:
+            raise ValueError(
+                f"cluster.hosts={self.hosts} is not positive. Set --cluster.hosts 1 "
+                "or more."
+            )
+        if self.devices_per_host < 1 and self.devices_per_host != -1:
+            raise ValueError(
+                f"cluster.devices_per_host={self.devices_per_host} is not a number of "
+                "devices. Allowed: 1 or more, or -1 for all of the host's."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopConfig:
+    """When training ends: at a step, or earlier when a metric has stopped improving."""
+
+    steps: int = 1000
+    """Step to stop at."""
+    metric: str = ""
+    """Training metric whose plateau ends the run, such as `loss`; empty for none."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger value of the metric is better."""
+    patience: int = 100
+    """Steps without improvement that count as a plateau."""
+    min_delta: float = 0.0
+    """Improvements up to this size do not count."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "patience"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"stop.{name}={getattr(self, name)} is not positive. "
+                    f"Set --stop.{name} to 1 or more."
+                )
+        if self.min_delta < 0:
+            raise ValueError(
+                f"stop.min_delta={self.min_delta} is negative. Set --stop.min_delta "
+                "to 0 or more."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Both tiers: host memory across the cluster, and storage."""
+
+    copies: int = 2
+    """Hosts that hold each slice; 2 means the state survives any one host."""
+    interval: int = 1
+    """Steps from one snapshot in memory to the next."""
+    storage_interval: int = 50
+    """Steps from one checkpoint in storage to the next; 0 for only the last."""
+    storage_keep: int = 3
+    """Checkpoints that storage keeps."""
+    arena_directory: str = "/dev/shm"
+    """Where the copies live; a directory in memory."""
+    chunk_bytes: int = 4 * 2**20
+    """Bytes that share one digest."""
+
+    def __post_init__(self) -> None:
+        for name in ("copies", "interval", "storage_keep", "chunk_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"checkpoint.{name}={getattr(self, name)} is not positive. "
+                    f"Set --checkpoint.{name} to 1 or more."
+                )
+        if self.storage_interval < 0 or self.storage_interval % self.interval:
+            raise ValueError(
+                f"checkpoint.storage_interval={self.storage_interval} is not a "
+                f"multiple of checkpoint.interval={self.interval}: storage gets "
+                "snapshots. Set --checkpoint.storage_interval to a multiple, or 0."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is written where."""
+
+    every: int = 10
+    """Steps from one log line to the next."""
+    tensorboard: bool = True
+    """Whether to write a TensorBoard directory."""
+    sample_ids: bool = False
+    """Whether each slot records which samples it used at each step."""
+    run_dir: str = ""
+    """Run directory; empty for runs/<name>-<start time>."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(
+                f"log.every={self.every} is not positive. Set --log.every 1 or more."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that decides a run. Equal experiments give equal results."""
+
+    name: str
+    """Name of the run; part of the run directory's name."""
+    seed: int = 0
+    """Decides the initial parameters and the order of the data."""
+    model: ModelConfig
+    """The model; any subclass of ModelConfig."""
+    data: DataConfig
+    """The data; any subclass of DataConfig."""
+    optim: OptimConfig
+    """The optimizer; any subclass of OptimConfig."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Sizes of the mesh axes."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """How many hosts take part."""
+    stop: StopConfig = field(default_factory=StopConfig)
+    """When training ends."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Where copies of the state go, and how often."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """What is written where."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """Deadlines in seconds."""
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(
+                f"name={self.name!r} cannot name a directory. Allowed: a non-empty "
+                "text without '/' that does not start with '.'. Set --name."
+            )
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(
+                f"seed={self.seed} is out of range. Allowed: 0 <= seed < 2**31. "
+                "Set --seed."
+            )
+
+
+def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshConfig:
+    """Fills in the open size of a mesh.
+
+    Args:
+        mesh: sizes, at most one of them -1.
+        hosts: number of slots.
+        devices_per_host: devices of each.
+
+    Returns:
+        A mesh without -1, whose sizes multiply to the number of devices.
+
+    Raises:
+        ValueError: the sizes do not fit the devices.
+
+    >>> resolve_mesh(MeshConfig(fsdp=2), hosts=3, devices_per_host=2)
+    MeshConfig(replica=3, fsdp=2, tensor=1)
+    """
+    devices, known, unknown = hosts * devices_per_host, 1, ""
+    for name, value in vars(mesh).items():
+        known, unknown = (known, name) if value == -1 else (known * value, unknown)
+    sizes = " x ".join(f"{name}={value}" for name, value in vars(mesh).items())
+    if devices % known or (not unknown and devices != known):
+        raise ValueError(
+            f"mesh {sizes} does not fit {devices} devices ({hosts} hosts x "
+            f"{devices_per_host}). The sizes must multiply to {devices}. Change "
+            "--mesh.replica, --mesh.fsdp or --mesh.tensor, or the number of hosts."
+        )
+    return replace(mesh, **({unknown: devices // known} if unknown else {}))
+
+
+def check(
+    experiment: Experiment,
+    hosts: int | None = None,
+    devices_per_host: int | None = None,
+    *,
+    memory_tier: bool = True,
+) -> None:
+    """Checks that an experiment fits a cluster.
+
+    Args:
+        experiment: what is to run.
+        hosts: number of slots; by default the config's.
+        devices_per_host: devices of each; by default the config's. If that is -1,
+            what depends on the devices is not checked.
+        memory_tier: whether copies are kept in the hosts' memory.
+
+    Raises:
+        ValueError: says what does not fit and what to change.
+    """
+    hosts = hosts or experiment.cluster.hosts
+    devices_per_host = devices_per_host or experiment.cluster.devices_per_host
+    copies, batch = experiment.checkpoint.copies, experiment.data.global_batch
+    if memory_tier and copies > hosts:
+        raise ValueError(
+            f"checkpoint.copies={copies} is more than the number of hosts, {hosts}: "
+            f"each copy is on another host. Allowed: 1 to {hosts}. Set "
+            f"--checkpoint.copies {hosts} or use more hosts."
+        )
+    context = getattr(experiment.model, "context", None)
+    length = experiment.data.tokens_per_example
+    if context is not None and length > context:
+        raise ValueError(
+            f"data.context={length} is more than model.context={context}. "
+            f"Set --data.context {context} or --model.context {length}."
+        )
+    if devices_per_host == -1:
+        return
+    parts = resolve_mesh(experiment.mesh, hosts, devices_per_host).num_data_slots
+    if batch % parts:
+        larger = -(-batch // parts) * parts
+        raise ValueError(
+            f"data.global_batch={batch} is not divisible by {parts} (mesh.replica x "
+            f"mesh.fsdp): every part of the mesh takes equally many rows. Set "
+            f"--data.global_batch {larger}, or change the number of hosts."
+        )

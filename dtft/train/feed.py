@@ -1,0 +1,123 @@
+"""From global row indices to arrays on the mesh, and the measure of a whole data set.
+
+Each process reads the rows of its own devices' mesh positions, and nothing else
+decides which rows those are. Must not know hosts, slots or steps beyond a number.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from dtft.train.data import Source, rows
+from dtft.train.step import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step's rows on the mesh."""
+
+    arrays: dict[str, jax.Array]
+    """Global arrays, divided over the mesh."""
+    rows: list[int]
+    """Global row indices that this process answers for; disjoint over processes."""
+    ids: list[int]
+    """The samples of those rows."""
+
+
+class Feed:
+    """Makes batches, the next one while the devices work on the last."""
+
+    def __init__(self, source: Source, program: Program, global_batch: int) -> None:
+        """Reads nothing yet."""
+        self._source, self._global_batch = source, global_batch
+        self._sharding = program.batch_sharding
+        self._width = self._sharding.shard_shape((global_batch,))[0]
+        self._prepared: dict[int, Batch] = {}
+
+    def prepare(self, step: int) -> None:
+        """Makes the batch of step `step` (1 is the first) ready for `take`."""
+        self._prepared[step] = self._read(step)
+
+    def take(self, step: int) -> Batch:
+        """The batch that leads to state number `step`."""
+        if step not in self._prepared:
+            self.prepare(step)
+        return self._prepared.pop(step)
+
+    def _read(self, step: int) -> Batch:
+        slots = self._global_batch // self._width
+
+        def part(start: int) -> range:
+            return rows(step - 1, start // self._width, slots, self._global_batch)
+
+        starts, owned = local_parts(self._sharding, self._global_batch)
+        parts = {start: self._source.batch(part(start)) for start in starts}
+        return Batch(
+            arrays=place(parts, self._sharding, self._global_batch),
+            rows=[row for start in owned for row in part(start)],
+            ids=[int(i) for start in owned for i in parts[start]["id"]],
+        )
+
+
+def local_parts(
+    sharding: jax.sharding.NamedSharding, length: int
+) -> tuple[list[int], list[int]]:
+    """Where this process's parts of dim 0 start: all of them, and those it owns.
+
+    A part that several devices hold is owned by the first of them in mesh order.
+    """
+    first: dict[int, jax.Device] = {}
+    for device, index in sharding.devices_indices_map((length,)).items():
+        first.setdefault(index[0].start or 0, device)
+    local = sharding.addressable_devices_indices_map((length,)).values()
+    starts = sorted({index[0].start or 0 for index in local if index is not None})
+    here = jax.process_index()
+    return starts, [start for start in starts if first[start].process_index == here]
+
+
+def place(
+    parts: Mapping[int, Mapping[str, Any]],
+    sharding: jax.sharding.NamedSharding,
+    global_batch: int,
+) -> dict[str, jax.Array]:
+    """Global arrays from this process's parts, by where they start. Drops `id`."""
+    some = next(iter(parts.values()))
+    return {
+        name: jax.make_array_from_callback(
+            (global_batch, *some[name].shape[1:]),
+            sharding,
+            lambda index, name=name: parts[index[0].start or 0][name],
+        )
+        for name in some
+        if name != "id"
+    }
+
+
+def evaluate(
+    program: Program, params: Any, source: Source, global_batch: int
+) -> dict[str, float]:
+    """Means over every sample of `source` of the loss and of each metric.
+
+    All processes call it together. The last batch is padded, its padding weighs 0.
+    """
+    starts, _ = local_parts(program.batch_sharding, global_batch)
+    width = program.batch_sharding.shard_shape((global_batch,))[0]
+    totals: dict[str, float] = {}
+    for first in range(0, source.num_samples, global_batch):
+        parts = {s: _padded(source, first + s, width) for s in starts}
+        arrays = place(parts, program.batch_sharding, global_batch)
+        weight_B = arrays.pop("weight")
+        sums = jax.device_get(program.sums(params, arrays, weight_B))
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    return {name: value / source.num_samples for name, value in totals.items()}
+
+
+def _padded(source: Source, start: int, width: int) -> dict[str, np.ndarray]:
+    indices: Sequence[int] = range(start, start + width)
+    real = np.asarray([index < source.num_samples for index in indices], np.float32)
+    columns = source.batch([min(index, source.num_samples - 1) for index in indices])
+    return {**columns, "weight": real}

@@ -1,0 +1,255 @@
+"""What a run tells its user: banner, log lines, metrics files, samples, summary.
+
+Decides wording and file formats only. Must not decide anything about training, and
+must never change what is computed. Only the leading process writes, except samples.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import dtft
+from dtft.train.experiment import Experiment
+from dtft.train.runtime import Runtime
+from dtft.train.step import Program
+
+Record = tuple[int, dict[str, float]]
+"""A step and its metrics."""
+
+
+class RunLog:
+    """Everything one process writes during a run. A context manager."""
+
+    def __init__(
+        self, experiment: Experiment, runtime: Runtime, program: Program, *, start: int
+    ) -> None:
+        """Opens nothing yet; `start` is the step that the run continues from."""
+        self._experiment, self._runtime, self._program = experiment, runtime, program
+        self._start = self._timed_step = start
+        self._timed_at = self._began = time.monotonic()
+        self._leading = runtime.is_leading
+        self._metrics = self._samples = self._board = self._bar = None
+        self._ended = ""
+
+    def __enter__(self) -> Self:
+        """Prints the banner and opens the files."""
+        log, runtime = self._experiment.log, self._runtime
+        if self._leading:
+            self._metrics = open(runtime.run_directory / "metrics.jsonl", "a")
+            if log.tensorboard:
+                self._board = _tensorboard(
+                    runtime.run_directory / "tensorboard", self._start
+                )
+            for line in banner(self._experiment, runtime, self._program, self._start):
+                print(line, flush=True)
+            if sys.stdout.isatty():
+                self._bar = _Bar(self._start, self._experiment.stop.steps)
+        if log.sample_ids:
+            folder = runtime.run_directory / "samples"
+            folder.mkdir(exist_ok=True)
+            name = f"slot{runtime.slot}-g{runtime.generation}-a{runtime.attempt}.jsonl"
+            self._samples = open(folder / name, "a")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes the files and prints the resume command."""
+        for resource in (self._bar, self._metrics, self._samples, self._board):
+            if resource is not None:
+                resource.close()
+        if self._leading:
+            if self._ended:
+                print(self._ended)
+            print(f"resume with: {self._runtime.resume_command}", flush=True)
+
+    def samples(self, step: int, rows: Sequence[int], ids: Sequence[int]) -> None:
+        """Records which rows and samples this slot used for a step."""
+        if self._samples is None:
+            return
+        record = {
+            "generation": self._runtime.generation,
+            "attempt": self._runtime.attempt,
+            "step": step,
+            "slot": self._runtime.slot,
+            "rows": list(rows),
+            "ids": list(ids),
+        }
+        print(json.dumps(record), file=self._samples, flush=True)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Writes those of `records` that are due."""
+        for step, values in records:
+            if step == self._start + 1:  # compilation is over: time from here
+                self._timed_step, self._timed_at = step, time.monotonic()
+            last = step == self._experiment.stop.steps
+            due = step % self._experiment.log.every == 0 or last
+            if self._leading and due:
+                self._write(step, values)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Writes summary.json and keeps its line for the end."""
+        if not self._leading:
+            return
+        seconds = round(time.monotonic() - self._began, 3)
+        path = self._runtime.run_directory / "summary.json"
+        path.write_text(dumps({**summary, "wall_s": seconds}, indent=1) + "\n")
+        head = "done" if summary["completed"] else "stopped early"
+        values = [
+            f"{name} {value:.4f}"
+            for name, value in summary.items()
+            if isinstance(value, float)
+        ]
+        self._ended = "  ".join([f"{head} at step {summary['step']}", *values])
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        now = time.monotonic()
+        steps = step - self._timed_step
+        seconds = (now - self._timed_at) / steps if steps > 0 else None
+        self._timed_step, self._timed_at = step, now
+        unit, per_step = throughput_unit(self._experiment)
+        timing = (
+            {"step_ms": 1e3 * seconds, f"{unit}_per_s": per_step / seconds}
+            if seconds
+            else {}
+        )
+        record = {
+            "step": step,
+            "generation": self._runtime.generation,
+            "attempt": self._runtime.attempt,
+            **values,
+            **timing,
+        }
+        print(dumps(record), file=self._metrics, flush=True)
+        if self._board is not None:
+            for name, value in {**values, **timing}.items():
+                self._board.add_scalar(name, value, step)
+        line = log_line(
+            step, self._experiment.stop.steps, values, seconds, unit, per_step
+        )
+        if self._bar is None:
+            print(line, flush=True)
+        else:
+            self._bar.show(step, line)
+
+
+def throughput_unit(experiment: Experiment) -> tuple[str, int]:
+    """What is counted per second, and how many of it one step has."""
+    tokens = experiment.data.tokens_per_example
+    batch = experiment.data.global_batch
+    return ("tokens", batch * tokens) if tokens else ("examples", batch)
+
+
+def log_line(
+    step: int,
+    last: int,
+    values: Mapping[str, float],
+    seconds: float | None,
+    unit: str,
+    per_step: int,
+) -> str:
+    """One log line.
+
+    >>> values = {"loss": 0.41234, "learning_rate": 1e-3, "grad_norm": 0.83}
+    >>> log_line(120, 1000, values, 0.0124, "examples", 96)
+    'step 120/1000  loss 0.4123  lr 1.0e-03  grad 0.83  12.4 ms  7.74k ex/s  eta 0:11'
+    """
+    parts = [
+        f"step {step}/{last}",
+        f"loss {values['loss']:.4f}",
+        f"lr {values['learning_rate']:.1e}",
+        f"grad {values['grad_norm']:.3g}",
+    ]
+    if seconds:
+        rate, short = per_step / seconds, {"examples": "ex"}.get(unit, unit)
+        minutes, rest = divmod(round((last - step) * seconds), 60)
+        parts.append(f"{1e3 * seconds:.1f} ms")
+        parts.append(
+            f"{rate / 1e3:.3g}k {short}/s" if rate >= 1e3 else f"{rate:.0f} {short}/s"
+        )
+        parts.append(f"eta {minutes}:{rest:02d}")
+    return "  ".join(parts)
+
+
+def banner(
+    experiment: Experiment, runtime: Runtime, program: Program, start: int
+) -> list[str]:
+    """The lines printed before the first step."""
+    mesh = program.mesh
+    sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    kind = mesh.devices.flat[0].device_kind
+    packages = ", ".join(f"{name} {number}" for name, number in versions().items())
+    begin = f"continues at step {start}" if start else "no checkpoint: starts at step 0"
+    return [
+        f"dtft run {experiment.name}  ({packages})",
+        f"  slots {runtime.num_slots}, devices {mesh.size} ({kind}), mesh {sizes}, "
+        f"global batch {experiment.data.global_batch}",
+        f"  {program.num_parameters:,} parameters, "
+        f"{program.state_bytes_per_device / 2**20:.2f} MiB of state per device",
+        f"  run directory {runtime.run_directory}, {begin}",
+        f"  resume with: {runtime.resume_command}",
+    ]
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide results."""
+    from importlib.metadata import version
+
+    names = ("jax", "jaxlib", "flax", "optax")
+    return {"dtft": dtft.__version__, **{name: version(name) for name in names}}
+
+
+def write_config(run_directory: Path, resolved: str, command: Sequence[str]) -> None:
+    """Writes the resolved config, and beside it the command line and versions."""
+    record = {"command": list(command), "versions": versions()}
+    run_directory.mkdir(parents=True, exist_ok=True)
+    (run_directory / "config.json").write_text(resolved + "\n")
+    (run_directory / "command.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def dumps(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON in which NaN and infinities are strings.
+
+    >>> dumps({"loss": float("nan"), "step": 3})
+    '{"loss": "nan", "step": 3}'
+    """
+    safe = {
+        key: str(value)
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for key, value in record.items()
+    }
+    return json.dumps(safe, indent=indent)
+
+
+def _tensorboard(folder: Path, start: int) -> Any:
+    from tensorboardX import SummaryWriter
+
+    # What a lost attempt wrote after the restored step is hidden.
+    return SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+
+class _Bar:
+    """A progress bar on a terminal; log lines scroll above it."""
+
+    def __init__(self, start: int, total: int) -> None:
+        from rich.progress import Progress
+
+        self._progress = Progress(transient=True)
+        self._task = self._progress.add_task("training", total=total, completed=start)
+        self._progress.start()
+
+    def show(self, step: int, line: str) -> None:
+        self._progress.console.print(line, highlight=False, soft_wrap=True)
+        self._progress.update(self._task, completed=step)
+
+    def close(self) -> None:
+        self._progress.stop()

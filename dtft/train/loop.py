@@ -1,0 +1,140 @@
+"""The training loop: from a state to the state at the last step.
+
+Decides when a step is dispatched, checked, saved and logged. Everything that differs
+between one process and a cluster is behind the Runtime; everything that depends on a
+model is behind the Program. Must not know hosts, sockets or files.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from dtft.train.config import ConfigError
+from dtft.train.data import make_datasets
+from dtft.train.experiment import Experiment
+from dtft.train.feed import Feed, evaluate
+from dtft.train.logs import Record, RunLog
+from dtft.train.runtime import Items, Runtime
+from dtft.train.step import Metrics, Program, State
+from dtft.train.stop import Plateau, observe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run ended with."""
+
+    step: int
+    """The last step."""
+    state: State
+    """The state after it."""
+    summary: dict[str, Any]
+    """What is written to summary.json."""
+
+
+def run(experiment: Experiment, runtime: Runtime) -> Result:
+    """Trains until the experiment's stop, or until the runtime asks to end.
+
+    Raises:
+        NonFinite: the loss became NaN or infinite.
+    """
+    program = Program(experiment, runtime.mesh(experiment))
+    data = make_datasets(experiment.data, experiment.seed)
+    feed = Feed(data.train, program, experiment.data.global_batch)
+    restored = runtime.restore(program.abstract_state)
+    watch = Watch(experiment, data.identity, restored[1] if restored else {})
+    state, step = restored[0] if restored else program.init(), watch.start
+    asked_to_stop = False
+
+    with RunLog(experiment, runtime, program, start=step) as log:
+        while not (watch.ended(step) or asked_to_stop):
+            step += 1
+            batch = feed.take(step)
+            state, metrics = program.step(state, batch.arrays)
+            runtime.dispatched(step)
+            # While the devices work: the last step's log, the next step's rows.
+            log.samples(step, batch.rows, batch.ids)
+            log.write(watch.collect())
+            watch.add(step, metrics)
+            feed.prepare(step + 1)
+            if watch.at_boundary(step):
+                runtime.await_turn(step)
+                jax.block_until_ready((state, metrics))
+                watch.check()
+                runtime.finished_step(step)
+                runtime.save(step, state, watch.items(step))
+                asked_to_stop = runtime.should_stop(step)
+        log.write(watch.collect())
+        summary: dict[str, Any] = {"step": step, "completed": watch.ended(step)}
+        if summary["completed"]:
+            batch_size = experiment.data.global_batch
+            test = evaluate(program, state["params"], data.test, batch_size)
+            summary |= {f"test_{name}": value for name, value in test.items()}
+        runtime.finish(step, summary)
+        log.finish(summary)
+    return Result(step=step, state=state, summary=summary)
+
+
+class Watch:
+    """Follows the metrics and decides boundaries and the end.
+
+    Every decision rests on values that are equal on all processes, and on steps.
+    """
+
+    def __init__(self, experiment: Experiment, identity: str, items: Items) -> None:
+        """Continues from a checkpoint's items, or starts anew from none."""
+        self._experiment, self._identity = experiment, identity
+        self._plateau = Plateau.from_items(items.get("stop", {}))
+        self._pending: list[tuple[int, Metrics]] = []
+        self._checked: list[Record] = []
+        self.start: int = items.get("step", 0)
+        expected = {"position": self._position(self.start), "data_identity": identity}
+        for name, value in expected.items():
+            if items and items[name] != value:
+                raise ConfigError(
+                    f"the checkpoint's {name} is {items[name]!r}, but this run's is "
+                    f"{value!r}: its rows would not be those the run began with. Use "
+                    "the same data and batch, or set --log.run_dir to a new directory."
+                )
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        """Remembers the metrics of a dispatched step, without waiting for them."""
+        self._pending.append((step, metrics))
+
+    def check(self) -> None:
+        """Fetches what is remembered, follows the plateau, refuses NaN."""
+        for step, metrics in self._pending:
+            fetched = jax.device_get(metrics)
+            values = {name: float(value) for name, value in fetched.items()}
+            self._checked.append((step, values))
+            self._plateau = observe(self._plateau, self._experiment.stop, step, values)
+        self._pending.clear()
+
+    def collect(self) -> list[Record]:
+        """The values of every remembered step, for the log; each once."""
+        self.check()
+        records, self._checked = self._checked, []
+        return records
+
+    def at_boundary(self, step: int) -> bool:
+        """Whether a snapshot is taken after `step`."""
+        last = step >= self._experiment.stop.steps
+        return last or step % self._experiment.checkpoint.interval == 0
+
+    def ended(self, step: int) -> bool:
+        """Whether the goal is reached; a plateau only counts where it is saved."""
+        stop = self._experiment.stop
+        saved = step == self.start or self.at_boundary(step)
+        return step >= stop.steps or (saved and self._plateau.converged(stop, step))
+
+    def items(self, step: int) -> Items:
+        """What a checkpoint of `step` holds beside the arrays."""
+        return {
+            "step": step,
+            "position": self._position(step),
+            "stop": self._plateau.to_items(),
+            "data_identity": self._identity,
+        }
+
+    def _position(self, step: int) -> int:
+        return step * self._experiment.data.global_batch

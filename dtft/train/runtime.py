@@ -1,0 +1,95 @@
+"""What the training loop asks of the process it runs in.
+
+The loop decides steps; a runtime decides where state comes from and goes to. The
+elastic runtime is in `worker.py`, the one of `dtft train` in `single.py`.
+"""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from dtft.train.experiment import Experiment
+from dtft.train.step import State
+
+Items = dict[str, Any]
+"""What a checkpoint holds beside arrays, as JSON: `step`, `position` (the number of
+global rows used), `stop` (the plateau's state) and `data_identity`."""
+
+
+class Runtime(Protocol):
+    """The loop's view of its process. Called from the training thread only."""
+
+    @property
+    def slot(self) -> int:
+        """This process's position in the mesh."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """Number of positions."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """Number of the assignment of slots to hosts."""
+        ...
+
+    @property
+    def attempt(self) -> int:
+        """Number of this start of trainers within the generation."""
+        ...
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this process writes logs."""
+        ...
+
+    @property
+    def run_directory(self) -> Path:
+        """The run directory; it exists."""
+        ...
+
+    @property
+    def resume_command(self) -> str:
+        """What the user types to continue this run."""
+        ...
+
+    def mesh(self, experiment: Experiment) -> jax.sharding.Mesh:
+        """Joins the world and makes the mesh, devices in slot order."""
+        ...
+
+    def restore(self, abstract_state: State) -> tuple[State, Items] | None:
+        """The state to start from, or None for step 0.
+
+        Raises:
+            Exception: a state exists but cannot be loaded; nothing was changed.
+        """
+        ...
+
+    def dispatched(self, step: int) -> None:
+        """The computation of state number `step` was handed to the devices."""
+        ...
+
+    def await_turn(self, step: int) -> None:
+        """Blocks until the last snapshot is safe, so that `step` may be collected."""
+        ...
+
+    def finished_step(self, step: int) -> None:
+        """The result of `step` is ready; called at boundaries, before `save`."""
+        ...
+
+    def save(self, step: int, state: State, items: Items) -> None:
+        """Takes a snapshot: `state` is ready, and is donated once this returns."""
+        ...
+
+    def should_stop(self, step: int) -> bool:
+        """Whether to end after `step`, which was saved; equal on all processes."""
+        ...
+
+    def finish(self, step: int, summary: dict[str, Any]) -> None:
+        """The run has ended, at its goal or because `should_stop` said so.
+
+        The state of `step` is the one last given to `save`, or the restored one.
+        """
+        ...

@@ -1,0 +1,223 @@
+"""`dtft train`: one process, all local devices, no memory tier.
+
+Decides where the run directory is and what happens on a signal; state goes to and
+comes from the storage tier. Must not know other hosts.
+"""
+
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dtft.train import config as configs
+from dtft.train.experiment import Experiment
+
+
+def train(config: str, overrides: Sequence[str]) -> int:
+    """Runs an experiment in this process.
+
+    Returns:
+        The exit code: 0 done or stopped by a signal, 1 failed, 2 wrong input.
+    """
+    experiment = with_run_dir(configs.load(config, overrides, "dtft train"))
+    from dtft.train.loop import run
+    from dtft.train.stop import NonFinite
+
+    try:
+        runtime = LocalRuntime(
+            experiment, resume_command("train", config, overrides, experiment)
+        )
+        with runtime.signals():
+            run(experiment, runtime)
+    except configs.ConfigError as error:
+        configs.refuse(error)
+    except (NonFinite, UnreadableCheckpoint) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def with_run_dir(experiment: Experiment) -> Experiment:
+    """Fills in the run directory from the name and the time."""
+    if experiment.log.run_dir:
+        return experiment
+    started = time.strftime("%Y%m%d-%H%M%S")
+    folder = f"runs/{experiment.name}-{started}"
+    return replace(experiment, log=replace(experiment.log, run_dir=folder))
+
+
+def resume_command(
+    verb: str, config: str, overrides: Sequence[str], experiment: Experiment
+) -> str:
+    """What to type to continue: the same command, with its run directory."""
+    words = ["dtft", verb, config, *overrides]
+    keys = [word.partition("=")[0].replace("-", "_") for word in overrides]
+    if "__log.run_dir" not in keys:
+        words += ["--log.run_dir", experiment.log.run_dir]
+    return shlex.join(words)
+
+
+class UnreadableCheckpoint(RuntimeError):
+    """A checkpoint exists but cannot be loaded; nothing was changed."""
+
+
+class LocalRuntime:
+    """A Runtime of one process, with the storage tier only."""
+
+    slot = 0
+    num_slots = 1
+    generation = 0
+    attempt = 0
+    is_leading = True
+
+    def __init__(self, experiment: Experiment, resume_command: str = "") -> None:
+        """Finds the devices and the run directory.
+
+        Raises:
+            ConfigError: the experiment does not fit the devices, or the directory
+                holds checkpoints of another config.
+        """
+        from dtft.checkpoint.storage import StorageTier
+
+        self._devices = local_devices(experiment)
+        count = len(self._devices)
+        configs.check_input(
+            experiment, hosts=1, devices_per_host=count, memory_tier=False
+        )
+        self._experiment = experiment
+        self.run_directory = Path(experiment.log.run_dir)
+        self.resume_command = resume_command
+        self._stopping = False
+        self._saved = -1
+        self._last: tuple[int, Any, dict[str, Any]] | None = None
+        self._resolved = configs.to_json(experiment)
+        self._refuse_other_config()
+        from dtft.train.logs import write_config
+
+        write_config(self.run_directory, self._resolved, sys.argv)
+        self._storage = StorageTier(
+            self.run_directory.resolve() / "checkpoints",
+            max_to_keep=experiment.checkpoint.storage_keep,
+        )
+
+    def mesh(self, experiment: Experiment) -> Any:
+        """A mesh over all local devices."""
+        from dtft.train.step import make_mesh
+
+        return make_mesh(experiment.mesh, self._devices)
+
+    def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
+        """The newest checkpoint of the run directory, or None if it has none.
+
+        Raises:
+            UnreadableCheckpoint: there is one, but it cannot be loaded.
+        """
+        from dtft.checkpoint import tree
+
+        step = self._storage.latest_step()
+        if step is None:
+            return None
+        try:
+            arrays, items = self._storage.restore(step, tree.to_paths(abstract_state))
+        except Exception as error:
+            raise UnreadableCheckpoint(
+                f"the checkpoint of step {step} in {self.run_directory}/checkpoints "
+                f"cannot be loaded: {error}. Nothing was changed. Move that step's directory "
+                "away to continue from an older one, or set --log.run_dir to a new "
+                "directory to start again."
+            ) from error
+        saved = items.pop("config", self._resolved)
+        configs.refuse_other(saved, self._resolved, self.run_directory)
+        self._saved = step
+        return tree.from_paths(abstract_state, arrays), items
+
+    def dispatched(self, step: int) -> None:
+        """Nobody else wants to know."""
+
+    def await_turn(self, step: int) -> None:
+        """There is no snapshot in memory to wait for."""
+
+    def finished_step(self, step: int) -> None:
+        """Nobody else wants to know."""
+
+    def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
+        """Saves to storage when it is due."""
+        self._last = (step, state, items)
+        interval = self._experiment.checkpoint.storage_interval
+        if interval and step % interval == 0:
+            self._store(step, state, items)
+
+    def should_stop(self, step: int) -> bool:
+        """Whether a signal asked to end."""
+        return self._stopping
+
+    def finish(self, step: int, summary: dict[str, Any]) -> None:
+        """Saves the last state and waits for storage."""
+        if self._last is not None and step != self._saved:
+            self._store(*self._last)
+        self._storage.close()
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end after the step; a second one ends at once."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in numbers}
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            del frame
+            self._stopping = True
+            signal.signal(number, before[number])
+
+        for number in numbers:
+            signal.signal(number, ask)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _store(self, step: int, state: Any, items: dict[str, Any]) -> None:
+        from dtft.checkpoint import tree
+
+        self._storage.save(
+            step, tree.to_paths(state), {**items, "config": self._resolved}
+        )
+        # The next step donates these buffers, which storage may still be reading.
+        self._storage.wait_until_finished()
+        self._saved = step
+
+    def _refuse_other_config(self) -> None:
+        path = self.run_directory / "config.json"
+        checkpoints = self.run_directory / "checkpoints"
+        if not path.exists() or not checkpoints.exists():
+            return
+        if not any(entry.name.isdigit() for entry in checkpoints.iterdir()):
+            return
+        saved = path.read_text()
+        configs.refuse_other(saved, self._resolved, self.run_directory)
+        for line in configs.diff(saved, self._resolved):
+            if not line.startswith("log."):
+                print(f"config changed since the last start: {line}")
+
+
+def local_devices(experiment: Experiment) -> list[Any]:
+    """This process's devices; on CPU as many as the experiment's whole cluster has.
+
+    So `dtft train` computes on CPU with the mesh that `dtft launch` would have.
+    """
+    import jax
+
+    cluster = experiment.cluster
+    wanted = cluster.hosts * max(cluster.devices_per_host, 1)
+    try:
+        jax.config.update("jax_num_cpu_devices", wanted)
+    except RuntimeError:
+        pass  # devices are in use already, so their number is decided
+    devices = jax.local_devices()
+    return devices[:wanted] if devices[0].platform == "cpu" else devices

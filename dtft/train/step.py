@@ -1,0 +1,234 @@
+"""The jitted training step, the state it works on, and where each part of it lives.
+
+Decides the shardings from the mesh alone and compiles init, step and evaluation. The
+state is a pure pytree `{"params", "opt_state", "step"}`. Must not know hosts, slots,
+checkpoints or the loop.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dtft.checkpoint import tree
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.train.experiment import Experiment, MeshConfig, resolve_mesh
+
+State = dict[str, Any]
+Metrics = dict[str, jax.Array]
+AXES = ("replica", "fsdp", "tensor")
+BATCH_AXES = ("replica", "fsdp")
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh over `devices`, which are in slot order.
+
+    Raises:
+        ValueError: the sizes do not fit the devices.
+    """
+    sizes = resolve_mesh(config, 1, len(devices))
+    shape = tuple(getattr(sizes, name) for name in AXES)
+    grid = np.asarray(devices).reshape(shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec_of(shape: tuple[int, ...], fsdp: int, tensor: int) -> PartitionSpec:
+    """Where one array of the state is divided.
+
+    The last dim of matrices goes to `tensor`, the largest other dim to `fsdp`, each
+    where it can be divided evenly; the rest is replicated.
+
+    >>> spec_of((6, 8), fsdp=2, tensor=4)
+    PartitionSpec('fsdp', 'tensor')
+    >>> spec_of((7,), fsdp=2, tensor=1)
+    PartitionSpec()
+    """
+    spec: list[str | None] = [None] * len(shape)
+    if tensor > 1 and len(shape) >= 2 and shape[-1] % tensor == 0:
+        spec[-1] = "tensor"
+    free = [dim for dim, axis in enumerate(spec) if axis is None]
+    fitting = [dim for dim in free if shape[dim] and shape[dim] % fsdp == 0]
+    if fsdp > 1 and fitting:
+        spec[max(fitting, key=lambda dim: (shape[dim], -dim))] = "fsdp"
+    while spec and spec[-1] is None:
+        spec.pop()
+    return PartitionSpec(*spec)
+
+
+def state_sharding(abstract: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for every leaf of an abstract state."""
+
+    def of(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        spec = spec_of(leaf.shape, mesh.shape["fsdp"], mesh.shape["tensor"])
+        return NamedSharding(mesh, spec)
+
+    return jax.tree.map(of, abstract)
+
+
+class Program:
+    """Init, step and evaluation of an experiment on a mesh, compiled on first use."""
+
+    def __init__(self, experiment: Experiment, mesh: Mesh) -> None:
+        """Traces the model; allocates nothing."""
+        self.mesh = mesh
+        self._seed, self._model = experiment.seed, experiment.model
+        self._optimizer = experiment.optim.build()
+        self._learning_rate = experiment.optim.learning_rate_at()
+        self._graph = self._trace_model()
+        abstract = jax.eval_shape(self._init)
+        shardings = state_sharding(abstract, mesh)
+        self.abstract_state: State = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            abstract,
+            shardings,
+        )
+        """Shapes, dtypes and shardings of the state."""
+        self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        """How every array of a batch is divided."""
+        self._gathered = jax.tree.map(
+            lambda s: NamedSharding(mesh, _without(s.spec, "fsdp")), shardings["params"]
+        )
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._compiled_init = jax.jit(self._init, out_shardings=shardings)
+        self._compiled_step = jax.jit(
+            self._step,
+            donate_argnums=0,
+            in_shardings=(shardings, self.batch_sharding),
+            out_shardings=(shardings, everywhere),
+        )
+        self._compiled_sums = jax.jit(
+            self._sums,
+            in_shardings=(shardings["params"], *(self.batch_sharding,) * 2),
+            out_shardings=everywhere,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trained numbers."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state["params"]))
+
+    @property
+    def state_bytes_per_device(self) -> int:
+        """Bytes of the state on each device."""
+        leaves = jax.tree.leaves(self.abstract_state)
+        shapes = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+        return sum(
+            math.prod(shape) * leaf.dtype.itemsize
+            for shape, leaf in zip(shapes, leaves, strict=True)
+        )
+
+    def init(self) -> State:
+        """The state at step 0; each device makes its own part."""
+        return self._compiled_init()
+
+    def step(
+        self, state: State, batch: Mapping[str, jax.Array]
+    ) -> tuple[State, Metrics]:
+        """One optimizer step. `state` is donated: it cannot be used afterwards."""
+        return self._compiled_step(state, dict(batch))
+
+    def sums(
+        self, params: Any, batch: Mapping[str, jax.Array], weight_B: jax.Array
+    ) -> Metrics:
+        """Weighted sums over the batch of the loss and of each metric."""
+        return self._compiled_sums(params, dict(batch), weight_B)
+
+    def _trace_model(self) -> Any:
+        model = nnx.eval_shape(lambda: self._model.build(nnx.Rngs(self._seed)))
+        graph, _, rest = nnx.split(model, nnx.Param, ...)
+        others = tree.to_paths(nnx.to_pure_dict(rest))
+        if others:
+            raise ValueError(
+                f"model {type(self._model).__name__} keeps {', '.join(others)} beside "
+                "its parameters. Allowed: nnx.Param only. Remove layers with running "
+                "statistics or random state."
+            )
+        return graph
+
+    def _init(self) -> State:
+        model = self._model.build(nnx.Rngs(self._seed))
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
+            opt_state = self._optimizer.init(params)
+        return {
+            "params": params,
+            "opt_state": opt_state,
+            "step": jnp.zeros([], jnp.int32),
+        }
+
+    def _losses(self, params: Any, batch: dict[str, jax.Array]) -> Metrics:
+        # FSDP: parameters are gathered over `fsdp` where they are used. Left to itself
+        # the partitioner of jax 0.10.2 on CPU returned wrong gradients on a mesh with
+        # replica, fsdp and tensor all 2 (test_step.py compares them).
+        whole = jax.lax.with_sharding_constraint(params, self._gathered)
+        losses, metrics = self._model.loss(nnx.merge(self._graph, whole), batch)
+        return {"loss": losses, **metrics}
+
+    def _step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
+        def mean_loss(params: Any) -> tuple[jax.Array, Metrics]:
+            means = {k: jnp.mean(v) for k, v in self._losses(params, batch).items()}
+            return means["loss"], means
+
+        gradients, metrics = jax.grad(mean_loss, has_aux=True)(state["params"])
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = self._optimizer.update(
+                gradients, state["opt_state"], state["params"]
+            )
+            params = optax.apply_updates(state["params"], updates)
+            metrics["grad_norm"] = optax.tree.norm(gradients)
+        rate = jnp.asarray(self._learning_rate(state["step"]), jnp.float32)
+        after = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+        return after, {**metrics, "learning_rate": rate}
+
+    def _sums(
+        self, params: Any, batch: dict[str, jax.Array], weight_B: jax.Array
+    ) -> Metrics:
+        def total(values: jax.Array) -> jax.Array:
+            values_B = jnp.mean(values.reshape(values.shape[0], -1), axis=1)
+            return jnp.sum(values_B * weight_B)
+
+        return {k: total(v) for k, v in self._losses(params, batch).items()}
+
+
+def layout_of(
+    abstract_state: State, process_to_slot: Sequence[int], config: str
+) -> Layout:
+    """The state's layout: what the memory tier is told of it.
+
+    Args:
+        abstract_state: leaves with NamedShardings, all on one mesh.
+        process_to_slot: the slot of each JAX process.
+        config: the resolved config as JSON.
+    """
+    leaves = tuple(
+        Leaf(
+            path=path,
+            shape=tuple(leaf.shape),
+            dtype=leaf.dtype.name,
+            spec=tuple(_axes(part) for part in leaf.sharding.spec),
+        )
+        for path, leaf in tree.to_paths(abstract_state).items()
+    )
+    mesh = jax.tree.leaves(abstract_state)[0].sharding.mesh
+    slots = tuple(process_to_slot[device.process_index] for device in mesh.devices.flat)
+    sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
+    layout = MeshLayout(
+        axis_names=tuple(mesh.axis_names), axis_sizes=sizes, slots=slots
+    )
+    return Layout(mesh=layout, leaves=leaves, config=config)
+
+
+def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    return PartitionSpec(*(None if part == axis else part for part in spec))
+
+
+def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if part is None:
+        return ()
+    return (part,) if isinstance(part, str) else tuple(part)

@@ -1,0 +1,226 @@
+"""The trainer process of one host in a launched job.
+
+``python -m dtft.train.worker CONFIG [overrides]`` is started by an agent, does its
+imports, and waits on the agent's socket until it is given a slot; so a standby costs
+nothing when it is needed. Joins the JAX world of its formation and runs the same loop
+as ``dtft train``. Disposable: it may be killed at any moment.
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from dtft.checkpoint.board import Board
+from dtft.checkpoint.link import Link, LinkClosed
+from dtft.train.config import load, refuse_other, to_json
+from dtft.train.experiment import Experiment
+from dtft.train.stop import NonFinite
+
+WARM_UP = 20
+"""Steps left out of the measured wall time per step: compilation, cold caches."""
+
+FATAL = (ValueError, NonFinite)
+"""Errors that would come again on any host: they end the job."""
+
+
+class AgentRuntime:
+    """The loop's window on a job of many hosts: its agent, at the end of a link."""
+
+    def __init__(
+        self, experiment: Experiment, link: Link, start: dict[str, Any], resume: str
+    ) -> None:
+        """Takes the slot that `start` describes; joins nothing yet."""
+        self.slot: int = start["slot"]
+        self.num_slots: int = start["num_slots"]
+        self.generation: int = start["generation"]
+        self.attempt: int = start["attempt"]
+        self.is_leading = self.slot == 0
+        self.run_directory = Path(start["run_directory"])
+        self.resume_command = resume
+        self.summary: dict[str, Any] = {}
+        self._link, self._start = link, start
+        self._resolved = to_json(experiment)
+        self._board = Board(Path(start["board"]))
+        self._board.set("trainer_pid", os.getpid())
+        self._manager: Any = None
+        self._step = 0
+        self._running = False
+        self._dispatched_at: list[float] = []
+
+    def mesh(self, experiment: Experiment) -> Any:
+        """Joins the JAX world of this formation; device order is slot order."""
+        import jax
+
+        from dtft import _jax_internals
+        from dtft.train.step import make_mesh
+
+        _jax_internals.join_world(
+            self._start["coordinator"],
+            process_id=self.slot,
+            num_processes=self.num_slots,
+            heartbeat_s=self._start["heartbeat_s"],
+            timeout_s=self._start["start_s"],
+        )
+        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        return make_mesh(experiment.mesh, devices)
+
+    def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
+        """The state and items that the leader chose, or None at the very start."""
+        from dtft.checkpoint.manager import ReplicatedCheckpointManager, RestoreArgs
+        from dtft.checkpoint.tree import from_paths, to_paths
+        from dtft.train.step import layout_of
+
+        layout = layout_of(abstract_state, range(self.num_slots), self._resolved)
+        self._manager = ReplicatedCheckpointManager(
+            self._link,
+            layout,
+            slot=self.slot,
+            chunk_bytes=self._start["chunk_bytes"],
+            storage_directory=Path(self._start["storage_directory"]),
+            deadline_s=self._start["start_s"],
+        )
+        wanted = RestoreArgs(abstract=to_paths(abstract_state))
+        found = self._manager.restore(args=wanted)
+        if found is None:
+            return None
+        arrays, items = found
+        saved = items.pop("config", self._resolved)
+        refuse_other(saved, self._resolved, self.run_directory)
+        self._step = items["step"]
+        return from_paths(abstract_state, arrays), items
+
+    def dispatched(self, step: int) -> None:
+        """The step is on its way to the devices."""
+        self._board.set("computing", step)
+        self._dispatched_at.append(time.monotonic())
+
+    def await_turn(self, step: int) -> None:
+        """At most one step runs ahead of replication."""
+        del step
+        self._manager.wait_until_finished()
+
+    def finished_step(self, step: int) -> None:
+        """A step's result is here."""
+        self._board.set("finished", step)
+        self._step = step
+        self._tell_running()
+
+    def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
+        """One snapshot, at a step boundary."""
+        from dtft.checkpoint.manager import SaveArgs
+        from dtft.checkpoint.tree import to_paths
+
+        self._manager.save(step, args=SaveArgs(arrays=to_paths(state), items=items))
+
+    def _tell_running(self) -> None:
+        if not self._running:
+            self._running = True
+            read = self._manager.bytes_from_storage
+            self._link.send("running", step=self._step, bytes_from_storage=read)
+
+    def should_stop(self, step: int) -> bool:
+        """Whether all hosts stop after this step."""
+        stop_at = self._manager.stop_at()
+        return stop_at is not None and step >= stop_at
+
+    def finish(self, step: int, summary: dict[str, Any]) -> None:
+        """Training is over; what counts is already in the arena."""
+        del step
+        self._tell_running()
+        self._manager.wait_until_finished()
+        self.summary = summary
+        summary |= speed(self._dispatched_at, self._manager.stalls_s)
+
+
+def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str, Any]:
+    """Wall time per step, warm-up left out, and per snapshot.
+
+    >>> speed([float(t) for t in range(30)], [0.5])
+    {'step_s': 1.0, 'snapshots': 1, 'stall_s': 0.5}
+    """
+    warm = dispatched_at[WARM_UP:]
+    figures: dict[str, Any] = {}
+    if len(warm) > 1:
+        figures["step_s"] = (warm[-1] - warm[0]) / (len(warm) - 1)
+    if stalls_s:
+        figures |= {"snapshots": len(stalls_s), "stall_s": fmean(stalls_s)}
+    return figures
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Waits for a slot, then trains."""
+    config, *overrides = arguments
+    experiment = load(config, overrides, prog="dtft.train.worker")
+    link = Link.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), timeout_s=10.0)
+    try:
+        _import_everything(experiment)
+        link.send("hello", pid=os.getpid())
+        start = link.receive()
+        _train(experiment, link, start, arguments)
+        link.receive()  # until the agent ends this process
+    except LinkClosed:
+        os._exit(0)
+    except FATAL as error:
+        _log_error()
+        link.send("fatal", message=str(error), code=_code(error))
+        link.receive()
+    except Exception:
+        _log_error()
+        os._exit(1)
+    os._exit(0)
+
+
+def _train(
+    experiment: Experiment,
+    link: Link,
+    start: dict[str, Any],
+    arguments: Sequence[str],
+) -> None:
+    from dtft.train.logs import write_config
+    from dtft.train.loop import run
+
+    resume = os.environ.get("DTFT_RESUME_COMMAND", f"dtft agent {' '.join(arguments)}")
+    runtime = AgentRuntime(experiment, link, start, resume)
+    if runtime.is_leading:
+        write_config(runtime.run_directory, to_json(experiment), resume.split())
+    result = run(experiment, runtime)
+    sys.stdout.flush()
+    link.send("finished", step=result.step, summary=runtime.summary)
+
+
+def _log_error() -> None:
+    traceback.print_exc()
+    sys.stderr.flush()
+
+
+def _code(error: Exception) -> int:
+    return 1 if isinstance(error, NonFinite) else 2
+
+
+def _import_everything(experiment: Any) -> None:
+    """Pays for imports (and data) now; must not touch a device."""
+    import logging
+
+    import jax
+
+    import dtft.checkpoint.manager
+    import dtft.train.loop
+    import dtft.train.step  # noqa: F401
+
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    if experiment.cluster.devices_per_host > 0:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", experiment.cluster.devices_per_host)
+    cache = os.environ.get("DTFT_COMPILATION_CACHE")
+    if cache:
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,179 @@
+"""The exporter process: a world of one, a world of two, and its way to fail."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dtft.checkpoint.export_plan import export_world
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.storage import StorageTier, load_numpy
+from tests.checkpoint.states import extent, layout, same_bits, state
+
+OFFSET = 4096
+
+
+class Process:
+    """One exporter, spoken to line by line."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dtft.checkpoint.exporter"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def send(self, **message: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.kill()
+        self.process.wait(timeout=10)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+
+@pytest.fixture
+def exporters() -> Iterator[list[Process]]:
+    started = [Process(), Process()]
+    yield started
+    for one in started:
+        one.end()
+
+
+def opening(
+    tmp_path: Path, layout: Layout, rank: int, slot: int, **changes: Any
+) -> Any:
+    arena = tmp_path / f"arena-{slot}"
+    arena.write_bytes(bytes(OFFSET) + extent(layout, slot, state()))
+    return {
+        "op": "open",
+        "directory": str(tmp_path / "storage"),
+        "max_to_keep": 2,
+        "rank": rank,
+        "world": 1,
+        "coordinator": "",
+        "layout": layout.to_json(),
+        "arena": str(arena),
+        "slot": slot,
+        "devices": len(layout.mesh.positions(slot)),
+        **changes,
+    }
+
+
+def test_world_of_one_writes_every_bit(
+    tmp_path: Path, exporters: list[Process]
+) -> None:
+    exporter, _ = exporters
+    whole = layout(slots=(0, 0, 0, 0))
+    exporter.send(**opening(tmp_path, whole, 0, 0))
+    exporter.send(op="save", step=7, extent_offset=OFFSET, items={"position": 7})
+    assert exporter.answer() == {"op": "open", "ok": True}
+    answer = exporter.answer()
+    assert answer["ok"] and answer["step"] == 7 and answer["seconds"] > 0
+    assert answer["bytes"] == len(extent(whole, 0, state()))
+    loaded = load_numpy(tmp_path / "storage", 7)
+    assert all(same_bits(loaded[path], value) for path, value in state().items())
+
+    exporter.send(op="save", step=8, extent_offset=1 << 40, items={})
+    answer = exporter.answer()
+    assert not answer["ok"] and "extent_offset" in answer["error"]
+    exporter.send(op="save", step=8, extent_offset=OFFSET, items={})
+    assert exporter.answer()["ok"]
+    exporter.send(op="close")
+    assert exporter.process.wait(timeout=10) == 0
+    assert StorageTier(tmp_path / "storage").all_steps() == (7, 8)
+
+
+def test_world_of_two_writes_one_checkpoint(
+    tmp_path: Path, exporters: list[Process], free_port: int
+) -> None:
+    for rank, exporter in enumerate(exporters):
+        message = opening(tmp_path, layout(), rank, slot=rank, world=2)
+        exporter.send(**message | {"coordinator": f"localhost:{free_port}"})
+        for step in (3, 4, 5):
+            exporter.send(
+                op="save", step=step, extent_offset=OFFSET, items={"position": step}
+            )
+    for exporter in exporters:
+        answers = [exporter.answer() for _ in range(4)]
+        assert all(answer["ok"] for answer in answers), answers
+    for exporter in exporters:
+        exporter.send(op="close")
+    tier = StorageTier(tmp_path / "storage", read_only=True)
+    assert tier.all_steps() == (4, 5)
+
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    specs = {"params/w": PartitionSpec("fsdp")}
+    arrays, items = tier.restore(
+        5,
+        {
+            path: jax.ShapeDtypeStruct(
+                value.shape,
+                value.dtype,
+                sharding=NamedSharding(mesh, specs.get(path, PartitionSpec())),
+            )
+            for path, value in state().items()
+        },
+    )
+    assert items == {"position": 5}
+    assert all(same_bits(arrays[path], value) for path, value in state().items())
+
+
+def test_what_does_not_open_is_answered_on_every_save(
+    tmp_path: Path, exporters: list[Process]
+) -> None:
+    exporter, other = exporters
+    exporter.send(**opening(tmp_path, layout(), 0, slot=0, world=1))
+    exporter.send(op="save", step=1, extent_offset=OFFSET, items={})
+    assert "slots (0, 1) hold" in exporter.answer()["error"]
+    answer = exporter.answer()
+    assert not answer["ok"] and "slots (0, 1) hold" in answer["error"]
+    assert other.process.stdin is not None
+    other.process.stdin.close()  # an agent that died
+    assert other.process.wait(timeout=20) == 0
+
+
+def test_a_save_beyond_its_limit_ends_the_process(
+    tmp_path: Path, exporters: list[Process]
+) -> None:
+    exporter, _ = exporters
+    exporter.send(**opening(tmp_path, layout(slots=(0,) * 4), 0, 0))
+    assert exporter.answer()["ok"]
+    exporter.send(op="save", step=1, extent_offset=OFFSET, items={}, timeout_s=0)
+    answer = exporter.answer()
+    assert not answer["ok"] and "TimeoutError" in answer["error"]
+    assert exporter.process.wait(timeout=10) == 1
+
+
+def test_every_axis_in_use_takes_every_slot_part() -> None:
+    mesh = MeshLayout(
+        axis_names=("replica", "fsdp"), axis_sizes=(2, 2), slots=(1, 1, 0, 0)
+    )
+    per_replica = Leaf(path="r", shape=(2,), dtype="int32", spec=(("replica",),))
+    world = export_world(Layout(mesh=mesh, leaves=(per_replica,)))
+    assert world.slots == (0, 1)
+    assert world.mesh.axis_sizes == (2, 1) and world.mesh.slots == (1, 0)
+
+
+def test_the_export_world_holds_every_slice() -> None:
+    whole = layout()
+    world = export_world(whole)
+    assert world.slots == (0, 1)
+    held = {piece for slot in world.slots for piece in whole.slices(slot)}
+    assert held == set(whole.owners)

@@ -1,0 +1,187 @@
+"""Which rung: own memory, peers' memory, storage, or the initial state."""
+
+import pytest
+
+from dtft.checkpoint.commit import Commit, Divergence, StepTracker, locate
+from dtft.checkpoint.digest import digest_root
+from dtft.checkpoint.placement import place
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.elastic.leader import main_reason
+from dtft.elastic.recovery import RecoveryReport, decide, transfers_to
+
+HOSTS = ("h0", "h1", "h2", "h3")
+
+
+def layout(replica: int, fsdp: int) -> Layout:
+    slots = tuple(range(replica * fsdp))
+    mesh = MeshLayout(
+        axis_names=("replica", "fsdp"), axis_sizes=(replica, fsdp), slots=slots
+    )
+    leaves = (
+        Leaf(path="w", shape=(8, 4), dtype="float32", spec=(("fsdp",),)),
+        Leaf(path="b", shape=(3,), dtype="float32"),
+    )
+    return Layout(mesh=mesh, leaves=leaves)
+
+
+def value(key: str) -> bytes:
+    return key.encode().ljust(16, b".")[:16]
+
+
+def commit_of(state: Layout, step: int) -> Commit:
+    keys = [piece.key for piece in state.owners]
+    return Commit(
+        step=step,
+        generation=1,
+        attempt=1,
+        root=digest_root((key, value(key)) for key in keys),
+        layout=state.digest,
+        holders=HOSTS[: state.mesh.num_slots],
+        copies=2,
+    )
+
+
+def holdings_of(state: Layout, copies: int, step: int) -> dict:
+    placement = place(state, copies)
+    found: dict[str, dict[int, dict[str, bytes]]] = {}
+    for slot in range(state.mesh.num_slots):
+        pieces = (*state.slices(slot), *placement.hosted(slot))
+        found[HOSTS[slot]] = {step: {p.key: value(p.key) for p in pieces}}
+    return found
+
+
+def test_all_alive_is_rung_1_and_moves_nothing():
+    state = layout(1, 4)
+    decision = decide(
+        commits=[commit_of(state, 7)],
+        layout=state,
+        holdings=holdings_of(state, 2, 7),
+        slots=HOSTS,
+        storage_steps=[5],
+    )
+    assert (decision.rung, decision.source, decision.step) == (1, "memory", 7)
+    assert decision.transfers == ()
+
+
+@pytest.mark.parametrize("replica, fsdp", [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("dead", range(4))
+def test_one_host_lost_is_rung_2_and_the_spare_gets_exactly_its_slices(
+    replica, fsdp, dead
+):
+    state = layout(replica, fsdp)
+    holdings = holdings_of(state, 2, 7)
+    del holdings[HOSTS[dead]]
+    slots = tuple("spare" if slot == dead else h for slot, h in enumerate(HOSTS))
+    decision = decide(
+        commits=[commit_of(state, 7)],
+        layout=state,
+        holdings=holdings,
+        slots=slots,
+        storage_steps=[],
+    )
+    assert (decision.rung, decision.step) == (2, 7)
+    addresses = dict.fromkeys(HOSTS, "x:1")
+    wanted = transfers_to(decision.transfers, addresses, "spare")
+    keys = sorted(key for entry in wanted for key in entry["keys"])
+    assert keys == sorted(piece.key for piece in state.slices(dead))
+    assert HOSTS[dead] not in {entry["host"] for entry in wanted}
+
+
+def test_both_holders_lost_is_rung_3_at_the_step_storage_has():
+    state = layout(1, 4)
+    holdings = holdings_of(state, 2, 7)
+    del holdings["h2"], holdings["h3"]
+    decision = decide(
+        commits=[commit_of(state, 7)],
+        layout=state,
+        holdings=holdings,
+        slots=("h0", "h1", "s0", "s1"),
+        storage_steps=[2, 5],
+    )
+    assert (decision.rung, decision.source, decision.step) == (3, "storage", 5)
+    assert "no verified copy" in decision.passed_over[0]
+
+
+def test_nothing_anywhere_starts_anew():
+    decision = decide(
+        commits=[], layout=None, holdings={}, slots=HOSTS, storage_steps=[]
+    )
+    assert (decision.rung, decision.source, decision.step) == (3, "init", 0)
+
+
+def test_an_older_commit_serves_when_the_newest_is_lost_or_quarantined():
+    state = layout(2, 2)
+    old, new = holdings_of(state, 2, 6), holdings_of(state, 2, 7)
+    both = {host: {**old[host], **new[host]} for host in HOSTS}
+    arguments = dict(
+        commits=[commit_of(state, 7), commit_of(state, 6)],
+        layout=state,
+        slots=HOSTS,
+        storage_steps=[],
+    )
+    assert decide(holdings=old, **arguments).step == 6
+    assert decide(holdings=both, **arguments).step == 7
+    assert decide(holdings=both, quarantined={7}, **arguments).step == 6
+
+
+def test_digests_that_do_not_add_up_are_not_restored():
+    state = layout(1, 4)
+    holdings = holdings_of(state, 2, 7)
+    key = state.slices(0)[0].key
+    for held in holdings.values():
+        if key in held[7]:
+            held[7][key] = b"x" * 16
+    located, reasons = locate([commit_of(state, 7)], state, holdings)
+    assert located is None and "root" in reasons[0]
+
+
+def test_a_step_is_complete_only_with_every_copy():
+    state = layout(1, 2)
+    placement = place(state, 2)
+    tracker = StepTracker(state, placement, 3)
+    for slot in range(2):
+        tracker.staged(slot, [value(p.key) for p in state.slices(slot)])
+    assert not tracker.complete and "copy of slot" in tracker.missing
+    for push in placement.pushes:
+        tracker.held(push.source, push.target)
+    assert tracker.complete and tracker.missing == ""
+
+
+def test_diverged_replicas_are_named():
+    state = layout(2, 1)
+    tracker = StepTracker(state, place(state, 2), 3)
+    tracker.staged(0, [value(p.key) for p in state.slices(0)])
+    with pytest.raises(Divergence, match="slots 0 and 1.*w"):
+        tracker.staged(1, [b"y" * 16 for _ in state.slices(1)])
+
+
+def test_report_counts_lost_steps_and_says_everything():
+    report = RecoveryReport(
+        fault="h1 (slot 1) was lost",
+        generation=2,
+        attempt=1,
+        rung=2,
+        source="memory",
+        restored_step=149,
+        last_finished_step=150,
+        detect_s=0.02,
+        restore_s=0.1,
+        total_s=2.5,
+        bytes_from_own_memory=2048,
+        bytes_from_peers=1024,
+        bytes_from_storage=0,
+        processes_restarted=4,
+    )
+    assert report.steps_lost == 1
+    for part in ("h1 (slot 1) was lost", "rung 2", "step 149", "1.0 KiB", "1 steps lost"):
+        assert part in report.line()
+
+
+def test_causes_come_before_consequences():
+    reasons = [
+        "trainer of slot 0 on a ended with code 1",
+        "trainer of slot 1 on b killed by signal 9",
+    ]
+    assert main_reason(reasons) == reasons[1]
+    assert main_reason([*reasons, "b (slot 1) was lost"]) == "b (slot 1) was lost"
+    assert main_reason(reasons[:1]) == reasons[0]

@@ -1,0 +1,145 @@
+"""The loop: same result however it is divided, interrupted or resumed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dtft.models.base import CNNConfig
+from dtft.train.config import ConfigError
+from dtft.train.experiment import CheckpointConfig, MeshConfig, StopConfig
+from dtft.train.loop import run
+from dtft.train.stop import NonFinite, Plateau, observe
+from tests.train.helpers import MemoryRuntime, as_bytes, tiny
+
+
+def _losses(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(replica=2, fsdp=4),
+        MeshConfig(replica=2, fsdp=2, tensor=2),
+    ],
+)
+def test_eight_devices_train_as_one(tmp_path: Path, mesh: MeshConfig) -> None:
+    one, eight = tmp_path / "one", tmp_path / "eight"
+    for folder, devices, sizes in ((one, 1, MeshConfig()), (eight, 8, mesh)):
+        folder.mkdir()
+        run(tiny(folder, mesh=sizes), MemoryRuntime(folder, num_devices=devices))
+    np.testing.assert_allclose(_losses(eight), _losses(one), rtol=1e-3)
+    accuracy = [
+        json.loads((f / "summary.json").read_text())["test_loss"] for f in (one, eight)
+    ]
+    assert accuracy[0] == pytest.approx(accuracy[1], rel=1e-3)
+
+
+def test_calls_come_in_the_promised_order(tmp_path: Path) -> None:
+    runtime = MemoryRuntime(tmp_path)
+    checkpoint = CheckpointConfig(interval=2, storage_interval=2)
+    run(tiny(tmp_path, steps=3, checkpoint=checkpoint), runtime)
+    boundary = ["await_turn {0}", "finished_step {0}", "save {0}"]
+    assert runtime.calls == [
+        "dispatched 1",
+        "dispatched 2",
+        *(call.format(2) for call in boundary),
+        "dispatched 3",
+        *(call.format(3) for call in boundary),
+        "finish 3",
+    ]
+
+
+def test_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+    fsdp = 4
+    experiment = tiny(tmp_path, mesh=MeshConfig(replica=1, fsdp=fsdp))
+    whole = MemoryRuntime(tmp_path, num_devices=fsdp)
+    run(experiment, whole)
+    state, items = whole.saved[3]
+    assert items["position"] == 3 * 16 and json.loads(json.dumps(items)) == items
+    resumed = MemoryRuntime(tmp_path, fsdp, restored=(3, state, items))
+    run(experiment, resumed)
+    assert sorted(resumed.saved) == [4, 5, 6]
+    assert as_bytes(resumed.saved[6][0]) == as_bytes(whole.saved[6][0])
+    assert resumed.saved[6][1] == whole.saved[6][1]
+
+
+def test_stops_when_asked_and_says_so(tmp_path: Path) -> None:
+    result = run(tiny(tmp_path), MemoryRuntime(tmp_path, stop_at=2))
+    assert result.summary == {"step": 2, "completed": False}
+
+
+def test_finished_run_is_not_trained_further(tmp_path: Path) -> None:
+    first = MemoryRuntime(tmp_path)
+    run(tiny(tmp_path, steps=2), first)
+    again = MemoryRuntime(tmp_path, restored=(2, *first.saved[2]))
+    result = run(tiny(tmp_path, steps=2), again)
+    assert again.calls == ["finish 2"] and result.summary["completed"]
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    first = MemoryRuntime(tmp_path)
+    run(tiny(tmp_path, steps=1), first)
+    state, items = first.saved[1]
+    other = {**items, "data_identity": "other"}
+    with pytest.raises(ConfigError, match="data_identity is 'other'"):
+        run(tiny(tmp_path), MemoryRuntime(tmp_path, restored=(1, state, other)))
+
+
+def test_plateau_ends_the_run_and_is_resumed(tmp_path: Path) -> None:
+    stop = StopConfig(steps=50, metric="loss", patience=2, min_delta=1e9)
+    whole = MemoryRuntime(tmp_path)
+    result = run(tiny(tmp_path, stop=stop), whole)
+    assert result.step == 3 and result.summary["completed"]
+    resumed = MemoryRuntime(tmp_path, restored=(2, *whole.saved[2]))
+    assert run(tiny(tmp_path, stop=stop), resumed).step == 3
+    assert resumed.saved[3][1] == whole.saved[3][1]
+
+
+def test_unknown_stop_metric_is_an_error(tmp_path: Path) -> None:
+    stop = StopConfig(steps=2, metric="los")
+    with pytest.raises(ValueError, match=r"stop.metric='los' .* accuracy.*loss"):
+        run(tiny(tmp_path, stop=stop), MemoryRuntime(tmp_path))
+
+
+class _Exploding(CNNConfig):
+    def loss(self, model: Any, batch: Any) -> Any:
+        losses, metrics = super().loss(model, batch)
+        return jnp.where(jnp.sum(losses) < 36.5, jnp.nan, losses), metrics
+
+
+def test_nan_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
+    runtime = MemoryRuntime(tmp_path)
+    model = _Exploding(channels=(4, 8), hidden=16)
+    with pytest.raises(NonFinite, match=r"step \d+: loss is nan"):
+        run(tiny(tmp_path, steps=200, model=model), runtime)
+    state, _ = runtime.saved[max(runtime.saved)]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_samples_log_names_every_row(tmp_path: Path) -> None:
+    experiment = tiny(tmp_path, steps=3)
+    experiment = replace(experiment, log=replace(experiment.log, sample_ids=True))
+    run(experiment, MemoryRuntime(tmp_path, num_devices=4, generation=2, attempt=1))
+    lines = (tmp_path / "samples" / "slot0-g2-a1.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [row for record in records for row in record["rows"]] == list(range(48))
+    assert len({i for record in records for i in record["ids"]}) == 48
+
+
+def test_plateau_follows_the_better_side() -> None:
+    config = StopConfig(metric="accuracy", mode="max", patience=2)
+    plateau = Plateau()
+    for step, value in enumerate([0.1, 0.5, 0.4], 1):
+        values = {"loss": 1.0, "accuracy": value}
+        plateau = observe(plateau, config, step, values)
+    assert plateau == Plateau(best=0.5, best_step=2)
+    assert not plateau.converged(config, 3) and plateau.converged(config, 4)
+    assert Plateau.from_items(json.loads(json.dumps(plateau.to_items()))) == plateau
