@@ -1,8 +1,8 @@
 """The storage tier: a directory of Orbax checkpoints, one per step.
 
 Item "state" is a nested dict of arrays, item "items" JSON: what the caller gave, the
-leaves that Orbax refuses (empty arrays) and nothing else. Stock Orbax reads both. Orbax
-is used in this module only; it must not know slots, arenas or who is alive.
+leaves that Orbax refuses (empty arrays) and a fingerprint per leaf. Stock Orbax reads
+both. Orbax is used here only; this module must not know slots, arenas or who is alive.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dtft.checkpoint.tree import listed, to_paths
+from dtft.checkpoint.fingerprint import fingerprints
+from dtft.checkpoint.tree import listed, nested, to_paths
+
+_ENTRIES = frozenset({"items", "empty", "fingerprints"})
+"""What the JSON item holds."""
 
 
 class CheckpointUnreadable(RuntimeError):
@@ -90,14 +94,23 @@ class StorageTier:
             for path, array in arrays.items()
             if not array.size
         ]
-        _check_names(full)
+        state = nested(full)
+        if not state:
+            raise ValueError(
+                f"arrays of step {step} has no leaf with a value: Orbax cannot write "
+                "that. Give at least one array that is not empty."
+            )
+        saved = {
+            "items": dict(items),
+            "empty": empty,
+            "fingerprints": fingerprints(full),
+        }
         if step in self._manager.all_steps():
             self._manager.delete(step)
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_nested(full)),
-                items=ocp.args.JsonSave({"items": dict(items), "empty": empty}),
+                state=ocp.args.StandardSave(state), items=ocp.args.JsonSave(saved)
             ),
             force=True,
         )
@@ -123,13 +136,11 @@ class StorageTier:
                 `abstract` in path, shape or dtype; lists expected against found.
             CheckpointUnreadable: the step exists but cannot be read.
         """
-        _check_names(abstract)
         saved = self._json(step)
         _check_fits(abstract, self._saved_leaves(step, saved), self._path(step))
         empty = {leaf["path"] for leaf in saved["empty"]}
         wanted = {path: leaf for path, leaf in abstract.items() if path not in empty}
-        state = self._read(step, state=ocp.args.StandardRestore(_nested(wanted)))
-        found = to_paths(state["state"])
+        found = self._arrays(step, wanted, saved)
         arrays = {
             path: _empty_array(leaf) if path in empty else found[path]
             for path, leaf in abstract.items()
@@ -141,11 +152,10 @@ class StorageTier:
         saved = self._json(step)
         leaves = self._saved_leaves(step, saved)
         empty = {leaf["path"] for leaf in saved["empty"]}
-        target = _nested(
-            {p: jax.ShapeDtypeStruct(*v) for p, v in leaves.items() if p not in empty}
-        )
-        state = self._read(step, state=ocp.args.StandardRestore(target))
-        found = to_paths(state["state"])
+        wanted = {
+            p: jax.ShapeDtypeStruct(*v) for p, v in leaves.items() if p not in empty
+        }
+        found = self._arrays(step, wanted, saved)
         return {
             path: np.zeros(shape, dtype) if path in empty else np.asarray(found[path])
             for path, (shape, dtype) in sorted(leaves.items())
@@ -180,10 +190,10 @@ class StorageTier:
                 f"{listed([str(found) for found in steps])}."
             )
         saved = self._read(step, items=ocp.args.JsonRestore())["items"]
-        if not isinstance(saved, dict) or not {"items", "empty"} <= saved.keys():
+        if not isinstance(saved, dict) or not _ENTRIES <= saved.keys():
             raise CheckpointUnreadable(
-                f"{self._path(step)} was not written by dtft: its item 'items' lacks "
-                "the entries 'items' and 'empty'."
+                f"{self._path(step)} was not written by dtft: its item 'items' does "
+                f"not have the entries {', '.join(sorted(_ENTRIES))}."
             )
         return saved
 
@@ -201,6 +211,21 @@ class StorageTier:
         for leaf in saved["empty"]:
             leaves[leaf["path"]] = tuple(leaf["shape"]), np.dtype(leaf["dtype"])
         return leaves
+
+    def _arrays(
+        self,
+        step: int,
+        wanted: Mapping[str, jax.ShapeDtypeStruct],
+        saved: dict[str, Any],
+    ) -> dict[str, Any]:
+        state = self._read(step, state=ocp.args.StandardRestore(nested(wanted)))
+        found = to_paths(state["state"])
+        prints = fingerprints(found)
+        damaged = [p for p in found if prints[p] != saved["fingerprints"].get(p)]
+        if damaged:
+            error = ValueError(f"corrupt leaves: {listed(damaged)}")
+            raise self._unreadable(step, error)
+        return found
 
     def _read(self, step: int, **args: Any) -> Any:
         try:
@@ -245,31 +270,6 @@ def _options(
         cleanup_tmp_directories=True,
         async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
     )
-
-
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return tree
-
-
-def _check_names(leaves: Mapping[str, Any]) -> None:
-    """Orbax joins keys by "." and would write two such leaves over each other."""
-    if not leaves:
-        raise ValueError("the state has no leaf with a value: there is nothing to save")
-    names: dict[str, str] = {}
-    for path in leaves:
-        other = names.setdefault(path.replace("/", "."), path)
-        if other != path:
-            raise ValueError(
-                f"leaves {other!r} and {path!r} have one name in Orbax, which joins "
-                'keys by ".". Rename one of them.'
-            )
 
 
 def _check_fits(

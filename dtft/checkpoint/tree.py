@@ -57,6 +57,33 @@ def from_paths(like: Any, mapping: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_unflatten(structure, [mapping[p] for p in expected])
 
 
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by path as a dict of dicts, the form in which Orbax stores them.
+
+    >>> nested({"a/b": 1, "c": 2})
+    {'a': {'b': 1}, 'c': 2}
+
+    Raises:
+        ValueError: two paths differ only by "." for "/". Orbax joins keys by "." and
+            would write one leaf over the other.
+    """
+    tree: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for path, leaf in leaves.items():
+        other = names.setdefault(path.replace("/", "."), path)
+        if other != path:
+            raise ValueError(
+                f"leaves {other!r} and {path!r} have one name in Orbax, which joins "
+                'keys by ".". Rename one of them.'
+            )
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return tree
+
+
 def listed(paths: list[str]) -> str:
     """Paths as text for an error, the first few by name.
 

@@ -156,7 +156,9 @@ def check_proof(received: bytes | bytearray, expected: bytes, peer: str) -> None
     """
     if hmac.compare_digest(bytes(received), expected):
         return
-    reason = "refused this host's proof" if received == REFUSAL else "gave a wrong proof"
+    reason = (
+        "refused this host's proof" if received == REFUSAL else "gave a wrong proof"
+    )
     raise AuthenticationError(
         f"peer {peer} {reason} of the job's secret: the secret file of this host "
         "differs from the job's, or the job name does. Check --secret-file (or "

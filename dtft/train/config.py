@@ -203,19 +203,32 @@ def _suggestion(key: str, known: list[str]) -> str:
     if inside:
         return f" It is a section with the keys --{', --'.join(inside)}."
     section, _, leaf = key.rpartition(".")
-    leaves = [name for name in known if name.rpartition(".")[2] == leaf]
-    initials = [
-        name
-        for name in known
-        if "".join(word[:1] for word in name.rpartition(".")[2].split("_")) == leaf
-        and name.rpartition(".")[0] == section
+    here = [name for name in known if name.rpartition(".")[0] == section]
+    groups = [
+        [name for name in known if _leaf(name) == leaf],
+        [name for name in here if _initials(_leaf(name)) == leaf],
+        _alike(leaf, here),
+        _alike(leaf, known),
     ]
-    close = leaves + initials + difflib.get_close_matches(key, known, 3, cutoff=0.6)
+    close = list(dict.fromkeys(name for group in groups for name in group))[:3]
     if close:
-        names = list(dict.fromkeys(close))[:3]
-        return f" Did you mean --{' or --'.join(names)}?"
+        return f" Did you mean --{' or --'.join(close)}?"
     beside = [name for name in known if section and name.startswith(f"{section}.")]
     return f" Keys of {section}: --{', --'.join(beside)}." if beside else ""
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_"))
+
+
+def _alike(leaf: str, names: list[str]) -> list[str]:
+    leaves = {_leaf(name) for name in names}
+    close = difflib.get_close_matches(leaf, leaves, 3, cutoff=0.7)
+    return [name for match in close for name in names if _leaf(name) == match]
 
 
 def _plain(value: Any) -> Any:

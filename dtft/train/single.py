@@ -4,6 +4,7 @@ Decides where the run directory is and what happens on a signal; state goes to a
 comes from the storage tier. Must not know other hosts.
 """
 
+import os
 import shlex
 import signal
 import sys
@@ -215,9 +216,8 @@ def local_devices(experiment: Experiment) -> list[Any]:
 
     cluster = experiment.cluster
     wanted = cluster.hosts * max(cluster.devices_per_host, 1)
-    try:
+    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not chosen and jax.config.jax_num_cpu_devices < 1:
         jax.config.update("jax_num_cpu_devices", wanted)
-    except RuntimeError:
-        pass  # devices are in use already, so their number is decided
     devices = jax.local_devices()
     return devices[:wanted] if devices[0].platform == "cpu" else devices

@@ -44,10 +44,10 @@ def spec_of(shape: tuple[int, ...], fsdp: int, tensor: int) -> PartitionSpec:
     The last dim of matrices goes to `tensor`, the largest other dim to `fsdp`, each
     where it can be divided evenly; the rest is replicated.
 
-    >>> spec_of((6, 8), fsdp=2, tensor=4)
-    PartitionSpec('fsdp', 'tensor')
-    >>> spec_of((7,), fsdp=2, tensor=1)
-    PartitionSpec()
+    >>> tuple(spec_of((6, 8), fsdp=2, tensor=4))
+    ('fsdp', 'tensor')
+    >>> tuple(spec_of((7,), fsdp=2, tensor=1))
+    ()
     """
     spec: list[str | None] = [None] * len(shape)
     if tensor > 1 and len(shape) >= 2 and shape[-1] % tensor == 0:

@@ -97,7 +97,9 @@ def test_steps_are_listed_and_old_ones_dropped(tmp_path: Path) -> None:
 def test_an_existing_step_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 4)
     tier = StorageTier(tmp_path)
-    changed = arrays() | {"rng/key": jax.device_put(np.uint32([5, 5]), sharding())}
+    changed = arrays() | {
+        "rng/key": jax.device_put(np.array([5, 5], np.uint32), sharding())
+    }
     tier.save(4, changed, {})
     tier.close()
     assert load_numpy(tmp_path, 4)["rng/key"].tolist() == [5, 5]
@@ -129,20 +131,38 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
         load_numpy(tmp_path, 6)
 
 
-@pytest.mark.parametrize(
-    "damage", ["state/manifest.ocdbt", "items/metadata", "state/d"]
-)
+@pytest.mark.parametrize("damage", ["state/manifest.ocdbt", "items/metadata"])
 def test_an_unreadable_step_is_an_error_with_its_path(
     tmp_path: Path, damage: str
 ) -> None:
     save(tmp_path, 5)
-    target = tmp_path / "5" / damage
-    for file in target.iterdir() if target.is_dir() else [target]:
-        file.write_bytes(b"")
+    (tmp_path / "5" / damage).write_bytes(b"")
     tier = StorageTier(tmp_path, read_only=True)
     with pytest.raises(CheckpointUnreadable, match=f"{tmp_path}/5 exists but cannot"):
         tier.restore(5, abstract())
     tier.close()
+
+
+def test_a_flipped_bit_is_never_restored(tmp_path: Path) -> None:
+    value = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
+    tier = StorageTier(tmp_path)
+    tier.save(1, {"w": jax.device_put(value, sharding())}, {})
+    tier.close()
+    largest = max((f for f in tmp_path.rglob("*") if f.is_file()), key=_size)
+    good = largest.read_bytes()
+    wanted = {"w": jax.ShapeDtypeStruct((50_000,), np.float32, sharding=sharding())}
+    for place in range(100, len(good), len(good) // 4):
+        largest.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        tier = StorageTier(tmp_path, read_only=True)
+        with pytest.raises(CheckpointUnreadable, match=f"{tmp_path}/1 exists but"):
+            tier.restore(1, wanted)
+        with pytest.raises(CheckpointUnreadable):
+            tier.load_numpy(1)
+        tier.close()
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
 
 
 def test_what_orbax_would_confuse_or_lose_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,244 @@
+"""Opens authenticated connections between hosts, and serves them.
+
+Decides who may connect (whoever knows the job's secret) and which handler takes the
+connection. Must not know what handlers do, nor steps, slices or who is alive.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dtft.checkpoint import wire
+from dtft.checkpoint.channel import Channel, ChannelClosed, Header
+from dtft.checkpoint.wire import Credentials
+
+__all__ = ["Channel", "ChannelClosed", "Credentials", "TransportServer", "connect"]
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+"""A client that has not proved itself by then is dropped."""
+
+
+def connect(
+    address: str, credentials: Credentials, hello: Header, timeout_s: float
+) -> Channel:
+    """Opens a channel; both sides have proved that they know the secret.
+
+    Args:
+        address: "host:port" of a TransportServer.
+        credentials: the job and its secret.
+        hello: who calls and what for; its "op" chooses the handler.
+        timeout_s: limit for all of it.
+
+    Raises:
+        ConnectionRefusedError: nobody listens there.
+        AuthenticationError: the secrets or the job names differ.
+        ChannelClosed: the peer closed the connection, or does not serve that op.
+        TimeoutError: not done in time; names the peer.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        connection = socket.create_connection(parse_address(address), timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"peer {address}: {timeout_s} s connecting without an answer. Check that "
+            "the host is up and that no firewall drops the port."
+        ) from error
+    except OSError as error:  # with its number it stays ConnectionRefusedError etc.
+        raise OSError(
+            error.errno, f"cannot connect to peer {address}: {error.strerror}"
+        ) from error
+    channel = Channel(connection, address)
+    try:
+        _prove_as_client(channel, credentials, deadline)
+        channel.send(hello, timeout_s=deadline - time.monotonic())
+        channel.peer, _ = channel.receive(deadline - time.monotonic())
+        if "refused" in channel.peer:
+            raise ChannelClosed(f"peer {address} refused: {channel.peer['refused']}")
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port.
+
+    >>> parse_address("[::1]:80")
+    ('::1', 80)
+    """
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ValueError(
+            f"address={address!r} is not HOST:PORT. Allowed: a name or IP address, a "
+            "colon, and 0 to 65535, such as 10.0.0.5:7000. Change the address."
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _prove_as_client(
+    channel: Channel, credentials: Credentials, deadline: float
+) -> None:
+    message, own = wire.greeting()
+    channel.write(message, deadline=deadline)
+    other = wire.read_greeting(channel.read(wire.GREETING_BYTES, deadline=deadline))
+    proof = wire.proof(credentials, "client", own, other)
+    channel.write(proof, deadline=deadline)
+    expected = wire.proof(credentials, "server", own, other)
+    answer = channel.read(wire.PROOF_BYTES, deadline=deadline)
+    wire.check_proof(answer, expected, channel.address)
+
+
+def _prove_as_server(
+    channel: Channel, credentials: Credentials, deadline: float
+) -> None:
+    """The server's half of the handshake: reads 72 bytes at most, of fixed sizes.
+
+    Raises:
+        AuthenticationError: the client does not know the secret; it has been told.
+        WireError: the client speaks something else.
+    """
+    other = wire.read_greeting(channel.read(wire.GREETING_BYTES, deadline=deadline))
+    message, own = wire.greeting()
+    channel.write(message, deadline=deadline)
+    answer = channel.read(wire.PROOF_BYTES, deadline=deadline)
+    expected = wire.proof(credentials, "client", other, own)
+    try:
+        wire.check_proof(answer, expected, channel.address)
+    except wire.AuthenticationError:
+        channel.write(wire.REFUSAL, deadline=deadline)
+        raise
+    proof = wire.proof(credentials, "server", other, own)
+    channel.write(proof, deadline=deadline)
+
+
+class TransportServer:
+    """Listens, and runs one handler in one thread for each connection.
+
+    What clients send never ends it; at worst it drops them.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        credentials: Credentials,
+        handlers: Mapping[str, Callable[[Channel], None]],
+        *,
+        max_connections: int = 4096,
+    ) -> None:
+        """Starts to listen.
+
+        Args:
+            bind: "host:port" that peers can reach; port 0 chooses one.
+            credentials: the job and its secret.
+            handlers: what to run for each "op" of a hello. The handler owns the
+                channel until it returns.
+            max_connections: more than this at a time are closed at once.
+        """
+        host, port = parse_address(bind)
+        if host in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"bind={bind!r} is not an address that peers could connect to. "
+                "Allowed: one of this host's own, such as 10.0.0.5:0. Change --bind."
+            )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=1024)
+        self._listener.settimeout(1.0)
+        self.address = _text(self._listener.getsockname())
+        """"host:port" for peers."""
+        self._credentials, self._handlers = credentials, dict(handlers)
+        self._max_connections = max_connections
+        self._threads: dict[Channel, threading.Thread] = {}
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._acceptor = threading.Thread(
+            target=self._accept, name=f"transport {self.address}", daemon=True
+        )
+        self._acceptor.start()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stops listening and ends all connections.
+
+        Waits for their handlers until `timeout_s` is over.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        with self._lock:
+            threads = dict(self._threads)
+        for channel in threads:
+            channel.close()
+        for thread in (self._acceptor, *threads.values()):
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0))
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, address = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if not self._closed.wait(0.1):  # too many open files, perhaps
+                    logger.warning("%s cannot accept: %s", self.address, error)
+                continue
+            try:
+                self._admit(connection, _text(address))
+            except (OSError, RuntimeError) as error:  # reset already; no more threads
+                connection.close()
+                logger.warning("dropped %s: %s", _text(address), error)
+
+    def _admit(self, connection: socket.socket, address: str) -> None:
+        channel = Channel(connection, address)
+        thread = threading.Thread(target=self._serve, args=(channel,), daemon=True)
+        with self._lock:
+            if self._closed.is_set() or len(self._threads) >= self._max_connections:
+                connection.close()
+                logger.warning(
+                    "dropped %s: %d connections are open", address, len(self._threads)
+                )
+                return
+            thread.start()
+            self._threads[channel] = thread
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            handler = self._welcome(channel)
+            if handler is not None:
+                handler(channel)
+        except wire.AuthenticationError as error:
+            logger.warning("%s", error)
+        except (OSError, TimeoutError) as error:
+            logger.info("connection from %s: %s", channel.address, error)
+        except Exception:
+            logger.exception("handler of %s failed", channel.address)
+        finally:
+            channel.close()
+            with self._lock:
+                self._threads.pop(channel, None)
+
+    def _welcome(self, channel: Channel) -> Callable[[Channel], None] | None:
+        deadline = time.monotonic() + HANDSHAKE_S
+        _prove_as_server(channel, self._credentials, deadline)
+        hello, _ = channel.receive(deadline - time.monotonic())
+        op = hello.get("op")
+        handler = self._handlers.get(op) if isinstance(op, str) else None
+        if handler is None:
+            allowed = ", ".join(sorted(self._handlers))
+            reason = f"op {op!r} is not served here. Allowed: {allowed}."
+            channel.send({"refused": reason}, timeout_s=HANDSHAKE_S)
+            return None
+        channel.peer = hello
+        channel.send({}, timeout_s=deadline - time.monotonic())
+        return handler
+
+
+def _text(address: Sequence[Any]) -> str:
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,94 @@
+"""`dtft train`: storage, resume, and what it refuses."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtft.train.config import ConfigError
+from dtft.train.experiment import Experiment
+from dtft.train.loop import Result, run
+from dtft.train.single import (
+    LocalRuntime,
+    UnreadableCheckpoint,
+    resume_command,
+    train,
+)
+from tests.train.helpers import as_bytes, tiny
+
+
+def _train(experiment: Experiment) -> Result:
+    return run(experiment, LocalRuntime(experiment, "dtft train tiny"))
+
+
+def _steps(experiment: Experiment, steps: int) -> Experiment:
+    return replace(experiment, stop=replace(experiment.stop, steps=steps))
+
+
+def test_resume_from_storage_is_bit_identical(tmp_path: Path) -> None:
+    whole = _train(tiny(tmp_path / "whole"))
+    parts = tiny(tmp_path / "parts")
+    _train(_steps(parts, 3))
+    resumed = _train(parts)
+    assert as_bytes(resumed.state) == as_bytes(whole.state)
+    assert resumed.summary == whole.summary
+    lines = (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 3, 4, 6]
+
+
+def test_another_config_is_refused_and_touches_nothing(tmp_path: Path) -> None:
+    experiment = tiny(tmp_path, steps=2)
+    _train(experiment)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match="seed: 0 -> 1"):
+        LocalRuntime(replace(experiment, seed=1))
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def test_unreadable_checkpoint_is_an_error(tmp_path: Path) -> None:
+    _train(tiny(tmp_path, steps=2))
+    for path in (tmp_path / "checkpoints" / "2").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(UnreadableCheckpoint, match="step 2 .* Nothing was changed"):
+        _train(tiny(tmp_path))
+
+
+def test_signal_saves_and_ends(tmp_path: Path) -> None:
+    experiment = tiny(tmp_path, steps=10**6)
+    runtime = LocalRuntime(experiment)
+    dispatched = runtime.dispatched
+
+    def strike(step: int) -> None:
+        dispatched(step)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    runtime.dispatched = strike
+    with runtime.signals():
+        result = run(experiment, runtime)
+    assert result.summary == {"step": 3, "completed": False}
+    assert (tmp_path / "checkpoints" / "3").is_dir()
+
+
+def test_resume_command_names_the_run_directory_once(tmp_path: Path) -> None:
+    experiment = tiny(tmp_path)
+    plain = resume_command("train", "x", ["--stop.steps", "9"], experiment)
+    assert plain == f"dtft train x --stop.steps 9 --log.run_dir {tmp_path}"
+    given = [f"--log.run-dir={tmp_path}"]
+    assert resume_command("train", "x", given, experiment).count("run-dir") == 1
+    assert "run_dir" not in resume_command("train", "x", given, experiment)
+
+
+def test_mesh_that_does_not_fit_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--mesh.fsdp", "5", "--log.run_dir", str(tmp_path / "new")]
+    with pytest.raises(SystemExit) as caught:
+        train("digits_cnn", arguments)
+    assert caught.value.code == 2
+    assert "does not fit 3 devices" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
