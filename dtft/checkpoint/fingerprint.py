@@ -6,6 +6,7 @@ word changes it for certain. Must not know storage or slots.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,26 +22,35 @@ def fingerprints(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]
     Arrays that span processes need all of them to make the same call. Empty arrays
     have none and may not be given.
 
-    >>> fingerprints({"a": np.float32([0.0])}) == fingerprints({"a": np.float32([-0.0])})
+    >>> zero = np.zeros(1, np.float32)
+    >>> fingerprints({"a": zero}) == fingerprints({"a": -zero})
     False
     """
     words = {path: _host_words(array) for path, array in arrays.items()}
-    sums = np.asarray(_sums(list(words.values())))
-    return {
-        path: f"{high:08x}{low:08x}"
-        for path, (high, low) in zip(words, sums.tolist(), strict=True)
-    }
+    groups: dict[frozenset[Any], list[str]] = {}
+    for path, array in words.items():
+        groups.setdefault(_devices(array), []).append(path)
+    found: dict[str, str] = {}
+    for paths in groups.values():  # one computation cannot mix sets of devices
+        sums = np.asarray(_sums([words[path] for path in paths])).tolist()
+        found |= {p: f"{a:08x}{b:08x}" for p, (a, b) in zip(paths, sums, strict=True)}
+    return {path: found[path] for path in arrays}
+
+
+def _devices(array: jax.Array | np.ndarray) -> frozenset[Any]:
+    return frozenset(array.devices() if isinstance(array, jax.Array) else ())
 
 
 def _host_words(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Numpy arrays as unsigned words: jax would narrow 64-bit values."""
     if isinstance(array, jax.Array):
         return array
+    if array.dtype.kind == "c":
+        return _host_words(np.stack([np.real(array), np.imag(array)]))
     size = array.dtype.itemsize
-    if size <= 4 or array.dtype.kind == "c":
-        wide = np.ascontiguousarray(array).reshape(array.shape)
-        return wide if array.dtype.kind == "c" else wide.view(f"uint{8 * size}")
-    return np.ascontiguousarray(array)[..., None].view(np.uint32)
+    if size > 4:
+        return np.ascontiguousarray(array)[..., None].view(np.uint32)
+    return np.ascontiguousarray(array).reshape(array.shape).view(f"uint{8 * size}")
 
 
 @jax.jit

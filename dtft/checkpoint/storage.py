@@ -97,8 +97,8 @@ class StorageTier:
         state = nested(full)
         if not state:
             raise ValueError(
-                f"arrays of step {step} has no leaf with a value: Orbax cannot write "
-                "that. Give at least one array that is not empty."
+                f"arrays of step {step} has no leaf with a value, which Orbax cannot "
+                "write. Give at least one array that is not empty."
             )
         saved = {
             "items": dict(items),
@@ -152,9 +152,8 @@ class StorageTier:
         saved = self._json(step)
         leaves = self._saved_leaves(step, saved)
         empty = {leaf["path"] for leaf in saved["empty"]}
-        wanted = {
-            p: jax.ShapeDtypeStruct(*v) for p, v in leaves.items() if p not in empty
-        }
+        kept = {path: leaf for path, leaf in leaves.items() if path not in empty}
+        wanted = {path: jax.ShapeDtypeStruct(*leaf) for path, leaf in kept.items()}
         found = self._arrays(step, wanted, saved)
         return {
             path: np.zeros(shape, dtype) if path in empty else np.asarray(found[path])
@@ -252,10 +251,8 @@ def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
 
 
 def _handlers() -> dict[str, Any]:
-    return {
-        "state": ocp.StandardCheckpointHandler(),
-        "items": ocp.JsonCheckpointHandler(),
-    }
+    state, items = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
+    return {"state": state, "items": items}
 
 
 def _options(

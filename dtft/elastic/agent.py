@@ -40,6 +40,8 @@ from dtft.elastic.store import Store, StoreUnavailable
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+PROOF_TRIES = 40
+PROOF_PAUSE_S = 0.02
 
 
 class JobMismatch(ValueError):
@@ -329,10 +331,30 @@ class Agent:
             return
         del self._channels[host]
         record = self._view.hosts.get(host)
-        if record is not None and not _answers(record.address):
-            self._expel(host, self._view.leases.get(host, 0))
-            if self._leader is not None:
-                self._leader.lost(host, "its connection closed, its port is dead")
+        if record is not None:
+            threading.Thread(
+                target=self._prove_death, args=(record, channel), daemon=True
+            ).start()
+
+    def _prove_death(self, record: HostRecord, channel: Channel) -> None:
+        """Tries a host's port until it refuses, or long enough to leave it alone.
+
+        A dying process closes its sockets one after another, so one try is too few.
+        """
+        for _ in range(PROOF_TRIES):
+            if not _answers(record.address):
+                self._emit("host_dead", record, channel)
+                return
+            time.sleep(PROOF_PAUSE_S)
+
+    def _on_host_dead(self, record: HostRecord, channel: Channel) -> None:
+        if self._channels.get(record.host) not in (None, channel):
+            return  # it is back already
+        known = self._view.hosts.get(record.host)
+        if known is not None and known.incarnation == record.incarnation:
+            self._expel(record.host, self._view.leases.get(record.host, 0))
+        if self._leader is not None:
+            self._leader.lost(record.host, "its connection closed, its port is dead")
 
     def _on_report(self, host: str, message: dict[str, Any]) -> None:
         if self._leader is not None:

@@ -1,8 +1,9 @@
 """JAX's coordination service in a process of its own, on the leading host.
 
-``python -m dtft.elastic.coordination ADDRESS NUM_PROCESSES HEARTBEAT_S`` prints one
-line when it serves and ends when its stdin closes, that is with its agent. It must
-know nothing of slots or generations: a new world gets a new process.
+``python -m dtft.elastic.coordination`` does its imports, then waits for one line on
+stdin: ``ADDRESS NUM_PROCESSES HEARTBEAT_S``. It prints one line when it serves and
+ends when stdin closes, that is with its agent. It must know nothing of slots or
+generations: a new world gets a new process.
 """
 
 import os
@@ -11,9 +12,12 @@ import sys
 from dtft import _jax_internals
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Serves until stdin closes."""
-    address, num_processes, heartbeat_s = argv
+    words = sys.stdin.readline().split()
+    if not words:
+        os._exit(0)
+    address, num_processes, heartbeat_s = words
     service = _jax_internals.start_coordination_service(
         address, int(num_processes), float(heartbeat_s)
     )
@@ -24,4 +28,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

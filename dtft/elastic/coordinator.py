@@ -14,35 +14,37 @@ from dtft.elastic.processes import die_with_parent, free_port
 
 
 class Coordinator:
-    """At most one coordination service of this host."""
+    """One coordination service that serves, and one that waits with imports done."""
 
     def __init__(self, config: AgentConfig, emit: Callable[..., None]) -> None:
-        """Nothing is started yet; emits ("coordinator", ballot, address)."""
+        """Starts the waiting one; emits ("coordinator", ballot, address)."""
         self._config, self._emit = config, emit
-        self._process: subprocess.Popen | None = None
+        self._serving: subprocess.Popen | None = None
+        self._waiting = self._spawn()
 
-    def start(self, num_processes: int, ballot: tuple[int, int]) -> None:
-        """Starts the service for a world of `num_processes`."""
-        self.close()
-        host = self._config.bind.rsplit(":", 1)[0]
-        address = f"{host}:{free_port()}"
+    def _spawn(self) -> subprocess.Popen:
         log_path = self._config.run_directory / "logs" / f"{self._config.host}.jax.log"
         with open(log_path, "ab") as log:
-            self._process = process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "dtft.elastic.coordination",
-                    address,
-                    str(num_processes),
-                    str(self._config.timeouts.heartbeat),
-                ],
+            return subprocess.Popen(
+                [sys.executable, "-m", "dtft.elastic.coordination"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 preexec_fn=die_with_parent,
             )
+
+    def start(self, num_processes: int, ballot: tuple[int, int]) -> None:
+        """Has a service serve a world of `num_processes`."""
+        self.end()
+        host = self._config.bind.rsplit(":", 1)[0]
+        address = f"{host}:{free_port()}"
+        self._serving, self._waiting = self._waiting, self._spawn()
+        process = self._serving
+        assert process.stdin is not None
+        heartbeat_s = self._config.timeouts.heartbeat
+        process.stdin.write(f"{address} {num_processes} {heartbeat_s}\n")
+        process.stdin.flush()
 
         def wait() -> None:
             assert process.stdout is not None
@@ -52,9 +54,21 @@ class Coordinator:
 
         threading.Thread(target=wait, daemon=True).start()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Ends the service at once; the trainers of its world abort."""
-        process, self._process = self._process, None
+        process, self._serving = self._serving, None
         if process is not None:
-            process.kill()
-            process.wait(timeout=10)
+            _kill(process)
+
+    def close(self) -> None:
+        """Ends both processes."""
+        self.end()
+        _kill(self._waiting)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait(timeout=10)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()

@@ -151,7 +151,7 @@ class Leader:
         if self._assignment is not None:
             self._previous, self._assignment = self._assignment, None
         self._journal.event("forming", reason=reason, ballot=ballot)
-        self._coordinator.close()
+        self._coordinator.end()
         self._enter("gathering", self._config.timeouts.restore)
         for host in sorted(self._hosts):
             self._ask(host)

@@ -96,14 +96,18 @@ def fill_slots(
         num_slots: number of slots.
 
     Returns:
-        The host of each slot; None where no host is left.
+        The host of each slot; None where no host is left. A new job is filled in the
+        order of the hosts' names, spares are taken in the order in which they joined.
     """
     live = {(record.host, record.incarnation): record for record in hosts}
     kept = [live.get(entry) for entry in previous] or [None] * num_slots
     taken = {record.host for record in kept if record}
     spares = sorted(
         (record for record in hosts if record.host not in taken),
-        key=lambda record: (record.joined_ns, record.host),
+        key=lambda record: (
+            (record.joined_ns if previous else len(record.host)),
+            record.host,
+        ),
     )
     queue = iter(spares)
     return tuple(record or next(queue, None) for record in kept)

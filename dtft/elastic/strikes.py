@@ -67,7 +67,7 @@ class Striker(threading.Thread):
         self._faults = sorted(faults, key=lambda f: (f.step, f.phase == "recovery"))
         self._random = random.Random(seed)
         self._rejoin_s = rejoin_s
-        self._stop = threading.Event()
+        self._cancelled = threading.Event()
         self.strikes: list[Strike] = []
         self.error: str | None = None
         self._boards: dict[str, Board] = {}
@@ -79,7 +79,7 @@ class Striker(threading.Thread):
         pending = list(self._faults)
         corrupting: list[Fault] = []
         try:
-            while pending and not self._stop.is_set():
+            while pending and not self._cancelled.is_set():
                 fault = pending.pop(0)
                 if fault.kind == "corrupt":
                     corrupting.append(fault)
@@ -91,7 +91,7 @@ class Striker(threading.Thread):
 
     def stop(self) -> None:
         """Gives up faults that have not struck."""
-        self._stop.set()
+        self._cancelled.set()
 
     @property
     def done(self) -> bool:
@@ -157,7 +157,7 @@ class Striker(threading.Thread):
     # ----------------------------------------------------------------- striking
 
     def _play(self, fault: Fault, corrupting: Sequence[Fault]) -> None:
-        while not self._stop.is_set():
+        while not self._cancelled.is_set():
             self._look()
             if self._reached(fault) and self._try(fault, corrupting):
                 return

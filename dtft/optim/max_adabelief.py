@@ -22,7 +22,7 @@ Moments = Any
 class ScaleByMaxBeliefState(NamedTuple):
     """State of `scale_by_max_belief`."""
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     """Number of updates made, int32."""
     mu: Moments
     """First moment m."""
@@ -95,7 +95,7 @@ def scale_by_max_belief(
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, ScaleByMaxBeliefState]:
         del params
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
 
         def first(g: jax.Array, m: jax.Array) -> jax.Array:
             g, m = _widen(g, g), _widen(m, g)
@@ -112,7 +112,7 @@ def scale_by_max_belief(
 
         def scaled(g: jax.Array, m: jax.Array, v_max: jax.Array) -> jax.Array:
             if nesterov:
-                ahead = _debias(m, b1, optax.safe_increment(count))
+                ahead = _debias(m, b1, jnp.asarray(optax.safe_increment(count)))
                 m_hat = _as(b1, m) * ahead
                 m_hat += (1 - _as(b1, m)) * _debias(_widen(g, g), b1, count)
             else:
@@ -125,7 +125,7 @@ def scale_by_max_belief(
         stored = jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu)
         return result, ScaleByMaxBeliefState(count, stored, nu, nu_max)
 
-    return optax.GradientTransformation(init, update)  # pyright: ignore
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def max_adabelief(
@@ -190,7 +190,7 @@ def _at_least_float32(dtype: Any) -> Any:
         return jnp.promote_types(dtype, jnp.float32)
 
 
-def _as(value: jax.typing.ArrayLike, like: jax.Array) -> jax.typing.ArrayLike:
+def _as(value: jax.typing.ArrayLike, like: jax.Array) -> Any:
     """Python numbers stay weak; traced hyperparameters take the dtype of `like`."""
     if isinstance(value, (int, float)):
         return value

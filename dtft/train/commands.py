@@ -160,7 +160,11 @@ def _agent_config(options: Namespace, overrides: list[str]):
         secret=_secret(options),
         num_slots=experiment.cluster.hosts,
         trainer_command=(sys.executable, "-m", "dtft.train.worker", *arguments),
-        trainer_environment={"DTFT_COMPILATION_CACHE": str(directory / "xla-cache")},
+        trainer_environment={
+            "DTFT_COMPILATION_CACHE": os.environ.get(
+                "DTFT_COMPILATION_CACHE", str(directory / "xla-cache")
+            )
+        },
         run_directory=directory,
         config_digest=_digest(experiment),
         arena_directory=Path(checkpoint.arena_directory),

@@ -6,6 +6,8 @@ cost. Must not take part in the recovery itself.
 """
 
 import json
+import logging
+import os
 import shutil
 import time
 from argparse import Namespace
@@ -29,6 +31,7 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
     Raises:
         ValueError: a fault cannot be read.
     """
+    logging.getLogger("absl").setLevel(logging.ERROR)
     faults = [parse_fault(t, experiment.cluster.hosts) for t in options.fault]
     root = Path(experiment.log.run_dir or f"runs/drill-{time.strftime('%H%M%S')}")
     root = root.resolve()
@@ -75,6 +78,8 @@ def _run(
         spares,
         directory,
     )
+    cache = os.environ.get("DTFT_COMPILATION_CACHE", str(directory.parent / "xla-cache"))
+    settings.environment["DTFT_COMPILATION_CACHE"] = cache
     cluster = LocalCluster(settings)
     striker = Striker(cluster, faults, seed=options.seed, rejoin_s=options.rejoin)
     try:

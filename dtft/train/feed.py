@@ -69,9 +69,10 @@ def local_parts(
 
     A part that several devices hold is owned by the first of them in mesh order.
     """
-    first: dict[int, jax.Device] = {}
+    first: dict[int, Any] = {}
     for device, index in sharding.devices_indices_map((length,)).items():
-        first.setdefault(index[0].start or 0, device)
+        if index is not None:
+            first.setdefault(index[0].start or 0, device)
     local = sharding.addressable_devices_indices_map((length,)).values()
     starts = sorted({index[0].start or 0 for index in local if index is not None})
     here = jax.process_index()

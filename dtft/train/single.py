@@ -129,8 +129,8 @@ class LocalRuntime:
         except Exception as error:
             raise UnreadableCheckpoint(
                 f"the checkpoint of step {step} in {self.run_directory}/checkpoints "
-                f"cannot be loaded: {error}. Nothing was changed. Move that step's directory "
-                "away to continue from an older one, or set --log.run_dir to a new "
+                f"cannot be loaded: {error}. Nothing was changed. Move that step's "
+                "directory away to continue from an older one, or set --log.run_dir to a new "
                 "directory to start again."
             ) from error
         saved = items.pop("config", self._resolved)
@@ -173,7 +173,7 @@ class LocalRuntime:
         def ask(number: int, frame: FrameType | None) -> None:
             del frame
             self._stopping = True
-            signal.signal(number, before[number])
+            signal.signal(number, before[signal.Signals(number)])
 
         for number in numbers:
             signal.signal(number, ask)
@@ -216,8 +216,10 @@ def local_devices(experiment: Experiment) -> list[Any]:
 
     cluster = experiment.cluster
     wanted = cluster.hosts * max(cluster.devices_per_host, 1)
-    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if not chosen and jax.config.jax_num_cpu_devices < 1:
+    settings: Any = jax.config
+    flags = os.environ.get("XLA_FLAGS", "")
+    chosen = "xla_force_host_platform_device_count" in flags
+    if not chosen and settings.jax_num_cpu_devices < 1:
         jax.config.update("jax_num_cpu_devices", wanted)
     devices = jax.local_devices()
     return devices[:wanted] if devices[0].platform == "cpu" else devices

@@ -26,7 +26,7 @@ AXES = ("replica", "fsdp", "tensor")
 BATCH_AXES = ("replica", "fsdp")
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
     """A mesh over `devices`, which are in slot order.
 
     Raises:

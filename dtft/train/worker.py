@@ -6,6 +6,7 @@ nothing when it is needed. Joins the JAX world of its formation and runs the sam
 as ``dtft train``. Disposable: it may be killed at any moment.
 """
 
+import logging
 import os
 import sys
 import time
@@ -21,9 +22,10 @@ from dtft.train.config import load, refuse_other, to_json
 from dtft.train.experiment import Experiment
 from dtft.train.stop import NonFinite
 
+logger = logging.getLogger(__name__)
+
 WARM_UP = 20
 """Steps left out of the measured wall time per step: compilation, cold caches."""
-
 FATAL = (ValueError, NonFinite)
 """Errors that would come again on any host: they end the job."""
 
@@ -66,6 +68,7 @@ class AgentRuntime:
             heartbeat_s=self._start["heartbeat_s"],
             timeout_s=self._start["start_s"],
         )
+        logger.info("joined the world")
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
         return make_mesh(experiment.mesh, devices)
 
@@ -85,7 +88,9 @@ class AgentRuntime:
             deadline_s=self._start["start_s"],
         )
         wanted = RestoreArgs(abstract=to_paths(abstract_state))
+        logger.info("state is in memory")
         found = self._manager.restore(args=wanted)
+        logger.info("state is on the devices")
         if found is None:
             return None
         arrays, items = found
@@ -120,6 +125,7 @@ class AgentRuntime:
     def _tell_running(self) -> None:
         if not self._running:
             self._running = True
+            logger.info("step %d finished", self._step)
             read = self._manager.bytes_from_storage
             self._link.send("running", step=self._step, bytes_from_storage=read)
 
@@ -154,13 +160,19 @@ def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str
 
 def main(arguments: Sequence[str]) -> None:
     """Waits for a slot, then trains."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+    logging.getLogger("absl").setLevel(logging.WARNING)
     config, *overrides = arguments
     experiment = load(config, overrides, prog="dtft.train.worker")
     link = Link.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), timeout_s=10.0)
     try:
         _import_everything(experiment)
         link.send("hello", pid=os.getpid())
+        logger.info("warm, waiting for a slot")
         start = link.receive()
+        logger.info("slot %d, generation %d", start["slot"], start["generation"])
         _train(experiment, link, start, arguments)
         link.receive()  # until the agent ends this process
     except LinkClosed:
@@ -204,15 +216,14 @@ def _code(error: Exception) -> int:
 
 def _import_everything(experiment: Any) -> None:
     """Pays for imports (and data) now; must not touch a device."""
-    import logging
-
     import jax
 
     import dtft.checkpoint.manager
-    import dtft.train.loop
-    import dtft.train.step  # noqa: F401
+    import dtft.train.loop  # noqa: F401
+    from dtft.train.data import make_datasets
 
-    logging.getLogger("absl").setLevel(logging.WARNING)
+    make_datasets(experiment.data, experiment.seed)
+
     if experiment.cluster.devices_per_host > 0:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", experiment.cluster.devices_per_host)

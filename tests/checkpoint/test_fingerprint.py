@@ -30,11 +30,18 @@ def test_sharding_does_not_matter(spec: PartitionSpec) -> None:
     assert fingerprints({"x": sharded}) == fingerprints({"x": value})
 
 
-def test_order_shape_independent_words_and_64_bit() -> None:
+def test_order_and_the_low_words_of_64_bit_values_count() -> None:
     a = np.array([1.0, 2.0], np.float64)
     tiny = np.array([1.0, np.nextafter(2.0, 3.0)], np.float64)
     found = fingerprints({"a": a, "tiny": tiny, "swapped": a[::-1]})
     assert len(set(found.values())) == 3
+
+
+def test_arrays_on_different_devices_may_be_mixed() -> None:
+    first, second = jax.devices()[:2]
+    value = np.ones(3, np.float32)
+    arrays = {"a": jax.device_put(value, first), "b": jax.device_put(value, second)}
+    assert len({*fingerprints(arrays).values()}) == 1
 
 
 def test_every_single_bit_counts() -> None:

@@ -65,11 +65,9 @@ def test_a_host_that_came_back_is_another_host():
     assert fill_slots(entries([record(2)]), [early, record(2, "b")], 1) == (early,)
 
 
-def test_new_job_fills_slots_in_join_order():
-    assert fill_slots([], [record(2), record(0), record(1)], 2) == (
-        record(0),
-        record(1),
-    )
+def test_new_job_fills_slots_in_the_order_of_names():
+    hosts = [record(10), record(2), record(1)]
+    assert fill_slots([], hosts, 2) == (record(1), record(2))
 
 
 def test_no_host_left_leaves_the_slot_empty():

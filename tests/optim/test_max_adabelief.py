@@ -34,8 +34,8 @@ def _equal(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_moments_equal_adabelief_bit_for_bit(nesterov: bool) -> None:
     params = _params()
-    ours = scale_by_max_belief(nesterov=nesterov)
-    theirs = optax.scale_by_belief(nesterov=nesterov)
+    ours: Any = scale_by_max_belief(nesterov=nesterov)
+    theirs: Any = optax.scale_by_belief(nesterov=nesterov)
     state, reference = ours.init(params), theirs.init(params)
     for step in range(20):
         gradients = _gradients(params, step)
@@ -49,7 +49,8 @@ def test_moments_equal_adabelief_bit_for_bit(nesterov: bool) -> None:
 
 def test_first_update_equals_adabelief_while_the_second_moment_grows() -> None:
     params = _params()
-    ours, theirs = scale_by_max_belief(), optax.scale_by_belief()
+    ours: Any = scale_by_max_belief()
+    theirs: Any = optax.scale_by_belief()
     update, _ = jax.jit(ours.update)(params, ours.init(params))
     with jax.numpy_dtype_promotion("standard"):
         expected, _ = jax.jit(theirs.update)(params, theirs.init(params))
@@ -59,7 +60,7 @@ def test_first_update_equals_adabelief_while_the_second_moment_grows() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=12))
 def test_maximum_never_falls_and_is_reached(values: list[float]) -> None:
-    transform = scale_by_max_belief()
+    transform: Any = scale_by_max_belief()
     state, largest = transform.init(jnp.zeros(1)), 0.0
     for value in values:
         _, state = transform.update(jnp.full(1, value, jnp.float32), state)
@@ -74,7 +75,7 @@ def test_maximum_never_falls_and_is_reached(values: list[float]) -> None:
 def test_steady_gradient_has_a_bounded_step(
     debias_max: bool, first: float, largest: float
 ) -> None:
-    transform = scale_by_max_belief(debias_max=debias_max)
+    transform: Any = scale_by_max_belief(debias_max=debias_max)
 
     def step(state: Any, _: None) -> tuple[Any, jax.Array]:
         update, state = transform.update(jnp.ones(1), state)
@@ -92,7 +93,7 @@ def test_zero_b1_is_refused() -> None:
 
 def test_state_keeps_its_dtypes_under_bfloat16() -> None:
     params = _params("bfloat16")
-    solver = max_adabelief(1e-3, weight_decay=0.1)
+    solver: Any = max_adabelief(1e-3, weight_decay=0.1)
     state = solver.init(params)
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
     gradients = jax.tree.map(lambda p: p.astype(jnp.float32), params)
@@ -113,17 +114,17 @@ def test_abstract_and_sharded_init() -> None:
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("fsdp",))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     divided = jax.device_put(jnp.ones((4, 2)), sharding)
-    state = scale_by_max_belief().init(divided)
+    state: Any = scale_by_max_belief().init(divided)
     assert state.mu.sharding == state.nu_max.sharding == sharding
 
 
 def test_hyperparameters_can_be_injected() -> None:
     params = _params()
     with jax.numpy_dtype_promotion("standard"):
-        solver = optax.inject_hyperparams(max_adabelief)(learning_rate=0.1, b1=0.8)
+        solver: Any = optax.inject_hyperparams(max_adabelief)(learning_rate=0.1, b1=0.8)
         state = solver.init(params)
         injected, _ = jax.jit(solver.update)(params, state, params)
-    plain = max_adabelief(0.1, b1=0.8)
+    plain: Any = max_adabelief(0.1, b1=0.8)
     expected, _ = jax.jit(plain.update)(params, plain.init(params), params)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, 1e-5), injected, expected
@@ -131,7 +132,7 @@ def test_hyperparameters_can_be_injected() -> None:
 
 
 def test_complex_gradients_have_a_real_second_moment() -> None:
-    transform = scale_by_max_belief()
+    transform: Any = scale_by_max_belief()
     state = transform.init(jnp.zeros(2, jnp.complex64))
     update, state = transform.update(jnp.asarray([3 + 4j, 1j], jnp.complex64), state)
     assert state.nu_max.dtype == jnp.float32 and update.dtype == jnp.complex64
@@ -140,6 +141,6 @@ def test_complex_gradients_have_a_real_second_moment() -> None:
 
 def test_none_leaves_pass_through() -> None:
     params = {"w": jnp.ones(2), "frozen": None}
-    solver = max_adabelief(0.1)
+    solver: Any = max_adabelief(0.1)
     updates, _ = solver.update(params, solver.init(params), params)
     assert updates["frozen"] is None

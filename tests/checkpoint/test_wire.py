@@ -1,0 +1,121 @@
+"""Frames survive, malformed ones are WireErrors, and only the secret opens the door."""
+
+import struct
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtft.checkpoint import wire
+from dtft.checkpoint.wire import AuthenticationError, Credentials, WireError
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text() | st.integers(0, 9), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+headers = st.dictionaries(st.text(), values, max_size=4)
+nonces = st.binary(min_size=32, max_size=32)
+JOB = Credentials(job="job", secret=b"secret")
+
+
+@given(headers, st.integers(0, wire.MAX_PAYLOAD))
+def test_round_trip(header: dict, payload_bytes: int) -> None:
+    frame = wire.encode_header(header, payload_bytes)
+    lengths = wire.decode_prefix(frame[: wire.PREFIX_BYTES])
+    assert lengths == (len(frame) - wire.PREFIX_BYTES, payload_bytes)
+    assert wire.decode_header(frame[wire.PREFIX_BYTES :]) == header
+
+
+@given(st.binary(max_size=40) | st.binary(min_size=20, max_size=20))
+@settings(max_examples=300)
+def test_garbage_prefixes(data: bytes) -> None:
+    with pytest.raises(WireError):
+        wire.decode_prefix(data)
+    with pytest.raises(WireError):
+        wire.read_greeting(data)
+
+
+@given(st.binary(max_size=60) | values.map(msgpack.packb))
+@settings(max_examples=300)
+def test_garbage_headers_are_dicts_or_wire_errors(data: bytes) -> None:
+    try:
+        assert isinstance(wire.decode_header(data), dict)
+    except WireError:
+        pass
+
+
+@given(headers, st.data())
+@settings(max_examples=300)
+def test_damaged_frames_never_raise_anything_else(
+    header: dict, choose: st.DataObject
+) -> None:
+    frame = bytearray(wire.encode_header(header, 3))
+    at = choose.draw(st.integers(0, len(frame) - 1))
+    frame[at] ^= choose.draw(st.integers(1, 255))
+    try:
+        wire.decode_prefix(frame[: wire.PREFIX_BYTES])
+        wire.decode_header(frame[wire.PREFIX_BYTES :])
+    except WireError:
+        pass
+
+
+@pytest.mark.parametrize("header", [b"\x93" * 100_000, b"\x81\x90\x01", b"\xdf\xff"])
+def test_hostile_msgpack(header: bytes) -> None:
+    with pytest.raises(WireError, match="not msgpack"):
+        wire.decode_header(header)
+
+
+def test_limits_hold_on_both_sides() -> None:
+    with pytest.raises(ValueError, match="Send it in several frames"):
+        wire.encode_header({"x": bytes(wire.MAX_HEADER)}, 0)
+    with pytest.raises(ValueError, match="Send it in several frames"):
+        wire.encode_header({}, wire.MAX_PAYLOAD + 1)
+    for lengths in [(wire.MAX_HEADER + 1, 0), (0, wire.MAX_PAYLOAD + 1)]:
+        prefix = struct.pack("<4sB3xIQ", wire.MAGIC, wire.VERSION, *lengths)
+        with pytest.raises(WireError, match="allowed are"):
+            wire.decode_prefix(prefix)
+
+
+def test_other_versions_are_told_to_upgrade() -> None:
+    prefix = struct.pack("<4sB3xIQ", wire.MAGIC, 2, 0, 0)
+    with pytest.raises(WireError, match="version 2 .* Install the same dtft"):
+        wire.decode_prefix(prefix)
+
+
+@given(nonces, nonces)
+def test_proofs_are_bound_to_role_job_secret_and_both_nonces(
+    a: bytes, b: bytes
+) -> None:
+    proofs = {
+        wire.proof(JOB, "client", a, b),
+        wire.proof(JOB, "server", a, b),
+        wire.proof(Credentials(job="joc", secret=b"secret"), "client", a, b),
+        wire.proof(Credentials(job="job", secret=b"Secret"), "client", a, b),
+        *({wire.proof(JOB, "client", b, a)} if a != b else {b""}),
+    }
+    assert len(proofs) == 5
+    wire.check_proof(
+        wire.proof(JOB, "client", a, b), wire.proof(JOB, "client", a, b), ""
+    )
+
+
+def test_wrong_proofs_name_the_peer_and_what_to_check() -> None:
+    expected = wire.proof(JOB, "client", bytes(32), bytes(32))
+    for received, reason in [(b"x" * 32, "wrong proof"), (wire.REFUSAL, "refused")]:
+        with pytest.raises(
+            AuthenticationError, match=f"10.0.0.5:1 .*{reason}"
+        ) as error:
+            wire.check_proof(received, expected, "10.0.0.5:1")
+        assert "secret file of this host differs from the job's" in str(error.value)
+
+
+def test_secrets_stay_out_of_logs_and_are_not_empty() -> None:
+    assert "hidden" not in repr(Credentials(job="job", secret=b"hidden"))
+    with pytest.raises(ValueError, match="is empty"):
+        Credentials(job="job", secret=b"")
+    assert wire.greeting()[1] != wire.greeting()[1]
