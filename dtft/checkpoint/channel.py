@@ -127,7 +127,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[None]:
-        """The last user closes the descriptor, so its number is not taken over early."""
+        """The last user closes the descriptor, so no other gets its number early."""
         with self._state:
             if self._closed:
                 raise ChannelClosed(f"channel to {self._name} was closed on this host")
@@ -168,7 +168,7 @@ class Channel:
             ChannelClosed: the connection has ended.
             TimeoutError: the monotonic clock has passed `deadline`.
         """
-        buffers = [memoryview(part) for part in parts]
+        buffers = [memoryview(part) for part in parts if len(part)]
         at, begun = 0, False
         try:
             while at < len(buffers):

@@ -81,17 +81,22 @@ class Leader:
         self._quarantined: set[int] = set()
         self._last_progress = 0
         self._ending = False
+        self._store_away = False
+        self._dead: set[str] = set()
+        self._took_over = time.monotonic()
         if view.assignment is not None:
-            self.form("the leading host was lost")
+            gone = [host for host in view.assignment.slots if host not in view.hosts]
+            lost = ", ".join(self._name(host) for host in gone)
+            self.form(lost or "the leading host (a spare) was lost")
 
     # -------------------------------------------------------------- membership
 
     def see(self, view: View) -> None:
         """The store's view has changed."""
         gone = set(self.view.hosts) - set(view.hosts)
-        self.view = view
         for host in sorted(gone & self._hosts):
             self.lost(host, "its lease ran out")
+        self.view = view
         if view.stop:
             self.stop()
 
@@ -115,6 +120,7 @@ class Leader:
         if host not in self._hosts:
             return
         self._hosts.discard(host)
+        self._dead.add(self._incarnation(host))
         self._journal.event("host_lost", host=host, how=how)
         slots = self._assignment.slots if self._assignment else ()
         if self._phase == "gathering" and self._round is not None:
@@ -169,7 +175,7 @@ class Leader:
         round_ = self._round
         if self._phase != "gathering" or round_ is None:
             return
-        if not self._hosts <= set(round_.replies):
+        if not self._expected() <= set(round_.replies):
             return
         if self._ledger is not None and self._ledger.pending is not None:
             return  # a complete step is still to be recorded; `written` calls again
@@ -190,6 +196,18 @@ class Leader:
             self._wait_for_hosts(filled)
         else:
             self._assign(round_, present)
+
+    def _expected(self) -> set[str]:
+        """Hosts to hear before deciding: the connected, and soon after a takeover also
+        those that are registered and may still be connecting."""
+        connecting = set(self.view.hosts) - self._evicted
+        connecting -= {h for h in connecting if self._incarnation(h) in self._dead}
+        grace = self._took_over + self._config.timeouts.connect
+        return self._hosts | (connecting if time.monotonic() < grace else set())
+
+    def _incarnation(self, host: str) -> str:
+        record = self.view.hosts.get(host)
+        return record.incarnation if record else ""
 
     def _wait_for_hosts(self, filled: tuple[HostRecord | None, ...]) -> None:
         empty = [str(slot) for slot, record in enumerate(filled) if record is None]
@@ -514,6 +532,9 @@ class Leader:
         if not allowed:
             self._emit("deposed")
             return
+        if self._store_away:
+            self._store_away = False
+            self._journal.say(f"the store answers again; {label} recorded")
         if label == "assignment" and self._round and value == self._round.ballot:
             self._assigned()
         elif label == "commit" and self._ledger is not None:
@@ -526,10 +547,12 @@ class Leader:
 
     def delayed(self, label: str, value: Any) -> None:
         """The store does not answer."""
-        self._journal.say(
-            f"the store {self._config.store} does not answer; training goes on, "
-            f"{label} waits (last commit: step {self._journal.last_commit})"
-        )
+        if not self._store_away:
+            self._store_away = True
+            self._journal.say(
+                f"the store {self._config.store} does not answer; training goes on, the "
+                f"{label} waits (last commit: step {self._journal.last_commit})"
+            )
         if label == "commit" and self._ledger is not None:
             self._ledger.delayed(value)
 
@@ -559,6 +582,7 @@ class Leader:
 
     def tick(self) -> None:
         """Enforces the deadlines; every one names who is late."""
+        self._gathered()
         if time.monotonic() < self._deadline or self._phase in ("idle", "waiting"):
             return
         round_ = self._round

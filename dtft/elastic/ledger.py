@@ -25,17 +25,21 @@ RETRY_S = 0.1
 KEPT_COMMITS = 2
 
 
+Task = tuple[str, Any, Callable[[], bool]]
+
+
 class Writer:
     """Performs store writes in order, again and again until the store answers.
 
     Emits ("written", label, value, allowed) when a write was answered, and
-    ("write_delayed", label, value) once when the store does not answer.
+    ("write_delayed", label, value) when the store does not answer. While it is away a
+    newer commit takes the place of an older one; nothing else is left out.
     """
 
     def __init__(self, emit: Callable[..., None]) -> None:
         """Starts the thread."""
         self._emit = emit
-        self._tasks: queue.Queue[tuple[str, Any, Callable[[], bool]]] = queue.Queue()
+        self._tasks: queue.Queue[Task] = queue.Queue()
         self._closed = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -44,18 +48,26 @@ class Writer:
         self._tasks.put((label, value, action))
 
     def _run(self) -> None:
+        waiting: list[Task] = []
         while not self._closed.is_set():
-            label, value, action = self._tasks.get()
-            delayed = False
-            while not self._closed.is_set():
-                try:
-                    self._emit("written", label, value, action())
-                    break
-                except StoreUnavailable:
-                    if not delayed:
-                        self._emit("write_delayed", label, value)
-                    delayed = True
-                    self._closed.wait(RETRY_S)
+            try:
+                task = self._tasks.get(timeout=RETRY_S if waiting else None)
+                fresh = True
+                waiting = [w for w in waiting if w[0] != task[0]] + [task]
+            except queue.Empty:
+                fresh = False
+            while waiting and self._written(waiting[0]):
+                waiting.pop(0)
+            if fresh and waiting:
+                self._emit("write_delayed", *waiting[-1][:2])
+
+    def _written(self, task: Task) -> bool:
+        label, value, action = task
+        try:
+            self._emit("written", label, value, action())
+        except StoreUnavailable:
+            return False
+        return True
 
     def close(self) -> None:
         """Lets the thread end; a queued write may be lost."""

@@ -67,7 +67,7 @@ def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
     directory = Path(with_run_dir(experiment).log.run_dir).resolve()
     saved = directory / "config.json"
     if saved.exists() and storage_steps(directory / "checkpoints"):
-        resolved = json.dumps(json.loads(saved.read_text())["resolved"])
+        resolved = saved.read_text()
         configs.refuse_other(resolved, configs.to_json(experiment), directory)
     directory.mkdir(parents=True, exist_ok=True)
     return directory, ["--log.run_dir", str(directory)]

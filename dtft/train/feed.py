@@ -86,15 +86,16 @@ def place(
 ) -> dict[str, jax.Array]:
     """Global arrays from this process's parts, by where they start. Drops `id`."""
     some = next(iter(parts.values()))
-    return {
-        name: jax.make_array_from_callback(
-            (global_batch, *some[name].shape[1:]),
-            sharding,
-            lambda index, name=name: parts[index[0].start or 0][name],
-        )
-        for name in some
-        if name != "id"
-    }
+
+    def array(name: str) -> jax.Array:
+        shape = (global_batch, *some[name].shape[1:])
+
+        def part(index: Any) -> np.ndarray:
+            return parts[index[0].start or 0][name]
+
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return {name: array(name) for name in some if name != "id"}
 
 
 def evaluate(

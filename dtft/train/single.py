@@ -130,8 +130,8 @@ class LocalRuntime:
             raise UnreadableCheckpoint(
                 f"the checkpoint of step {step} in {self.run_directory}/checkpoints "
                 f"cannot be loaded: {error}. Nothing was changed. Move that step's "
-                "directory away to continue from an older one, or set --log.run_dir to a new "
-                "directory to start again."
+                "directory away to continue from an older one, or set --log.run_dir to "
+                "a new directory to start again."
             ) from error
         saved = items.pop("config", self._resolved)
         configs.refuse_other(saved, self._resolved, self.run_directory)

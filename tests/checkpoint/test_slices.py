@@ -32,7 +32,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     leaves = tuple(
         Leaf(
             path=f"params/{i}",
-            shape=(18 * draw(st.integers(1, 2)), 6),
+            shape=(36 * draw(st.integers(1, 2)), 6),
             dtype=draw(st.sampled_from(["float32", "bfloat16", "uint8"])),
             spec=draw(st.sampled_from(SPECS)),
         )

@@ -69,9 +69,9 @@ def assert_serves(server: TransportServer) -> None:
 def test_payload_parts_arrive_as_one(serve: Serve) -> None:
     parts = [os.urandom(random.Random(i).choice([0, 1, 100])) for i in range(3000)]
     with call(serve(echo=echo)) as channel:
-        channel.send({"n": 1, 2: [b"\x00", None]}, parts, timeout_s=5)
+        channel.send({"n": {2: [b"\x00", None]}}, parts, timeout_s=5)
         header, payload = channel.receive(5)
-    assert header == {"n": 1, 2: [b"\x00", None]}
+    assert header == {"n": {2: [b"\x00", None]}}
     assert bytes(payload) == b"".join(parts)
 
 
@@ -331,14 +331,14 @@ def test_fuzzed_handshakes(
     shared_server: TransportServer, data: bytes, greet: bool
 ) -> None:
     with raw(shared_server) as stranger:
-        stranger.sendall((wire.greeting()[0] if greet else b"") + data)
-        stranger.shutdown(socket.SHUT_WR)
         answer = b""
         try:
+            stranger.sendall((wire.greeting()[0] if greet else b"") + data)
+            stranger.shutdown(socket.SHUT_WR)
             while part := stranger.recv(4096):
                 answer += part
-        except ConnectionError:
-            pass
+        except OSError as error:  # the server may have hung up at any point
+            assert not isinstance(error, TimeoutError)
     assert len(answer) <= wire.GREETING_BYTES + wire.PROOF_BYTES
     assert answer[wire.GREETING_BYTES :] in (b"", wire.REFUSAL)
 
@@ -354,12 +354,12 @@ def test_fuzzed_frames_from_a_member(
     frame[choose.draw(st.integers(0, len(frame) - 1))] ^= flip
     cut = choose.draw(st.integers(0, len(frame)))
     with call(shared_server) as channel:
-        channel.write(frame[:cut], deadline=time.monotonic() + 5)
-        channel._socket.shutdown(socket.SHUT_WR)
         try:
+            channel.write(frame[:cut], deadline=time.monotonic() + 5)
+            channel._socket.shutdown(socket.SHUT_WR)
             channel.receive(5)
-        except (ChannelClosed, wire.WireError):
-            pass
+        except OSError as error:  # the server may have hung up at any point
+            assert not isinstance(error, TimeoutError)
 
 
 def test_the_fuzzed_server_still_serves(shared_server: TransportServer) -> None:
