@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from dtft.checkpoint.digest import digest_root
-from dtft.checkpoint.placement import Placement
+from dtft.checkpoint.placement import Placement, place
 from dtft.checkpoint.slices import Layout
 
 
@@ -174,17 +174,13 @@ def _locate_one(
     for host in sorted(holdings):
         for key, value in holdings[host].get(commit.step, {}).items():
             claims.setdefault(key, {}).setdefault(value, []).append(host)
-    lost = [piece.key for piece in layout.owners if piece.key not in claims]
+    lost = [piece for piece in layout.owners if piece.key not in claims]
     if lost:
-        former = sorted(
-            commit.holders[slot]
-            for piece, slots in layout.owners.items()
-            if piece.key == lost[0]
-            for slot in slots
-        )
+        slots = place(layout, commit.copies).holders[lost[0]]
+        former = ", ".join(commit.holders[slot] for slot in slots)
         return None, (
-            f"{len(lost)} of {len(layout.owners)} slices have no verified copy, "
-            f"first {lost[0]} (owned by {', '.join(former)})"
+            f"{len(lost)} of {len(layout.owners)} slices have no verified copy left; "
+            f"the {len(slots)} holders of {lost[0].key} were {former}"
         )
     chosen = {
         key: max(options, key=lambda value: len(options[value]))

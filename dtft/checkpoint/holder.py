@@ -103,9 +103,7 @@ class Holder:
         with self._lock:
             start = self._own_start(step)
             place = dict(zip(self.own_slices, self.own_offsets, strict=True))
-            return [
-                self.arena.view(start + place[s], s.nbytes) for s in push.slices
-            ]
+            return [self.arena.view(start + place[s], s.nbytes) for s in push.slices]
 
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
         """Digests of some of the own slices of a staged step."""

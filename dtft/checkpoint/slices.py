@@ -190,9 +190,7 @@ def slice_at(mesh: MeshLayout, leaf: Leaf, position: Sequence[int]) -> Slice:
             )
         width = leaf.shape[dim] // parts
         start[dim], stop[dim] = index * width, (index + 1) * width
-    return Slice(
-        path=leaf.path, start=tuple(start), stop=tuple(stop), dtype=leaf.dtype
-    )
+    return Slice(path=leaf.path, start=tuple(start), stop=tuple(stop), dtype=leaf.dtype)
 
 
 def offsets_of(slices: Sequence[Slice]) -> tuple[tuple[int, ...], int]:

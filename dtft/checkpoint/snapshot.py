@@ -27,9 +27,7 @@ class SnapshotPlan:
         self.offsets, self.nbytes = offsets_of(self.slices)
         self._chunk_bytes = chunk_bytes
 
-    def write(
-        self, arrays: Mapping[str, jax.Array], extent: memoryview
-    ) -> list[bytes]:
+    def write(self, arrays: Mapping[str, jax.Array], extent: memoryview) -> list[bytes]:
         """Copies every slice into `extent`.
 
         Args:

@@ -153,7 +153,12 @@ class StorageTier:
         leaves = self._saved_leaves(step, saved)
         empty = {leaf["path"] for leaf in saved["empty"]}
         kept = {path: leaf for path, leaf in leaves.items() if path not in empty}
-        wanted = {path: jax.ShapeDtypeStruct(*leaf) for path, leaf in kept.items()}
+        # A step that several processes wrote is only read onto a stated sharding.
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        wanted = {
+            path: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+            for path, (shape, dtype) in kept.items()
+        }
         found = self._arrays(step, wanted, saved)
         return {
             path: np.zeros(shape, dtype) if path in empty else np.asarray(found[path])

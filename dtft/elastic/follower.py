@@ -160,11 +160,15 @@ class Follower:
             holder = self._hold(Layout.from_json(order["layout"]), order["slot"])
             step = order["step"]
             missing = holder.begin_restore(step, digests, order["items"])
-            planned = {key for transfer in order["transfers"] for key in transfer["keys"]}
+            planned = {
+                key for transfer in order["transfers"] for key in transfer["keys"]
+            }
             surprise = [piece.key for piece in missing if piece.key not in planned]
             if surprise:
                 name = self._config.host
-                raise FetchFailed(name, f"own copy of {surprise[0]} is corrupt", surprise)
+                raise FetchFailed(
+                    name, f"own copy of {surprise[0]} is corrupt", surprise
+                )
             peers = self._fetch_all(holder, order)
             own = sum(piece.nbytes for piece in holder.own_slices) - peers
             seconds = time.monotonic() - begun
@@ -302,7 +306,9 @@ class Follower:
             self._staged(formation, self.holder, message)
         elif op in ("running", "finished", "fatal"):
             self._board.set("recovering", 0)
-            self._report(op, ballot=self._ballot, slot=formation.order["slot"], **message)
+            self._report(
+                op, ballot=self._ballot, slot=formation.order["slot"], **message
+            )
 
     def _announced(self, formation: Formation, layout: Layout) -> None:
         order = formation.order

@@ -22,6 +22,9 @@ from dtft.elastic.journal import read_events
 from dtft.elastic.processes import die_with_parent
 from dtft.elastic.store import StoreUnavailable
 
+HEAD_START_S = 0.5
+"""Spares start later, so that host-0, host-1, ... take slot 0, 1, ... as a rule."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
@@ -63,7 +66,11 @@ class LocalCluster:
         """Starts etcd, then every agent."""
         self.etcd.start()
         self.etcd.wait_ready(20.0)
-        for _ in range(self.options.hosts + self.options.spares):
+        for _ in range(self.options.hosts):
+            self.start_host()
+        if self.options.spares:
+            time.sleep(HEAD_START_S)
+        for _ in range(self.options.spares):
             self.start_host()
 
     def start_host(self, name: str | None = None) -> str:

@@ -17,12 +17,12 @@ from dtft.checkpoint.commit import Commit, Divergence
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.coordinator import Coordinator
+from dtft.elastic.journal import Journal, storage_steps
 from dtft.elastic.ledger import KEPT_COMMITS, Ledger, Writer, result_json
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.recovery import Decision, RecoveryReport, decide, transfers_to
 from dtft.elastic.roles import Assignment, HostRecord, fill_slots, next_epoch
 from dtft.elastic.store import Put
-from dtft.elastic.journal import Journal, storage_steps
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,9 @@ class Leader:
         """A host has connected and may be given a slot."""
         self._hosts.add(host)
         if self._phase in ("gathering", "waiting"):
-            self._ask(host) if self._phase == "gathering" else self.form("a host joined")
+            self._ask(host) if self._phase == "gathering" else self.form(
+                "a host joined"
+            )
         elif self._phase == "idle":
             self._begin_when_complete()
 
@@ -265,7 +267,8 @@ class Leader:
             )
         self._enter("assigning", self._config.timeouts.restore)
         change = Put(
-            key=self._membership.key("m/assignment"), value=assignment.to_json().encode()
+            key=self._membership.key("m/assignment"),
+            value=assignment.to_json().encode(),
         )
         view = self.view
         self._writer.write(
@@ -354,7 +357,9 @@ class Leader:
         assert self._round is not None and self._round.assignment is not None
         self._journal.say(f"{host} could not restore: {error}")
         self._count_failure(self._round.assignment.step)
-        self._round.replies.setdefault(host, {}).setdefault("corrupt", []).extend(corrupt)
+        self._round.replies.setdefault(host, {}).setdefault("corrupt", []).extend(
+            corrupt
+        )
         self.form(f"restore failed on {host}: {error}")
 
     def _count_failure(self, step: int) -> None:
@@ -385,6 +390,9 @@ class Leader:
                     "attempt": assignment.attempt,
                     "hosts": assignment.slots,
                     "step": assignment.step,
+                    "stored": max(
+                        storage_steps(self._config.storage_directory), default=0
+                    ),
                     "export_addresses": [
                         self._export_address(name) for name in assignment.slots
                     ],
@@ -402,7 +410,9 @@ class Leader:
         outcome = self._round.prepared.get(host, {})
         return f"{address}:{outcome.get('export_port', 0)}"
 
-    def _on_running(self, host: str, step: int, bytes_from_storage: int, **_: Any) -> None:
+    def _on_running(
+        self, host: str, step: int, bytes_from_storage: int, **_: Any
+    ) -> None:
         round_ = self._round
         assert round_ is not None
         round_.running.add(host)

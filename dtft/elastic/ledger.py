@@ -105,7 +105,7 @@ class Ledger:
         self.stop_at: int | None = None
         self.stopping = False
         self._export: tuple[int, set[str]] | None = None
-        self._exported = order["step"]
+        self._exported = order["stored"]
         self.export_failures = 0
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
@@ -159,7 +159,10 @@ class Ledger:
         self.committed = max(self.committed, commit.step)
         self._release(commit.step, committed=True)
         interval = self._config.storage_interval
-        if interval and commit.step // interval > self._exported // interval:
+        due = (
+            commit.step // interval > self._exported // interval if interval else False
+        )
+        if due or (interval and not self._exported):
             self.export(commit.step)
 
     def _release(self, step: int, *, committed: bool) -> None:

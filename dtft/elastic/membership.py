@@ -104,9 +104,7 @@ class Membership:
         while not self._stop.is_set():
             try:
                 revision = self._refresh()
-                for _ in self._store.watch(
-                    self.key("m/"), revision + 1, self._stop
-                ):
+                for _ in self._store.watch(self.key("m/"), revision + 1, self._stop):
                     self._refresh()
             except StoreUnavailable:
                 self._stop.wait(0.2)

@@ -204,11 +204,17 @@ def _secret(options: Namespace) -> bytes:
     return secret
 
 
+def _end_cleanly_on_sigterm() -> None:
+    """SIGTERM unwinds like an error, so that clusters are closed and memory freed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def _drill(options: Namespace, overrides: list[str]) -> int:
     from dtft.train.drill import drill
 
     experiment = _experiment(options, overrides)
     check(experiment)
+    _end_cleanly_on_sigterm()
     return drill(experiment, options, overrides)
 
 
@@ -217,6 +223,7 @@ def _bench(options: Namespace, overrides: list[str]) -> int:
 
     experiment = _experiment(options, overrides)
     check(experiment)
+    _end_cleanly_on_sigterm()
     return bench(experiment, options, overrides)
 
 

@@ -38,7 +38,7 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
     arguments = [options.config, *overrides, "--log.sample_ids", "True"]
     arguments += ["--log.tensorboard", "False"]
     control = Path(options.control).resolve() if options.control else root / "control"
-    if not (control / "summary.json").exists():
+    if not _usable(control, experiment):
         print(f"dtft: undisturbed run in {control}", flush=True)
         _fresh(control)
         _run(experiment, arguments, control, 0, [], options)
@@ -55,6 +55,20 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(record, indent=2) + "\n")
     return 0 if record["ok"] else 1
+
+
+def _usable(control: Path, experiment: Experiment) -> bool:
+    """Whether a finished control run has the same result by construction."""
+    saved = control / "config.json"
+    if not (control / "summary.json").exists() or not saved.exists():
+        return False
+    return _decisive(saved.read_text()) == _decisive(configs.to_json(experiment))
+
+
+def _decisive(resolved: str) -> dict[str, Any]:
+    """The part of a config that decides the final state."""
+    free = ("log", "timeouts", "checkpoint")
+    return {k: v for k, v in json.loads(resolved).items() if k not in free}
 
 
 def _fresh(directory: Path) -> None:
@@ -78,7 +92,9 @@ def _run(
         spares,
         directory,
     )
-    cache = os.environ.get("DTFT_COMPILATION_CACHE", str(directory.parent / "xla-cache"))
+    cache = os.environ.get(
+        "DTFT_COMPILATION_CACHE", str(directory.parent / "xla-cache")
+    )
     settings.environment["DTFT_COMPILATION_CACHE"] = cache
     cluster = LocalCluster(settings)
     striker = Striker(cluster, faults, seed=options.seed, rejoin_s=options.rejoin)

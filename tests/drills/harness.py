@@ -7,32 +7,38 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
+DIGITS = (
+    *("digits_cnn", "--hosts", "3", "--stop.steps", "60"),
+    *("--checkpoint.storage_interval", "20"),
+)
+CHARS = (
+    *("chars_transformer", "--hosts", "4", "--stop.steps", "60"),
+    *("--checkpoint.storage_interval", "10"),
+)
+FSDP = (*CHARS, "--mesh.replica", "1", "--mesh.fsdp", "4")
+HYBRID = (*CHARS, "--mesh.replica", "2", "--mesh.fsdp", "2")
 
 
-def drill(directory: Path, config: str, *arguments: str, **options: Any) -> dict:
-    """The record of one drill; fails with the output if the drill does."""
-    record = directory / "drill.json"
-    command = [
-        *(sys.executable, "-m", "dtft.cli", "drill", config),
-        *("--run-dir", str(directory), "--json", str(record)),
-        *arguments,
-    ]
-    done = subprocess.run(
-        command,
+def dtft(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """One command, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "dtft.cli", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=options.get("timeout", 280),
+        timeout=timeout,
     )
+
+
+def drill(directory: Path, *arguments: str) -> dict[str, Any]:
+    """The record of one drill that must succeed; its output comes with it."""
+    record = directory / "drill.json"
+    given = ("drill", *arguments, "--run-dir", str(directory), "--json", str(record))
+    done = dtft(*given, timeout=280)
     output = done.stdout + done.stderr
-    assert record.exists(), output[-4000:]
-    found = json.loads(record.read_text()) | {"output": output}
-    assert done.returncode == options.get("code", 0), output[-4000:]
-    return found
-
-
-def assert_unharmed(record: dict) -> None:
-    """What every drill promises."""
-    assert record["bit_identical"], record["differing_leaves"]
-    assert record["samples_exactly_once"]
-    assert not [p for p in Path("/dev/shm").glob("dtft-*")], "memory left behind"
+    assert record.exists() and done.returncode == 0, output[-6000:]
+    found = json.loads(record.read_text())
+    assert found["bit_identical"], found["differing_leaves"]
+    assert found["samples_exactly_once"]
+    assert found["status"] == "done"
+    return found | {"output": output}

@@ -173,7 +173,13 @@ def test_report_counts_lost_steps_and_says_everything():
         processes_restarted=4,
     )
     assert report.steps_lost == 1
-    for part in ("h1 (slot 1) was lost", "rung 2", "step 149", "1.0 KiB", "1 steps lost"):
+    for part in (
+        "h1 (slot 1) was lost",
+        "rung 2",
+        "step 149",
+        "1.0 KiB",
+        "1 steps lost",
+    ):
         assert part in report.line()
 
 

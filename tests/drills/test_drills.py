@@ -1,0 +1,170 @@
+"""Kills real processes; `make test` runs four drills, `make drills` all of them."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from dtft.elastic.faults import PHASES
+from tests.drills.harness import DIGITS, FSDP, HYBRID, drill
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
+every = pytest.mark.drill_all
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    before = set(Path("/dev/shm").glob("dtft-*"))
+    yield
+    assert set(Path("/dev/shm").glob("dtft-*")) <= before
+
+
+def only(record: dict) -> dict:
+    (recovery,) = record["recoveries"]
+    return recovery
+
+
+@pytest.mark.parametrize("slot", [0, pytest.param(2, marks=every)])
+def test_a_lost_host_is_replaced_from_a_peers_memory(tmp_path, control, slot):
+    fault = f"kill-host:{slot}@30"
+    record = drill(
+        tmp_path, *DIGITS, *control("digits"), "--spares", "1", "--fault", fault
+    )
+    recovery = only(record)
+    assert recovery["rung"] == 2 and recovery["generation"] == 2
+    assert recovery["bytes_from_peers"] > 0 and recovery["bytes_from_storage"] == 0
+    assert recovery["steps_lost"] <= 1 and record["test_accuracy"] > 0.9
+    assert "training again after" in record["output"]
+
+
+def test_a_dead_trainer_costs_no_network(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits")),
+        *("--spares", "1", "--fault", "kill-trainer:1@30"),
+    )
+    recovery = only(record)
+    assert recovery["rung"] == 1 and recovery["generation"] == 1
+    assert recovery["bytes_from_peers"] == recovery["bytes_from_storage"] == 0
+    assert "trainer of slot 1" in recovery["fault"]
+
+
+def test_both_holders_of_a_slice_lost_falls_to_storage(tmp_path, control):
+    record = drill(
+        *(tmp_path, *FSDP, *control("fsdp")),
+        *("--spares", "2", "--fault", "kill-host:2+3@45"),
+    )
+    recovery = only(record)
+    assert recovery["rung"] == 3 and recovery["bytes_from_storage"] > 0
+    assert recovery["restored_step"] > 0
+    assert "the 2 holders of" in record["output"]
+    assert "written every 10 steps" in record["output"]
+
+
+def test_a_corrupt_copy_is_refused_and_another_taken(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits"), "--spares", "1"),
+        *("--fault", "corrupt:0@30", "--fault", "kill-host:1@30"),
+    )
+    recovery = only(record)
+    assert recovery["rung"] == 2 and recovery["corrupt_copies"]
+    assert recovery["bytes_from_storage"] == 0
+
+
+@every
+def test_no_good_copy_left_falls_to_storage(tmp_path, control):
+    record = drill(
+        *(tmp_path, *FSDP, *control("fsdp"), "--spares", "1"),
+        *("--fault", "corrupt:1@45", "--fault", "kill-host:0@45"),
+    )
+    assert only(record)["rung"] == 3 and only(record)["corrupt_copies"]
+
+
+@every
+def test_the_leader_is_an_ordinary_host(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits")),
+        *("--spares", "1", "--fault", "kill-leader@30"),
+    )
+    assert only(record)["rung"] in (1, 2) and only(record)["bytes_from_storage"] == 0
+
+
+@every
+def test_two_hosts_one_after_the_other(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits"), "--spares", "2"),
+        *("--fault", "kill-host:0@20", "--fault", "kill-host:1@40"),
+    )
+    assert [recovery["rung"] for recovery in record["recoveries"]] == [2, 2]
+
+
+@every
+def test_two_hosts_at_once_with_three_copies(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits"), "--checkpoint.copies", "3"),
+        *("--spares", "2", "--fault", "kill-host:0+1@30"),
+    )
+    assert only(record)["rung"] == 2 and only(record)["bytes_from_storage"] == 0
+
+
+@every
+@pytest.mark.parametrize("name, job", [("fsdp", FSDP), ("hybrid", HYBRID)])
+def test_sharded_state_survives_a_host(tmp_path, control, name, job):
+    record = drill(
+        *(tmp_path, *job, *control(name)),
+        *("--spares", "2", "--fault", "kill-host:1@45"),
+    )
+    assert only(record)["rung"] == 2 and only(record)["bytes_from_storage"] == 0
+
+
+@every
+def test_hybrid_sharding_without_both_holders_falls_to_storage(tmp_path, control):
+    record = drill(
+        *(tmp_path, *HYBRID, *control("hybrid")),
+        *("--spares", "2", "--fault", "kill-host:1+3@45"),
+    )
+    assert only(record)["rung"] == 3 and only(record)["bytes_from_storage"] > 0
+
+
+@every
+def test_without_a_spare_the_job_waits_for_a_host(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits")),
+        *("--spares", "0", "--rejoin", "3", "--fault", "kill-host:1@30"),
+    )
+    assert "no spare is left for slot 1: the job waits" in record["output"]
+    assert only(record)["rung"] == 2
+
+
+@every
+def test_training_goes_on_while_the_store_is_away(tmp_path, control):
+    record = drill(
+        *(tmp_path, "digits_cnn", "--hosts", "3", "--stop.steps", "300"),
+        *("--checkpoint.storage_interval", "100", *control("digits-300")),
+        *("--spares", "1", "--fault", "kill-store@30"),
+    )
+    (fault,) = record["faults"]
+    assert fault["steps_during_outage"] > 1 and fault["commits_during_outage"] == 0
+    assert fault["commits_after_outage"] > 1
+
+
+def seeded(seed: int) -> list[str]:
+    """Random step, slot and phase; every phase comes three times in 20."""
+    generator = random.Random(seed)
+    slot, step = generator.randrange(3), generator.randrange(10, 45)
+    phase = PHASES[seed % len(PHASES)] if seed < 18 else None
+    faults = [f"kill-host:{slot}@{step}" + (f":{phase}" if phase else "")]
+    if phase == "recovery":
+        first = (slot + 1 + generator.randrange(2)) % 3
+        faults.insert(0, f"kill-host:{first}@{max(1, step - 1)}")
+    return [part for fault in faults for part in ("--fault", fault)]
+
+
+@every
+@pytest.mark.parametrize("seed", range(20))
+def test_any_moment(tmp_path, control, seed):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits"), "--spares", "2"),
+        *("--seed", str(seed), *seeded(seed)),
+    )
+    assert record["recoveries"], record["output"]
+    assert record["bytes_from_storage"] == 0
