@@ -35,7 +35,7 @@ def start_coordination_service(
 ) -> Any:
     """Starts JAX's coordination service here; it lives as long as the result."""
     check_version()
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     return _jax.get_distributed_runtime_service(
         address,
@@ -65,7 +65,7 @@ def join_world(
     """
     check_version()
     from jax._src import distributed
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)

@@ -1,0 +1,1 @@
+"""Slices, arenas, copies, commits and the storage tier."""

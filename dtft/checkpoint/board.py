@@ -26,7 +26,8 @@ Field = Literal[
     "changed_ns",
 ]
 """Steps, except `generation`, `attempt`, `recovering` (1 while this host is being
-re-formed), `trainer_pid` and `changed_ns` (monotonic time of the last write); 0 means none."""
+re-formed), `trainer_pid` and `changed_ns` (monotonic time of the last write); 0 means
+none."""
 
 FIELDS: tuple[str, ...] = get_args(Field)
 _INDEX = {name: index for index, name in enumerate(FIELDS)}

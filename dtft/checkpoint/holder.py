@@ -6,7 +6,7 @@ where peers are, or how bytes travel. Thread-safe.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,10 +182,15 @@ class Holder:
             self.keep_only({s for s in self._versions if s >= step or s in keep})
 
     def pin(self, step: int) -> int:
-        """Keeps the own extent of `step` until `unpin`; returns its number."""
+        """Keeps the own extent of `step` until `unpin`; returns its number.
+
+        Raises:
+            KeyError: the step is not held here any more.
+        """
         with self._lock:
             extent = self._versions[step].own
-            assert extent is not None
+            if extent is None:
+                raise KeyError(step)
             self._own_pool.retain(extent)
             return extent
 
@@ -224,7 +229,7 @@ class Holder:
             here = {p.key: v for p, v, _ in self._copies(step)}
             return [here[key] for key in keys]
 
-    def _copies(self, step: int):
+    def _copies(self, step: int) -> Iterator[tuple[Slice, memoryview, bytes]]:
         version = self._versions.get(step)
         if version is None:
             return

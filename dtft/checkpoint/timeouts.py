@@ -15,7 +15,7 @@ class Timeouts:
     connect: float = 5.0
     """Opening a connection to a peer or to the store."""
     stage: float = 60.0
-    """From one step's snapshot to the next: a trainer that hangs longer is restarted."""
+    """From one snapshot to the next; trainers that hang longer are restarted."""
     replicate: float = 30.0
     """From the first host's snapshot of a step to its commit."""
     restore: float = 60.0

@@ -1,0 +1,1 @@
+"""Agents, membership, roles, recovery and the local cluster."""

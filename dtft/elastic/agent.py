@@ -1,4 +1,4 @@
-"""One host's agent: an event loop between the store, the peers, the leader and trainers.
+"""One host's agent: an event loop between store, peers, leader and trainers.
 
 Owns every connection and thread of the host and passes events to `Follower` (this
 host's duties) and, while this host leads, to `Leader`. Contains no decision of its own
@@ -131,14 +131,15 @@ class Agent:
             )
         if found["config"] != self._config.config_digest:
             raise JobMismatch(
-                f"the resolved config (digest {self._config.config_digest[:12]}) is not "
-                f"that of job {self._config.job!r} (digest {found['config'][:12]}): "
-                "start every agent with the same CONFIG and overrides."
+                f"the resolved config (digest {self._config.config_digest[:12]}) is "
+                f"not that of job {self._config.job!r} (digest "
+                f"{found['config'][:12]}): start every agent with the same CONFIG and overrides."
             )
 
     def _loop(self) -> str:
         next_tick = time.monotonic() + TICK_S
         while True:
+            event: tuple[Any, ...]
             try:
                 wait = max(0.0, next_tick - time.monotonic())
                 event = self._events.get(timeout=wait)

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dtft.checkpoint.board import Board
+from dtft.checkpoint.holder import Holder
+from dtft.elastic.config import AgentConfig
 from dtft.elastic.processes import die_with_parent
 
 
@@ -69,3 +72,81 @@ class Exporter:
         """Ends the process at once."""
         self._process.kill()
         self._process.wait(timeout=10)
+
+
+class ExportDesk:
+    """This host's part in exports: pins a step, hands it over, lets it go."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        board: Board,
+        emit: Callable[..., None],
+        exported: Callable[[int, bool, str], None],
+    ) -> None:
+        """`exported(step, ok, error)` is called once for each step begun."""
+        self._config, self._board = config, board
+        self._emit, self._exported = emit, exported
+        self._exporter: Exporter | None = None
+        self._pinned: dict[int, tuple[Holder, int]] = {}
+
+    def begin(self, holder: Holder, order: dict[str, Any]) -> None:
+        """Begins to write one committed step."""
+        step = order["step"]
+        if step in self._pinned:
+            return
+        try:
+            self._pinned[step] = holder, holder.pin(step)
+        except KeyError:
+            self._exported(step, False, f"{self._config.host} has dropped step {step}")
+            return
+        self._open(holder, order)
+        assert self._exporter is not None
+        self._board.set("exporting", step)
+        items = {**holder.items(step), "config": holder.layout.config}
+        self._exporter.save(step, holder.own_offset(step), items)
+
+    def _open(self, holder: Holder, order: dict[str, Any]) -> None:
+        """Keeps the exporter of the last step if its world is the same."""
+        opening = {
+            "directory": str(self._config.storage_directory),
+            "max_to_keep": self._config.storage_keep,
+            "rank": order["rank"],
+            "world": order["world"],
+            "coordinator": order["coordinator"],
+            "layout": holder.layout.to_json(),
+            "arena": str(holder.path),
+            "slot": holder.slot,
+            "devices": len(holder.layout.mesh.positions(holder.slot)),
+        }
+        if self._exporter is not None and self._exporter.opening == opening:
+            return
+        if self._exporter is not None:
+            self._exporter.close()
+        logs = self._config.run_directory / "logs"
+        path = logs / f"{self._config.host}.exporter.log"
+        self._exporter = Exporter(opening, path, self._emit)
+
+    def answer(self, exporter: Exporter, message: dict[str, Any]) -> None:
+        """The exporter has written a step, failed, or ended."""
+        if exporter is not self._exporter or message.get("op") == "open":
+            return
+        ok = bool(message.get("ok"))
+        for step in list(self._pinned):
+            self._let_go(step)
+            self._exported(step, ok, message.get("error", ""))
+        if not ok:
+            self.close()
+
+    def _let_go(self, step: int) -> None:
+        holder, extent = self._pinned.pop(step)
+        holder.unpin(extent)
+        self._board.set("exporting", 0)
+
+    def close(self) -> None:
+        """Ends the exporter; a step that it was writing is not written."""
+        exporter, self._exporter = self._exporter, None
+        if exporter is not None:
+            exporter.close()
+        for step in list(self._pinned):
+            self._let_go(step)

@@ -5,6 +5,7 @@
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -70,3 +71,20 @@ def parse_fault(text: str, num_slots: int) -> Fault:
                 f"{num_slots - 1}."
             )
     return Fault(kind=kind, slots=slots, step=int(match["step"]), phase=phase)  # type: ignore[arg-type]
+
+
+def in_order(faults: Sequence[Fault]) -> list[Fault]:
+    """By step; a fault during recovery stays behind the one it was given after.
+
+    >>> texts = ["kill-host:0@40", "kill-host:1@1:recovery", "kill-leader@20"]
+    >>> [str(f) for f in in_order([parse_fault(t, num_slots=2) for t in texts])]
+    ['kill-leader@20', 'kill-host:0@40', 'kill-host:1@1:recovery']
+    """
+    groups: list[list[Fault]] = []
+    for fault in faults:
+        if fault.phase == "recovery" and groups:
+            groups[-1].append(fault)
+        else:
+            groups.append([fault])
+    groups.sort(key=lambda group: group[0].step)
+    return [fault for group in groups for fault in group]

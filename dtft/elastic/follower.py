@@ -5,9 +5,7 @@ methods run on the agent's event loop; what takes long runs on threads that answ
 events. Decides nothing about the job: which slot, which step and which peers are told.
 """
 
-import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +16,11 @@ from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.exports import Exporter
+from dtft.elastic.exports import ExportDesk, Exporter
 from dtft.elastic.processes import free_port
-from dtft.elastic.replication import FetchFailed, Inbox, Pusher, fetch
+from dtft.elastic.replication import Inbox, Pusher
+from dtft.elastic.restoring import restore_into
 from dtft.elastic.trainers import TrainerPool
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -39,6 +36,7 @@ class Formation:
 
     @property
     def epoch(self) -> tuple[int, int]:
+        """(generation, attempt) of the order."""
         return self.order["generation"], self.order["attempt"]
 
 
@@ -67,8 +65,7 @@ class Follower:
         self.holder: Holder | None = None
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
-        self._exporter: Exporter | None = None
-        self._pinned: dict[int, int] = {}
+        self._exports = ExportDesk(config, board, emit, self._exported)
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -113,7 +110,7 @@ class Follower:
             for pusher in formation.pushers:
                 pusher.close()
             self._pool.kill_active()
-        self._close_exporter()
+        self._exports.close()
         for field_name in ("computing", "replicating", "committing", "exporting"):
             self._board.set(field_name, 0)
 
@@ -154,69 +151,19 @@ class Follower:
         }
 
     def _restore_memory(self, formation: Formation) -> None:
-        order, begun = formation.order, time.monotonic()
-        digests: dict[str, bytes] = order["digests"]
+        order = formation.order
         try:
             holder = self._hold(Layout.from_json(order["layout"]), order["slot"])
-            step = order["step"]
-            missing = holder.begin_restore(step, digests, order["items"])
-            planned = {
-                key for transfer in order["transfers"] for key in transfer["keys"]
-            }
-            surprise = [piece.key for piece in missing if piece.key not in planned]
-            if surprise:
-                name = self._config.host
-                raise FetchFailed(
-                    name, f"own copy of {surprise[0]} is corrupt", surprise
-                )
-            peers = self._fetch_all(holder, order)
-            own = sum(piece.nbytes for piece in holder.own_slices) - peers
-            seconds = time.monotonic() - begun
-            outcome = {"own": own, "peers": peers, "s": seconds}
-        except FetchFailed as error:
-            outcome = {
-                "error": str(error),
-                "host": error.host,
-                "corrupt": error.corrupt,
-            }
+            outcome = restore_into(
+                holder,
+                order,
+                self._config.host,
+                self._credentials,
+                self._config.timeouts.restore,
+            )
         except OSError as error:
             outcome = {"fatal": str(error)}
         self._emit("restored_memory", formation, outcome)
-
-    def _fetch_all(self, holder: Holder, order: dict[str, Any]) -> int:
-        """Fetches from all peers in parallel; returns the bytes received."""
-        results: list[int | FetchFailed] = []
-
-        def one(transfer: dict[str, Any]) -> None:
-            try:
-                limit = self._config.timeouts.restore
-                results.append(
-                    fetch(
-                        holder,
-                        order["step"],
-                        transfer,
-                        order["digests"],
-                        self._credentials,
-                        limit,
-                    )
-                )
-            except FetchFailed as error:
-                results.append(error)
-
-        threads = [
-            threading.Thread(target=one, args=(transfer,), daemon=True)
-            for transfer in order["transfers"]
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        total = 0
-        for result in results:
-            if isinstance(result, FetchFailed):
-                raise result
-            total += result
-        return total
 
     def _hold(self, layout: Layout, slot: int) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed."""
@@ -381,64 +328,15 @@ class Follower:
 
     def export(self, order: dict[str, Any]) -> None:
         """Begins to write a committed step to storage, from the arena."""
-        formation, holder = self._formation, self.holder
-        if formation is None or holder is None or order["step"] in self._pinned:
-            return
-        step = order["step"]
-        try:
-            self._pinned[step] = holder.pin(step)
-        except (KeyError, AssertionError):
-            self._exported(step, {"ok": False, "error": f"step {step} is not here"})
-            return
-        opening = {
-            "directory": str(self._config.storage_directory),
-            "max_to_keep": self._config.storage_keep,
-            "rank": order["rank"],
-            "world": order["world"],
-            "coordinator": order["coordinator"],
-            "layout": holder.layout.to_json(),
-            "arena": str(holder.path),
-            "slot": holder.slot,
-            "devices": len(holder.layout.mesh.positions(holder.slot)),
-        }
-        if self._exporter is None or self._exporter.opening != opening:
-            if self._exporter is not None:
-                self._exporter.close()
-            path = self._logs / f"{self._config.host}.exporter.log"
-            self._exporter = Exporter(opening, path, self._emit)
-        self._board.set("exporting", step)
-        items = {**holder.items(step), "config": holder.layout.config}
-        self._exporter.save(step, holder.own_offset(step), items)
+        if self._formation is not None and self.holder is not None:
+            self._exports.begin(self.holder, order)
 
     def exporter_says(self, exporter: Exporter, message: dict[str, Any]) -> None:
         """The exporter has written a step, failed, or ended."""
-        if exporter is not self._exporter or message.get("op") == "open":
-            return
-        for step in list(self._pinned):
-            self._exported(step, message)
-        if not message.get("ok"):
-            self._close_exporter()
+        self._exports.answer(exporter, message)
 
-    def _exported(self, step: int, message: dict[str, Any]) -> None:
-        self._board.set("exporting", 0)
-        if step in self._pinned and self.holder is not None:
-            self.holder.unpin(self._pinned.pop(step))
-        self._report(
-            "exported",
-            ballot=self._ballot,
-            step=step,
-            ok=bool(message.get("ok")),
-            error=message.get("error", ""),
-        )
-
-    def _close_exporter(self) -> None:
-        exporter, self._exporter = self._exporter, None
-        if exporter is not None:
-            exporter.close()
-        for step in list(self._pinned):
-            if self.holder is not None:
-                self.holder.unpin(self._pinned.pop(step))
-        self._pinned.clear()
+    def _exported(self, step: int, ok: bool, error: str) -> None:
+        self._report("exported", ballot=self._ballot, step=step, ok=ok, error=error)
 
     def close(self) -> None:
         """Ends every process of this host and frees its memory."""

@@ -9,7 +9,7 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtft.checkpoint.commit import Commit, StepTracker
@@ -17,6 +17,7 @@ from dtft.checkpoint.export_plan import export_world
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.roles import Assignment
 from dtft.elastic.store import StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -82,30 +83,36 @@ class Ledger:
         self,
         config: AgentConfig,
         layout: Layout,
-        order: dict[str, Any],
+        assignment: Assignment,
+        *,
+        stored: int,
+        export_addresses: Mapping[str, str],
         record: Callable[[Commit], None],
         send: Callable[..., None],
     ) -> None:
-        """`order` holds the formation: generation, attempt, hosts, export address.
+        """Opens the ledger of a formation.
 
         Args:
             config: the leader's own settings.
             layout: what the trainers announced.
-            order: generation, attempt, hosts (by slot), export_address, ballot.
+            assignment: the formation.
+            stored: the newest step in storage, 0 for none.
+            export_addresses: host to the host:port at which it would lead an export.
             record: queues the write of a commit.
             send: send(host, op, **fields).
         """
-        self._config, self.layout, self._order = config, layout, order
+        self._config, self.layout, self._assignment = config, layout, assignment
+        self._export_addresses = export_addresses
         self._record, self._send = record, send
         self.placement = place(layout, config.copies)
         self._trackers: dict[int, StepTracker] = {}
         self.pending: Commit | None = None
         """Complete, but the store has not confirmed it yet."""
-        self.committed = order["step"]
+        self.committed = assignment.step
         self.stop_at: int | None = None
         self.stopping = False
         self._export: tuple[int, set[str]] | None = None
-        self._exported = order["stored"]
+        self._exported = stored
         self.export_failures = 0
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
@@ -130,11 +137,11 @@ class Ledger:
         del self._trackers[step]
         self.pending = Commit(
             step=step,
-            generation=self._order["generation"],
-            attempt=self._order["attempt"],
+            generation=self._assignment.generation,
+            attempt=self._assignment.attempt,
             root=tracker.root(),
             layout=self.layout.digest,
-            holders=tuple(self._order["hosts"]),
+            holders=self._assignment.slots,
             copies=self.placement.effective_copies,
         )
         if self.stopping and self.stop_at is None:
@@ -166,7 +173,7 @@ class Ledger:
             self.export(commit.step)
 
     def _release(self, step: int, *, committed: bool) -> None:
-        for host in self._order["hosts"]:
+        for host in self._assignment.slots:
             self._send(
                 host, "release", step=step, committed=committed, stop_at=self.stop_at
             )
@@ -178,17 +185,12 @@ class Ledger:
         """The step that is being written to storage."""
         return self._export[0] if self._export else None
 
-    @property
-    def exported_step(self) -> int:
-        """The last step that storage confirmed."""
-        return self._exported
-
     def export(self, step: int) -> None:
         """Orders the fewest hosts that hold every slice to write a step."""
         if self._export is not None:
             return
         slots = export_world(self.layout).slots
-        hosts = [self._order["hosts"][slot] for slot in slots]
+        hosts = [self._assignment.slots[slot] for slot in slots]
         self._export = (step, set(hosts))
         for rank, host in enumerate(hosts):
             self._send(
@@ -197,9 +199,7 @@ class Ledger:
                 step=step,
                 rank=rank,
                 world=len(hosts),
-                coordinator=self._order["export_addresses"][slots[0]]
-                if len(hosts) > 1
-                else "",
+                coordinator=self._export_addresses[hosts[0]] if len(hosts) > 1 else "",
             )
 
     def export_answer(self, host: str, step: int, ok: bool) -> bool | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dtft.checkpoint.board import Board, Field
 from dtft.elastic.etcd import EtcdStore
-from dtft.elastic.faults import Fault
+from dtft.elastic.faults import Fault, in_order
 from dtft.elastic.journal import read_events
 from dtft.elastic.launch import LocalCluster
 
@@ -51,7 +51,7 @@ class Strike:
 
 
 class Striker(threading.Thread):
-    """Plays the faults in the order of their steps while a cluster runs."""
+    """Plays the faults, one after the other, while a cluster runs."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Striker(threading.Thread):
         """`rejoin_s`: seconds after which a killed host comes back, or None."""
         super().__init__(daemon=True)
         self._cluster = cluster
-        self._faults = sorted(faults, key=lambda f: (f.step, f.phase == "recovery"))
+        self._faults = in_order(faults)
         self._random = random.Random(seed)
         self._rejoin_s = rejoin_s
         self._cancelled = threading.Event()

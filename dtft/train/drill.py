@@ -272,7 +272,8 @@ def _say(record: dict[str, Any]) -> None:
         print(
             f"dtft: recovery: rung {entry['rung']}, step {entry['restored_step']} "
             f"restored, {entry['steps_lost']} steps lost, detected in "
-            f"{entry['detect_s']:.2f} s, training again after {entry['total_s']:.2f} s, "
+            f"{entry['detect_s']:.2f} s, training again after "
+            f"{entry['total_s']:.2f} s, "
             f"{entry['bytes_from_peers']} bytes from peers' memory, "
             f"{entry['bytes_from_storage']} from storage"
         )
@@ -280,8 +281,8 @@ def _say(record: dict[str, Any]) -> None:
     equal = "equal bit for bit to" if record["bit_identical"] else "DIFFERENT from"
     once = "every sample once" if record["samples_exactly_once"] else "SAMPLES WRONG"
     print(
-        f"dtft: final parameters and optimizer state at step {record['final_step']} are "
-        f"{equal} the undisturbed run's; {once}; {', '.join(tests)}"
+        f"dtft: final parameters and optimizer state at step {record['final_step']} "
+        f"are {equal} the undisturbed run's; {once}; {', '.join(tests)}"
     )
     if not record["ok"]:
         reason = record["fault_error"] or record["differing_leaves"]

@@ -6,7 +6,7 @@ from dtft.checkpoint.commit import Commit, Divergence, StepTracker, locate
 from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.leader import main_reason
+from dtft.elastic.forming import main_reason
 from dtft.elastic.recovery import RecoveryReport, decide, transfers_to
 
 HOSTS = ("h0", "h1", "h2", "h3")
@@ -80,7 +80,7 @@ def test_one_host_lost_is_rung_2_and_the_spare_gets_exactly_its_slices(
         storage_steps=[],
     )
     assert (decision.rung, decision.step) == (2, 7)
-    addresses = dict.fromkeys(HOSTS, "x:1")
+    addresses = {host: "x:1" for host in HOSTS}
     wanted = transfers_to(decision.transfers, addresses, "spare")
     keys = sorted(key for entry in wanted for key in entry["keys"])
     assert keys == sorted(piece.key for piece in state.slices(dead))
@@ -113,15 +113,20 @@ def test_an_older_commit_serves_when_the_newest_is_lost_or_quarantined():
     state = layout(2, 2)
     old, new = holdings_of(state, 2, 6), holdings_of(state, 2, 7)
     both = {host: {**old[host], **new[host]} for host in HOSTS}
-    arguments = dict(
-        commits=[commit_of(state, 7), commit_of(state, 6)],
-        layout=state,
-        slots=HOSTS,
-        storage_steps=[],
-    )
-    assert decide(holdings=old, **arguments).step == 6
-    assert decide(holdings=both, **arguments).step == 7
-    assert decide(holdings=both, quarantined={7}, **arguments).step == 6
+
+    def chosen(holdings: dict, quarantined: set[int]) -> int:
+        return decide(
+            commits=[commit_of(state, 7), commit_of(state, 6)],
+            layout=state,
+            holdings=holdings,
+            slots=HOSTS,
+            storage_steps=[],
+            quarantined=quarantined,
+        ).step
+
+    assert chosen(old, set()) == 6
+    assert chosen(both, set()) == 7
+    assert chosen(both, {7}) == 6
 
 
 def test_digests_that_do_not_add_up_are_not_restored():

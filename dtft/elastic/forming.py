@@ -1,0 +1,187 @@
+"""How a formation is decided: from what hosts replied to orders for each slot. Pure.
+
+A `Round` is one attempt to form. The functions here fill it in and read it out; when
+which one is called is the leader's business. Must not know the store, connections or
+the clock.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.slices import Layout
+from dtft.elastic.recovery import Decision, RecoveryReport, decide, transfers_to
+from dtft.elastic.roles import Assignment, HostRecord, next_epoch
+
+Ballot = tuple[int, int]
+"""(term of the leader, counter): larger for every new round of any leader."""
+
+
+@dataclass(kw_only=True)
+class Round:
+    """One attempt to form: what was heard and decided since it began."""
+
+    ballot: Ballot
+    reasons: list[str]
+    detected: float
+    """Wall-clock time at which the first failure was noticed."""
+    replies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Per host its holdings, read and checked."""
+    decision: Decision | None = None
+    assignment: Assignment | None = None
+    prepared: dict[str, dict[str, Any]] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
+    finished: dict[int, int] = field(default_factory=dict)
+    """Slot to the last step, once its trainer has ended well."""
+    corrupt: list[str] = field(default_factory=list)
+    """Copies that did not match their digests, in this round or the failed ones before
+    it."""
+    last_finished: int = 0
+    restore_begun: float = 0.0
+    restore_s: float = 0.0
+    bytes_from_storage: int = 0
+    reported: bool = False
+
+    def reply(self, host: str, reply: dict[str, Any]) -> None:
+        """A host has stood down and said what it holds."""
+        self.replies[host] = reply
+        self.corrupt.extend(reply["corrupt"])
+        self.last_finished = max(self.last_finished, reply["finished"])
+
+    @property
+    def layout_json(self) -> str:
+        """The layout of the state, if any host knows it."""
+        return next((r["layout"] for r in self.replies.values() if r["layout"]), "")
+
+
+def next_round(old: Round | None, ballot: Ballot, reason: str, now: float) -> Round:
+    """A new round; one that follows a failed one goes on with its account."""
+    if old is None or old.reported:
+        return Round(ballot=ballot, reasons=[reason], detected=now)
+    return Round(
+        ballot=ballot,
+        reasons=[*old.reasons, reason],
+        detected=old.detected,
+        corrupt=old.corrupt,
+        last_finished=old.last_finished,
+    )
+
+
+def assign(
+    round_: Round,
+    filled: Sequence[HostRecord],
+    *,
+    previous: Assignment | None,
+    commits: Sequence[Commit],
+    storage_steps: Collection[int],
+    quarantined: Collection[int],
+) -> tuple[Assignment, Decision]:
+    """Decides what is restored and writes it down as an assignment."""
+    text = round_.layout_json
+    hosts = tuple(record.host for record in filled)
+    decision = decide(
+        commits=commits,
+        layout=Layout.from_json(text) if text else None,
+        holdings={host: reply["holdings"] for host, reply in round_.replies.items()},
+        slots=hosts,
+        storage_steps=storage_steps,
+        quarantined=quarantined,
+    )
+    generation, attempt = next_epoch(previous, filled)
+    assignment = Assignment(
+        generation=generation,
+        attempt=attempt,
+        slots=hosts,
+        incarnations=tuple(record.incarnation for record in filled),
+        source=decision.source,
+        step=decision.step,
+        rung=0 if previous is None else decision.rung,
+        reason=main_reason(round_.reasons),
+    )
+    return assignment, decision
+
+
+def orders(
+    round_: Round, hosts: Mapping[str, HostRecord], coordinator: str
+) -> dict[str, dict[str, Any]]:
+    """For the host of each slot what it has to do.
+
+    Raises:
+        KeyError: a host of the assignment is not registered any more.
+    """
+    assignment, decision = round_.assignment, round_.decision
+    assert assignment is not None and decision is not None
+    addresses = {host: record.address for host, record in hosts.items()}
+    located = decision.located
+    items = [reply["items"].get(decision.step) for reply in round_.replies.values()]
+    common = {
+        "ballot": round_.ballot,
+        "generation": assignment.generation,
+        "attempt": assignment.attempt,
+        "coordinator": coordinator,
+        "addresses": [addresses[host] for host in assignment.slots],
+        "source": decision.source,
+        "step": decision.step,
+        "layout": round_.layout_json if located else "",
+        "digests": dict(located.digests) if located else {},
+        "items": next((found for found in items if found), {}) if located else {},
+    }
+    return {
+        host: {
+            **common,
+            "slot": slot,
+            "transfers": transfers_to(decision.transfers, addresses, host),
+        }
+        for slot, host in enumerate(assignment.slots)
+    }
+
+
+def report_of(round_: Round, now: float) -> RecoveryReport:
+    """What a recovery cost, once every slot trains again."""
+    assignment = round_.assignment
+    assert assignment is not None
+    return RecoveryReport(
+        fault=assignment.reason,
+        generation=assignment.generation,
+        attempt=assignment.attempt,
+        rung=assignment.rung,
+        source=assignment.source,
+        restored_step=assignment.step,
+        last_finished_step=round_.last_finished,
+        detect_s=0.0,
+        restore_s=round_.restore_s,
+        total_s=now - round_.detected,
+        bytes_from_own_memory=sum(p["own"] for p in round_.prepared.values()),
+        bytes_from_peers=sum(p["peers"] for p in round_.prepared.values()),
+        bytes_from_storage=round_.bytes_from_storage,
+        processes_restarted=len(assignment.slots) + 1,
+        corrupt_copies=tuple(sorted(set(round_.corrupt))),
+    )
+
+
+def death(slots: Sequence[str], host: str, code: int) -> str:
+    """How a trainer ended, for people.
+
+    >>> death(["a", "b"], "b", -9)
+    'trainer of slot 1 on b killed by signal 9'
+    """
+    slot = slots.index(host) if host in slots else "?"
+    how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return f"trainer of slot {slot} on {host} {how}"
+
+
+def main_reason(reasons: Sequence[str]) -> str:
+    """What really happened, without what followed from it.
+
+    A lost host breaks the collectives of all others, whose trainers then end; a killed
+    trainer does the same to its peers.
+
+    >>> main_reason(["trainer of slot 0 on a ended with code 1", "b (slot 1) was lost"])
+    'b (slot 1) was lost'
+    """
+    for mark in ("was lost", "by signal 9", "by signal"):
+        causes = [reason for reason in reasons if mark in reason]
+        if causes:
+            return "; ".join(dict.fromkeys(causes))
+    return "; ".join(dict.fromkeys(reasons))

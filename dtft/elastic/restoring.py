@@ -1,0 +1,70 @@
+"""Brings one slot's slices of a commit into this host's memory, checked.
+
+Own copies that are right stay; the rest is fetched from the peers that the leader
+named, all in parallel, and checked again. Knows neither why nor what comes after.
+"""
+
+import concurrent.futures
+import time
+from typing import Any
+
+from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.transport import Credentials
+from dtft.elastic.replication import FetchFailed, fetch
+
+
+def restore_into(
+    holder: Holder,
+    order: dict[str, Any],
+    host: str,
+    credentials: Credentials,
+    limit_s: float,
+) -> dict[str, Any]:
+    """Carries out the restore part of a leader's order.
+
+    Args:
+        holder: of the slot in the order.
+        order: step, digests, items and transfers.
+        host: this host's name.
+        credentials: the job's.
+        limit_s: deadline of each fetch, in seconds.
+
+    Returns:
+        `own` and `peers` (bytes) and `s` (seconds); or `error`, `host` and `corrupt`.
+    """
+    begun = time.monotonic()
+    try:
+        missing = holder.begin_restore(order["step"], order["digests"], order["items"])
+        planned = {key for transfer in order["transfers"] for key in transfer["keys"]}
+        surprise = [piece.key for piece in missing if piece.key not in planned]
+        if surprise:
+            text = f"own copy of {surprise[0]} is corrupt"
+            raise FetchFailed(host, text, surprise)
+        peers = _fetch_all(holder, order, credentials, limit_s)
+    except FetchFailed as error:
+        return {"error": str(error), "host": error.host, "corrupt": error.corrupt}
+    own = sum(piece.nbytes for piece in holder.own_slices) - peers
+    return {"own": own, "peers": peers, "s": time.monotonic() - begun}
+
+
+def _fetch_all(
+    holder: Holder, order: dict[str, Any], credentials: Credentials, limit_s: float
+) -> int:
+    """Fetches from all peers at once; returns the bytes received."""
+    transfers = order["transfers"]
+    if not transfers:
+        return 0
+    with concurrent.futures.ThreadPoolExecutor(len(transfers)) as pool:
+        running = [
+            pool.submit(
+                fetch,
+                holder,
+                order["step"],
+                transfer,
+                order["digests"],
+                credentials,
+                limit_s,
+            )
+            for transfer in transfers
+        ]
+        return sum(one.result() for one in running)
