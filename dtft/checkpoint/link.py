@@ -4,9 +4,12 @@ One msgpack map per message with a 4-byte length before it. Bytes of state never
 travel here; they are in the arena. What the messages mean is not known here.
 """
 
+import contextlib
+import os
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,25 @@ import msgpack
 
 _LENGTH = struct.Struct("<I")
 _LARGEST = 256 << 20
+
+
+@contextlib.contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """An address for a Unix socket at any path; they may only have 107 bytes."""
+    directory = os.open(path.parent, os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
+
+
+def listen(path: Path) -> socket.socket:
+    """A listening Unix socket at `path`."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _address(path) as address:
+        listener.bind(address)
+    listener.listen(8)
+    return listener
 
 
 class LinkClosed(ConnectionError):
@@ -33,7 +55,8 @@ class Link:
         """Connects to the agent that listens at `path`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
-        connection.connect(str(path))
+        with _address(path) as address:
+            connection.connect(address)
         connection.settimeout(None)
         return cls(connection)
 

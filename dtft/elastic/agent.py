@@ -133,7 +133,8 @@ class Agent:
             raise JobMismatch(
                 f"the resolved config (digest {self._config.config_digest[:12]}) is "
                 f"not that of job {self._config.job!r} (digest "
-                f"{found['config'][:12]}): start every agent with the same CONFIG and overrides."
+                f"{found['config'][:12]}): start every agent with the same CONFIG "
+                "and overrides."
             )
 
     def _loop(self) -> str:

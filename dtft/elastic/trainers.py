@@ -6,7 +6,6 @@ JAX, and not why a trainer is started or ended.
 """
 
 import os
-import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dtft.checkpoint.link import Link, LinkClosed
+from dtft.checkpoint.link import Link, LinkClosed, listen
 from dtft.elastic.processes import die_with_parent
 
 Emit = Callable[..., None]
@@ -54,9 +53,7 @@ class TrainerPool:
         self._trainers: dict[int, Trainer] = {}
         self.active: Trainer | None = None
         self._standby: Trainer | None = None
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(socket_path))
-        self._listener.listen(8)
+        self._listener = listen(socket_path)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:

@@ -1,0 +1,169 @@
+"""`launch` and `agent` as a user runs them: stop, resume, by hand, wrong input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dtft.elastic.etcd_server import EmbeddedEtcd
+from dtft.elastic.journal import read_events, storage_steps
+from tests.drills.harness import REPOSITORY, dtft
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(200)]
+SMALL = ("digits_cnn", "--log.tensorboard", "False")
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "dtft.cli", *arguments],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def until(ready: Callable[[], object], limit_s: float = 90.0) -> None:
+    end = time.monotonic() + limit_s
+    while not ready():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.1)
+
+
+def commits(run: Path) -> list[int]:
+    return [event["step"] for event in read_events(run) if event["event"] == "commit"]
+
+
+def left_behind(marker: str) -> list[str]:
+    """Processes whose command line names a run directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if marker in line and int(path.parent.name) != os.getpid():
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stop_exports_and_the_resume_command_continues(tmp_path, number):
+    run = tmp_path / "run"
+    arguments = ("launch", *SMALL, "--hosts", "2", "--run-dir", str(run))
+    process = start(*arguments, "--stop.steps", "100000")
+    until(lambda: len(commits(run)) > 20)
+    process.send_signal(number)
+    asked = time.monotonic()
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - asked < 10 and process.returncode == 0, output
+    (end,) = [event for event in read_events(run) if event["event"] == "end"]
+    assert end["status"] == "stopped"
+    assert max(storage_steps(run / "checkpoints")) == end["step"] == commits(run)[-1]
+    assert f"--run-dir {run}" in output
+    assert not left_behind(str(run)) and not list(Path("/dev/shm").glob("dtft-digits*"))
+    goal = end["step"] + 5
+    done = dtft(*arguments, "--stop.steps", str(goal), timeout=100)
+    assert f"continues at step {end['step']}" in done.stdout, done.stdout + done.stderr
+    assert json.loads((run / "summary.json").read_text())["step"] == goal
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
+    server = EmbeddedEtcd(tmp_path / "etcd")
+    server.start()
+    server.wait_ready()
+    yield server
+    server.stop()
+
+
+def agent_arguments(tmp_path: Path, store: str, secret: str) -> list[str]:
+    (tmp_path / "secret").write_text("0123456789abcdef" + secret)
+    return [
+        *("agent", *SMALL, "--hosts", "3", "--stop.steps", "30"),
+        *("--store", store, "--job", "by-hand", "--run-dir", str(tmp_path / "run")),
+        *("--secret-file", str(tmp_path / "secret")),
+    ]
+
+
+@pytest.mark.drill_all
+def test_agents_started_by_hand_do_the_same_as_launch(tmp_path, etcd):
+    arguments = agent_arguments(tmp_path, etcd.address, "")
+    agents = [start(*arguments, "--host-name", f"h{n}") for n in range(4)]
+    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * 4, outputs
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 30
+    assert max(storage_steps(tmp_path / "run" / "checkpoints")) == 30
+    assert not list(Path("/dev/shm").glob("dtft-by-hand-*"))
+
+
+def test_another_secret_is_refused(tmp_path, etcd):
+    first = start(*agent_arguments(tmp_path, etcd.address, ""), "--host-name", "a")
+    assert first.stdout is not None
+    try:
+        until(lambda: (tmp_path / "run" / "events.jsonl").exists())
+        wrong = agent_arguments(tmp_path, etcd.address, "other")
+        done = dtft(*wrong, "--host-name", "b")
+        assert done.returncode == 2 and "the secret of --secret-file" in done.stderr
+    finally:
+        first.terminate()
+        first.communicate(timeout=20)
+    assert not list(Path("/dev/shm").glob("dtft-by-hand-*"))
+
+
+def test_memory_too_small_is_refused_with_the_numbers(tmp_path):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "x", memory])
+    if mounted.returncode:
+        pytest.skip("needs to mount a small tmpfs")
+    try:
+        done = dtft(
+            *("launch", *SMALL, "--hosts", "2", "--run-dir", str(tmp_path / "run")),
+            *("--checkpoint.arena_directory", str(memory)),
+            timeout=100,
+        )
+    finally:
+        subprocess.run(["umount", memory], check=True)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "bytes" in done.stderr and str(memory) in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (("--optim.lerning_rate", "1"), "--optim.learning_rate"),
+        (("--hosts", "3", "--data.global_batch", "97"), "not divisible by 3"),
+        (("--hosts", "2", "--checkpoint.copies", "3"), "more than the number of hosts"),
+        (("--hosts", "3", "--mesh.fsdp", "2"), "does not fit 3 devices"),
+    ],
+)
+def test_wrong_input_is_one_clear_error(tmp_path, arguments, hint):
+    run = tmp_path / "run"
+    done = dtft("launch", "digits_cnn", *arguments, "--run-dir", str(run))
+    assert done.returncode == 2 and hint in done.stderr, done.stderr
+    assert not run.exists()
+
+
+def test_a_store_that_does_not_answer_is_named(tmp_path, free_port):
+    done = dtft(*agent_arguments(tmp_path, f"127.0.0.1:{free_port}", ""))
+    assert done.returncode == 2 and f"127.0.0.1:{free_port}" in done.stderr
+    assert not list(Path("/dev/shm").glob("dtft-by-hand-*"))
+
+
+def test_checkpoints_of_another_config_are_not_touched(tmp_path):
+    run = tmp_path / "run"
+    first = dtft("train", *SMALL, "--stop.steps", "5", "--log.run_dir", str(run))
+    assert first.returncode == 0, first.stderr
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+    other = ("--seed", "7")
+    done = dtft("launch", *SMALL, *other, "--hosts", "2", "--run-dir", str(run))
+    assert done.returncode == 2 and "seed: 0 -> 7" in done.stderr, done.stderr
+    assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
