@@ -85,10 +85,12 @@ def join_world(
     state.coordinator_address = address
 
 
-def copy_cpu_buffer(array: jax.Array, destination: memoryview) -> None:
-    """Copies a ready single-device CPU array into `destination`, holding no reference.
+def cpu_buffer(array: jax.Array) -> memoryview:
+    """The bytes of a ready single-device CPU array, without taking a reference.
 
-    `np.asarray` would keep a view on the array, and a view cancels donation.
+    `np.asarray` would keep a view on the array, and a view cancels donation. The result
+    is valid only while the array is neither deleted nor donated: use it at once.
     """
-    target = (ctypes.c_char * len(destination)).from_buffer(destination)
-    ctypes.memmove(target, array.unsafe_buffer_pointer(), len(destination))
+    size = array.size * array.dtype.itemsize
+    address = array.unsafe_buffer_pointer()
+    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")

@@ -5,20 +5,10 @@ hosts that can send them. Pure and deterministic. Must not know steps' meaning, 
 addresses or how bytes travel.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dtft.checkpoint.slices import Slice
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holding:
-    """What one host has, verified, of one step."""
-
-    host: str
-    step: int
-    slices: frozenset[str]
-    """Keys of the slices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +41,6 @@ class Missing:
     def keys(self) -> tuple[str, ...]:
         """Keys of the slices that no host has."""
         return tuple(piece.key for piece in self.slices)
-
-
-def holders_of(holdings: Iterable[Holding], step: int) -> dict[str, tuple[str, ...]]:
-    """Slice key to the hosts that have it at `step`, in the order of their names.
-
-    >>> holders_of([Holding(host="b", step=3, slices=frozenset({"w[0:2]:int8"}))], 3)
-    {'w[0:2]:int8': ('b',)}
-    """
-    holders: dict[str, list[str]] = {}
-    for holding in sorted(holdings, key=lambda holding: holding.host):
-        if holding.step == step:
-            for key in sorted(holding.slices):
-                holders.setdefault(key, []).append(holding.host)
-    return {key: tuple(hosts) for key, hosts in holders.items()}
 
 
 def plan_restore(

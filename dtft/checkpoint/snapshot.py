@@ -40,8 +40,8 @@ class SnapshotPlan:
         digests = []
         for piece, offset in zip(self.slices, self.offsets, strict=True):
             target = extent[offset : offset + piece.nbytes]
-            _copy_out(_shard_of(arrays[piece.path], piece), target)
-            digests.append(digest.chunk_digests(target, self._chunk_bytes))
+            source = _host_bytes(_shard_of(arrays[piece.path], piece))
+            digests.append(digest.copy_and_digest(source, target, self._chunk_bytes))
         return digests
 
     def read(
@@ -89,13 +89,10 @@ def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
     )
 
 
-def _copy_out(array: jax.Array, target: memoryview) -> None:
-    if not len(target):
-        return
-    if next(iter(array.devices())).platform == "cpu":
-        _jax_internals.copy_cpu_buffer(array, target)
-    else:
-        target[:] = np.asarray(array).reshape(-1).view(np.uint8).data
+def _host_bytes(array: jax.Array) -> memoryview:
+    if array.size and next(iter(array.devices())).platform == "cpu":
+        return _jax_internals.cpu_buffer(array)
+    return memoryview(np.asarray(array).reshape(-1).view(np.uint8))
 
 
 def _global_array(

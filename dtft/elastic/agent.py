@@ -183,6 +183,24 @@ class Agent:
             self._follow(view)
         if self._leader is not None:
             self._leader.see(view)
+        self._retire_if_replaced(view)
+
+    def _retire_if_replaced(self, view: View) -> None:
+        """Stands down when a newer generation does without this host.
+
+        So a host that was frozen, or cut off, comes back as a spare.
+        """
+        newer = view.assignment
+        if newer is None or newer.epoch <= self._follower.epoch:
+            return
+        if (
+            self._follower.epoch > (0, 0)
+            and self._incarnation not in newer.incarnations
+        ):
+            logger.warning("generation %d is without this host", newer.generation)
+            self._follower.retire()
+            if self._to_leader is not None:
+                self._to_leader.close()  # connects anew, which offers it as a spare
 
     def _mine(self, view: View) -> bool:
         record = view.hosts.get(self._config.host)

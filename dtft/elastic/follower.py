@@ -114,6 +114,11 @@ class Follower:
         for field_name in ("computing", "replicating", "committing", "exporting"):
             self._board.set(field_name, 0)
 
+    def retire(self) -> None:
+        """Gives up the slot: others have taken it. The copies stay until replaced."""
+        self._stand_down()
+        self._board.set("recovering", 0)
+
     def prepare(self, order: dict[str, Any]) -> None:
         """Takes a slot: starts the trainer and, beside it, fetches the state."""
         if tuple(order["ballot"]) < self._ballot:

@@ -4,10 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.restore import (
-    Holding,
     Missing,
     RestorePlan,
-    holders_of,
     plan_restore,
 )
 from dtft.checkpoint.slices import Slice
@@ -90,12 +88,3 @@ def test_nothing_moves_when_memory_is_intact() -> None:
 
 def test_unknown_slices_are_missing() -> None:
     assert plan_restore({"a": (piece("w"),)}, {}) == Missing(slices=(piece("w"),))
-
-
-def test_holders_are_of_one_step() -> None:
-    holdings = [
-        Holding(host="b", step=2, slices=frozenset({"w", "v"})),
-        Holding(host="a", step=2, slices=frozenset({"w"})),
-        Holding(host="c", step=1, slices=frozenset({"w"})),
-    ]
-    assert holders_of(holdings, 2) == {"w": ("a", "b"), "v": ("b",)}

@@ -1,0 +1,168 @@
+"""The leader's ledger: commits, releases and exports of one formation."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.checkpoint.commit import Commit
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.ledger import Ledger, Writer
+from dtft.elastic.roles import Assignment
+from dtft.elastic.store import StoreUnavailable
+from tests.elastic.test_recovery import HOSTS, layout, value
+
+
+class Desk:
+    """A ledger with everything that it does written down."""
+
+    def __init__(self, replica: int, fsdp: int, **changes: Any) -> None:
+        state = layout(replica, fsdp)
+        self.state, self.sent, self.recorded = state, [], []
+        slots = HOSTS[: state.mesh.num_slots]
+        config = AgentConfig(
+            job="j",
+            host="h0",
+            store="s:1",
+            secret=b"x" * 16,
+            num_slots=len(slots),
+            trainer_command=(),
+            run_directory=Path("/nowhere"),
+            config_digest="",
+            **changes,
+        )
+        assignment = Assignment(
+            generation=3,
+            attempt=2,
+            slots=slots,
+            incarnations=slots,
+            source="memory",
+            step=10,
+            rung=2,
+            reason="test",
+        )
+        self.ledger = Ledger(
+            config,
+            state,
+            assignment,
+            stored=10,
+            export_addresses={host: f"{host}:9" for host in slots},
+            record=self.recorded.append,
+            send=lambda host, op, **fields: self.sent.append((host, op, fields)),
+        )
+
+    def stage(self, step: int) -> None:
+        for slot in range(self.state.mesh.num_slots):
+            digests = [value(p.key) for p in self.state.slices(slot)]
+            self.ledger.staged(slot, step, digests)
+
+    def hold(self, step: int) -> None:
+        for push in self.ledger.placement.pushes:
+            self.ledger.held(step, push.source, push.target)
+
+    def ops(self, op: str) -> list[tuple[str, dict]]:
+        return [(host, fields) for host, found, fields in self.sent if found == op]
+
+
+def test_a_step_is_recorded_once_every_copy_is_verified():
+    desk = Desk(1, 4)
+    desk.stage(11)
+    assert desk.recorded == [] and "copy of slot" in desk.ledger.waiting_for()
+    desk.hold(11)
+    (commit,) = desk.recorded
+    assert (commit.step, commit.generation, commit.attempt) == (11, 3, 2)
+    assert commit.copies == 2 and desk.ops("release") == []
+    desk.ledger.written(commit)
+    assert [host for host, _ in desk.ops("release")] == list(HOSTS)
+    assert all(fields["committed"] for _, fields in desk.ops("release"))
+    assert desk.ledger.committed == 11 and desk.ledger.pending is None
+
+
+def test_a_store_outage_releases_without_committing():
+    desk = Desk(2, 1)
+    desk.stage(11)
+    desk.ledger.delayed(desk.recorded[0])
+    assert not any(fields["committed"] for _, fields in desk.ops("release"))
+    assert desk.ledger.committed == 10 and desk.ledger.pending is not None
+
+
+def test_export_is_ordered_from_the_fewest_hosts_when_due():
+    desk = Desk(2, 2, storage_interval=5)
+    for step in range(11, 16):
+        desk.stage(step)
+        desk.ledger.written(desk.recorded[-1])
+    orders = desk.ops("export")
+    assert [(h, o["step"], o["rank"], o["world"]) for h, o in orders] == [
+        ("h0", 15, 0, 2),
+        ("h1", 15, 1, 2),
+    ]
+    assert {fields["coordinator"] for _, fields in orders} == {"h0:9"}
+    assert desk.ledger.export_answer("h0", 15, True) is None
+    assert desk.ledger.exporting == 15
+    assert desk.ledger.export_answer("h1", 15, True) is True
+    assert desk.ledger.exporting is None
+
+
+def test_a_failed_export_is_counted_and_does_not_block_the_next():
+    desk = Desk(2, 1, storage_interval=1)
+    desk.stage(11)
+    desk.ledger.written(desk.recorded[-1])
+    assert desk.ledger.export_answer("h0", 11, False) is False
+    assert desk.ledger.export_failures == 1
+    desk.stage(12)
+    desk.ledger.written(desk.recorded[-1])
+    assert desk.ledger.exporting == 12
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_stop_names_a_boundary_that_no_trainer_has_passed(interval):
+    desk = Desk(2, 1, interval=interval)
+    desk.ledger.stopping = True
+    desk.stage(12)
+    desk.ledger.written(desk.recorded[-1])
+    assert {f["stop_at"] for _, f in desk.ops("release")} == {12 + interval}
+
+
+def commit(step: int) -> Commit:
+    return Commit(
+        step=step,
+        generation=1,
+        attempt=1,
+        root="",
+        layout="",
+        holders=(),
+        copies=2,
+    )
+
+
+def test_writer_goes_on_when_the_store_is_back_with_the_newest_commit():
+    events: list[tuple] = []
+    heard, up = threading.Condition(), threading.Event()
+    tried: list[int] = []
+
+    def emit(*event: Any) -> None:
+        with heard:
+            events.append(event)
+            heard.notify_all()
+
+    def attempt(step: int) -> bool:
+        if not up.is_set():
+            raise StoreUnavailable("away")
+        tried.append(step)
+        return True
+
+    def wait_for(kind: str, count: int) -> None:
+        with heard:
+            assert heard.wait_for(
+                lambda: sum(event[0] == kind for event in events) >= count, timeout=10
+            )
+
+    writer = Writer(emit)
+    for number, step in enumerate((1, 2, 3), start=1):
+        writer.write("commit", commit(step), lambda step=step: attempt(step))
+        wait_for("write_delayed", number)
+    up.set()
+    wait_for("written", 1)
+    writer.close()
+    assert tried == [3] and events[-1] == ("written", "commit", commit(3), True)
