@@ -92,7 +92,7 @@ def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
 def _host_bytes(array: jax.Array) -> memoryview:
     if array.size and next(iter(array.devices())).platform == "cpu":
         return _jax_internals.cpu_buffer(array)
-    return memoryview(np.asarray(array).reshape(-1).view(np.uint8))
+    return np.asarray(array).reshape(-1).view(np.uint8).data
 
 
 def _global_array(
