@@ -204,27 +204,32 @@ def _secret(options: Namespace) -> bytes:
     return secret
 
 
-def _end_cleanly_on_sigterm() -> None:
-    """SIGTERM unwinds like an error, so that clusters are closed and memory freed."""
+def _for_clusters(
+    options: Namespace, overrides: list[str]
+) -> tuple[Experiment, list[str]]:
+    """The experiment, and the overrides for clusters with run directories of their own.
+
+    SIGTERM unwinds like an error, so that clusters are closed and their memory freed.
+    """
+    given = list(overrides)
+    experiment = _experiment(options, overrides)
+    check(experiment)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return experiment, [*given, "--cluster.hosts", str(experiment.cluster.hosts)]
 
 
 def _drill(options: Namespace, overrides: list[str]) -> int:
     from dtft.train.drill import drill
 
-    experiment = _experiment(options, overrides)
-    check(experiment)
-    _end_cleanly_on_sigterm()
-    return drill(experiment, options, overrides)
+    experiment, arguments = _for_clusters(options, overrides)
+    return drill(experiment, options, arguments)
 
 
 def _bench(options: Namespace, overrides: list[str]) -> int:
     from dtft.train.bench import bench
 
-    experiment = _experiment(options, overrides)
-    check(experiment)
-    _end_cleanly_on_sigterm()
-    return bench(experiment, options, overrides)
+    experiment, arguments = _for_clusters(options, overrides)
+    return bench(experiment, options, arguments)
 
 
 _COMMANDS = {

@@ -8,6 +8,7 @@ cost. Must not take part in the recovery itself.
 import json
 import logging
 import os
+import shlex
 import shutil
 import time
 from argparse import Namespace
@@ -23,6 +24,8 @@ from dtft.train import config as configs
 from dtft.train.experiment import Experiment
 
 DEADLINE_S = 600.0
+
+Events = Sequence[dict[str, Any]]
 
 
 def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> int:
@@ -96,6 +99,8 @@ def _run(
         "DTFT_COMPILATION_CACHE", str(directory.parent / "xla-cache")
     )
     settings.environment["DTFT_COMPILATION_CACHE"] = cache
+    command = ["dtft", "launch", *settings.agent_arguments]
+    settings.environment["DTFT_RESUME_COMMAND"] = shlex.join(command)
     cluster = LocalCluster(settings)
     striker = Striker(cluster, faults, seed=options.seed, rejoin_s=options.rejoin)
     try:
@@ -124,11 +129,7 @@ def judge(
     samples = samples_exactly_once(
         faulted, control, step, experiment.data.global_batch, events
     )
-    recoveries = [
-        _recovery(event, striker.strikes)
-        for event in events
-        if event["event"] == "recovery"
-    ]
+    recoveries = _recoveries(events, striker.strikes)
     summary = _summary(faulted)
     record: dict[str, Any] = {
         "config": experiment.name,
@@ -168,21 +169,28 @@ def _summary(directory: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _recovery(event: dict[str, Any], strikes: Sequence[Strike]) -> dict[str, Any]:
-    """A recovery with times counted from the blow, which only the drill knows."""
-    before = [strike for strike in strikes if strike.at <= event["detected"]]
-    entry = {k: v for k, v in event.items() if k not in ("time", "event", "by")}
-    if before:
-        blow = before[-1]
-        entry["detect_s"] = round(event["detected"] - blow.at, 4)
-        entry["total_s"] = round(event["ended"] - blow.at, 4)
-        finished = max(event["last_finished_step"], blow.finished)
-        entry["last_finished_step"] = finished
-        entry["steps_lost"] = max(0, finished - event["restored_step"])
-    return entry
+def _recoveries(events: Events, strikes: Sequence[Strike]) -> list[dict[str, Any]]:
+    """Every recovery, its times counted from the blow, which only the drill knows."""
+    found, previous = [], 0.0
+    for event in events:
+        if event["event"] != "recovery":
+            continue
+        entry = {k: v for k, v in event.items() if k not in ("time", "event", "by")}
+        entry["cause"] = entry["fault"]
+        blows = [blow for blow in strikes if previous < blow.at <= event["ended"]]
+        if blows:
+            entry["fault"] = ", ".join(str(blow.fault) for blow in blows)
+            entry["detect_s"] = round(event["detected"] - blows[0].at, 4)
+            entry["total_s"] = round(event["ended"] - blows[0].at, 4)
+            finished = max(event["last_finished_step"], blows[0].finished)
+            entry["last_finished_step"] = finished
+            entry["steps_lost"] = max(0, finished - event["restored_step"])
+        previous = event["ended"]
+        found.append(entry)
+    return found
 
 
-def _strike(strike: Strike, events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _strike(strike: Strike, events: Events) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "fault": str(strike.fault),
         "hosts": list(strike.hosts),
@@ -206,7 +214,7 @@ def _strike(strike: Strike, events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def surviving_segments(
-    events: Sequence[dict[str, Any]], last: int
+    events: Events, last: int
 ) -> list[tuple[tuple[int, int], int, int]]:
     """Which steps of which attempt survive: (epoch, after step, up to step).
 
@@ -228,7 +236,7 @@ def surviving_segments(
 
 
 def samples_exactly_once(
-    faulted: Path, control: Path, last: int, batch: int, events: Sequence[dict]
+    faulted: Path, control: Path, last: int, batch: int, events: Events
 ) -> bool:
     """Whether the surviving history used each global row once, and the right sample."""
     used = _samples(faulted)

@@ -164,6 +164,7 @@ def main(arguments: Sequence[str]) -> None:
         level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
     logging.getLogger("absl").setLevel(logging.WARNING)
+    _keep_stdout_for_people()
     config, *overrides = arguments
     experiment = load(config, overrides, prog="dtft.train.worker")
     link = Link.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), timeout_s=10.0)
@@ -203,6 +204,12 @@ def _train(
     result = run(experiment, runtime)
     sys.stdout.flush()
     link.send("finished", step=result.step, summary=runtime.summary)
+
+
+def _keep_stdout_for_people() -> None:
+    """What libraries write to file descriptor 1 (gloo does) goes to the log instead."""
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
 
 
 def _log_error() -> None:

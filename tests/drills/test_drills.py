@@ -45,7 +45,7 @@ def test_a_dead_trainer_costs_no_network(tmp_path, control):
     recovery = only(record)
     assert recovery["rung"] == 1 and recovery["generation"] == 1
     assert recovery["bytes_from_peers"] == recovery["bytes_from_storage"] == 0
-    assert "trainer of slot 1" in recovery["fault"]
+    assert "trainer of slot 1" in recovery["cause"]
 
 
 def test_both_holders_of_a_slice_lost_falls_to_storage(tmp_path, control):
