@@ -25,9 +25,7 @@ from dtft.checkpoint.transport import (
     ChannelClosed,
     Credentials,
     TransportServer,
-    connect,
 )
-from dtft.checkpoint.wire import AuthenticationError
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.follower import Follower
 from dtft.elastic.journal import Journal
@@ -36,12 +34,29 @@ from dtft.elastic.membership import Membership, View
 from dtft.elastic.replication import serve_fetch, serve_pushes
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import Store, StoreUnavailable
+from dtft.elastic.upward import Upward
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 PROOF_TRIES = 40
 PROOF_PAUSE_S = 0.02
+
+FOLLOWER_EVENTS = {
+    "trainer_link": "trainer_linked",
+    "trainer": "trainer_says",
+    "trainer_exit": "trainer_exited",
+    "restored_memory": "restored_memory",
+    "held": "held",
+    "exporter": "exporter_says",
+}
+LEADER_EVENTS = {
+    "report": "hears",
+    "written": "written",
+    "write_delayed": "delayed",
+    "coordinator": "coordinator_ready",
+}
+"""Events that go straight to a method of this host's follower or leader."""
 
 
 class JobMismatch(ValueError):
@@ -63,8 +78,13 @@ class Agent:
         self._board = Board(config.memory_directory / "board", create=True)
         self._view = View()
         self._leader: Leader | None = None
-        self._to_leader: Channel | None = None
-        self._leader_tried: tuple[str, int] | None = None
+        self._upward = Upward(
+            config.host,
+            self._incarnation,
+            self._credentials,
+            config.timeouts.connect,
+            self._emit,
+        )
         self._channels: dict[str, Channel] = {}
         self._follower = Follower(
             config, self._credentials, self._board, self._emit, self._report
@@ -152,9 +172,17 @@ class Agent:
             if event[0] == "view" and event[1].result is not None:
                 return event[1].result
             try:
-                getattr(self, f"_on_{event[0]}")(*event[1:])
+                self._handle(*event)
             except StoreUnavailable as error:
                 logger.warning("%s", error)
+
+    def _handle(self, kind: str, *values: Any) -> None:
+        if kind in FOLLOWER_EVENTS:
+            getattr(self._follower, FOLLOWER_EVENTS[kind])(*values)
+        elif kind not in LEADER_EVENTS:
+            getattr(self, f"_on_{kind}")(*values)
+        elif self._leader is not None:
+            getattr(self._leader, LEADER_EVENTS[kind])(*values)
 
     def _close(self) -> None:
         if self._leader is not None:
@@ -162,9 +190,9 @@ class Agent:
         self._follower.close()
         self._membership.leave()
         self._server.close()
-        for channel in [*self._channels.values(), self._to_leader]:
-            if channel is not None:
-                channel.close()
+        self._upward.close()
+        for channel in self._channels.values():
+            channel.close()
         self._board.close()
         shutil.rmtree(self._config.memory_directory, ignore_errors=True)
 
@@ -199,8 +227,7 @@ class Agent:
         ):
             logger.warning("generation %d is without this host", newer.generation)
             self._follower.retire()
-            if self._to_leader is not None:
-                self._to_leader.close()  # connects anew, which offers it as a spare
+            self._upward.close()  # connects anew, which offers it as a spare
 
     def _mine(self, view: View) -> bool:
         record = view.hosts.get(self._config.host)
@@ -220,9 +247,7 @@ class Agent:
             self._order,
             Journal(self._config.run_directory, self._config.host),
         )
-        if self._to_leader is not None:
-            self._to_leader.close()
-            self._to_leader = None
+        self._upward.close()
         for host in [self._config.host, *self._channels]:
             self._leader.joined(host)
 
@@ -248,47 +273,17 @@ class Agent:
 
     # ------------------------------------------------------ towards the leader
 
-    def _follow(self, view: View) -> None:
-        """Connects to the leader, or proves that it is dead."""
-        leader = view.hosts.get(view.leader or "")
-        if self._to_leader is not None or leader is None:
-            return
-        if leader.host == self._config.host:
-            return
-        hello = {
-            "op": "control",
-            "host": self._config.host,
-            "incarnation": self._incarnation,
-        }
-        limit = self._config.timeouts.connect
-        try:
-            channel = connect(leader.address, self._credentials, hello, limit)
-        except ConnectionRefusedError:
-            logger.warning("leader %s refuses connections: it is dead", leader.host)
-            self._expel(leader.host, view.leader_lease)
-            return
-        except AuthenticationError as error:
-            logger.error("%s", error)
-            return
-        except (OSError, ChannelClosed, TimeoutError) as error:
-            logger.warning("cannot reach leader %s: %s", leader.host, error)
-            return
-        self._to_leader = channel
-        threading.Thread(target=self._hear_leader, args=(channel,), daemon=True).start()
-
-    def _hear_leader(self, channel: Channel) -> None:
-        try:
-            while True:
-                message, _ = channel.receive(timeout_s=86400)
-                self._emit("order", channel, message)
-        except (ChannelClosed, TimeoutError, OSError):
-            self._emit("leader_lost", channel)
-
     def _on_leader_lost(self, channel: Channel) -> None:
-        if channel is self._to_leader:
-            channel.close()
-            self._to_leader = None
-            self._follow(self._view)
+        self._upward.lost(channel)
+        self._follow(self._view)
+
+    def _follow(self, view: View) -> None:
+        """Connects to the leader; one that refuses is dead, and all shall know."""
+        leader = view.hosts.get(view.leader or "")
+        if leader is None or leader.host == self._config.host:
+            return
+        if not self._upward.connect(leader):
+            self._expel(leader.host, view.leader_lease)
 
     def _expel(self, host: str, lease: int) -> None:
         if lease:
@@ -306,16 +301,12 @@ class Agent:
         """Sends a report of this host to whoever leads."""
         if self._leader is not None:
             self._emit("report", self._config.host, {"op": op, **fields})
-        elif self._to_leader is not None:
-            try:
-                self._to_leader.send({"op": op, **fields}, timeout_s=10.0)
-            except (OSError, ChannelClosed, TimeoutError):
-                pass  # `leader_lost` follows
+        else:
+            self._upward.send({"op": op, **fields})
 
     def _on_order(self, channel: Channel, message: dict[str, Any]) -> None:
-        if channel is not self._to_leader:
-            return
-        self._obey(message)
+        if self._upward.is_current(channel):
+            self._obey(message)
 
     def _obey(self, message: dict[str, Any]) -> None:
         op = message["op"]
@@ -376,10 +367,6 @@ class Agent:
         if self._leader is not None:
             self._leader.lost(record.host, "its connection closed, its port is dead")
 
-    def _on_report(self, host: str, message: dict[str, Any]) -> None:
-        if self._leader is not None:
-            self._leader.hears(host, message)
-
     def _order(self, host: str, op: str, **fields: Any) -> None:
         """Sends an order to a host; its loss is noticed elsewhere."""
         if host == self._config.host:
@@ -395,42 +382,8 @@ class Agent:
     def _on_own_order(self, message: dict[str, Any]) -> None:
         self._obey(message)
 
-    # ------------------------------------------------- events of leader's parts
-
-    def _on_written(self, label: str, value: Any, allowed: bool) -> None:
-        if self._leader is not None:
-            self._leader.written(label, value, allowed)
-
-    def _on_write_delayed(self, label: str, value: Any) -> None:
-        if self._leader is not None:
-            self._leader.delayed(label, value)
-
     def _on_committing(self, step: int) -> None:
         self._board.set("committing", step)
-
-    def _on_coordinator(self, ballot: tuple[int, int], address: str) -> None:
-        if self._leader is not None:
-            self._leader.coordinator_ready(ballot, address)
-
-    # ------------------------------------------------- events of follower's parts
-
-    def _on_trainer_link(self, pid: int, link: Any) -> None:
-        self._follower.trainer_linked(pid, link)
-
-    def _on_trainer(self, pid: int, message: dict[str, Any]) -> None:
-        self._follower.trainer_says(pid, message)
-
-    def _on_trainer_exit(self, pid: int, code: int) -> None:
-        self._follower.trainer_exited(pid, code)
-
-    def _on_restored_memory(self, formation: Any, outcome: dict[str, Any]) -> None:
-        self._follower.restored_memory(formation, outcome)
-
-    def _on_held(self, epoch: tuple[int, int], step: int, source: int) -> None:
-        self._follower.held(epoch, step, source)
-
-    def _on_exporter(self, exporter: Any, message: dict[str, Any]) -> None:
-        self._follower.exporter_says(exporter, message)
 
 
 def _answers(address: str) -> bool:

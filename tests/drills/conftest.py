@@ -1,6 +1,7 @@
 """Shared by all drills: one undisturbed run per kind of job, one compilation cache."""
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,13 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory):
         cache: Path = tmp_path_factory.mktemp("xla-cache")
         patch.setenv("DTFT_COMPILATION_CACHE", str(cache))
         yield
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[Path]:
+    """A place of its own for every arena of a test; it must be empty at the end."""
+    directory = Path(tempfile.mkdtemp(prefix="dtft-test-", dir="/dev/shm"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTFT_TEST_MEMORY", str(directory))
+        yield directory
+    directory.rmdir()  # fails if anything was left behind

@@ -1,6 +1,7 @@
 """Runs `dtft drill` as a user would and reads its record."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,10 +31,16 @@ def dtft(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[st
     )
 
 
+def memory() -> tuple[str, str]:
+    """Puts arenas where the running test checks that nothing is left behind."""
+    return "--checkpoint.arena_directory", os.environ["DTFT_TEST_MEMORY"]
+
+
 def drill(directory: Path, *arguments: str) -> dict[str, Any]:
     """The record of one drill that must succeed; its output comes with it."""
     record = directory / "drill.json"
     given = ("drill", *arguments, "--run-dir", str(directory), "--json", str(record))
+    given += memory()
     done = dtft(*given, timeout=280)
     output = done.stdout + done.stderr
     assert record.exists() and done.returncode == 0, output[-6000:]

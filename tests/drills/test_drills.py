@@ -1,7 +1,6 @@
 """Kills real processes; `make test` runs four drills, `make drills` all of them."""
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -10,13 +9,6 @@ from tests.drills.harness import DIGITS, FSDP, HYBRID, drill
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
 every = pytest.mark.drill_all
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind():
-    before = set(Path("/dev/shm").glob("dtft-*"))
-    yield
-    assert set(Path("/dev/shm").glob("dtft-*")) <= before
 
 
 def only(record: dict) -> dict:

@@ -13,7 +13,7 @@ import pytest
 
 from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.journal import read_events, storage_steps
-from tests.drills.harness import REPOSITORY, dtft
+from tests.drills.harness import REPOSITORY, dtft, memory
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(200)]
 SMALL = ("digits_cnn", "--log.tensorboard", "False")
@@ -57,7 +57,7 @@ def left_behind(marker: str) -> list[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stop_exports_and_the_resume_command_continues(tmp_path, number):
     run = tmp_path / "run"
-    arguments = ("launch", *SMALL, "--hosts", "2", "--run-dir", str(run))
+    arguments = ("launch", *SMALL, "--hosts", "2", "--run-dir", str(run), *memory())
     process = start(*arguments, "--stop.steps", "100000")
     until(lambda: len(commits(run)) > 20)
     process.send_signal(number)
@@ -68,7 +68,8 @@ def test_stop_exports_and_the_resume_command_continues(tmp_path, number):
     assert end["status"] == "stopped"
     assert max(storage_steps(run / "checkpoints")) == end["step"] == commits(run)[-1]
     assert f"--run-dir {run}" in output
-    assert not left_behind(str(run)) and not list(Path("/dev/shm").glob("dtft-digits*"))
+    assert not left_behind(str(run))
+    assert not list(Path(os.environ["DTFT_TEST_MEMORY"]).iterdir())
     goal = end["step"] + 5
     done = dtft(*arguments, "--stop.steps", str(goal), timeout=100)
     assert f"continues at step {end['step']}" in done.stdout, done.stdout + done.stderr
@@ -89,7 +90,7 @@ def agent_arguments(tmp_path: Path, store: str, secret: str) -> list[str]:
     return [
         *("agent", *SMALL, "--hosts", "3", "--stop.steps", "30"),
         *("--store", store, "--job", "by-hand", "--run-dir", str(tmp_path / "run")),
-        *("--secret-file", str(tmp_path / "secret")),
+        *("--secret-file", str(tmp_path / "secret"), *memory()),
     ]
 
 
@@ -101,7 +102,6 @@ def test_agents_started_by_hand_do_the_same_as_launch(tmp_path, etcd):
     assert [agent.returncode for agent in agents] == [0] * 4, outputs
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 30
     assert max(storage_steps(tmp_path / "run" / "checkpoints")) == 30
-    assert not list(Path("/dev/shm").glob("dtft-by-hand-*"))
 
 
 def test_another_secret_is_refused(tmp_path, etcd):
@@ -115,25 +115,24 @@ def test_another_secret_is_refused(tmp_path, etcd):
     finally:
         first.terminate()
         first.communicate(timeout=20)
-    assert not list(Path("/dev/shm").glob("dtft-by-hand-*"))
 
 
 def test_memory_too_small_is_refused_with_the_numbers(tmp_path):
-    memory = tmp_path / "memory"
-    memory.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "x", memory])
+    small = tmp_path / "memory"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "x", small])
     if mounted.returncode:
         pytest.skip("needs to mount a small tmpfs")
     try:
         done = dtft(
             *("launch", *SMALL, "--hosts", "2", "--run-dir", str(tmp_path / "run")),
-            *("--checkpoint.arena_directory", str(memory)),
+            *("--checkpoint.arena_directory", str(small)),
             timeout=100,
         )
     finally:
-        subprocess.run(["umount", memory], check=True)
+        subprocess.run(["umount", small], check=True)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "bytes" in done.stderr and str(memory) in done.stderr
+    assert "bytes" in done.stderr and str(small) in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,6 @@ def test_wrong_input_is_one_clear_error(tmp_path, arguments, hint):
 def test_a_store_that_does_not_answer_is_named(tmp_path, free_port):
     done = dtft(*agent_arguments(tmp_path, f"127.0.0.1:{free_port}", ""))
     assert done.returncode == 2 and f"127.0.0.1:{free_port}" in done.stderr
-    assert not list(Path("/dev/shm").glob("dtft-by-hand-*"))
 
 
 def test_checkpoints_of_another_config_are_not_touched(tmp_path):
