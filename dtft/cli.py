@@ -25,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     command("config", "print the resolved config")
     made = command("launch", "a local cluster: private etcd, agents, trainers")
     job(made)
-    made.add_argument("--spares", type=int, default=0, help="hosts that wait")
+    made.add_argument("--spares", type=_count, default=0, help="hosts that wait")
     made = command("agent", "one host of a job; start one per machine")
     job(made)
     made.add_argument("--store", required=True, metavar="HOST:PORT", help="etcd")
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--domain", default="", help="failure domain (rack, power)")
     made = command("drill", "kill real processes and compare with an undisturbed run")
     job(made)
-    made.add_argument("--spares", type=int, default=0, help="hosts that wait")
+    made.add_argument("--spares", type=_count, default=0, help="hosts that wait")
     made.add_argument("--fault", action="append", default=[], metavar="KIND:SLOT@STEP")
     made.add_argument("--rejoin", type=float, metavar="S", help="killed hosts return")
     made.add_argument("--seed", type=int, default=0, help="of the moment in a step")
@@ -47,6 +47,14 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--json", help="write the figures here")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of hosts, 0 or more"
+        )
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

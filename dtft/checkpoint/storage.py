@@ -238,11 +238,12 @@ class StorageTier:
             raise self._unreadable(step, error) from error
 
     def _unreadable(self, step: int, error: Exception) -> CheckpointUnreadable:
+        others = [str(found) for found in self.all_steps() if found != step]
+        advice = f"Restore another step ({listed(others)}) or m" if others else "M"
+        reason = str(error).partition("\n")[0]
         return CheckpointUnreadable(
-            f"{self._path(step)} exists but cannot be read "
-            f"({type(error).__name__}: {error}). Nothing was changed. Restore another "
-            f"step of {listed([str(found) for found in self.all_steps()])}, or move "
-            "the directory away."
+            f"{self._path(step)} exists but cannot be read ({type(error).__name__}: "
+            f"{reason}). Nothing was changed. {advice}ove the directory away."
         )
 
 

@@ -68,6 +68,7 @@ class Agent:
 
     def __init__(self, config: AgentConfig, store: Store) -> None:
         """Creates this host's memory directory and listens; joins nothing yet."""
+        _refuse_taken_name(store, config)
         self._config, self._store = config, store
         self._events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self._incarnation = secrets.token_hex(8)
@@ -384,6 +385,24 @@ class Agent:
 
     def _on_committing(self, step: int) -> None:
         self._board.set("committing", step)
+
+
+def _refuse_taken_name(store: Store, config: AgentConfig) -> None:
+    """Waits for the lease of a former host of this name to run out, or refuses.
+
+    Raises:
+        JobMismatch: a live host has the name.
+    """
+    key = f"/dtft/{config.job}/m/hosts/{config.host}"
+    end = time.monotonic() + config.timeouts.lease + 1.0
+    while (taken := store.get(key)) is not None:
+        if time.monotonic() > end:
+            pid = HostRecord.from_json(taken.value).pid
+            raise JobMismatch(
+                f"--host-name {config.host} is taken: a live host of job "
+                f"{config.job!r} has it (process {pid}). Give another name."
+            )
+        time.sleep(TICK_S)
 
 
 def _answers(address: str) -> bool:

@@ -4,6 +4,7 @@ One process for each formation, on a fresh port. Reports readiness as an event; 
 is for is not known here.
 """
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -39,12 +40,16 @@ class Coordinator:
         self.end()
         host = self._config.bind.rsplit(":", 1)[0]
         address = f"{host}:{free_port()}"
+        if self._waiting.poll() is not None:
+            _kill(self._waiting)
+            self._waiting = self._spawn()
         self._serving, self._waiting = self._waiting, self._spawn()
         process = self._serving
         assert process.stdin is not None
         heartbeat_s = self._config.timeouts.heartbeat
-        process.stdin.write(f"{address} {num_processes} {heartbeat_s}\n")
-        process.stdin.flush()
+        with contextlib.suppress(OSError):  # it just died: the formation times out
+            process.stdin.write(f"{address} {num_processes} {heartbeat_s}\n")
+            process.stdin.flush()
 
         def wait() -> None:
             assert process.stdout is not None
@@ -71,4 +76,5 @@ def _kill(process: subprocess.Popen) -> None:
     process.wait(timeout=10)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            pipe.close()
+            with contextlib.suppress(OSError):  # what was not sent is lost with it
+                pipe.close()

@@ -64,6 +64,8 @@ def parse_fault(text: str, num_slots: int) -> Fault:
     if bool(slots) != (kind in _WITH_SLOTS):
         need = "needs a slot" if kind in _WITH_SLOTS else "takes no slot"
         raise ValueError(f"--fault {text!r}: {kind} {need}")
+    if len(set(slots)) < len(slots):
+        raise ValueError(f"--fault {text!r}: a slot is named twice")
     for slot in slots:
         if slot >= num_slots:
             raise ValueError(

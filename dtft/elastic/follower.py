@@ -118,6 +118,7 @@ class Follower:
         """Gives up the slot: others have taken it. The copies stay until replaced."""
         self._stand_down()
         self._board.set("recovering", 0)
+        self.warm()
 
     def prepare(self, order: dict[str, Any]) -> None:
         """Takes a slot: starts the trainer and, beside it, fetches the state."""

@@ -57,7 +57,8 @@ class Round:
 
 def next_round(old: Round | None, ballot: Ballot, reason: str, now: float) -> Round:
     """A new round; one that follows a failed one goes on with its account."""
-    if old is None or old.reported:
+    chosen = old.assignment if old is not None else None
+    if old is None or old.reported or (chosen is not None and chosen.rung == 0):
         return Round(ballot=ballot, reasons=[reason], detected=now)
     return Round(
         ballot=ballot,

@@ -60,6 +60,7 @@ class LocalCluster:
         self._secret_file.touch(mode=0o600)
         self._secret_file.write_text(os.urandom(32).hex())
         self._next = 0
+        self.first_event = len(read_events(options.run_directory))
         self._requests: queue.Queue[Callable[[], object]] = queue.Queue()
 
     def start(self) -> None:
@@ -198,14 +199,17 @@ def supervise(cluster: LocalCluster, stop_s: float) -> int:
 
 def _outcome(cluster: LocalCluster) -> int:
     """The exit code, and for a failed job one line that says why."""
-    codes = cluster.poll()
-    code = max((abs(code) for code in codes.values()), default=0)
-    if code:
-        events = read_events(cluster.options.run_directory)
-        ends = [event["message"] for event in events if event["event"] == "end"]
-        logs = cluster.options.run_directory / "logs"
-        reason = ends[-1] if ends else f"agents ended with codes {codes}; see {logs}"
-        print(f"dtft: error: {reason}", file=sys.stderr, flush=True)
+    events = read_events(cluster.options.run_directory)
+    ends = [event for event in events[cluster.first_event :] if event["event"] == "end"]
+    if ends and ends[-1]["status"] != "error":
+        return 0
+    if ends:
+        reason, code = ends[-1]["message"], ends[-1]["code"]
+    else:
+        codes, logs = cluster.poll(), cluster.options.run_directory / "logs"
+        reason = f"all agents ended before the job did, with codes {codes}; see {logs}"
+        code = 2 if set(codes.values()) == {2} else 1
+    print(f"dtft: error: {reason}", file=sys.stderr, flush=True)
     return code
 
 

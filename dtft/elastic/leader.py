@@ -75,6 +75,7 @@ class Leader:
     def joined(self, host: str) -> None:
         """A host has connected and may be given a slot."""
         self._roster.connected.add(host)
+        self._journal.event("host_joined", host=host)
         if self._phase == "gathering":
             self._ask(host)
         elif self._phase == "waiting":
@@ -147,8 +148,8 @@ class Leader:
     def _wait_for_hosts(self, empty: list[int]) -> None:
         self._journal.say(
             f"no spare is left for slot {', '.join(map(str, empty))}: the job waits "
-            f"for a host. Start one more agent with --job {self._config.job} "
-            f"--store {self._config.store}"
+            f"for a host. Start one more: the command of the other agents, with --job "
+            f"{self._config.job} --store {self._config.store}"
         )
         self._journal.event("waiting_for_host", slots=empty)
         self._enter("waiting", float("inf"))
@@ -176,7 +177,7 @@ class Leader:
         source = (
             f"storage, which is written every {interval} steps"
             if chosen.source == "storage"
-            else "the initial state: storage holds no step yet"
+            else "the initial state: no step was committed or stored yet"
         )
         self._journal.say(f"rung 3: restoring step {chosen.step} from {source}")
 
@@ -387,9 +388,21 @@ class Leader:
     def _stop(self) -> None:
         """Stops the job at a step boundary that all trainers will agree on."""
         if self._phase in ("idle", "waiting"):
-            self._end("stopped")
+            self._end("stopped", step=self._stored_for_good())
         elif self._ledger is not None:
             self._ledger.stopping = True
+
+    def _stored_for_good(self) -> int:
+        """What a stop leaves while hosts are missing: what storage has."""
+        stored = max(storage_steps(self._config.storage_directory), default=0)
+        committed = max((commit.step for commit in self._commits), default=0)
+        if committed > stored:
+            self._journal.say(
+                f"stopped while hosts are missing: storage has step {stored}; the "
+                f"{committed - stored} steps committed after it end with the memory "
+                "of the hosts"
+            )
+        return stored
 
     def _conclude(self) -> None:
         """Ends the job once the last step is finished, committed and in storage."""
@@ -412,9 +425,9 @@ class Leader:
         if self._ending:
             return
         self._ending = True
-        step = step or (self._ledger.committed if self._ledger else 0)
-        text = result_json(status, step, message, code or int(status == "error"))
-        self._journal.event("end", status=status, step=step, message=message)
+        code = code or int(status == "error")
+        text = result_json(status, step, message, code)
+        self._journal.event("end", **json.loads(text))
         self._put("result", text, "result", text)
 
     def tick(self) -> None:

@@ -117,9 +117,9 @@ class RecoveryReport:
         return (
             f"recovered: {self.fault}; generation {self.generation}; rung {self.rung}; "
             f"step {self.restored_step} restored ({where}{corrupt}); "
-            f"{self.steps_lost} steps lost; detected in {self.detect_s:.2f} s, "
-            f"restored in {self.restore_s:.2f} s, training again after "
-            f"{self.total_s:.2f} s; {self.processes_restarted} processes restarted"
+            f"{self.steps_lost} steps lost; restored in {self.restore_s:.2f} s, "
+            f"training again {self.total_s:.2f} s after it was noticed; "
+            f"{self.processes_restarted} processes restarted"
         )
 
 

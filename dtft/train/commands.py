@@ -29,9 +29,12 @@ def run(options: Namespace, overrides: list[str]) -> int:
     """Runs one command."""
     try:
         return _COMMANDS[options.command](options, overrides)
-    except ValueError as error:
+    except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as error:
         print(f"dtft: error: {error}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        print("dtft: interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
 
 
 def _experiment(options: Namespace, overrides: list[str]) -> Experiment:
@@ -88,7 +91,8 @@ def _launch(options: Namespace, overrides: list[str]) -> int:
     settings = cluster_options(experiment, arguments, options.spares, directory)
     settings.environment["DTFT_RESUME_COMMAND"] = resume
     code = supervise(LocalCluster(settings), experiment.timeouts.stop)
-    print(f"dtft: resume with: {resume}", flush=True)
+    if code:
+        print(f"dtft: resume with: {resume}", flush=True)
     return code
 
 
@@ -150,6 +154,7 @@ def _agent_config(options: Namespace, overrides: list[str]):
     check(experiment)
     if ":" not in options.store:
         raise UserError(f"--store {options.store!r} is not HOST:PORT, e.g. etcd-0:2379")
+    secret = _secret(options)
     directory, extra = prepare_run(experiment)
     arguments = [options.config, *overrides, *extra]
     checkpoint = experiment.checkpoint
@@ -157,7 +162,7 @@ def _agent_config(options: Namespace, overrides: list[str]):
         job=options.job,
         host=options.host_name or f"{socket.gethostname()}-{os.getpid()}",
         store=options.store,
-        secret=_secret(options),
+        secret=secret,
         num_slots=experiment.cluster.hosts,
         trainer_command=(sys.executable, "-m", "dtft.train.worker", *arguments),
         trainer_environment={

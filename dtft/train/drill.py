@@ -36,6 +36,12 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
     """
     logging.getLogger("absl").setLevel(logging.ERROR)
     faults = [parse_fault(t, experiment.cluster.hosts) for t in options.fault]
+    for fault in faults:
+        if fault.step >= experiment.stop.steps:
+            raise ValueError(
+                f"--fault {fault}: the run ends at step {experiment.stop.steps}. Give "
+                "an earlier step, or raise --stop.steps."
+            )
     root = Path(experiment.log.run_dir or f"runs/drill-{time.strftime('%H%M%S')}")
     root = root.resolve()
     arguments = [options.config, *overrides, "--log.sample_ids", "True"]

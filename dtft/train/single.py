@@ -128,10 +128,8 @@ class LocalRuntime:
             arrays, items = self._storage.restore(step, tree.to_paths(abstract_state))
         except Exception as error:
             raise UnreadableCheckpoint(
-                f"the checkpoint of step {step} in {self.run_directory}/checkpoints "
-                f"cannot be loaded: {error}. Nothing was changed. Move that step's "
-                "directory away to continue from an older one, or set --log.run_dir to "
-                "a new directory to start again."
+                f"the checkpoint of step {step} cannot be loaded: {error} To start "
+                "again, set --log.run_dir to a new directory."
             ) from error
         saved = items.pop("config", self._resolved)
         configs.refuse_other(saved, self._resolved, self.run_directory)

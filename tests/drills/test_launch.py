@@ -76,6 +76,25 @@ def test_stop_exports_and_the_resume_command_continues(tmp_path, number):
     assert json.loads((run / "summary.json").read_text())["step"] == goal
 
 
+@pytest.mark.drill_all
+def test_a_killed_coordination_service_costs_no_host(tmp_path):
+    run = tmp_path / "run"
+    arguments = ("launch", *SMALL, "--hosts", "2", "--run-dir", str(run), *memory())
+    process = start(*arguments, "--stop.steps", "300")
+    until(lambda: len(commits(run)) > 20)
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = str(run) in (path / "environ").read_text()
+            if ours and "elastic.coordination" in (path / "cmdline").read_text():
+                os.kill(int(path.name), signal.SIGKILL)
+        except OSError:
+            continue
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    found = [event for event in read_events(run) if event["event"] == "recovery"]
+    assert [event["rung"] for event in found] == [1], output
+
+
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
     server = EmbeddedEtcd(tmp_path / "etcd")
@@ -102,6 +121,20 @@ def test_agents_started_by_hand_do_the_same_as_launch(tmp_path, etcd):
     assert [agent.returncode for agent in agents] == [0] * 4, outputs
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 30
     assert max(storage_steps(tmp_path / "run" / "checkpoints")) == 30
+
+
+def test_the_name_of_a_live_host_is_refused(tmp_path, etcd):
+    arguments = [*agent_arguments(tmp_path, etcd.address, ""), "--host-name", "a"]
+    arguments += ["--timeouts.lease", "2"]
+    first = start(*arguments)
+    try:
+        until(lambda: (tmp_path / "run" / "events.jsonl").exists())
+        done = dtft(*arguments)
+        assert done.returncode == 2 and "--host-name a is taken" in done.stderr
+        assert first.poll() is None
+    finally:
+        first.terminate()
+        first.communicate(timeout=20)
 
 
 def test_another_secret_is_refused(tmp_path, etcd):

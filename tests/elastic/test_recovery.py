@@ -6,8 +6,9 @@ from dtft.checkpoint.commit import Commit, Divergence, StepTracker, locate
 from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.forming import main_reason
+from dtft.elastic.forming import Round, main_reason, next_round
 from dtft.elastic.recovery import RecoveryReport, decide, transfers_to
+from dtft.elastic.roles import Assignment
 
 HOSTS = ("h0", "h1", "h2", "h3")
 
@@ -196,3 +197,36 @@ def test_causes_come_before_consequences():
     assert main_reason(reasons) == reasons[1]
     assert main_reason([*reasons, "b (slot 1) was lost"]) == "b (slot 1) was lost"
     assert main_reason(reasons[:1]) == reasons[0]
+
+
+def round_with(rung: int | None, reported: bool) -> Round:
+    made = Round(ballot=(1, 1), reasons=["a (slot 0) was lost"], detected=5.0)
+    made.reported, made.last_finished = reported, 7
+    if rung is not None:
+        made.assignment = Assignment(
+            generation=1,
+            attempt=1,
+            slots=HOSTS,
+            incarnations=HOSTS,
+            source="memory",
+            step=0,
+            rung=rung,
+            reason="",
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    "old, detected, reasons",
+    [
+        (None, 9.0, 1),
+        (round_with(0, reported=False), 9.0, 1),  # lost before the job's first step
+        (round_with(2, reported=True), 9.0, 1),  # the last recovery is over
+        (round_with(2, reported=False), 5.0, 2),  # lost during a recovery
+        (round_with(None, reported=False), 5.0, 2),
+    ],
+)
+def test_a_failed_recovery_goes_on_in_the_next_round(old, detected, reasons):
+    new = next_round(old, (1, 2), "b (slot 1) was lost", now=9.0)
+    assert (new.detected, len(new.reasons)) == (detected, reasons)
+    assert new.last_finished == (7 if reasons == 2 else 0)
