@@ -116,8 +116,8 @@ class ExportDesk:
             "coordinator": order["coordinator"],
             "layout": holder.layout.to_json(),
             "arena": str(holder.path),
-            "slot": holder.slot,
-            "devices": len(holder.layout.mesh.positions(holder.slot)),
+            "slot": order["slot"],
+            "devices": len(holder.layout.mesh.positions(order["slot"])),
         }
         if self._exporter is not None and self._exporter.opening == opening:
             return

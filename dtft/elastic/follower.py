@@ -334,7 +334,7 @@ class Follower:
 
     def export(self, order: dict[str, Any]) -> None:
         """Begins to write a committed step to storage, from the arena."""
-        if self._formation is not None and self.holder is not None:
+        if self.holder is not None:
             self._exports.begin(self.holder, order)
 
     def exporter_says(self, exporter: Exporter, message: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ class Leader:
         self._ledger: Ledger | None = None
         self._failures: dict[int, int] = {}
         self._quarantined: set[int] = set()
-        self._store_away = self._ending = False
+        self._store_away = self._ending = self._rescuing = False
         if view.assignment is not None:
             gone = [host for host in view.assignment.slots if host not in view.hosts]
             names = ", ".join(lost(host, view.assignment) for host in gone)
@@ -251,14 +251,14 @@ class Leader:
 
     def _on_layout(self, host: str, layout: str) -> None:
         announced = Layout.from_json(layout)
-        if self._ledger is None:
-            self._ledger = self._open_ledger(announced)
-        elif self._ledger.layout.digest != announced.digest:
+        if self._ledger is None and self._assignment is not None:
+            self._ledger = self._open_ledger(announced, self._assignment)
+        elif self._ledger and self._ledger.layout.digest != announced.digest:
             self._end("error", f"{host} announced another state layout than its peers")
 
-    def _open_ledger(self, layout: Layout) -> Ledger:
-        assignment, round_ = self._assignment, self._round
-        assert assignment is not None and round_ is not None
+    def _open_ledger(self, layout: Layout, assignment: Assignment) -> Ledger:
+        round_ = self._round
+        assert round_ is not None
         stored = storage_steps(self._config.storage_directory)
         ports = {h: p["export_port"] for h, p in round_.prepared.items()}
         hosts = self.view.hosts
@@ -335,6 +335,8 @@ class Leader:
         self._journal.event("export", step=step, ok=outcome, error=error)
         if not outcome:
             self._journal.say(f"storage: step {step} was not written ({error})")
+        if self._rescuing:
+            self._end_with_what_is_stored()
         self._conclude()
 
     # --------------------------------------------------------------- the store
@@ -388,21 +390,33 @@ class Leader:
     def _stop(self) -> None:
         """Stops the job at a step boundary that all trainers will agree on."""
         if self._phase in ("idle", "waiting"):
-            self._end("stopped", step=self._stored_for_good())
+            self._stop_with_hosts_missing()
         elif self._ledger is not None:
             self._ledger.stopping = True
 
-    def _stored_for_good(self) -> int:
-        """What a stop leaves while hosts are missing: what storage has."""
+    def _stop_with_hosts_missing(self) -> None:
+        """Exports the last commit if the hosts that are left have it, and ends."""
+        if self._rescuing:
+            return
+        self._rescuing, round_ = True, self._round
+        if self._ledger is None and self._previous and round_ and round_.layout_json:
+            layout = Layout.from_json(round_.layout_json)
+            self._ledger = self._open_ledger(layout, self._previous)
         stored = max(storage_steps(self._config.storage_directory), default=0)
-        committed = max((commit.step for commit in self._commits), default=0)
-        if committed > stored:
+        last = max((commit.step for commit in self._commits), default=0)
+        alive, ledger = self._roster.connected, self._ledger
+        if ledger is None or last <= stored or not ledger.export_from(last, alive):
+            self._end_with_what_is_stored()
+
+    def _end_with_what_is_stored(self) -> None:
+        stored = max(storage_steps(self._config.storage_directory), default=0)
+        lost = max((commit.step for commit in self._commits), default=0) - stored
+        if lost > 0:
             self._journal.say(
                 f"stopped while hosts are missing: storage has step {stored}; the "
-                f"{committed - stored} steps committed after it end with the memory "
-                "of the hosts"
+                f"{lost} steps committed after it end with the memory of the hosts"
             )
-        return stored
+        self._end("stopped", step=stored)
 
     def _conclude(self) -> None:
         """Ends the job once the last step is finished, committed and in storage."""

@@ -9,7 +9,7 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from dtft.checkpoint.commit import Commit, StepTracker
@@ -187,20 +187,41 @@ class Ledger:
 
     def export(self, step: int) -> None:
         """Orders the fewest hosts that hold every slice to write a step."""
-        if self._export is not None:
-            return
-        slots = export_world(self.layout).slots
-        hosts = [self._assignment.slots[slot] for slot in slots]
+        if self._export is None:
+            self._order_export(step, set(self._assignment.slots))
+
+    def export_from(self, step: int, alive: Collection[str]) -> bool:
+        """As `export`, from the hosts that are left; False if they lack a slice.
+
+        An export that was under way is taken for lost with its hosts.
+        """
+        return self._order_export(step, alive)
+
+    def _order_export(self, step: int, alive: Collection[str]) -> bool:
+        hosts = []
+        for slot in (slots := export_world(self.layout).slots):
+            same = [
+                host
+                for other, host in enumerate(self._assignment.slots)
+                if self.layout.slices(other) == self.layout.slices(slot)
+            ]
+            able = [host for host in same if host in alive and host not in hosts]
+            if not able:
+                return False
+            mine = self._assignment.slots[slot]
+            hosts.append(mine if mine in able else able[0])
         self._export = (step, set(hosts))
         for rank, host in enumerate(hosts):
             self._send(
                 host,
                 "export",
                 step=step,
+                slot=slots[rank],
                 rank=rank,
                 world=len(hosts),
                 coordinator=self._export_addresses[hosts[0]] if len(hosts) > 1 else "",
             )
+        return True
 
     def export_answer(self, host: str, step: int, ok: bool) -> bool | None:
         """One host's outcome; True or False once all have answered or one failed."""

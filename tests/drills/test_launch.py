@@ -77,6 +77,33 @@ def test_stop_exports_and_the_resume_command_continues(tmp_path, number):
 
 
 @pytest.mark.drill_all
+def test_stop_while_a_host_is_missing_keeps_the_last_commit(tmp_path):
+    run = tmp_path / "run"
+    arguments = ("launch", *SMALL, "--hosts", "2", "--run-dir", str(run), *memory())
+    process = start(*arguments, "--stop.steps", "100000")
+    until(lambda: len(commits(run)) > 20)
+    leader = read_events(run)[-1]["by"]
+    (agent,) = [p for p in Path("/proc").glob("[0-9]*") if _is_agent(p, run, leader)]
+    os.killpg(int(agent.name), signal.SIGKILL)
+    until(lambda: "waiting_for_host" in (run / "events.jsonl").read_text())
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    (end,) = [event for event in read_events(run) if event["event"] == "end"]
+    stored = max(storage_steps(run / "checkpoints"))
+    assert (end["status"], end["step"]) == ("stopped", stored), output
+    assert stored == commits(run)[-1], output
+
+
+def _is_agent(process: Path, run: Path, host: str) -> bool:
+    try:
+        line = (process / "cmdline").read_text()
+    except OSError:
+        return False
+    return all(part in line for part in (str(run), "\0agent\0", f"\0{host}\0"))
+
+
+@pytest.mark.drill_all
 def test_a_killed_coordination_service_costs_no_host(tmp_path):
     run = tmp_path / "run"
     arguments = ("launch", *SMALL, "--hosts", "2", "--run-dir", str(run), *memory())

@@ -104,6 +104,14 @@ def test_export_is_ordered_from_the_fewest_hosts_when_due():
     assert desk.ledger.exporting is None
 
 
+def test_hosts_that_are_left_export_for_those_that_are_gone():
+    desk = Desk(2, 2)
+    assert desk.ledger.export_from(12, {"h0", "h3"})
+    orders = [(host, o["slot"], o["rank"]) for host, o in desk.ops("export")]
+    assert orders == [("h0", 0, 0), ("h3", 1, 1)]
+    assert not desk.ledger.export_from(12, {"h0", "h2"})
+
+
 def test_a_failed_export_is_counted_and_does_not_block_the_next():
     desk = Desk(2, 1, storage_interval=1)
     desk.stage(11)
