@@ -33,7 +33,6 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--secret-file", help="default: $DTFT_SECRET_FILE")
     made.add_argument("--host-name", help="default: this machine's name and pid")
     made.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT")
-    made.add_argument("--domain", default="", help="failure domain (rack, power)")
     made = command("drill", "kill real processes and compare with an undisturbed run")
     job(made)
     made.add_argument("--spares", type=_count, default=0, help="hosts that wait")

@@ -7,7 +7,6 @@ detector, a drill that wants to strike at a phase) reads. Must not decide anythi
 import mmap
 import os
 import struct
-import time
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -23,11 +22,9 @@ Field = Literal[
     "exporting",
     "recovering",
     "trainer_pid",
-    "changed_ns",
 ]
 """Steps, except `generation`, `attempt`, `recovering` (1 while this host is being
-re-formed), `trainer_pid` and `changed_ns` (monotonic time of the last write); 0 means
-none."""
+re-formed) and `trainer_pid`; 0 means none."""
 
 FIELDS: tuple[str, ...] = get_args(Field)
 _INDEX = {name: index for index, name in enumerate(FIELDS)}
@@ -49,10 +46,8 @@ class Board:
             os.close(descriptor)
 
     def set(self, field: Field, value: int) -> None:
-        """Writes one cell and the time of the change."""
+        """Writes one cell."""
         _FORMAT.pack_into(self._memory, _FORMAT.size * _INDEX[field], value)
-        changed = _FORMAT.size * _INDEX["changed_ns"]
-        _FORMAT.pack_into(self._memory, changed, time.monotonic_ns())
 
     def get(self, field: Field) -> int:
         """Reads one cell."""

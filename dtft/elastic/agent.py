@@ -6,6 +6,7 @@ except how a death is proved: a closed connection and a refused new one. It must
 import JAX: a JAX client aborts its process when the coordination service dies.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -91,21 +92,25 @@ class Agent:
             config, self._credentials, self._board, self._emit, self._report
         )
         inbox = self._follower.inbox()
-        self._server = TransportServer(
-            config.bind,
-            self._credentials,
-            {
-                "push": lambda channel: serve_pushes(channel, inbox),
-                "fetch": lambda channel: serve_fetch(channel, inbox),
-                "control": self._serve_control,
-            },
-        )
+        try:
+            self._server = TransportServer(
+                config.bind,
+                self._credentials,
+                {
+                    "push": lambda channel: serve_pushes(channel, inbox),
+                    "fetch": lambda channel: serve_fetch(channel, inbox),
+                    "control": self._serve_control,
+                },
+            )
+        except BaseException:  # such as --bind to an address that is not here
+            self._follower.close()
+            shutil.rmtree(config.memory_directory, ignore_errors=True)
+            raise
         record = HostRecord(
             host=config.host,
             address=self._server.address,
             incarnation=self._incarnation,
             joined_ns=time.time_ns(),
-            domain=config.domain or config.host,
             pid=os.getpid(),
         )
         self._membership = Membership(
@@ -161,13 +166,13 @@ class Agent:
     def _loop(self) -> str:
         next_tick = time.monotonic() + TICK_S
         while True:
-            event: tuple[Any, ...]
-            try:
-                wait = max(0.0, next_tick - time.monotonic())
-                event = self._events.get(timeout=wait)
-            except queue.Empty:
+            event: tuple[Any, ...] = ("tick",)
+            wait = next_tick - time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                if wait > 0:  # a full queue must not keep deadlines from being seen
+                    event = self._events.get(timeout=wait)
+            if event[0] == "tick":
                 next_tick = time.monotonic() + TICK_S
-                event = ("tick",)
             if event[0] == "leave":
                 return ""
             if event[0] == "view" and event[1].result is not None:

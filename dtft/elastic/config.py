@@ -32,8 +32,6 @@ class AgentConfig:
     """Where the arenas lie: a memory file system."""
     bind: str = "127.0.0.1:0"
     """host:port the transport listens on."""
-    domain: str = ""
-    """Failure domain (rack, power); empty means the host itself."""
     copies: int = 2
     """Copies every slice shall have."""
     interval: int = 1

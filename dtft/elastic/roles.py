@@ -25,8 +25,6 @@ class HostRecord:
     """New for every start of the agent, so a host that comes back is another."""
     joined_ns: int
     """Wall-clock time of registration; spares are taken in this order."""
-    domain: str
-    """Failure domain; the host itself unless a label says otherwise."""
     pid: int
     """Process id of the agent, for people who look for it."""
 

@@ -174,7 +174,6 @@ def _agent_config(options: Namespace, overrides: list[str]):
         config_digest=_digest(experiment),
         arena_directory=Path(checkpoint.arena_directory),
         bind=options.bind,
-        domain=options.domain,
         copies=checkpoint.copies,
         interval=checkpoint.interval,
         storage_interval=checkpoint.storage_interval,

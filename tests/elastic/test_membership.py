@@ -21,7 +21,6 @@ class Host:
             address=f"{name}:1",
             incarnation=f"{name}-1",
             joined_ns=time.time_ns(),
-            domain=name,
             pid=1,
         )
         self.member = Membership(

@@ -12,7 +12,6 @@ def record(number: int, incarnation: str = "a") -> HostRecord:
         address=f"127.0.0.1:{9000 + number}",
         incarnation=incarnation,
         joined_ns=number,
-        domain=f"host-{number}",
         pid=number,
     )
 
