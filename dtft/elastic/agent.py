@@ -102,10 +102,12 @@ class Agent:
                     "control": self._serve_control,
                 },
             )
-        except BaseException:  # such as --bind to an address that is not here
+        except OSError as error:
             self._follower.close()
             shutil.rmtree(config.memory_directory, ignore_errors=True)
-            raise
+            raise ValueError(
+                f"--bind {config.bind}: {error.strerror}. Give an address of this host."
+            ) from error
         record = HostRecord(
             host=config.host,
             address=self._server.address,

@@ -164,6 +164,13 @@ def test_the_name_of_a_live_host_is_refused(tmp_path, etcd):
         first.communicate(timeout=20)
 
 
+def test_an_address_that_is_not_here_is_refused(tmp_path, etcd):
+    arguments = agent_arguments(tmp_path, etcd.address, "")
+    done = dtft(*arguments, "--bind", "203.0.113.9:7001")  # TEST-NET-3: never local
+    assert done.returncode == 2 and "--bind 203.0.113.9:7001" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_another_secret_is_refused(tmp_path, etcd):
     first = start(*agent_arguments(tmp_path, etcd.address, ""), "--host-name", "a")
     assert first.stdout is not None
