@@ -257,7 +257,7 @@ class Agent:
         )
         self._upward.close()
         for host in [self._config.host, *self._channels]:
-            self._leader.joined(host)
+            self._leader.connected(host)
 
     def _depose(self) -> None:
         if self._leader is not None:
@@ -343,7 +343,7 @@ class Agent:
     def _on_control(self, host: str, channel: Channel) -> None:
         self._channels[host] = channel
         if self._leader is not None:
-            self._leader.joined(host)
+            self._leader.connected(host)
 
     def _on_control_lost(self, host: str, channel: Channel) -> None:
         if self._channels.get(host) is not channel:

@@ -20,7 +20,7 @@ from dtft.elastic.journal import Journal, storage_steps
 from dtft.elastic.ledger import KEPT_COMMITS, Ledger, Writer, result_json
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.roles import Assignment, HostRecord, fill_slots
-from dtft.elastic.roster import Roster, lost
+from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.store import Put
 
 Phase = Literal["idle", "gathering", "waiting", "assigning", "preparing", "running"]
@@ -68,20 +68,29 @@ class Leader:
         gone = set(self.view.hosts) - set(view.hosts)
         for host in sorted(gone & self._roster.connected):
             self.lost(host, "its lease ran out")
+        new = registered_anew(self.view.hosts, view.hosts)
         self.view = view
+        for host in sorted(new & self._roster.connected):
+            self._joined(host)
         if view.stop:
             self._stop()
 
-    def joined(self, host: str) -> None:
-        """A host has connected and may be given a slot."""
+    def connected(self, host: str) -> None:
+        """A host has connected; the store may tell of it earlier or later."""
         self._roster.connected.add(host)
+        if host in self.view.hosts:
+            self._joined(host)
+
+    def _joined(self, host: str) -> None:
+        """A host is both connected and registered: it may be given a slot."""
         self._journal.event("host_joined", host=host)
         if self._phase == "gathering":
             self._ask(host)
         elif self._phase == "waiting":
             self._form("a host joined")
         elif self._phase == "idle":
-            count, need = len(self._roster.connected), self._config.num_slots
+            count = len(self._roster.usable(self.view.hosts))
+            need = self._config.num_slots
             if count >= need:
                 self._form("start of the job")
             else:

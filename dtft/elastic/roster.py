@@ -47,8 +47,19 @@ class Roster:
         return [
             registered[host]
             for host in sorted(self.connected - self._evicted)
-            if host in registered
+            if host in registered and registered[host].incarnation not in self._dead
         ]
+
+
+def registered_anew(
+    before: Mapping[str, HostRecord], now: Mapping[str, HostRecord]
+) -> set[str]:
+    """Hosts that are registered now and were not, or were in an earlier life."""
+    return {
+        host
+        for host, record in now.items()
+        if host not in before or before[host].incarnation != record.incarnation
+    }
 
 
 def lost(host: str, *assignments: Assignment | None) -> str:

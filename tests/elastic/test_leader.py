@@ -1,0 +1,99 @@
+"""When the leader begins to form: the order in which it hears of hosts is open."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.journal import Journal, read_events
+from dtft.elastic.leader import Leader
+from dtft.elastic.membership import Membership, View
+from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.roles import HostRecord
+
+
+def _record(host: str) -> HostRecord:
+    return HostRecord(
+        host=host, address=f"{host}:1", incarnation=f"{host}-1", joined_ns=0, pid=1
+    )
+
+
+class Desk:
+    """A leader of two slots with its orders written down."""
+
+    def __init__(self, directory: Path) -> None:
+        config = AgentConfig(
+            job="j",
+            host="a",
+            store="s:1",
+            secret=b"x" * 16,
+            num_slots=2,
+            trainer_command=(),
+            run_directory=directory,
+            config_digest="",
+        )
+        (directory / "logs").mkdir()  # the agent makes it
+        self.directory, self.known = directory, {"a": _record("a")}
+        self.orders: list[tuple[str, str, dict[str, Any]]] = []
+        membership = Membership(
+            MemoryStore(), "j", self.known["a"], 5.0, lambda *_: None
+        )
+        self.leader = Leader(
+            config,
+            membership,
+            View(hosts=dict(self.known), leader="a", leader_revision=1),
+            lambda *_: None,
+            lambda host, op, **fields: self.orders.append((host, op, fields)),
+            Journal(directory, "a"),
+        )
+        self.leader.connected("a")
+
+    def register(self, host: str) -> None:
+        self.known[host] = _record(host)
+        self.leader.see(View(hosts=dict(self.known), leader="a", leader_revision=1))
+
+    def answer(self, host: str) -> None:
+        for asked, _, fields in list(self.orders):
+            if asked == host:
+                reply = {"holdings": [], "corrupt": [], "finished": 0, "layout": ""}
+                report = {"op": "holdings", "ballot": fields["ballot"], "items": {}}
+                self.leader.hears(host, report | reply)
+
+    def events(self) -> list[str]:
+        return [event["event"] for event in read_events(self.directory)]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["tell", "call"])))
+def test_a_host_counts_once_it_is_connected_and_registered(
+    tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    desk = Desk(tmp_path)
+    try:
+        for number, act in enumerate(order):
+            assert "forming" not in desk.events(), f"after {number} of {order}"
+            desk.register("b") if act == "tell" else desk.leader.connected("b")
+        assert {host for host, op, _ in desk.orders if op == "reform"} == {"a", "b"}
+        desk.answer("a")
+        desk.answer("b")
+        assert "waiting_for_host" not in desk.events()
+    finally:
+        desk.leader.close()
+
+
+def test_waiting_ends_when_the_store_tells_of_a_connected_host(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    try:
+        desk.register("b")
+        desk.leader.connected("b")
+        desk.leader.lost("b", "test")
+        desk.answer("a")
+        del desk.known["b"]
+        assert desk.events().count("waiting_for_host") == 1
+        desk.leader.connected("c")
+        assert desk.events().count("forming") == 1
+        desk.register("c")
+        assert desk.events().count("forming") == 2
+    finally:
+        desk.leader.close()
