@@ -36,7 +36,7 @@ def test_optim_pulls_in_jax_and_optax_only() -> None:
     # scipy comes with jax itself.
     assert modules & DEPENDENCIES <= {"jax", "optax", "scipy"}
     own = {name for name in modules if name.startswith("dtft.")}
-    assert own == {"dtft.optim", "dtft.optim.max_adabelief"}
+    assert all(name.startswith("dtft.optim") for name in own), own
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,16 @@
 from dtft.optim.max_adabelief import (
     ScaleByMaxBeliefState,
     max_adabelief,
+    max_belief_phases,
     scale_by_max_belief,
 )
+from dtft.optim.phases import Phases, as_transform
 
-__all__ = ["ScaleByMaxBeliefState", "max_adabelief", "scale_by_max_belief"]
+__all__ = [
+    "Phases",
+    "ScaleByMaxBeliefState",
+    "as_transform",
+    "max_adabelief",
+    "max_belief_phases",
+    "scale_by_max_belief",
+]

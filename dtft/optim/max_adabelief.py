@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dtft.optim.phases import Phases, as_transform
+
 Moments = Any
 """A pytree shaped like the parameters."""
 
@@ -30,6 +32,95 @@ class ScaleByMaxBeliefState(NamedTuple):
     """Second moment s of the prediction error, at least float32."""
     nu_max: Moments
     """The largest s so far, at least float32."""
+
+
+class _Belief(NamedTuple):
+    """The hyperparameters, and the two phases as methods."""
+
+    b1: jax.typing.ArrayLike
+    b2: jax.typing.ArrayLike
+    eps: jax.typing.ArrayLike
+    eps_root: jax.typing.ArrayLike
+    mu_dtype: jax.typing.DTypeLike | None
+    nesterov: bool
+    debias_max: bool
+
+    def init(self, params: optax.Params) -> ScaleByMaxBeliefState:
+        def zero(p: Any) -> jax.Array:
+            return jnp.zeros_like(p, dtype=_second_dtype(p.dtype))
+
+        return ScaleByMaxBeliefState(
+            count=jnp.zeros([], jnp.int32),
+            mu=jax.tree.map(lambda p: jnp.zeros_like(p, dtype=self.mu_dtype), params),
+            nu=jax.tree.map(zero, params),
+            nu_max=jax.tree.map(zero, params),
+        )
+
+    def accumulate(
+        self, updates: optax.Updates, state: ScaleByMaxBeliefState
+    ) -> ScaleByMaxBeliefState:
+        def first(g: jax.Array, m: jax.Array) -> jax.Array:
+            g, m = _widen(g, g), _widen(m, g)
+            return (1 - _as(self.b1, g)) * g + _as(self.b1, g) * m
+
+        def second(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            error = _abs_squared(_widen(g, g) - m)
+            moment = (1 - _as(self.b2, v)) * error.astype(v.dtype)
+            return moment + _as(self.b2, v) * v + _as(self.eps_root, v)
+
+        mu = jax.tree.map(first, updates, state.mu)
+        nu = jax.tree.map(second, updates, mu, state.nu)
+        return ScaleByMaxBeliefState(
+            count=jnp.asarray(optax.safe_increment(state.count)),
+            mu=jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu),
+            nu=nu,
+            nu_max=jax.tree.map(jnp.maximum, state.nu_max, nu),
+        )
+
+    def direction(
+        self, updates: optax.Updates, state: ScaleByMaxBeliefState
+    ) -> optax.Updates:
+        def scaled(g: jax.Array, m: jax.Array, v_max: jax.Array) -> jax.Array:
+            m_hat = self._corrected_first(_widen(g, g), _widen(m, g), state.count)
+            v_hat = _debias(v_max, self.b2, state.count) if self.debias_max else v_max
+            root = jnp.sqrt(v_hat) + _as(self.eps, v_hat)
+            return (m_hat / root.astype(m_hat.dtype)).astype(g.dtype)
+
+        return jax.tree.map(scaled, updates, state.mu, state.nu_max)
+
+    def _corrected_first(
+        self, g: jax.Array, m: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        if not self.nesterov:
+            return _debias(m, self.b1, count)
+        ahead = _debias(m, self.b1, jnp.asarray(optax.safe_increment(count)))
+        now = _debias(g, self.b1, count)
+        return _as(self.b1, m) * ahead + (1 - _as(self.b1, m)) * now
+
+
+def max_belief_phases(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-16,
+    eps_root: jax.typing.ArrayLike = 1e-16,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = False,
+    debias_max: bool = True,
+) -> Phases:
+    """The two phases of `scale_by_max_belief`, whose arguments these are.
+
+    Raises:
+        ValueError: if `b1` is the number 0.
+    """
+    if isinstance(b1, (int, float)) and b1 == 0:
+        raise ValueError(
+            "b1=0 makes the prediction error g - m identically zero, so the update "
+            "would be divided by eps alone. Allowed: 0 < b1 < 1. Use b1=0.9, or "
+            "optax.rmsprop for an optimizer without a first moment."
+        )
+    belief = _Belief(b1, b2, eps, eps_root, mu_dtype, nesterov, debias_max)
+    return Phases(belief.init, belief.accumulate, belief.direction)
 
 
 def scale_by_max_belief(
@@ -71,61 +162,11 @@ def scale_by_max_belief(
     >>> [round(float(u), 2) for u in update]
     [1.11, -1.11]
     """
-    if isinstance(b1, (int, float)) and b1 == 0:
-        raise ValueError(
-            "b1=0 makes the prediction error g - m identically zero, so the update "
-            "would be divided by eps alone. Allowed: 0 < b1 < 1. Use b1=0.9, or "
-            "optax.rmsprop for an optimizer without a first moment."
+    return as_transform(
+        max_belief_phases(
+            b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov, debias_max=debias_max
         )
-
-    def init(params: optax.Params) -> ScaleByMaxBeliefState:
-        def zero(p: Any) -> jax.Array:
-            return jnp.zeros_like(p, dtype=_second_dtype(p.dtype))
-
-        return ScaleByMaxBeliefState(
-            count=jnp.zeros([], jnp.int32),
-            mu=jax.tree.map(lambda p: jnp.zeros_like(p, dtype=mu_dtype), params),
-            nu=jax.tree.map(zero, params),
-            nu_max=jax.tree.map(zero, params),
-        )
-
-    def update(
-        updates: optax.Updates,
-        state: ScaleByMaxBeliefState,
-        params: optax.Params | None = None,
-    ) -> tuple[optax.Updates, ScaleByMaxBeliefState]:
-        del params
-        count = jnp.asarray(optax.safe_increment(state.count))
-
-        def first(g: jax.Array, m: jax.Array) -> jax.Array:
-            g, m = _widen(g, g), _widen(m, g)
-            return (1 - _as(b1, g)) * g + _as(b1, g) * m
-
-        def second(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-            error = _abs_squared(_widen(g, g) - m)
-            moment = (1 - _as(b2, v)) * error.astype(v.dtype) + _as(b2, v) * v
-            return moment + _as(eps_root, v)
-
-        mu = jax.tree.map(first, updates, state.mu)
-        nu = jax.tree.map(second, updates, mu, state.nu)
-        nu_max = jax.tree.map(jnp.maximum, state.nu_max, nu)
-
-        def scaled(g: jax.Array, m: jax.Array, v_max: jax.Array) -> jax.Array:
-            if nesterov:
-                ahead = _debias(m, b1, jnp.asarray(optax.safe_increment(count)))
-                m_hat = _as(b1, m) * ahead
-                m_hat += (1 - _as(b1, m)) * _debias(_widen(g, g), b1, count)
-            else:
-                m_hat = _debias(m, b1, count)
-            v_hat = _debias(v_max, b2, count) if debias_max else v_max
-            result = m_hat / (jnp.sqrt(v_hat) + _as(eps, v_hat)).astype(m.dtype)
-            return result.astype(g.dtype)
-
-        result = jax.tree.map(scaled, updates, mu, nu_max)
-        stored = jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu)
-        return result, ScaleByMaxBeliefState(count, stored, nu, nu_max)
-
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+    )
 
 
 def max_adabelief(
