@@ -34,7 +34,7 @@ class RunLog:
         self._timed_at = self._began = time.monotonic()
         self._leading = runtime.is_leading
         self._metrics = self._samples = self._board = self._bar = None
-        self._ended = ""
+        self._ended, self._completed = "", False
 
     def __enter__(self) -> Self:
         """Prints the banner and opens the files."""
@@ -62,14 +62,15 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Closes the files and prints the resume command."""
+        """Closes the files and prints how it ended; unfinished, how to resume."""
         for resource in (self._bar, self._metrics, self._samples, self._board):
             if resource is not None:
                 resource.close()
         if self._leading:
             if self._ended:
-                print(self._ended)
-            print(f"resume with: {self._runtime.resume_command}", flush=True)
+                print(self._ended, flush=True)
+            if not self._completed:
+                print(f"resume with: {self._runtime.resume_command}", flush=True)
 
     def samples(self, step: int, rows: Sequence[int], ids: Sequence[int]) -> None:
         """Records which rows and samples this slot used for a step."""
@@ -102,7 +103,12 @@ class RunLog:
         seconds = round(time.monotonic() - self._began, 3)
         path = self._runtime.run_directory / "summary.json"
         path.write_text(dumps({**summary, "wall_s": seconds}, indent=1) + "\n")
-        head = "done" if summary["completed"] else "stopped early"
+        self._completed = summary["completed"]
+        stop, head = self._experiment.stop, "done"
+        if not self._completed:
+            head = "stopped early"
+        elif summary["step"] < stop.steps:
+            head = f"converged ({stop.metric} gained nothing in {stop.patience} steps)"
         values = [
             f"{name} {value:.4f}"
             for name, value in summary.items()

@@ -70,9 +70,15 @@ def test_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     assert resumed.saved[6][1] == whole.saved[6][1]
 
 
-def test_stops_when_asked_and_says_so(tmp_path: Path) -> None:
+def test_stops_when_asked_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run(tiny(tmp_path), MemoryRuntime(tmp_path, stop_at=2))
     assert result.summary == {"step": 2, "completed": False}
+    *_, head, resume = capsys.readouterr().out.splitlines()
+    assert (
+        head == "stopped early at step 2" and resume == "resume with: dtft train tiny"
+    )
 
 
 def test_finished_run_is_not_trained_further(tmp_path: Path) -> None:
@@ -92,11 +98,15 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
         run(tiny(tmp_path), MemoryRuntime(tmp_path, restored=(1, state, other)))
 
 
-def test_plateau_ends_the_run_and_is_resumed(tmp_path: Path) -> None:
+def test_plateau_ends_the_run_and_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stop = StopConfig(steps=50, metric="loss", patience=2, min_delta=1e9)
     whole = MemoryRuntime(tmp_path)
     result = run(tiny(tmp_path, stop=stop), whole)
     assert result.step == 3 and result.summary["completed"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("converged (loss gained nothing in 2 steps) at step 3")
     resumed = MemoryRuntime(tmp_path, restored=(2, *whole.saved[2]))
     assert run(tiny(tmp_path, stop=stop), resumed).step == 3
     assert resumed.saved[3][1] == whole.saved[3][1]
