@@ -2,36 +2,28 @@
 
 Owns every connection and thread of the host and passes events to `Follower` (this
 host's duties) and, while this host leads, to `Leader`. Contains no decision of its own
-except how a death is proved: a closed connection and a refused new one. It must never
-import JAX: a JAX client aborts its process when the coordination service dies.
+about the job. It must never import JAX: a JAX client aborts its process when the
+coordination service dies.
 """
 
 import contextlib
-import hashlib
-import hmac
-import json
 import logging
 import os
 import queue
 import secrets
 import shutil
-import socket
-import threading
 import time
 from typing import Any
 
 from dtft.checkpoint.board import Board
-from dtft.checkpoint.transport import (
-    Channel,
-    ChannelClosed,
-    Credentials,
-    TransportServer,
-)
+from dtft.checkpoint.transport import Channel, Credentials, TransportServer
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.entry import check_job, refuse_taken_name
 from dtft.elastic.follower import Follower
 from dtft.elastic.journal import Journal
 from dtft.elastic.leader import Leader
 from dtft.elastic.membership import Membership, View
+from dtft.elastic.peers import Peers
 from dtft.elastic.replication import serve_fetch, serve_pushes
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import Store, StoreUnavailable
@@ -40,8 +32,6 @@ from dtft.elastic.upward import Upward
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-PROOF_TRIES = 40
-PROOF_PAUSE_S = 0.02
 
 FOLLOWER_EVENTS = {
     "trainer_link": "trainer_linked",
@@ -60,16 +50,12 @@ LEADER_EVENTS = {
 """Events that go straight to a method of this host's follower or leader."""
 
 
-class JobMismatch(ValueError):
-    """This host's secret or config is not the job's."""
-
-
 class Agent:
     """Runs until the job has a result, or this host is told to leave."""
 
     def __init__(self, config: AgentConfig, store: Store) -> None:
         """Creates this host's memory directory and listens; joins nothing yet."""
-        _refuse_taken_name(store, config)
+        refuse_taken_name(store, config)
         self._config, self._store = config, store
         self._events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self._incarnation = secrets.token_hex(8)
@@ -87,7 +73,7 @@ class Agent:
             config.timeouts.connect,
             self._emit,
         )
-        self._channels: dict[str, Channel] = {}
+        self._peers = Peers(self._emit)
         self._follower = Follower(
             config, self._credentials, self._board, self._emit, self._report
         )
@@ -99,7 +85,7 @@ class Agent:
                 {
                     "push": lambda channel: serve_pushes(channel, inbox),
                     "fetch": lambda channel: serve_fetch(channel, inbox),
-                    "control": self._serve_control,
+                    "control": self._peers.serve,
                 },
             )
         except OSError as error:
@@ -135,7 +121,7 @@ class Agent:
             JobMismatch: the secret or the config differs from the job's.
         """
         try:
-            self._check_job()
+            check_job(self._membership, self._config)
             self._membership.start()
             self._follower.warm()
             return self._loop()
@@ -145,25 +131,6 @@ class Agent:
     def leave(self) -> None:
         """Makes `run` return soon; safe in a signal handler."""
         self._events.put(("leave",))
-
-    def _check_job(self) -> None:
-        secret_proof = hmac.new(
-            self._config.secret, self._config.job.encode(), hashlib.sha256
-        ).hexdigest()
-        mine = {"secret": secret_proof, "config": self._config.config_digest}
-        found = json.loads(self._membership.claim_job(json.dumps(mine).encode()))
-        if not hmac.compare_digest(found["secret"], secret_proof):
-            raise JobMismatch(
-                f"the secret of --secret-file is not that of job {self._config.job!r} "
-                f"at {self._config.store}: copy the job's secret file to this host."
-            )
-        if found["config"] != self._config.config_digest:
-            raise JobMismatch(
-                f"the resolved config (digest {self._config.config_digest[:12]}) is "
-                f"not that of job {self._config.job!r} (digest "
-                f"{found['config'][:12]}): start every agent with the same CONFIG "
-                "and overrides."
-            )
 
     def _loop(self) -> str:
         next_tick = time.monotonic() + TICK_S
@@ -199,8 +166,7 @@ class Agent:
         self._membership.leave()
         self._server.close()
         self._upward.close()
-        for channel in self._channels.values():
-            channel.close()
+        self._peers.close()
         self._board.close()
         shutil.rmtree(self._config.memory_directory, ignore_errors=True)
 
@@ -256,7 +222,7 @@ class Agent:
             Journal(self._config.run_directory, self._config.host),
         )
         self._upward.close()
-        for host in [self._config.host, *self._channels]:
+        for host in [self._config.host, *self._peers.hosts]:
             self._leader.connected(host)
 
     def _depose(self) -> None:
@@ -291,19 +257,7 @@ class Agent:
         if leader is None or leader.host == self._config.host:
             return
         if not self._upward.connect(leader):
-            self._expel(leader.host, view.leader_lease)
-
-    def _expel(self, host: str, lease: int) -> None:
-        if lease:
-            threading.Thread(
-                target=self._expel_quietly, args=(host, lease), daemon=True
-            ).start()
-
-    def _expel_quietly(self, host: str, lease: int) -> None:
-        try:
-            self._membership.expel(lease)
-        except StoreUnavailable as error:
-            logger.warning("could not end the lease of %s: %s", host, error)
+            self._membership.expel_soon(leader.host, view.leader_lease)
 
     def _report(self, op: str, **fields: Any) -> None:
         """Sends a report of this host to whoever leads."""
@@ -330,95 +284,34 @@ class Agent:
 
     # --------------------------------------------------- from peers (as leader)
 
-    def _serve_control(self, channel: Channel) -> None:
-        host = channel.peer["host"]
-        self._emit("control", host, channel)
-        try:
-            while True:
-                message, _ = channel.receive(timeout_s=86400)
-                self._emit("report", host, message)
-        except (ChannelClosed, TimeoutError, OSError):
-            self._emit("control_lost", host, channel)
-
     def _on_control(self, host: str, channel: Channel) -> None:
-        self._channels[host] = channel
+        self._peers.connected(host, channel)
         if self._leader is not None:
             self._leader.connected(host)
 
     def _on_control_lost(self, host: str, channel: Channel) -> None:
-        if self._channels.get(host) is not channel:
-            return
-        del self._channels[host]
-        record = self._view.hosts.get(host)
-        if record is not None:
-            threading.Thread(
-                target=self._prove_death, args=(record, channel), daemon=True
-            ).start()
-
-    def _prove_death(self, record: HostRecord, channel: Channel) -> None:
-        """Tries a host's port until it refuses, or long enough to leave it alone.
-
-        A dying process closes its sockets one after another, so one try is too few.
-        """
-        for _ in range(PROOF_TRIES):
-            if not _answers(record.address):
-                self._emit("host_dead", record, channel)
-                return
-            time.sleep(PROOF_PAUSE_S)
+        self._peers.lost(host, channel, self._view.hosts.get(host))
 
     def _on_host_dead(self, record: HostRecord, channel: Channel) -> None:
-        if self._channels.get(record.host) not in (None, channel):
+        if self._peers.replaced(record.host, channel):
             return  # it is back already
         known = self._view.hosts.get(record.host)
         if known is not None and known.incarnation == record.incarnation:
-            self._expel(record.host, self._view.leases.get(record.host, 0))
+            self._membership.expel_soon(
+                record.host, self._view.leases.get(record.host, 0)
+            )
         if self._leader is not None:
             self._leader.lost(record.host, "its connection closed, its port is dead")
 
     def _order(self, host: str, op: str, **fields: Any) -> None:
-        """Sends an order to a host; its loss is noticed elsewhere."""
+        """Sends an order to a host, which may be this one."""
         if host == self._config.host:
             self._emit("own_order", {"op": op, **fields})
-            return
-        channel = self._channels.get(host)
-        if channel is not None:
-            try:
-                channel.send({"op": op, **fields}, timeout_s=10.0)
-            except (OSError, ChannelClosed, TimeoutError) as error:
-                logger.warning("order %s to %s: %s", op, host, error)
+        else:
+            self._peers.send(host, {"op": op, **fields})
 
     def _on_own_order(self, message: dict[str, Any]) -> None:
         self._obey(message)
 
     def _on_committing(self, step: int) -> None:
         self._board.set("committing", step)
-
-
-def _refuse_taken_name(store: Store, config: AgentConfig) -> None:
-    """Waits for the lease of a former host of this name to run out, or refuses.
-
-    Raises:
-        JobMismatch: a live host has the name.
-    """
-    key = f"/dtft/{config.job}/m/hosts/{config.host}"
-    end = time.monotonic() + config.timeouts.lease + 1.0
-    while (taken := store.get(key)) is not None:
-        if time.monotonic() > end:
-            pid = HostRecord.from_json(taken.value).pid
-            raise JobMismatch(
-                f"--host-name {config.host} is taken: a live host of job "
-                f"{config.job!r} has it (process {pid}). Give another name."
-            )
-        time.sleep(TICK_S)
-
-
-def _answers(address: str) -> bool:
-    """Whether a port can be connected to; only a refusal proves death."""
-    host, port = address.rsplit(":", 1)
-    try:
-        socket.create_connection((host, int(port)), timeout=1.0).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True
-    return True

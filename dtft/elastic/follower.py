@@ -12,15 +12,15 @@ from typing import Any
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.copies import Copies
 from dtft.elastic.exports import ExportDesk, Exporter
 from dtft.elastic.processes import free_port
 from dtft.elastic.replication import Inbox, Pusher
 from dtft.elastic.restoring import restore_into
-from dtft.elastic.trainers import TrainerPool
+from dtft.elastic.trainers import TrainerPool, start_message
 
 
 @dataclass(kw_only=True)
@@ -62,7 +62,7 @@ class Follower:
             self._logs / f"{config.host}.trainer.log",
             emit,
         )
-        self.holder: Holder | None = None
+        self._copies = Copies(config)
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
         self._exports = ExportDesk(config, board, emit, self._exported)
@@ -76,7 +76,7 @@ class Follower:
         """What the transport's serving threads may ask."""
         return Inbox(
             epoch=lambda: self.epoch,
-            holder=lambda: self.holder,
+            holder=lambda: self._copies.holder,
             held=lambda step, source: self._emit("held", self.epoch, step, source),
         )
 
@@ -93,14 +93,10 @@ class Follower:
         self._ballot = ballot
         self._board.set("recovering", 1)
         self._stand_down()
-        good, bad = self.holder.holdings() if self.holder else ({}, [])
         self._report(
             "holdings",
             ballot=ballot,
-            layout=self.holder.layout.to_json() if self.holder else "",
-            holdings=good,
-            items={s: self.holder.items(s) for s in good} if self.holder else {},
-            corrupt=[f"{self._config.host} {text}" for text in bad],
+            **self._copies.report(),
             finished=self._board.get("finished"),
         )
 
@@ -132,7 +128,7 @@ class Follower:
         self._board.set("finished", order["step"])
         self._board.set("staged", 0)
         self._board.set("recovering", 1)
-        self._pool.start(self._start_message(order))
+        self._pool.start(start_message(self._config, order))
         if order["source"] == "memory":
             threading.Thread(
                 target=self._restore_memory, args=(formation,), daemon=True
@@ -140,26 +136,10 @@ class Follower:
         else:
             self._emit("restored_memory", formation, {"own": 0, "peers": 0, "s": 0.0})
 
-    def _start_message(self, order: dict[str, Any]) -> dict[str, Any]:
-        timeouts = self._config.timeouts
-        return {
-            "slot": order["slot"],
-            "num_slots": self._config.num_slots,
-            "generation": order["generation"],
-            "attempt": order["attempt"],
-            "coordinator": order["coordinator"],
-            "board": str(self._config.memory_directory / "board"),
-            "run_directory": str(self._config.run_directory),
-            "storage_directory": str(self._config.storage_directory),
-            "chunk_bytes": self._config.chunk_bytes,
-            "heartbeat_s": timeouts.heartbeat,
-            "start_s": timeouts.start,
-        }
-
     def _restore_memory(self, formation: Formation) -> None:
         order = formation.order
         try:
-            holder = self._hold(Layout.from_json(order["layout"]), order["slot"])
+            holder = self._copies.hold(Layout.from_json(order["layout"]), order["slot"])
             outcome = restore_into(
                 holder,
                 order,
@@ -170,23 +150,6 @@ class Follower:
         except OSError as error:
             outcome = {"fatal": str(error)}
         self._emit("restored_memory", formation, outcome)
-
-    def _hold(self, layout: Layout, slot: int) -> Holder:
-        """The holder for a layout and slot; its arena is kept if nothing changed."""
-        old = self.holder
-        if old and old.layout.digest == layout.digest and old.slot == slot:
-            return old
-        self.holder = None
-        if old is not None:
-            old.close()
-        self.holder = Holder(
-            layout,
-            slot,
-            place(layout, self._config.copies),
-            path=self._config.memory_directory / "arena",
-            chunk_bytes=self._config.chunk_bytes,
-        )
-        return self.holder
 
     def restored_memory(self, formation: Formation, outcome: dict[str, Any]) -> None:
         """The restore of this host's slices has ended, well or not."""
@@ -210,30 +173,22 @@ class Follower:
 
     def _hand_over(self, formation: Formation) -> None:
         """Gives the trainer its state, once both it and the state are there."""
-        if not formation.announced or formation.restored is None:
-            return
-        order, holder = formation.order, self.holder
-        assert holder is not None
-        memory = order["source"] == "memory"
-        self._pool.send(
-            "restore",
-            source=order["source"],
-            step=order["step"],
-            arena=str(holder.path),
-            offset=holder.own_offset(order["step"]) if memory else 0,
-            digests=holder.all_own_digests(order["step"]) if memory else [],
-            items=holder.items(order["step"]) if memory else {},
-        )
+        order = formation.order
+        if formation.announced and formation.restored is not None:
+            where = self._copies.located(order["step"], order["source"] == "memory")
+            self._pool.send(
+                "restore", source=order["source"], step=order["step"], **where
+            )
 
     def release(self, step: int, committed: bool, stop_at: int | None) -> None:
         """A step is safe: older copies go, the trainer may run on."""
-        if self.holder is None or self._formation is None:
+        if self._copies.holder is None or self._formation is None:
             return
         last = self._board.get("committed")
         if committed:
             self._board.set("committed", step)
             last = step
-        self.holder.drop_before(step, keep={last})
+        self._copies.holder.drop_before(step, keep={last})
         if self._board.get("replicating") <= step:
             self._board.set("replicating", 0)
         self._pool.send("release", step=step, committed=committed, stop_at=stop_at)
@@ -250,13 +205,13 @@ class Follower:
         active, formation = self._pool.active, self._formation
         if active is None or active.process.pid != pid or formation is None:
             return
-        op = message.pop("op")
+        op, holder = message.pop("op"), self._copies.holder
         if op == "layout":
             self._announced(formation, Layout.from_json(message["layout"]))
-        elif op == "stage" and self.holder is not None:
-            self._stage(message["step"])
-        elif op == "staged" and self.holder is not None:
-            self._staged(formation, self.holder, message)
+        elif op == "stage" and holder is not None:
+            self._stage(holder, message["step"])
+        elif op == "staged" and holder is not None:
+            self._staged(formation, holder, message)
         elif op in ("running", "finished", "fatal"):
             self._board.set("recovering", 0)
             self._report(
@@ -272,30 +227,20 @@ class Follower:
                 return
         else:
             try:
-                self._hold(layout, order["slot"]).keep_only(set())
+                self._copies.hold(layout, order["slot"]).keep_only(set())
             except OSError as error:
                 self._report("fatal", message=str(error))
                 return
-        assert self.holder is not None
         formation.announced = True
-        formation.pushers = [
-            Pusher(
-                self.holder,
-                push,
-                order["addresses"][push.target],
-                self._credentials,
-                formation.epoch,
-                self._config.timeouts.replicate,
-            )
-            for push in self.holder.outgoing
-        ]
+        formation.pushers = self._copies.pushers(
+            order["addresses"], self._credentials, formation.epoch
+        )
         self._report("layout", ballot=self._ballot, layout=layout.to_json())
         self._hand_over(formation)
 
-    def _stage(self, step: int) -> None:
-        assert self.holder is not None
+    def _stage(self, holder: Holder, step: int) -> None:
         try:
-            self._pool.send("extent", step=step, offset=self.holder.begin_stage(step))
+            self._pool.send("extent", step=step, offset=holder.begin_stage(step))
         except RuntimeError as error:
             self._report("fatal", message=str(error))
 
@@ -334,8 +279,8 @@ class Follower:
 
     def export(self, order: dict[str, Any]) -> None:
         """Begins to write a committed step to storage, from the arena."""
-        if self.holder is not None:
-            self._exports.begin(self.holder, order)
+        if self._copies.holder is not None:
+            self._exports.begin(self._copies.holder, order)
 
     def exporter_says(self, exporter: Exporter, message: dict[str, Any]) -> None:
         """The exporter has written a step, failed, or ended."""
@@ -348,5 +293,4 @@ class Follower:
         """Ends every process of this host and frees its memory."""
         self._stand_down()
         self._pool.close()
-        if self.holder is not None:
-            self.holder.close()
+        self._copies.close()

@@ -138,6 +138,18 @@ def orders(
     }
 
 
+def export_addresses(
+    round_: Round, assignment: Assignment, hosts: Mapping[str, HostRecord]
+) -> dict[str, str]:
+    """Host to the host:port at which it would lead an export, of the hosts left."""
+    ports = {host: told["export_port"] for host, told in round_.prepared.items()}
+    return {
+        host: f"{hosts[host].address.rsplit(':', 1)[0]}:{ports.get(host, 0)}"
+        for host in assignment.slots
+        if host in hosts
+    }
+
+
 def report_of(round_: Round, now: float) -> RecoveryReport:
     """What a recovery cost, once every slot trains again."""
     assignment = round_.assignment

@@ -1,16 +1,10 @@
 """The leader's ledger of one formation: who staged what, what is committed, exported.
 
-Turns reports into commits, releases and export orders. Writes go through a thread of
-their own (`Writer`), so that a store that is away delays commits and nothing else. Does
-not know how a formation came about.
+Turns reports into commits, releases and export orders. Does not know how a formation
+came about, nor how a commit gets into the store.
 """
 
-import json
-import logging
-import queue
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 from dtft.checkpoint.commit import Commit, StepTracker
 from dtft.checkpoint.export_plan import export_world
@@ -18,62 +12,6 @@ from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.roles import Assignment
-from dtft.elastic.store import StoreUnavailable
-
-logger = logging.getLogger(__name__)
-
-RETRY_S = 0.1
-KEPT_COMMITS = 2
-
-
-Task = tuple[str, Any, Callable[[], bool]]
-
-
-class Writer:
-    """Performs store writes in order, again and again until the store answers.
-
-    Emits ("written", label, value, allowed) when a write was answered, and
-    ("write_delayed", label, value) when the store does not answer. While it is away a
-    newer commit takes the place of an older one; nothing else is left out.
-    """
-
-    def __init__(self, emit: Callable[..., None]) -> None:
-        """Starts the thread."""
-        self._emit = emit
-        self._tasks: queue.Queue[Task] = queue.Queue()
-        self._closed = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def write(self, label: str, value: Any, action: Callable[[], bool]) -> None:
-        """Queues one write; `action` says whether the fence let it through."""
-        self._tasks.put((label, value, action))
-
-    def _run(self) -> None:
-        waiting: list[Task] = []
-        while not self._closed.is_set():
-            try:
-                task = self._tasks.get(timeout=RETRY_S if waiting else None)
-                fresh = True
-                waiting = [w for w in waiting if w[0] != task[0]] + [task]
-            except queue.Empty:
-                fresh = False
-            while waiting and self._written(waiting[0]):
-                waiting.pop(0)
-            if fresh and waiting:
-                self._emit("write_delayed", *waiting[-1][:2])
-
-    def _written(self, task: Task) -> bool:
-        label, value, action = task
-        try:
-            self._emit("written", label, value, action())
-        except StoreUnavailable:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Lets the thread end; a queued write may be lost."""
-        self._closed.set()
-        self._tasks.put(("", None, lambda: True))
 
 
 class Ledger:
@@ -236,10 +174,3 @@ class Ledger:
             return None
         self._export, self._exported, self.export_failures = None, step, 0
         return True
-
-
-def result_json(status: str, step: int, message: str = "", code: int = 0) -> str:
-    """The value of a job's result key; `code` is every agent's exit code."""
-    return json.dumps(
-        {"status": status, "step": step, "message": message, "code": code}
-    )

@@ -147,6 +147,19 @@ class Membership:
         """Ends the lease of a host that was proved dead, so that all see it at once."""
         self._store.revoke(lease)
 
+    def expel_soon(self, host: str, lease: int) -> None:
+        """As `expel`, without waiting; errors are only logged."""
+        if lease:
+            threading.Thread(
+                target=self._expel_quietly, args=(host, lease), daemon=True
+            ).start()
+
+    def _expel_quietly(self, host: str, lease: int) -> None:
+        try:
+            self.expel(lease)
+        except StoreUnavailable as error:
+            logger.warning("could not end the lease of %s: %s", host, error)
+
     def fenced(self, view: View, changes: list[Put | Delete]) -> bool:
         """Writes only while this host is still the leader of `view`'s term."""
         term = Compare(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtft.checkpoint.link import Link, LinkClosed, listen
+from dtft.elastic.config import AgentConfig
 from dtft.elastic.processes import die_with_parent
 
 Emit = Callable[..., None]
@@ -151,3 +152,21 @@ class TrainerPool:
             trainer.process.kill()
         for trainer in list(self._trainers.values()):
             trainer.process.wait(timeout=10)
+
+
+def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
+    """What a trainer is told of the slot in a leader's `order`."""
+    timeouts = config.timeouts
+    return {
+        "slot": order["slot"],
+        "num_slots": config.num_slots,
+        "generation": order["generation"],
+        "attempt": order["attempt"],
+        "coordinator": order["coordinator"],
+        "board": str(config.memory_directory / "board"),
+        "run_directory": str(config.run_directory),
+        "storage_directory": str(config.storage_directory),
+        "chunk_bytes": config.chunk_bytes,
+        "heartbeat_s": timeouts.heartbeat,
+        "start_s": timeouts.start,
+    }

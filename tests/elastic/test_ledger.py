@@ -8,7 +8,8 @@ import pytest
 
 from dtft.checkpoint.commit import Commit
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.ledger import Ledger, Writer
+from dtft.elastic.ledger import Ledger
+from dtft.elastic.records import Writer
 from dtft.elastic.roles import Assignment
 from dtft.elastic.store import StoreUnavailable
 from tests.elastic.test_recovery import HOSTS, layout, value

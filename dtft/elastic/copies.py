@@ -1,0 +1,88 @@
+"""The copies that this host keeps for the job, over all its formations.
+
+One holder at a time; a formation with the same layout and slot goes on with the arena
+of the last one, so that copies outlive the trainers. Must not know orders, the leader
+or the trainer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.placement import place
+from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.transport import Credentials
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.replication import Pusher
+
+
+class Copies:
+    """This host's holder, None until a layout is known."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        """Reserves nothing yet."""
+        self._config = config
+        self.holder: Holder | None = None
+
+    def hold(self, layout: Layout, slot: int) -> Holder:
+        """The holder for a layout and slot; its arena is kept if nothing changed.
+
+        Raises:
+            OSError: the memory for a new arena is not there.
+        """
+        old = self.holder
+        if old and old.layout.digest == layout.digest and old.slot == slot:
+            return old
+        self.holder = None
+        if old is not None:
+            old.close()
+        self.holder = Holder(
+            layout,
+            slot,
+            place(layout, self._config.copies),
+            path=self._config.memory_directory / "arena",
+            chunk_bytes=self._config.chunk_bytes,
+        )
+        return self.holder
+
+    def report(self) -> dict[str, Any]:
+        """What is held here, read and checked now, for the leader."""
+        holder = self.holder
+        good, bad = holder.holdings() if holder else ({}, [])
+        return {
+            "layout": holder.layout.to_json() if holder else "",
+            "holdings": good,
+            "items": {step: holder.items(step) for step in good} if holder else {},
+            "corrupt": [f"{self._config.host} {text}" for text in bad],
+        }
+
+    def located(self, step: int, in_memory: bool) -> dict[str, Any]:
+        """Where a trainer finds its arena and, if it is there, the state of `step`."""
+        holder = self.holder
+        assert holder is not None
+        return {
+            "arena": str(holder.path),
+            "offset": holder.own_offset(step) if in_memory else 0,
+            "digests": holder.all_own_digests(step) if in_memory else [],
+            "items": holder.items(step) if in_memory else {},
+        }
+
+    def pushers(
+        self,
+        addresses: Sequence[str],
+        credentials: Credentials,
+        epoch: tuple[int, int],
+    ) -> list[Pusher]:
+        """One for each copy that a peer keeps; `addresses` are by slot."""
+        holder = self.holder
+        assert holder is not None
+        limit_s = self._config.timeouts.replicate
+        return [
+            Pusher(holder, push, addresses[push.target], credentials, epoch, limit_s)
+            for push in holder.outgoing
+        ]
+
+    def close(self) -> None:
+        """Frees the memory."""
+        if self.holder is not None:
+            self.holder.close()

@@ -1,0 +1,110 @@
+"""When and how a job ends: done, stopped or with an error, and what must be safe first.
+
+A job that is done or stopped ends with its last step in storage, even if hosts are
+missing then. Reads what the rounds and the ledger know and has the result recorded;
+must not know how a formation comes about.
+"""
+
+import json
+
+from dtft.checkpoint.slices import Layout
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.journal import Journal, storage_steps
+from dtft.elastic.records import Records
+from dtft.elastic.roster import Roster
+from dtft.elastic.rounds import Rounds
+
+EXPORT_FAILURES = 3
+"""So often may the last step fail to be written to storage."""
+
+
+class Ending:
+    """The end of one job, as its leader brings it about."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        rounds: Rounds,
+        roster: Roster,
+        journal: Journal,
+    ) -> None:
+        """Ends nothing yet."""
+        self._config, self._records, self._rounds = config, records, rounds
+        self._roster, self._journal = roster, journal
+        self._rescuing = False
+
+    def stop(self) -> None:
+        """Stops the job at a step boundary that all trainers will agree on."""
+        if self._rounds.phase in ("idle", "waiting"):
+            self._stop_with_hosts_missing()
+        elif self._rounds.ledger is not None:
+            self._rounds.ledger.stopping = True
+
+    def _stop_with_hosts_missing(self) -> None:
+        """Exports the last commit if the hosts that are left have it, and ends."""
+        if self._rescuing:
+            return
+        self._rescuing, rounds = True, self._rounds
+        round_, previous = rounds.current, rounds.previous
+        if rounds.ledger is None and previous and round_ and round_.layout_json:
+            rounds.open_ledger(Layout.from_json(round_.layout_json), previous)
+        last, ledger = self._records.last_step, rounds.ledger
+        alive = self._roster.connected
+        if (
+            ledger is None
+            or last <= self._stored()
+            or not ledger.export_from(last, alive)
+        ):
+            self._end_with_what_is_stored()
+
+    def _stored(self) -> int:
+        return max(storage_steps(self._config.storage_directory), default=0)
+
+    def _end_with_what_is_stored(self) -> None:
+        stored = self._stored()
+        lost = self._records.last_step - stored
+        if lost > 0:
+            self._journal.say(
+                f"stopped while hosts are missing: storage has step {stored}; the "
+                f"{lost} steps committed after it end with the memory of the hosts"
+            )
+        self.end("stopped", step=stored)
+
+    def exported(self) -> None:
+        """A step was written to storage, or could not be."""
+        if self._rescuing:
+            self._end_with_what_is_stored()
+        self.conclude()
+
+    def conclude(self) -> None:
+        """Ends the job once the last step is finished, committed and in storage."""
+        round_, ledger = self._rounds.current, self._rounds.ledger
+        if round_ is None or len(round_.finished) < self._config.num_slots:
+            return
+        last = max(round_.finished.values())
+        if ledger is None or ledger.committed < last or ledger.exporting is not None:
+            return
+        if last in storage_steps(self._config.storage_directory):
+            self.end("stopped" if self._records.view.stop else "done", step=last)
+        elif ledger.export_failures < EXPORT_FAILURES:
+            ledger.export(last)
+        else:
+            self.end("error", f"step {last} could not be written to storage", last)
+
+    def end(self, status: str, message: str = "", step: int = 0, code: int = 0) -> None:
+        """Has the job's result recorded, once; every agent then ends with `code`."""
+        if self._rounds.frozen:
+            return
+        self._rounds.frozen = True
+        code = code or int(status == "error")
+        text = _result_json(status, step, message, code)
+        self._journal.event("end", **json.loads(text))
+        self._records.put("result", text, "result", text)
+
+
+def _result_json(status: str, step: int, message: str, code: int) -> str:
+    """The value of a job's result key; `code` is every agent's exit code."""
+    return json.dumps(
+        {"status": status, "step": step, "message": message, "code": code}
+    )

@@ -1,0 +1,64 @@
+"""Whether a host may take part in a job: its name is free, its secret and config match.
+
+Asked once, before the host registers. Must not know what happens in the job after that.
+"""
+
+import hashlib
+import hmac
+import json
+import time
+
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.membership import Membership
+from dtft.elastic.roles import HostRecord
+from dtft.elastic.store import Store
+
+PAUSE_S = 0.1
+
+
+class JobMismatch(ValueError):
+    """This host's secret or config is not the job's, or its name is taken."""
+
+
+def refuse_taken_name(store: Store, config: AgentConfig) -> None:
+    """Waits for the lease of a former host of this name to run out, or refuses.
+
+    Raises:
+        JobMismatch: a live host has the name.
+    """
+    key = f"/dtft/{config.job}/m/hosts/{config.host}"
+    end = time.monotonic() + config.timeouts.lease + 1.0
+    while (taken := store.get(key)) is not None:
+        if time.monotonic() > end:
+            pid = HostRecord.from_json(taken.value).pid
+            raise JobMismatch(
+                f"--host-name {config.host} is taken: a live host of job "
+                f"{config.job!r} has it (process {pid}). Give another name."
+            )
+        time.sleep(PAUSE_S)
+
+
+def check_job(membership: Membership, config: AgentConfig) -> None:
+    """Compares this host's secret and config with those of the job, or sets them.
+
+    Raises:
+        StoreUnavailable: the store does not answer.
+        JobMismatch: one of them differs.
+    """
+    secret_proof = hmac.new(
+        config.secret, config.job.encode(), hashlib.sha256
+    ).hexdigest()
+    mine = {"secret": secret_proof, "config": config.config_digest}
+    found = json.loads(membership.claim_job(json.dumps(mine).encode()))
+    if not hmac.compare_digest(found["secret"], secret_proof):
+        raise JobMismatch(
+            f"the secret of --secret-file is not that of job {config.job!r} "
+            f"at {config.store}: copy the job's secret file to this host."
+        )
+    if found["config"] != config.config_digest:
+        raise JobMismatch(
+            f"the resolved config (digest {config.config_digest[:12]}) is "
+            f"not that of job {config.job!r} (digest "
+            f"{found['config'][:12]}): start every agent with the same CONFIG "
+            "and overrides."
+        )

@@ -1,0 +1,200 @@
+"""How a leader brings the job from a death to trainers that run: one round at a time.
+
+Gathers what the hosts hold, lets the pure modules (`forming`, `roles`, `recovery`)
+decide, has the assignment recorded and gives out the slots. Must not know what ends a
+job, nor how commits come about.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from dtft.checkpoint.slices import Layout
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.coordinator import Coordinator
+from dtft.elastic.forming import Round, assign, export_addresses, next_round, orders
+from dtft.elastic.journal import Journal, storage_steps
+from dtft.elastic.ledger import Ledger
+from dtft.elastic.records import Records
+from dtft.elastic.roles import Assignment, HostRecord, fill_slots
+from dtft.elastic.roster import Roster, lost
+
+Phase = Literal["idle", "gathering", "waiting", "assigning", "preparing", "running"]
+
+
+class Rounds:
+    """Where the job is between two formations; see the module's text.
+
+    Attributes:
+        phase: what is awaited.
+        deadline: until when, on the monotonic clock.
+        current: the newest round, None before the first.
+        previous: the assignment before the current round's.
+        assignment: of the current round, once it is recorded.
+        ledger: of this assignment, once a trainer has announced the layout.
+        frozen: the job ends, so no round begins any more.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        roster: Roster,
+        emit: Callable[..., None],
+        send: Callable[..., None],
+        journal: Journal,
+    ) -> None:
+        """Begins nothing yet, but has a coordination service wait."""
+        self._config, self._records, self._roster = config, records, roster
+        self._send, self._journal = send, journal
+        self._coordinator = Coordinator(config, emit)
+        self._counter = 0
+        self._failures: dict[int, int] = {}
+        self._quarantined: set[int] = set()
+        self.phase: Phase = "idle"
+        self.deadline = 0.0
+        self.current: Round | None = None
+        self.previous = records.view.assignment
+        self.assignment: Assignment | None = None
+        self.ledger: Ledger | None = None
+        self.frozen = False
+
+    def form(self, reason: str) -> None:
+        """Begins a new formation, or one more attempt at it."""
+        if self.frozen:
+            return
+        self._counter += 1
+        ballot = (self._records.view.leader_revision, self._counter)
+        self.current = next_round(self.current, ballot, reason, time.time())
+        if self.assignment is not None:
+            self.previous, self.assignment = self.assignment, None
+        self._journal.event("forming", reason=reason, ballot=ballot)
+        self._coordinator.end()
+        self.enter("gathering", self._config.timeouts.restore)
+        for host in sorted(self._roster.connected):
+            self.ask(host)
+
+    def ask(self, host: str) -> None:
+        """Has a host stand down and say what it holds."""
+        assert self.current is not None
+        self._send(host, "reform", ballot=self.current.ballot)
+
+    def enter(self, phase: Phase, limit_s: float) -> None:
+        """Awaits something else, or the next of the same, for `limit_s` seconds."""
+        self.phase, self.deadline = phase, time.monotonic() + limit_s
+
+    def gathered(self) -> None:
+        """Goes on once every live host has answered."""
+        round_, hosts = self.current, self._records.view.hosts
+        if self.phase != "gathering" or round_ is None:
+            return
+        if not self._roster.expected(hosts, time.monotonic()) <= set(round_.replies):
+            return
+        if self.ledger is not None and self.ledger.pending is not None:
+            return  # a complete step is still to be recorded; this is called again then
+        old = self.previous
+        slots = zip(old.slots, old.incarnations, strict=True) if old else ()
+        usable = self._roster.usable(hosts)
+        filled = fill_slots(list(slots), usable, self._config.num_slots)
+        present = [record for record in filled if record is not None]
+        if len(present) < len(filled):
+            self._wait_for_hosts([s for s, host in enumerate(filled) if host is None])
+        else:
+            self._assign(round_, present)
+
+    def _wait_for_hosts(self, empty: list[int]) -> None:
+        self._journal.say(
+            f"no spare is left for slot {', '.join(map(str, empty))}: the job waits "
+            f"for a host. Start one more: the command of the other agents, with --job "
+            f"{self._config.job} --store {self._config.store}"
+        )
+        self._journal.event("waiting_for_host", slots=empty)
+        self.enter("waiting", float("inf"))
+
+    def _assign(self, round_: Round, filled: list[HostRecord]) -> None:
+        round_.assignment, round_.decision = assign(
+            round_,
+            filled,
+            previous=self.previous,
+            commits=self._records.commits,
+            storage_steps=storage_steps(self._config.storage_directory),
+            quarantined=self._quarantined,
+        )
+        if round_.assignment.rung == 3:
+            self._explain_storage(round_.decision.passed_over, round_.assignment)
+        self.enter("assigning", self._config.timeouts.restore)
+        self._records.put(
+            "assignment", round_.ballot, "assignment", round_.assignment.to_json()
+        )
+
+    def _explain_storage(self, reasons: tuple[str, ...], chosen: Assignment) -> None:
+        for reason in reasons:
+            self._journal.say(f"memory cannot restore {reason}")
+        interval = self._config.storage_interval
+        source = (
+            f"storage, which is written every {interval} steps"
+            if chosen.source == "storage"
+            else "the initial state: no step was committed or stored yet"
+        )
+        self._journal.say(f"rung 3: restoring step {chosen.step} from {source}")
+
+    def assigned(self, ballot: tuple[int, int]) -> None:
+        """The assignment of a round is recorded: it holds, unless a newer one began."""
+        round_ = self.current
+        if round_ is None or round_.ballot != ballot:
+            return
+        assert round_.assignment is not None
+        self.assignment, self.ledger = round_.assignment, None
+        self._journal.event("assignment", **json.loads(round_.assignment.to_json()))
+        self._coordinator.start(self._config.num_slots, round_.ballot)
+
+    def coordinator_ready(self, ballot: tuple[int, int], address: str) -> None:
+        """The coordination service of a formation serves: slots can be given out."""
+        round_ = self.current
+        if round_ is None or round_.ballot != ballot or self.phase != "assigning":
+            return
+        round_.restore_begun = time.time()
+        self.enter("preparing", self._config.timeouts.start)
+        try:
+            prepared = orders(round_, self._records.view.hosts, address)
+        except KeyError as error:
+            self.form(lost(str(error.args[0]), self.assignment))
+            return
+        for host, order in prepared.items():
+            self._send(host, "prepare", **order)
+
+    def open_ledger(self, layout: Layout, assignment: Assignment) -> None:
+        """Begins to account for the steps of a formation."""
+        assert self.current is not None
+        view = self._records.view
+        self.ledger = Ledger(
+            self._config,
+            layout,
+            assignment,
+            stored=max(storage_steps(self._config.storage_directory), default=0),
+            export_addresses=export_addresses(self.current, assignment, view.hosts),
+            record=self._records.commit,
+            send=self._send,
+        )
+        self.ledger.stopping = view.stop
+
+    def count_failure(self, step: int) -> int:
+        """A restore of `step` has failed; returns how often without one new step.
+
+        The same restore failing twice: quarantine.
+        """
+        self._failures[step] = self._failures.get(step, 0) + 1
+        known = any(commit.step == step for commit in self._records.commits)
+        if self._failures[step] == 2 and known:
+            self._quarantined.add(step)
+            self._journal.say(f"step {step} failed twice and is quarantined")
+        return self._failures[step]
+
+    def succeeded(self) -> None:
+        """Every slot trains: what failed before does not count any more."""
+        self._failures.clear()
+
+    def close(self) -> None:
+        """Ends the coordination service."""
+        self._coordinator.close()
