@@ -35,9 +35,17 @@ class Ending:
         self._rescuing = False
 
     def stop(self) -> None:
-        """Stops the job at a step boundary that all trainers will agree on."""
+        """Stops the job at a step boundary that all trainers will agree on.
+
+        While none of them trains, and nothing is lost by it, it ends at once.
+        """
         if self._rounds.phase in ("idle", "waiting"):
             self._stop_with_hosts_missing()
+        elif (
+            self._rounds.phase != "running"
+            and self._records.last_step <= self._stored()
+        ):
+            self._end_with_what_is_stored()
         elif self._rounds.ledger is not None:
             self._rounds.ledger.stopping = True
 

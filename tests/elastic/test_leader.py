@@ -52,7 +52,12 @@ class Desk:
 
     def register(self, host: str) -> None:
         self.known[host] = _record(host)
-        self.leader.see(View(hosts=dict(self.known), leader="a", leader_revision=1))
+        self.look()
+
+    def look(self, *, stop: bool = False) -> None:
+        hosts = dict(self.known)
+        view = View(hosts=hosts, leader="a", leader_revision=1, stop=stop)
+        self.leader.see(view)
 
     def answer(self, host: str) -> None:
         for asked, _, fields in list(self.orders):
@@ -95,5 +100,18 @@ def test_waiting_ends_when_the_store_tells_of_a_connected_host(tmp_path: Path) -
         assert desk.events().count("forming") == 1
         desk.register("c")
         assert desk.events().count("forming") == 2
+    finally:
+        desk.leader.close()
+
+
+def test_a_stop_before_anything_is_trained_ends_at_once(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    try:
+        desk.register("b")
+        desk.leader.connected("b")
+        assert "forming" in desk.events()
+        desk.look(stop=True)
+        last = read_events(tmp_path)[-1]
+        assert (last["event"], last["status"], last["step"]) == ("end", "stopped", 0)
     finally:
         desk.leader.close()
