@@ -123,7 +123,9 @@ def guard_gradients(
         )
         rejected = outlier & ~believed
         return changed, GuardState(
-            norms=jnp.where(accept, _remember(state.norms, norm, believed), state.norms),
+            norms=jnp.where(
+                accept, _remember(state.norms, norm, believed), state.norms
+            ),
             outliers=state.outliers + rejected.astype(jnp.int32),
             outliers_in_a_row=jnp.where(
                 accept, 0, state.outliers_in_a_row + rejected.astype(jnp.int32)

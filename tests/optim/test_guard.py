@@ -44,13 +44,13 @@ _guarded = jax.jit(lambda bad: _descend(guard_gradients(max_adabelief(1e-3)), ba
 def test_one_corrupt_gradient(bad: float) -> None:
     clean, _ = _plain(jnp.asarray(0.0))
     broken, _ = _plain(jnp.asarray(bad))
-    assert not abs(broken[-1, 0] - broken[SPIKE + 5, 0]) < 0  # runs to its end
-    frozen = jnp.abs(broken[-1, 0] - broken[SPIKE + 50, 0])
-    assert not frozen > 1e-3 and abs(clean[-1, 0]) < 0.1  # NaN, or hardly moved
+    moved = abs(float(broken[-1, 0] - broken[SPIKE + 50, 0]))
+    assert moved < 1e-3 or not np.isfinite(moved)  # frozen for good, or NaN
+    assert abs(float(clean[-1, 0])) < 0.1
     guarded, state = _guarded(jnp.asarray(bad))
     assert (state.outliers, state.nonfinite) == ((1, 0) if bad == 1e6 else (0, 1))
     np.testing.assert_array_equal(guarded[SPIKE], guarded[SPIKE - 1])
-    loss, reference = ((x[-500:] ** 2).mean() for x in (guarded, clean))
+    loss, reference = (float((x[-500:] ** 2).mean()) for x in (guarded, clean))
     assert loss == pytest.approx(reference, rel=0.05)
 
 
@@ -74,18 +74,22 @@ def test_rejection_changes_nothing_inside() -> None:
 
 def test_without_rejection_nothing_differs() -> None:
     solver, plain = guard_gradients(max_adabelief(0.1)), unguarded(max_adabelief(0.1))
-    params = jax.random.normal(jax.random.key(0), (5, 3))
-    states: Any = solver.init(params), plain.init(params)
-    for step in range(20):
-        gradient = params + jax.random.normal(jax.random.key(step), (5, 3))
-        ours, first = jax.jit(solver.update)(gradient, states[0], params)
-        theirs, second = jax.jit(plain.update)(gradient, states[1], params)
-        np.testing.assert_array_equal(ours, theirs)
-        states = first, second
+    gradients = jax.random.normal(jax.random.key(0), (20, 5, 3))
+
+    def run(solver: Any) -> Any:
+        def step(state: Any, gradient: jax.Array) -> Any:
+            return solver.update(gradient, state, gradient)[::-1]
+
+        return jax.jit(lambda g: jax.lax.scan(step, solver.init(g[0]), g))(gradients)
+
+    (first, ours), (second, theirs) = run(solver), run(plain)
+    # Within rounding: the two programs are fused differently.
     jax.tree.map(
-        np.testing.assert_array_equal, states[0].inner_state, states[1].inner_state
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-5),
+        (first.inner_state, ours),
+        (second.inner_state, theirs),
     )
-    assert states[1].norms.max() == -1  # the guard that is off remembers nothing
+    assert second.norms.max() == -1  # the guard that is off remembers nothing
 
 
 def _accepted(norms: list[float], **options: Any) -> list[bool]:
@@ -111,6 +115,10 @@ def test_outliers_that_are_not_in_a_row_are_never_believed() -> None:
     assert accepted == [True] * 4 + [False, True] * 6
 
 
+_SUSPICIOUS: Any = guard_gradients(max_adabelief(0.1), warmup=1, max_consecutive=1)
+_suspicious_update = jax.jit(_SUSPICIOUS.update)
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(
@@ -120,12 +128,13 @@ def test_outliers_that_are_not_in_a_row_are_never_believed() -> None:
     )
 )
 def test_nothing_that_is_not_finite_is_let_through(values: list[float]) -> None:
-    solver: Any = guard_gradients(max_adabelief(0.1), warmup=1, max_consecutive=1)
-    state = solver.init(jnp.zeros(1))
+    params = np.zeros(1, np.float32)
+    state = _SUSPICIOUS.init(jnp.zeros(1))
     for value in values:
-        updates, state = solver.update(jnp.full(1, value), state, jnp.zeros(1))
-        assert jnp.isfinite(updates).all()
-        assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(state))
+        gradient = np.full(1, value, np.float32)
+        updates, state = _suspicious_update(gradient, state, params)
+        assert np.isfinite(updates).all()
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
 def test_a_finite_gradient_whose_square_is_not_is_rejected() -> None:

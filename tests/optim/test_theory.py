@@ -55,9 +55,7 @@ def test_a_traced_b1_of_zero_leaves_the_floor_alone() -> None:
 
 @pytest.mark.parametrize(("eps_root", "floor"), [(1e-16, 1e-13), (1e-8, 1e-5)])
 def test_eps_root_accumulates_to_a_floor(eps_root: float, floor: float) -> None:
-    _, states = _scan(
-        scale_by_max_belief(eps_root=eps_root), jnp.zeros((10_000, 1))
-    )
+    _, states = _scan(scale_by_max_belief(eps_root=eps_root), jnp.zeros((10_000, 1)))
     np.testing.assert_allclose(states.nu[-1], floor, rtol=1e-3)
     assert jnp.max(states.nu) <= floor * 1.001
 
