@@ -69,8 +69,8 @@ class OptimConfig:
                 )
         if 0 < self.guard <= 1:
             raise ValueError(
-                f"optim.guard={self.guard} would skip ordinary steps. Allowed: above 1, "
-                "or 0 for no guard. Set --optim.guard 10."
+                f"optim.guard={self.guard} would skip ordinary steps. Allowed: above "
+                "1, or 0 for no guard. Set --optim.guard 10."
             )
 
     def learning_rate_at(self) -> Callable[[Any], Any]:

@@ -1,4 +1,7 @@
-"""T1: Adam and AdaBelief go to the wrong end of [-1, 1], with the maximum they do not."""
+"""T1: Adam and AdaBelief go to the wrong end of [-1, 1]; with a maximum they do not.
+
+The problems are those of `experiments/nonconvergence.py`.
+"""
 
 from dataclasses import replace
 
