@@ -34,7 +34,9 @@ OPTIMIZERS = {
     "amsgrad": Optimizer(optax.amsgrad, frozenset({"mu", "nu", "nu_max"})),
     "adabelief": Optimizer(optax.adabelief, frozenset({"mu", "nu"})),
     "max_adabelief": Optimizer(max_adabelief),
-    "guarded": Optimizer(lambda rate: guard_gradients(max_adabelief(rate))),
+    "guarded": Optimizer(
+        lambda learning_rate: guard_gradients(max_adabelief(learning_rate))
+    ),
 }
 
 
@@ -125,7 +127,7 @@ def test_types_with_wider_gradients(optimizer: Optimizer, dtype: str) -> None:
     if not drifted:
         _through_cond(solver, gradients, state, params)
         return
-    with pytest.raises(TypeError, match="true_fun and false_fun"):
+    with pytest.raises(TypeError):
         _through_cond(solver, gradients, state, params)
 
 
@@ -174,13 +176,12 @@ def test_injected_hyperparameters(optimizer: Optimizer) -> None:
     params = _params()
     injected: Any = optax.inject_hyperparams(optimizer.make)(0.1)
     plain = optimizer.make(0.1)
-    state = injected.init(params)
-    updates, state = jax.jit(injected.update)(params, state, params)
+    state, update = injected.init(params), jax.jit(injected.update)
     expected, _ = jax.jit(plain.update)(params, plain.init(params), params)
-    _same(updates, expected)
-    state.hyperparams["learning_rate"] = jnp.asarray(0.2)
-    twice, _ = jax.jit(injected.update)(params, injected.init(params), params)
-    _same(twice, expected)
+    _same(update(params, state, params)[0], expected)
+    state.hyperparams["learning_rate"] *= 2
+    twice = jax.tree.map(lambda u: 2 * u, expected)
+    _same(update(params, state, params)[0], twice)
 
 
 def test_multi_steps(optimizer: Optimizer) -> None:
