@@ -1,5 +1,6 @@
 """Optimizers as optax transforms. Needs jax and optax, nothing else of dtft."""
 
+from dtft.optim.guard import GuardState, guard_gradients, unguarded
 from dtft.optim.max_adabelief import (
     ScaleByMaxBeliefState,
     max_adabelief,
@@ -9,10 +10,13 @@ from dtft.optim.max_adabelief import (
 from dtft.optim.phases import Phases, as_transform
 
 __all__ = [
+    "GuardState",
     "Phases",
     "ScaleByMaxBeliefState",
     "as_transform",
+    "guard_gradients",
     "max_adabelief",
     "max_belief_phases",
     "scale_by_max_belief",
+    "unguarded",
 ]

@@ -1,7 +1,7 @@
 """Optimizer configs: which optax transform, with which learning rate at which step.
 
-Every option keeps the structure of the optimizer state the same (clipping and decay
-are always in the chain), so that changing one does not make a checkpoint unreadable.
+Every option keeps the structure of the optimizer state the same (clipping, decay and
+guard are always there), so that changing one does not make a checkpoint unreadable.
 Must stay free of jax imports at module level.
 """
 
@@ -55,15 +55,23 @@ class OptimConfig:
     """Largest global norm of the gradient; 0 for no limit."""
     weight_decay: float = 0.0
     """Strength of decoupled weight decay."""
+    guard: float = 0.0
+    """Skip steps whose gradient is not finite or whose norm is this many times the
+    median of the last 64; 0 for never. 10 is a good value."""
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "clip", "weight_decay"):
+        for name in ("learning_rate", "clip", "weight_decay", "guard"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ValueError(
                     f"optim.{name}={value} is not a finite number of 0 or more. "
                     f"Set --optim.{name} to one."
                 )
+        if 0 < self.guard <= 1:
+            raise ValueError(
+                f"optim.guard={self.guard} would skip ordinary steps. Allowed: above "
+                "1, or 0 for no guard. Set --optim.guard 10."
+            )
 
     def learning_rate_at(self) -> Callable[[Any], Any]:
         """The schedule: step to learning rate. For use under a trace."""
@@ -94,8 +102,10 @@ class OptimConfig:
         )
 
     def build(self) -> "optax.GradientTransformation":
-        """The whole chain: clip, scale, decay, learning rate."""
+        """The whole chain: clip, scale, decay, learning rate; the guard around it."""
         import optax
+
+        from dtft.optim.guard import guard_gradients, unguarded
 
         # identity() has the same (empty) state as what it stands for.
         clip = optax.clip_by_global_norm(self.clip) if self.clip else optax.identity()
@@ -104,12 +114,13 @@ class OptimConfig:
             if self.weight_decay
             else optax.identity()
         )
-        return optax.chain(
+        chain = optax.chain(
             clip,
             self.scale(),
             decay,
             optax.scale_by_learning_rate(self.learning_rate_at()),
         )
+        return guard_gradients(chain, self.guard) if self.guard else unguarded(chain)
 
 
 @dataclass(frozen=True, kw_only=True)
