@@ -56,7 +56,9 @@ class ResNet(nnx.Module):
     def __call__(self, image_BHWC: jax.Array) -> jax.Array:
         """Logits [B, N] in float32 of uint8 images [B, H, W, 3]."""
         x_BHWC = nnx.relu(self.stem(normalized(image_BHWC).astype(self.dtype)))
-        x_BHWC = nnx.max_pool(x_BHWC, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        # nnx annotates `padding` as str, but takes pairs like its convolutions.
+        pairs: Any = ((1, 1), (1, 1))
+        x_BHWC = nnx.max_pool(x_BHWC, (3, 3), (2, 2), padding=pairs)
         for block in self.blocks:
             x_BHWC = block(x_BHWC)
         # Sums over positions need more than bfloat16's 8 bits.

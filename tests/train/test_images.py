@@ -181,9 +181,10 @@ def test_an_image_of_one_pixel_is_one(tmp_path: Path) -> None:
 
 
 def test_sizes_that_are_none_are_refused() -> None:
-    for name in ("image_size", "threads"):
-        with pytest.raises(ValueError, match=f"data.{name}=0 is not positive"):
-            ImageFolderConfig(**{name: 0})
+    with pytest.raises(ValueError, match="data.image_size=0 is not positive"):
+        ImageFolderConfig(image_size=0)
+    with pytest.raises(ValueError, match="data.threads=0 is not positive"):
+        ImageFolderConfig(threads=0)
     with pytest.raises(ValueError, match="data.test_share=1.5 is not a share"):
         ImageFolderConfig(test_share=1.5)
     with pytest.raises(ValueError, match="data.num_samples=65537 is too many"):
