@@ -11,32 +11,20 @@ Legend: H height, W width, C channels.
 
 import functools
 import hashlib
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from dtft.train.datasets import Columns, DataConfig
-
-if TYPE_CHECKING:
-    import numpy as np
-    from PIL import Image
+from dtft.train.pixels import centre_box, open_image, pillow, random_box
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
 """Files with these endings, in either case, are samples; others are not read."""
 VIEW_VERSION = 1
 """Raised when the same file, seed and row no longer give the same bytes."""
-AREA = (0.08, 1.0)
-"""Share of the image that a training row shows, smallest and largest."""
-ASPECT = (3 / 4, 4 / 3)
-"""Width by height of that part before it is resized."""
 _LAYOUT = "Expected PATH/train/CLASS/*.JPEG and PATH/val/CLASS/*.JPEG"
 _SHIFTS = 2**16
-
-Box = tuple[float, float, float, float]
-"""Left, upper, right and lower edge in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +89,7 @@ class ImageFolderConfig(DataConfig):
                 is not installed.
         """
         self.check()
-        _pillow()
+        pillow()
         listing = _listing(self.path)
         train, test = (
             ImageFiles(self, Path(self.path) / split, names, training=split == "train")
@@ -140,7 +128,7 @@ class ImageFiles:
         import numpy as np
 
         name, size = self._names[sample], self._config.image_size
-        image = _open(self._folder / name)
+        image = open_image(self._folder / name)
         if self._training:
             random = np.random.Generator(np.random.PCG64(entropy))
             box = random_box(*image.size, random)
@@ -148,40 +136,12 @@ class ImageFiles:
         else:
             box, flip = centre_box(*image.size, self._config.test_share), False
         pixels_HWC = np.asarray(
-            image.resize((size, size), _pillow().Resampling.BILINEAR, box=box)
+            image.resize((size, size), pillow().Resampling.BILINEAR, box=box)
         )
         return {
             "image": pixels_HWC[:, ::-1] if flip else pixels_HWC,
             "label": np.int32(self._labels[os.path.dirname(name)]),
         }
-
-
-def random_box(width: int, height: int, random: "np.random.Generator") -> Box:
-    """A part of an image with a random area (AREA) and aspect ratio (ASPECT).
-
-    Ten tries; then the largest part in the centre with an allowed aspect ratio.
-    """
-    low, high = math.log(ASPECT[0]), math.log(ASPECT[1])
-    for _ in range(10):
-        area = width * height * random.uniform(*AREA)
-        aspect = math.exp(random.uniform(low, high))
-        wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < wide <= width and 0 < tall <= height:
-            left = int(random.integers(width - wide + 1))
-            upper = int(random.integers(height - tall + 1))
-            return (left, upper, left + wide, upper + tall)
-    wide = min(width, height * ASPECT[1])
-    return _centred(width, height, wide, min(height, wide / ASPECT[0]))
-
-
-def centre_box(width: int, height: int, share: float) -> Box:
-    """The square in the centre that takes `share` of the shorter side.
-
-    >>> centre_box(400, 256, 0.875)
-    (88.0, 16.0, 312.0, 240.0)
-    """
-    side = min(width, height) * share
-    return _centred(width, height, side, side)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,34 +269,6 @@ def _files(folder: Path, name: str) -> list[tuple[str, int]]:
             f"{', '.join(SUFFIXES)}, in either case. {_LAYOUT}."
         )
     return found
-
-
-def _open(path: Path) -> "Image.Image":
-    pillow = _pillow()
-    try:
-        with pillow.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
-        raise ValueError(
-            f"{path} cannot be read as an image: {error}. Replace the file, or remove "
-            "it and start a new run: the run's identity holds the list of files."
-        ) from error
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ValueError(
-            "image files need Pillow, which is not installed. "
-            "Install it with: pip install 'dtft[images]'"
-        ) from error
-    return Image
-
-
-def _centred(width: int, height: int, wide: float, tall: float) -> Box:
-    left, upper = (width - wide) / 2, (height - tall) / 2
-    return (left, upper, left + wide, upper + tall)
 
 
 def _positive(**values: int) -> None:

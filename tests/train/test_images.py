@@ -12,13 +12,8 @@ from PIL import Image
 from dtft.models.base import ResNetConfig
 from dtft.train.config import ConfigError, parse, shape_relevant, to_json
 from dtft.train.data import Source, make_datasets, rows
-from dtft.train.images import (
-    AREA,
-    ImageFolderConfig,
-    SyntheticImagesConfig,
-    centre_box,
-    random_box,
-)
+from dtft.train.images import ImageFolderConfig, SyntheticImagesConfig
+from dtft.train.pixels import AREA, centre_box, random_box
 from tests.train.pictures import COLOURS, make_folder
 
 
