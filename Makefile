@@ -7,7 +7,7 @@ STAMP := .venv/.dtft-stamp
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -q -c constraints.txt -e '.[digits,test,lint]'
+	.venv/bin/pip install -q -c constraints.txt -e '.[digits,images,test,lint]'
 	touch $@
 
 # Kills host 1 after step 150 and compares with an undisturbed run.

@@ -6,7 +6,7 @@ that never train.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import jax
@@ -65,6 +65,46 @@ class CNNConfig(ModelConfig):
         from dtft.models.cnn import CNN
 
         return CNN(self, rngs)
+
+    def loss(
+        self, model: Any, batch: Batch
+    ) -> "tuple[jax.Array, dict[str, jax.Array]]":
+        """Cross entropy and accuracy per example."""
+        from dtft.models.losses import classification
+
+        return classification(model(batch["image"]), batch["label"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig(ModelConfig):
+    """A residual network with bottleneck blocks (version 1.5) for colour images.
+
+    He et al., "Deep Residual Learning for Image Recognition" (2016), with the stride
+    in the 3x3 convolution. The default is ResNet-50. Any image size will do.
+    """
+
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    """Blocks of each stage; each stage after the first halves the image."""
+    width: int = 64
+    """Channels after the first convolution; stage s ends with width x 4 x 2**s."""
+    num_classes: int = 1000
+    """Number of classes."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of activations; parameters, statistics and the loss are float32."""
+
+    def __post_init__(self) -> None:
+        if not self.depths or min(self.depths) < 1:
+            raise ValueError(
+                f"model.depths={self.depths} is not usable. Allowed: one or more "
+                "positive numbers, the blocks of each stage. Set --model.depths."
+            )
+        _positive("model", width=self.width, num_classes=self.num_classes)
+
+    def build(self, rngs: "nnx.Rngs") -> "nnx.Module":
+        """Makes the module."""
+        from dtft.models.resnet import ResNet
+
+        return ResNet(self, rngs)
 
     def loss(
         self, model: Any, batch: Batch

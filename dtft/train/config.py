@@ -18,6 +18,8 @@ from dtft.train.experiment import Experiment, check
 SCHEMA = 1
 """Number of the JSON form; raised when old readers would misread it."""
 _SHAPE_RELEVANT = ("schema", "data_identity", "seed", "optim.class", "model.", "data.")
+_ELSEWHERE = ("data.path", "data.threads")
+"""Where data lies and how fast it is read; what it is, data_identity says."""
 
 
 class ConfigError(ValueError):
@@ -51,20 +53,23 @@ def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experime
     """As `load`, but raises.
 
     Raises:
-        ConfigError: no such config, no such key, or a value that is not allowed.
+        ConfigError: no such config, no such key, a value that is not allowed, or no
+            data where it should be.
     """
     import tyro
 
     default = _default(find(config))
     _refuse_unknown(overrides, list(keys(default)))
     try:
-        return tyro.cli(
+        experiment = tyro.cli(
             Experiment,
             default=default,
             args=list(overrides),
             prog=prog,
             config=(tyro.conf.FlagConversionOff,),
         )
+        experiment.data.check()
+        return experiment
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -144,7 +149,11 @@ def shape_relevant(resolved: str) -> str:
     and the seed. The mesh is not: a state can be restored onto another one.
     """
     flat = _flat(json.loads(resolved))
-    kept = {key: flat[key] for key in flat if key.startswith(_SHAPE_RELEVANT)}
+    kept = {
+        key: flat[key]
+        for key in flat
+        if key.startswith(_SHAPE_RELEVANT) and key not in _ELSEWHERE
+    }
     return json.dumps(kept, indent=1, sort_keys=True)
 
 

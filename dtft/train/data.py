@@ -5,13 +5,14 @@ hosts, processes or devices: a data slot is a position in the mesh.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import grain
 import numpy as np
 
-from dtft.train.datasets import Columns, DataConfig
+from dtft.train.datasets import Columns, DataConfig, Samples
 
 
 def rows(step: int, data_slot: int, num_data_slots: int, global_batch: int) -> range:
@@ -47,18 +48,34 @@ def rows(step: int, data_slot: int, num_data_slots: int, global_batch: int) -> r
 class Source:
     """Rows by global index, as batches of numpy arrays with the sample's `id`."""
 
-    def __init__(self, columns: Columns, *, shuffle_seed: int | None = None) -> None:
-        """Reads `columns` in order once, or shuffled anew in every epoch for ever."""
-        dataset = grain.MapDataset.source(_Rows(columns))
+    def __init__(
+        self, samples: Columns | Samples, *, shuffle_seed: int | None = None
+    ) -> None:
+        """Reads `samples` in order once, or shuffled anew in every epoch for ever."""
+        reader = _InMemory(samples) if isinstance(samples, dict) else samples
+        self._num_threads = reader.num_threads
+        self.num_samples = len(reader)
+        """Number of different samples."""
+        seed = shuffle_seed or 0
+
+        def read(row: int, sample: int) -> Columns:
+            fields = reader.read(int(sample), (seed, int(row)))
+            return {"id": np.int32(sample), **fields}
+
+        dataset = grain.MapDataset.range(self.num_samples)
         if shuffle_seed is not None:
             dataset = dataset.seed(shuffle_seed).shuffle().repeat()
-        self._dataset = dataset
-        self.num_samples = len(next(iter(columns.values())))
-        """Number of different samples."""
+        self._dataset = dataset.map_with_index(read)
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """The rows at `indices`, stacked; `id` is the sample's number."""
-        elements: list[Any] = [self._dataset[index] for index in indices]
+        elements: list[Any]
+        if self._num_threads == 1:
+            elements = [self._dataset[index] for index in indices]
+        else:
+            # A pool per batch: nothing to end at exit, and cheap beside decoding.
+            with ThreadPoolExecutor(self._num_threads) as pool:
+                elements = list(pool.map(self._dataset.__getitem__, indices))
         return {
             name: np.stack([element[name] for element in elements])
             for name in elements[0]
@@ -84,14 +101,15 @@ def make_datasets(config: DataConfig, seed: int) -> Datasets:
     )
 
 
-class _Rows(Sequence[dict[str, Any]]):
+class _InMemory:
+    num_threads = 1
+
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
-        self._length = len(next(iter(columns.values())))
 
     def __len__(self) -> int:
-        return self._length
+        return len(next(iter(self._columns.values())))
 
-    def __getitem__(self, index: Any) -> Any:
-        row = {name: column[index] for name, column in self._columns.items()}
-        return {"id": np.int32(index), **row}
+    def read(self, sample: int, entropy: tuple[int, int]) -> Columns:
+        del entropy
+        return {name: column[sample] for name, column in self._columns.items()}

@@ -7,7 +7,7 @@ of jax, grain and scikit-learn imports at module level, and never use the networ
 import functools
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
 """Of scikit-learn's digits: data as uint8 bytes, then target as uint8 bytes."""
@@ -16,6 +16,26 @@ SPLIT_SEED = 20240229
 
 Columns = dict[str, Any]
 """Field name to numpy array; dim 0 is the sample."""
+
+
+class Samples(Protocol):
+    """Samples by number, each read when it is asked for."""
+
+    num_threads: int
+    """Threads that read one batch; 1 reads where the batch is asked for."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def read(self, sample: int, entropy: tuple[int, int]) -> Columns:
+        """The fields of one sample, without dim 0. Called from several threads.
+
+        Args:
+            sample: its number.
+            entropy: seed and global row of this use, which decide all that is random.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +57,17 @@ class DataConfig:
         """Tokens a row counts for in the throughput; 0 counts rows."""
         return 0
 
+    def count_classes(self) -> int:
+        """Number of different labels; 0 for data without labels."""
+        return 0
+
+    def check(self) -> None:
+        """Checks, without reading all of it, that the data is there.
+
+        Raises:
+            ValueError: it is not; says what to change.
+        """
+
     def identity(self) -> str:
         """Names the data's content; equal identities mean equal rows."""
         raise NotImplementedError(
@@ -44,8 +75,8 @@ class DataConfig:
             "as the experiment's data."
         )
 
-    def load(self) -> tuple[Columns, Columns]:
-        """The train and the test set, without shuffling.
+    def load(self) -> tuple[Columns | Samples, Columns | Samples]:
+        """The train and the test set, in memory or by number; not shuffled.
 
         Raises:
             ValueError: the data's content is not what its identity says.
@@ -56,6 +87,10 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class DigitsConfig(DataConfig):
     """scikit-learn's digits: 1797 grey images of 8x8; a fixed fifth is for testing."""
+
+    def count_classes(self) -> int:
+        """The ten digits."""
+        return 10
 
     def identity(self) -> str:
         """The hash of the whole set and the split."""
@@ -70,7 +105,7 @@ class DigitsConfig(DataConfig):
         except ImportError as error:
             raise ValueError(
                 "the digits data needs scikit-learn, which is not installed. "
-                "Install it with: pip install 'dtft[demo]'"
+                "Install it with: pip install 'dtft[digits]'"
             ) from error
         digits: Any = load_digits()
         data, target = digits.data.astype(np.uint8), digits.target.astype(np.uint8)

@@ -251,6 +251,13 @@ def check(
             f"data.context={length} is more than model.context={context}. "
             f"Set --data.context {context} or --model.context {length}."
         )
+    outputs = getattr(experiment.model, "num_classes", None)
+    classes = 0 if outputs is None else experiment.data.count_classes()
+    if outputs is not None and classes > outputs:
+        raise ValueError(
+            f"model.num_classes={outputs} is less than the {classes} classes of the "
+            f"data. Set --model.num_classes {classes} or more."
+        )
     if devices_per_host == -1:
         return
     parts = resolve_mesh(experiment.mesh, hosts, devices_per_host).num_data_slots

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from dtft.train.data import Source, rows
-from dtft.train.step import Program
+from dtft.train.step import Program, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def place(
 
 
 def evaluate(
-    program: Program, params: Any, source: Source, global_batch: int
+    program: Program, state: State, source: Source, global_batch: int
 ) -> dict[str, float]:
     """Means over every sample of `source` of the loss and of each metric.
 
@@ -112,7 +112,7 @@ def evaluate(
         parts = {s: _padded(source, first + s, width) for s in starts}
         arrays = place(parts, program.batch_sharding, global_batch)
         weight_B = arrays.pop("weight")
-        sums = jax.device_get(program.sums(params, arrays, weight_B))
+        sums = jax.device_get(program.sums(state, arrays, weight_B))
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + float(value)
     return {name: value / source.num_samples for name, value in totals.items()}

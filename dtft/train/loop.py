@@ -68,7 +68,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
         summary: dict[str, Any] = {"step": step, "completed": watch.ended(step)}
         if summary["completed"]:
             batch_size = experiment.data.global_batch
-            test = evaluate(program, state["params"], data.test, batch_size)
+            test = evaluate(program, state, data.test, batch_size)
             summary |= {f"test_{name}": value for name, value in test.items()}
         runtime.finish(step, summary)
         log.finish(summary)

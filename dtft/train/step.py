@@ -1,8 +1,9 @@
 """The jitted training step, the state it works on, and where each part of it lives.
 
 Decides the shardings from the mesh alone and compiles init, step and evaluation. The
-state is a pure pytree `{"params", "opt_state", "step"}`. Must not know hosts, slots,
-checkpoints or the loop.
+state is a pure pytree `{"params", "statistics", "opt_state", "step"}`; `statistics` are
+the running means of normalization layers, empty (so without leaves) for models that
+have none. Must not know hosts, slots, checkpoints or the loop.
 """
 
 import math
@@ -24,6 +25,8 @@ State = dict[str, Any]
 Metrics = dict[str, jax.Array]
 AXES = ("replica", "fsdp", "tensor")
 BATCH_AXES = ("replica", "fsdp")
+_READ = ("params", "statistics")
+"""The parts of the state that the model reads."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
@@ -91,8 +94,9 @@ class Program:
         """Shapes, dtypes and shardings of the state."""
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         """How every array of a batch is divided."""
+        read = {name: shardings[name] for name in _READ}
         self._gathered = jax.tree.map(
-            lambda s: NamedSharding(mesh, _without(s.spec, "fsdp")), shardings["params"]
+            lambda s: NamedSharding(mesh, _without(s.spec, "fsdp")), read
         )
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._compiled_init = jax.jit(self._init, out_shardings=shardings)
@@ -104,7 +108,7 @@ class Program:
         )
         self._compiled_sums = jax.jit(
             self._sums,
-            in_shardings=(shardings["params"], *(self.batch_sharding,) * 2),
+            in_shardings=(read, *(self.batch_sharding,) * 2),
             out_shardings=everywhere,
         )
 
@@ -134,20 +138,24 @@ class Program:
         return self._compiled_step(state, dict(batch))
 
     def sums(
-        self, params: Any, batch: Mapping[str, jax.Array], weight_B: jax.Array
+        self, state: State, batch: Mapping[str, jax.Array], weight_B: jax.Array
     ) -> Metrics:
-        """Weighted sums over the batch of the loss and of each metric."""
-        return self._compiled_sums(params, dict(batch), weight_B)
+        """Weighted sums over the batch of the loss and of each metric.
+
+        The model runs in evaluation mode: with its running statistics.
+        """
+        read = {name: state[name] for name in _READ}
+        return self._compiled_sums(read, dict(batch), weight_B)
 
     def _trace_model(self) -> Any:
         model = nnx.eval_shape(lambda: self._model.build(nnx.Rngs(self._seed)))
-        graph, _, rest = nnx.split(model, nnx.Param, ...)
+        graph, _, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
         others = tree.to_paths(nnx.to_pure_dict(rest))
         if others:
             raise ValueError(
                 f"model {type(self._model).__name__} keeps {', '.join(others)} beside "
-                "its parameters. Allowed: nnx.Param only. Remove layers with running "
-                "statistics or random state."
+                "its parameters. Allowed: nnx.Param, and nnx.BatchStat for running "
+                "statistics. Remove layers with random state, such as dropout."
             )
         return graph
 
@@ -158,24 +166,35 @@ class Program:
             opt_state = self._optimizer.init(params)
         return {
             "params": params,
+            "statistics": nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)),
             "opt_state": opt_state,
             "step": jnp.zeros([], jnp.int32),
         }
 
-    def _losses(self, params: Any, batch: dict[str, jax.Array]) -> Metrics:
+    def _losses(
+        self, read: State, batch: dict[str, jax.Array], *, training: bool
+    ) -> tuple[Metrics, Any]:
         # FSDP: parameters are gathered over `fsdp` where they are used. Left to itself
         # the partitioner of jax 0.10.2 on CPU returned wrong gradients on a mesh with
         # replica, fsdp and tensor all 2 (test_step.py compares them).
-        whole = jax.lax.with_sharding_constraint(params, self._gathered)
-        losses, metrics = self._model.loss(nnx.merge(self._graph, whole), batch)
-        return {"loss": losses, **metrics}
+        whole = jax.lax.with_sharding_constraint(read, self._gathered)
+        model = nnx.merge(self._graph, whole["params"], whole["statistics"])
+        # The batch is one global array: its statistics are those of all replicas.
+        (model.train if training else model.eval)()
+        losses, metrics = self._model.loss(model, batch)
+        statistics = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+        return {"loss": losses, **metrics}, statistics
 
     def _step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
-        def mean_loss(params: Any) -> tuple[jax.Array, Metrics]:
-            means = {k: jnp.mean(v) for k, v in self._losses(params, batch).items()}
-            return means["loss"], means
+        def mean_loss(params: Any) -> tuple[jax.Array, tuple[Metrics, Any]]:
+            read = {"params": params, "statistics": state["statistics"]}
+            values, statistics = self._losses(read, batch, training=True)
+            means = {name: jnp.mean(value) for name, value in values.items()}
+            return means["loss"], (means, statistics)
 
-        gradients, metrics = jax.grad(mean_loss, has_aux=True)(state["params"])
+        gradients, (metrics, statistics) = jax.grad(mean_loss, has_aux=True)(
+            state["params"]
+        )
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self._optimizer.update(
                 gradients, state["opt_state"], state["params"]
@@ -183,17 +202,23 @@ class Program:
             params = optax.apply_updates(state["params"], updates)
             metrics["grad_norm"] = optax.tree.norm(gradients)
         rate = jnp.asarray(self._learning_rate(state["step"]), jnp.float32)
-        after = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+        after = {
+            "params": params,
+            "statistics": statistics,
+            "opt_state": opt_state,
+            "step": state["step"] + 1,
+        }
         return after, {**metrics, "learning_rate": rate}
 
     def _sums(
-        self, params: Any, batch: dict[str, jax.Array], weight_B: jax.Array
+        self, read: State, batch: dict[str, jax.Array], weight_B: jax.Array
     ) -> Metrics:
         def total(values: jax.Array) -> jax.Array:
             values_B = jnp.mean(values.reshape(values.shape[0], -1), axis=1)
             return jnp.sum(values_B * weight_B)
 
-        return {k: total(v) for k, v in self._losses(params, batch).items()}
+        values, _ = self._losses(read, batch, training=False)
+        return {name: total(value) for name, value in values.items()}
 
 
 def layout_of(
