@@ -66,7 +66,10 @@ class _Belief(NamedTuple):
         def second(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
             error = _abs_squared(_widen(g, g) - m)
             moment = (1 - _as(self.b2, v)) * error.astype(v.dtype)
-            return moment + _as(self.b2, v) * v + _as(self.eps_root, v)
+            # eps_root, as v >= 0. Were it added as a constant, XLA's CPU compiler would
+            # work nu out twice, which costs a copy of it: 72, not 56 B/parameter.
+            floor = jnp.maximum(-v, _as(self.eps_root, v))
+            return moment + _as(self.b2, v) * v + floor
 
         mu = jax.tree.map(first, updates, state.mu)
         nu = jax.tree.map(second, updates, mu, state.nu)
