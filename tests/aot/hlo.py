@@ -69,9 +69,7 @@ class Program:
 
     def copies(self, elements: int) -> list[Operation]:
         """What only copies `elements` or more, as an operation or a kernel."""
-        return [
-            o for o in self.operations if o.largest >= elements and self._copies(o)
-        ]
+        return [o for o in self.operations if o.largest >= elements and self._copies(o)]
 
     def collectives(self) -> Counter[str]:
         """How often each kind of communication takes place."""

@@ -86,7 +86,7 @@ def _perceptron_loss(params: Any, x_BD: Any) -> Any:
 
 
 def _train_step(make: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-    """A step (state, batch) -> (state, loss) of a perceptron, and its state's shapes."""
+    """A perceptron's step (state, batch) -> (state, loss), and its state's shapes."""
     solver = make(1e-3)
     matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     params = {"first": matrix, "second": matrix}
