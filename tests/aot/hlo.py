@@ -107,7 +107,7 @@ class Program:
         return found
 
 
-def parse(text: str) -> Program:
+def parse(text: str | None) -> Program:
     """Reads the text of `jax.stages.Compiled.as_text()`.
 
     Raises:
@@ -115,6 +115,7 @@ def parse(text: str) -> Program:
     """
     computations: dict[str, tuple[Operation, ...]] = {}
     entry, name, lines = "", "", []
+    text = text or ""
     for line in text.splitlines():
         header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
         if header:

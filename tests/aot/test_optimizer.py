@@ -46,12 +46,13 @@ def _gate(make: Callable[..., Any], shapes: Shapes, finite_only: bool = False) -
     carried = gpu.on_one((params, jax.eval_shape(solver.init, params)))
     compiled = jax.jit(step, donate_argnums=0).lower(carried, carried[0]).compile()
     program = hlo.parse(compiled.as_text())
+    memory: Any = compiled.memory_analysis()
     smallest = min(math.prod(shape) for shape in shapes)
     return Gate(
         kernels=len(program.kernels(smallest)),
         copies=len(program.copies(smallest)),
         bytes=program.bytes_moved(),
-        temporary=compiled.memory_analysis().temp_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
     )
 
 
@@ -134,7 +135,7 @@ def _divided(params_spec: PartitionSpec, state_spec: PartitionSpec) -> tuple[Any
         .lower(carried, placed)
         .compile()
     )
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     return hlo.parse(compiled.as_text()), memory.argument_size_in_bytes
 
 

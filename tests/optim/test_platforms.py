@@ -1,6 +1,5 @@
 """One update lowers for every platform, from one source and without custom calls."""
 
-import re
 from typing import Any
 
 import jax
@@ -39,7 +38,6 @@ def test_a_donated_update_lowers_with_every_leaf_aliased(platform: str) -> None:
 def test_one_module_lowers_for_all_platforms() -> None:
     text = _lower(ALL, ())
     assert "custom_call" not in text and "stablehlo.case" not in text
-    assert set(re.findall(r"(\w+)\.\w+ ", text)) & {"tpu", "triton", "mosaic"} == set()
 
 
 def test_oneapi_lowers_to_the_same_operations_as_cuda() -> None:
