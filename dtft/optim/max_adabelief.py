@@ -71,7 +71,10 @@ class _Belief(NamedTuple):
         def second(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
             b2 = hyperparameter(self.b2, v)
             error = abs_squared(widen(g, g) - m).astype(v.dtype)
-            return (1 - b2) * error + b2 * v + hyperparameter(self.eps_root, v)
+            # eps_root, as v >= 0. Were it added as a constant, XLA's CPU compiler would
+            # work nu out twice, which costs a copy of it: 72, not 56 B/parameter.
+            floor = jnp.maximum(-v, hyperparameter(self.eps_root, v))
+            return (1 - b2) * error + b2 * v + floor
 
         mu = jax.tree.map(first, updates, state.mu)
         nu = jax.tree.map(second, updates, mu, state.nu)
