@@ -43,10 +43,11 @@ def cholesky_encode(
 ) -> CholeskyCode:
     """Factors symmetric positive definite matrices and packs the factors.
 
-    A matrix that cannot be factored is tried again with jitter * 10^i * mean(|diagonal|)
-    added to its diagonal, i = 0 to 5, each matrix of a batch with the first that works.
-    So a singular matrix (also all zeros) is encoded as one beside it, and `jitter` says
-    how far; what is more indefinite, or not finite, has `ok` False. Nothing is ever NaN.
+    A matrix that cannot be factored is tried again with jitter * 10^i *
+    mean(|diagonal|) added to its diagonal, i = 0 to 5, each matrix of a batch with the
+    first that works. So a singular matrix (also all zeros) is encoded as one beside it,
+    and `jitter` says how far; what is more indefinite, or not finite, has `ok` False.
+    Nothing is ever NaN.
 
     Not differentiable in reverse mode (a loop of unknown length).
 
@@ -154,8 +155,8 @@ def gather_codes(
 def qr_combine(first: Array, second: Array) -> Array:
     """The factor of D1 + D2 from the factors of D1 and D2, without forming either.
 
-    R = qr([L1^T; L2^T]) satisfies R^T R = L1 L1^T + L2 L2^T; the result is R^T, with the
-    signs chosen so that its diagonal is >= 0, which makes it unique.
+    R = qr([L1^T; L2^T]) satisfies R^T R = L1 L1^T + L2 L2^T; the result is R^T, with
+    the signs chosen so that its diagonal is >= 0, which makes it unique.
 
     Args:
         first: [..., n, n], lower triangular.

@@ -1,11 +1,10 @@
 """Symmetric and triangular matrices as their lower triangle, half the bytes.
 
 The layout is rectangular full packed (RFP; Gustavson et al., LAPACK Working Note 199):
-the triangle is cut into two small triangles and a square, and the two triangles are fitted
-into one rectangle. Everything is static slices, a transpose and a mask: no index arrays in
-the program, exact for every n and dtype, and linear, so packed matrices can be summed.
-
-Must not know what is sent where. Shapes: n rows; k = n // 2; h = n - k; m = n(n+1)/2.
+the triangle is cut into two small triangles and a square, and the two triangles are
+fitted into one rectangle. Everything is static slices, a transpose and a mask: no index
+arrays in the program, exact for every n and dtype, and linear, so packed matrices can
+be summed. Must not know what is sent where. Shapes: n rows; k = n // 2; h = n - k.
 """
 
 import jax.numpy as jnp
@@ -42,14 +41,15 @@ def pack_lower(matrix: Array) -> Array:
     True
     """
     n = check_square(matrix)
-    k, h = n // 2, n - n // 2
+    h = n - n // 2
     first, square, second = (
         matrix[..., :h, :h],
         matrix[..., h:, :h],
         matrix[..., h:, h:],
     )
-    # The second triangle is turned over and fills the place beside the first one. For even
-    # n both are of size k, and together need one more row; for odd n one more column.
+    # The second triangle is turned over and fills the place beside the first one. For
+    # even n both are of size n/2 and together need one more row; for odd n the first is
+    # larger by one, and what is left of its square is just the second.
     second = jnp.swapaxes(second, -1, -2)
     leading = [(0, 0)] * (matrix.ndim - 2)
     if n % 2 == 0:
@@ -101,8 +101,8 @@ def check_square(matrix: Array) -> int:
     """The n of [..., n, n], or a ValueError."""
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
         raise ValueError(
-            f"matrix has shape {matrix.shape}. Allowed: [..., n, n]. Only square matrices "
-            "can be symmetric: pass the statistics, not the parameter."
+            f"matrix has shape {matrix.shape}. Allowed: [..., n, n]. Only square "
+            "matrices can be symmetric: pass the statistics, not the parameter."
         )
     return matrix.shape[-1]
 
@@ -118,8 +118,8 @@ def _triangles(packed: Array, n: int) -> tuple[Array, Array, Array]:
     """Both triangles [h, h], [k, k] (above their diagonals: anything), the square."""
     if packed.shape[-1:] != (packed_size(n),):
         raise ValueError(
-            f"packed has shape {packed.shape}, but n={n} needs [..., {packed_size(n)}]. "
-            "Pass the n of the matrix that was packed."
+            f"packed has shape {packed.shape}, but n={n} needs [..., {packed_size(n)}]"
+            ". Pass the n of the matrix that was packed."
         )
     k, h = n // 2, n - n // 2
     num_lines = n + 1 - n % 2

@@ -35,9 +35,9 @@ def all_reduce_symmetric(
 ) -> Array:
     """Mean or sum of symmetric matrices over an axis; the result is exactly symmetric.
 
-    * ``packed`` (default): the lower triangle, half the bytes, exact. What a matrix loses
-      in a narrow wire_dtype is not sign-safe: in bfloat16 the smallest eigenvalues of
-      an ill-conditioned matrix turn negative.
+    * ``packed`` (default): the lower triangle, half the bytes, exact. A narrow
+      wire_dtype can cost definiteness: in bfloat16 the smallest eigenvalues of an
+      ill-conditioned matrix turn negative.
     * ``full``: all n^2 numbers. For links faster than memory, and for comparison.
     * ``cholesky``: the factors of positive definite matrices. They cannot be added, so
       every device gets all p of them and adds the products: p/2 times the bytes of
@@ -45,17 +45,18 @@ def all_reduce_symmetric(
       result stays positive definite (condition numbers to about 1e6).
 
     Args:
-        matrix: [..., n, n], symmetric by the caller's word; only the lower triangle counts.
+        matrix: [..., n, n], symmetric by the caller's word; only the lower triangle is
+            read.
         axis_name: axis or axes; None means one device, and matrix is returned as it is.
         op: "mean" or "sum".
         algorithm: as for `all_reduce`; ``cholesky`` is gathered, so only "native".
         wire: see above.
-        wire_dtype: floating dtype that numbers are rounded to before they are sent (sums
-            too, see `all_reduce`); None sends the matrix's own.
+        wire_dtype: floating dtype that numbers are rounded to before they are sent
+            (sums too, see `all_reduce`); None sends the matrix's own.
 
     Returns:
-        [..., n, n] of matrix's dtype. With ``cholesky`` a singular matrix counts with the
-        jitter of `cholesky_encode`, and one that cannot be encoded makes the result NaN.
+        [..., n, n] of matrix's dtype. With ``cholesky`` a singular matrix counts with
+        the jitter of `cholesky_encode`; one that cannot be encoded makes it all NaN.
 
     Raises:
         ValueError: not square, an unknown option, or options that do not go together.
