@@ -1,7 +1,7 @@
 """Hosts with slow links on one machine: network namespaces, veth pairs, `tc tbf`.
 
-Each host is a network namespace with one interface, `eth0`, whose bandwidth is limited in
-both directions; all are on one bridge. Needs root, and `ip` and `tc` (package iproute2).
+Each host is a network namespace with one interface, `eth0`, whose bandwidth is limited
+in both directions; all are on one bridge. Needs root, and `ip` and `tc` (package iproute2).
 Must not know what runs on the hosts.
 """
 
@@ -52,8 +52,8 @@ class CannotLimitError(RuntimeError):
 def limited_hosts(count: int, mbit_per_s: float) -> Iterator[Hosts]:
     """Hosts whose links carry mbit_per_s in each direction; removed at the end.
 
-    In the hosts this machine's name stands for the host's own address, because gloo binds
-    to what the machine's name resolves to, and would otherwise stay on loopback.
+    In the hosts this machine's name stands for the host's own address, because gloo
+    binds to what the machine's name resolves to, and would otherwise stay on loopback.
 
     Raises:
         CannotLimitError: not root, or `ip` or `tc` is missing or refuses.
@@ -121,7 +121,7 @@ def _add(host: Host, bridge: str, mbit_per_s: float) -> None:
     _run(*inner, "addr", "add", f"{host.address}/24", "dev", "eth0")
     _run(*inner, "link", "set", "eth0", "up")
     _run(*inner, "link", "set", "lo", "up")
-    # A bucket of 10 ms at least holds one segment of 64 KiB as the kernel hands it over.
+    # The bucket must hold a segment as the kernel hands it over, 64 KiB.
     burst = max(128 * 1024, int(mbit_per_s * 1e6 / 8 * 0.01))
     limit = ("rate", f"{mbit_per_s}mbit", "burst", str(burst), "latency", "50ms")
     _run("tc", "-n", host.name, "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)

@@ -1,9 +1,9 @@
-"""One of several gloo processes that all-reduce a symmetric matrix in turns by each wire.
+"""One of several gloo processes that all-reduce a symmetric matrix by each wire.
 
 Arguments: RANK NUM_PROCESSES ADDRESS SIZES WIRES ROUNDS (lists with commas). It answers
-with {n: {wire: {"seconds": [...], "bytes": [...]}}}: for each round how long this process
-took, and the bytes that its interface sent. The wires take turns within a round, so that
-all of them see the same machine.
+with {n: {wire: {"seconds": [...], "bytes": [...]}}}: for each round how long this
+process took, and the bytes that its interface sent. The wires take turns within a
+round, so that all of them see the same machine.
 """
 
 import sys
@@ -29,13 +29,15 @@ WIRES: dict[str, dict[str, Any]] = {
 
 
 def definite(n: int, condition: float) -> np.ndarray:
-    """[n, n] float32 with eigenvalues from 1 down to 1/condition, the same everywhere."""
+    """[n, n] float32 with eigenvalues from 1 down to 1/condition."""
     basis, _ = np.linalg.qr(np.random.default_rng(n).normal(size=(n, n)))
     values = np.logspace(0, -np.log10(condition), n)
     return ((basis * values) @ basis.T).astype(np.float32)
 
 
-def main(rank: int, num: int, address: str, sizes: str, wires: str, rounds: str) -> None:
+def main(
+    rank: int, num: int, address: str, sizes: str, wires: str, rounds: str
+) -> None:
     """Joins, measures, answers."""
     worlds.join(rank, num, address)
     mesh = Mesh(np.array(jax.devices()), ("replica",))
@@ -64,7 +66,9 @@ def _measure(mesh: Mesh, n: int, wires: list[str], rounds: int) -> dict[str, Any
             begun = time.monotonic()
             jax.block_until_ready(program(matrix))
             found[wire]["seconds"].append(time.monotonic() - begun)
-            jax.block_until_ready(together(small))  # what others still forward through us
+            jax.block_until_ready(
+                together(small)
+            )  # what others still forward through us
             found[wire]["bytes"].append(links.bytes_through()[0] - sent)
     return found
 

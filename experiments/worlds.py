@@ -1,7 +1,7 @@
 """Worlds of real processes: starts workers over gloo, collects one JSON from each.
 
-Knows nothing of what the workers do. A worker is a module that is run with the arguments
-RANK NUM_PROCESSES ADDRESS and its own, calls `join`, and ends with `answer`.
+Knows nothing of what the workers do. A worker is a module that is run with the
+arguments RANK NUM_PROCESSES ADDRESS and its own, calls `join`, ends with `answer`.
 """
 
 import json
@@ -52,9 +52,7 @@ def run_world(
         service.stdin.write(f"{address} {num} {HEARTBEAT_S}\n")
         service.stdin.flush()
         for rank, (own, prefix) in enumerate(zip(arguments, prefixes, strict=True)):
-            processes.append(
-                _start(prefix, module, str(rank), str(num), address, *own)
-            )
+            processes.append(_start(prefix, module, str(rank), str(num), address, *own))
         _wait(processes, end)
         return [json.loads(p.communicate()[0].splitlines()[-1]) for p in processes]
     finally:

@@ -82,7 +82,9 @@ def test_equal_to_numpy_within_rounding(num: int) -> None:
     algorithm=st.sampled_from(OWN),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_integer_sums_and_maxima_are_exact_on_every_device(num: int, algorithm: Any, seed: int) -> None:
+def test_integer_sums_and_maxima_are_exact_on_every_device(
+    num: int, algorithm: Any, seed: int
+) -> None:
     shape = (num + 4,)
     tree = {
         "sum": rows(num, shape, jnp.int32, seed),

@@ -151,7 +151,9 @@ def test_what_is_not_definite_has_a_defined_result() -> None:
     assert 0 < code.jitter[2] < 1e-18
     assert np.isfinite(np.asarray(code.packed)).all()
     assert (np.asarray(code.packed)[3:] == 0).all()
-    np.testing.assert_allclose(cholesky_decode(code.packed, 2)[:3], batch[:3], atol=1e-4)
+    np.testing.assert_allclose(
+        cholesky_decode(code.packed, 2)[:3], batch[:3], atol=1e-4
+    )
     result = over_devices(
         lambda d: all_reduce_symmetric(d, "replica", wire="cholesky"), 2
     )(jnp.asarray(batch[2:4]))
