@@ -1,7 +1,7 @@
 """Hosts with slow links on one machine: network namespaces, veth pairs, `tc tbf`.
 
 Each host is a network namespace with one interface, `eth0`, whose bandwidth is limited
-in both directions; all are on one bridge. Needs root, and `ip` and `tc` (package iproute2).
+in both directions; all are on one bridge. Needs root, `ip` and `tc` (iproute2).
 Must not know what runs on the hosts.
 """
 
@@ -133,7 +133,7 @@ def _remove(base: str) -> None:
     for kind in ("netns", "link"):
         for name in _names(kind):
             if re.match(rf"{base}[a-z]", name):
-                # Gone already, for example with the namespace of its other end, is fine.
+                # Some are gone already, with the namespace of their other end.
                 command = ["ip", kind, "del", name]
                 subprocess.run(command, check=False, capture_output=True)
     for folder in NETNS_ETC.glob(f"{base}[a-z]*"):

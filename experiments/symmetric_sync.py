@@ -145,7 +145,8 @@ def _reduced(
     notes = [
         f"Matrices: float32, condition {CONDITION:g}, largest eigenvalue 1. bytes, "
         "codec (encode + decode), error (Frobenius, relative), smallest eigenvalue: "
-        "one matrix, one process. Break-even: the point-to-point link below which the codec pays "
+        "one matrix, one process. Break-even: the point-to-point link below which the "
+        "codec pays "
         "against sending the full matrix, bytes saved / codec time."
     ]
     try:
@@ -157,7 +158,8 @@ def _reduced(
     notes.append(
         f"All-reduce: {NUM_PROCESSES} processes over gloo, each in a network namespace "
         "whose interface tc limits in both directions; median over rounds of the "
-        "slowest process, wires in turns; bytes as the interface counted them. A Cholesky "
+        "slowest process, wires in turns; bytes as the interface counted them. A "
+        "Cholesky "
         "all-reduce gathers every process's factor, because factors cannot be added."
     )
     return reduced, notes
