@@ -28,6 +28,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.collectives.all_reduce import Algorithm, all_reduce
+from dtft.collectives.hops import AxisName
 
 Trigger = Literal["host", "device", "layer"]
 """What starts the reduction of gradients."""
@@ -128,7 +129,7 @@ def reduced_gradients(
 
 def reduce_in_backward(
     params: Any,
-    axis_name: str | None,
+    axis_name: AxisName | None,
     *,
     op: Literal["mean", "sum"] = "mean",
     algorithm: Algorithm = "native",
@@ -151,11 +152,10 @@ def reduce_in_backward(
 
     Args:
         params: pytree of floating arrays, replicated over the axis.
-        axis_name: a bound axis (inside `jax.shard_map`), or None to reduce nothing.
+        axis_name: bound axes (inside `jax.shard_map`), or None to reduce nothing.
         op: `mean` where the loss is the mean of the local rows, `sum` where the local
             losses add up to the loss.
-        algorithm: see `all_reduce`; with `check_vma=True` only `native`, the others'
-            results count as different on each device there.
+        algorithm: see `all_reduce`.
     """
     if axis_name is None:
         return params
@@ -327,7 +327,7 @@ def _reduce_all_but(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _reduced_later(
-    x: jax.Array, axis_name: str, op: Literal["mean", "sum"], algorithm: Algorithm
+    x: jax.Array, axis_name: AxisName, op: Literal["mean", "sum"], algorithm: Algorithm
 ) -> jax.Array:
     # Without the cast, autodiff under check_vma=True would sum over the axis before
     # the rule below sees the gradient, and the mean of sums is wrong by a factor.
@@ -335,13 +335,13 @@ def _reduced_later(
 
 
 def _forward(
-    x: jax.Array, axis_name: str, op: Literal["mean", "sum"], algorithm: Algorithm
+    x: jax.Array, axis_name: AxisName, op: Literal["mean", "sum"], algorithm: Algorithm
 ) -> tuple[jax.Array, None]:
     return _reduced_later(x, axis_name, op, algorithm), None
 
 
 def _backward(
-    axis_name: str,
+    axis_name: AxisName,
     op: Literal["mean", "sum"],
     algorithm: Algorithm,
     _: None,
