@@ -36,9 +36,7 @@ HEADER = (
 )
 
 
-def record(
-    delay_s: float, deadline_s: float
-) -> tuple[list[Events], list[Gradients]]:
+def record(delay_s: float, deadline_s: float) -> tuple[list[Events], list[Gradients]]:
     """Events and gradients of every process in order of rank; the last one is late.
 
     Args:

@@ -4,11 +4,12 @@ Decides when the reduction starts: on the host's command, where a device is read
 layer by layer inside the backward pass. How one array is reduced is `all_reduce`'s
 matter. Must not know models, optimizers or training loops.
 
-| trigger | the reduction starts | who waits, where, when one device is late |
-|---|---|---|
-| `host` | when the host has seen every device done | hosts, outside of any reduction |
-| `device` | on each device once its gradients are there | devices, in the reduction |
-| `layer` | on each device once the leaf's gradient is there | the same, at the leaf the late one has not reached |
+* `host`: when the host has seen every device done. Where one device is late, the hosts
+  wait, outside of any reduction.
+* `device`: on each device once its gradients are there. The others wait for the late
+  one inside the reduction.
+* `layer`: on each device once the gradient of one leaf is there. The others wait at the
+  leaf that the late one has not reached; those before it are reduced already.
 
 XLA compiles data flow, not text: in a model whose layers are unrolled, `device` and
 `layer` are one program to it, and its combiner decides whether the reductions lie
@@ -22,20 +23,16 @@ from collections.abc import Callable, Collection
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from dtft.collectives.all_reduce import Algorithm, all_reduce
 from dtft.collectives.hops import AxisName
+from dtft.collectives.host_command import HostCommanded
+from dtft.collectives.shares import Loss, ValueAndGradients, over_shares
 
 Trigger = Literal["host", "device", "layer"]
 """What starts the reduction of gradients."""
-Loss = Callable[[Any, Any], Any]
-"""`loss(params, batch) -> mean`, or `-> (mean, aux)` with means in `aux`."""
-ValueAndGradients = tuple[Any, Any]
-"""`(value, gradients)`, or `((value, aux), gradients)`."""
 
 
 def reduced_gradients(
@@ -56,16 +53,17 @@ def reduced_gradients(
     (not one weighted by a count that differs between shares). `loss` runs inside
     `jax.shard_map` with `axis_name` bound and contains no reduction over it.
 
-    All triggers give the same numbers within rounding. `device` and `layer` may be
-    called inside `jax.jit`, with the optimizer's update, say; `host` may not, because
-    there the host acts between two programs: it is a `HostCommanded`.
+    All triggers give the same numbers within rounding (seen: bit for bit among the CPU
+    devices of one process, not over gloo). `device` and `layer` may be called inside
+    `jax.jit`, with the optimizer's update, say; `host` may not, because there the host
+    acts between two programs: it is a `HostCommanded`.
 
     Args:
         loss: scalar mean over the rows it is given; with `has_aux` a pair of that and
             a pytree of floating means.
         mesh: any mesh with the axis; its other axes are left to the partitioner.
         axis_name: the axis the batch is divided over; parameters are replicated on it.
-        trigger: what starts the reduction; see the module's table.
+        trigger: what starts the reduction; see the top of this module.
         algorithm: how gradients are reduced; value and `aux` always go natively.
         has_aux: whether `loss` returns a pair.
         reduced_by_loss: for `trigger="layer"`, top-level names of `params` that `loss`
@@ -77,8 +75,8 @@ def reduced_gradients(
         in dim 0.
 
     Raises:
-        ValueError: unknown trigger or axis, names in `reduced_by_loss` that have no
-            effect; on call: rows that cannot be divided evenly over the axis.
+        ValueError: unknown trigger, algorithm or axis; names in `reduced_by_loss` that
+            have no effect; on call: rows that cannot be divided evenly over the axis.
 
     >>> from jax.sharding import AxisType
     >>> mesh = jax.make_mesh((jax.device_count(),), ("replica",), (AxisType.Auto,))
@@ -89,42 +87,24 @@ def reduced_gradients(
     >>> print(value, gradient)
     7.0 3.5
     """
-    if trigger not in get_args(Trigger):
-        raise ValueError(
-            f"trigger={trigger!r} is unknown. Allowed: {', '.join(get_args(Trigger))}."
-        )
-    if axis_name not in mesh.shape:
-        raise ValueError(
-            f"axis_name={axis_name!r} is not an axis of the mesh. Allowed: "
-            f"{', '.join(map(repr, mesh.axis_names))}."
-        )
-    if reduced_by_loss and trigger != "layer":
-        raise ValueError(
-            f"reduced_by_loss={tuple(reduced_by_loss)} has no effect with "
-            f"trigger={trigger!r}, which reduces every gradient after the backward "
-            "pass. Leave it empty, or use trigger='layer'."
-        )
+    _check(mesh, axis_name, trigger, algorithm, reduced_by_loss)
     if trigger == "host":
         return HostCommanded(
             loss, mesh, axis_name, algorithm=algorithm, has_aux=has_aux
         )
-    reduce = functools.partial(all_reduce, axis_name=axis_name, algorithm=algorithm)
 
-    def after_backward(params: Any, batch: Any) -> ValueAndGradients:
-        value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(params, batch)
-        return lax.pmean(value, axis_name), jax.tree.map(reduce, gradients)
+    def used(params: Any, batch: Any) -> Any:
+        if trigger == "layer":
+            params = _reduce_all_but(params, reduced_by_loss, axis_name, algorithm)
+        return loss(params, batch)
 
-    def in_backward(params: Any, batch: Any) -> ValueAndGradients:
-        def layered(params: Any, batch: Any) -> Any:
-            return loss(
-                _reduce_all_but(params, reduced_by_loss, axis_name, algorithm), batch
-            )
-
-        value, gradients = jax.value_and_grad(layered, has_aux=has_aux)(params, batch)
+    def local(params: Any, batch: Any) -> ValueAndGradients:
+        value, gradients = jax.value_and_grad(used, has_aux=has_aux)(params, batch)
+        if trigger == "device":
+            gradients = all_reduce(gradients, axis_name, algorithm=algorithm)
         return lax.pmean(value, axis_name), gradients
 
-    local = in_backward if trigger == "layer" else after_backward
-    return jax.jit(_over_shares(local, mesh, axis_name, PartitionSpec()))
+    return jax.jit(over_shares(local, mesh, axis_name, PartitionSpec()))
 
 
 def reduce_in_backward(
@@ -162,146 +142,32 @@ def reduce_in_backward(
     return jax.tree.map(lambda x: _reduced_later(x, axis_name, op, algorithm), params)
 
 
-class HostCommanded:
-    """The reduction of gradients on the host's command: a synchronous step.
-
-    A call does three things, which are public so that a caller can time them or act in
-    between: `local_gradients` runs one program and returns at once; `await_command`
-    blocks until every device of the mesh has its gradients and the reduction is
-    commanded; `reduce` runs the reduction as a second program.
-
-    In a job of several processes each host sees only its own devices, so the command
-    takes two messages, each a sum of one int32 per device over the whole mesh:
-
-    1. report: each host, having waited for its own devices, sends 1 for each of them.
-       When the sum is there, the commanding host (the one of the mesh's first device)
-       has seen that every device of every process is done.
-    2. command: only then does the commanding host enter the second sum, with what it
-       has seen; the others enter it at once, with 0, and start the reduction when they
-       have read its result.
-
-    The messages are programs on the same devices as the training, so the deadlines of
-    collectives (XLA's flags) hold for them, and a mesh that was formed anew after a
-    loss needs nothing else. With one process there is nothing to send.
-    """
-
-    def __init__(
-        self,
-        loss: Loss,
-        mesh: Mesh,
-        axis_name: str,
-        *,
-        algorithm: Algorithm = "native",
-        has_aux: bool = False,
-    ) -> None:
-        """See `reduced_gradients`."""
-        self._mesh = mesh
-        own = jax.process_index()
-        self._alone = all(d.process_index == own for d in mesh.devices.flat)
-        self._commands = mesh.devices.flat[0].process_index == own
-        each_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._flags = functools.partial(
-            jax.make_array_from_callback, (mesh.size,), each_device
-        )
-        self._sum = jax.jit(
-            functools.partial(jnp.sum, dtype=jnp.int32),
-            out_shardings=NamedSharding(mesh, PartitionSpec()),
-        )
-
-        def local(params: Any, batch: Any) -> ValueAndGradients:
-            result = jax.value_and_grad(loss, has_aux=has_aux)(params, batch)
-            return jax.tree.map(lambda leaf: leaf[None], result)
-
-        def reduce(rows: ValueAndGradients) -> ValueAndGradients:
-            value, gradients = jax.tree.map(lambda leaf: leaf[0], rows)
-            reduced = functools.partial(
-                all_reduce, axis_name=axis_name, algorithm=algorithm
-            )
-            return lax.pmean(value, axis_name), jax.tree.map(reduced, gradients)
-
-        by_share = PartitionSpec(axis_name)
-        self._local = jax.jit(_over_shares(local, mesh, axis_name, by_share))
-        self._reduce = jax.jit(
-            jax.shard_map(
-                reduce,
-                mesh=mesh,
-                in_specs=by_share,
-                out_specs=PartitionSpec(),
-                axis_names={axis_name},
-                check_vma=False,
-            )
-        )
-
-    def __call__(self, params: Any, batch: Any) -> ValueAndGradients:
-        """Value and gradients, reduced; returns once the reduction is dispatched."""
-        rows = self.local_gradients(params, batch)
-        self.await_command(rows)
-        return self.reduce(rows)
-
-    def local_gradients(self, params: Any, batch: Any) -> ValueAndGradients:
-        """Each position's own value and gradients, not waited for.
-
-        Returns:
-            As `__call__`, each leaf with a leading replica dim: row i is of position i
-            of the axis and lies on its devices.
-
-        Raises:
-            ValueError: called inside `jax.jit`, or rows that cannot be divided evenly.
-        """
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch))):
-            raise ValueError(
-                "trigger='host' was called inside jax.jit, where no host can wait for "
-                "devices. Call it outside, or use trigger='device' or 'layer'."
-            )
-        return self._local(params, batch)
-
-    def await_command(self, rows: ValueAndGradients) -> None:
-        """Blocks until every device is done and the reduction is commanded."""
-        jax.block_until_ready(rows)  # this host's devices; the others' cannot be seen
-        if self._alone:
-            return
-        seen = self._exchange(1)
-        self._exchange(seen if self._commands else 0)
-
-    def reduce(self, rows: ValueAndGradients) -> ValueAndGradients:
-        """Averages what `local_gradients` returned over the axis."""
-        return self._reduce(rows)
-
-    def _exchange(self, value: int) -> int:
-        """The sum over all devices of the mesh of the values their hosts give."""
-        flags = self._flags(lambda _: np.full((1,), value, np.int32))
-        return int(self._sum(flags).addressable_data(0))
-
-
-def _over_shares(
-    local: Callable[[Any, Any], Any], mesh: Mesh, axis_name: str, out: PartitionSpec
-) -> Callable[[Any, Any], Any]:
-    """`local(params, batch)` on each position of the axis, with its share of rows."""
-    # check_vma=True would sum the gradients of replicated parameters by itself.
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(axis_name)),
-        out_specs=out,
-        axis_names={axis_name},
-        check_vma=False,
-    )
-
-    def checked(params: Any, batch: Any) -> Any:
-        _check_rows(batch, mesh.shape[axis_name], axis_name)
-        return mapped(params, batch)
-
-    return checked
-
-
-def _check_rows(batch: Any, num_shares: int, axis_name: str) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if jnp.ndim(leaf) and jnp.shape(leaf)[0] % num_shares == 0:
-            continue
+def _check(
+    mesh: Mesh,
+    axis_name: str,
+    trigger: Trigger,
+    algorithm: Algorithm,
+    reduced_by_loss: Collection[str],
+) -> None:
+    if trigger not in get_args(Trigger):
         raise ValueError(
-            f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: dim 0 "
-            f"cannot be divided evenly over axis {axis_name!r} of size {num_shares}. "
-            f"Allowed: a multiple of {num_shares} rows. Change the batch or the mesh."
+            f"trigger={trigger!r} is unknown. Allowed: {', '.join(get_args(Trigger))}."
+        )
+    if algorithm not in get_args(Algorithm):
+        raise ValueError(
+            f"algorithm={algorithm!r} is unknown. Allowed: "
+            f"{', '.join(get_args(Algorithm))}."
+        )
+    if axis_name not in mesh.shape:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis of the mesh. Allowed: "
+            f"{', '.join(map(repr, mesh.axis_names))}."
+        )
+    if reduced_by_loss and trigger != "layer":
+        raise ValueError(
+            f"reduced_by_loss={tuple(reduced_by_loss)} has no effect with "
+            f"trigger={trigger!r}, which reduces every gradient after the backward "
+            "pass. Leave it empty, or use trigger='layer'."
         )
 
 
