@@ -1,4 +1,4 @@
-"""Communication between devices along named mesh axes; imports JAX only.
+"""Communication with explicit axis names; knows nothing of models or optimizers.
 
 * `all_reduce`: mean, sum or maximum, native or in a documented order.
 * `ring_reduce_scatter`, `ring_all_gather`, `broadcast`: the parts, for own designs.
@@ -7,9 +7,11 @@
   bytes; `pack_lower`, `unpack_lower`, `unpack_triangle`: its packing.
 * `cholesky_encode`, `cholesky_decode`, `broadcast_factor`, `qr_combine`,
   `reduce_factors`: positive definite matrices as factors.
+* `reduced_gradients`, `reduce_in_backward`, `HostCommanded`: gradients averaged on the
+  host's command, on each device, or layer by layer inside the backward pass.
 
-Everything is a plain function for the inside of `jax.shard_map`; with
-``axis_name=None`` it is the identity, so one code path serves one device and many.
+All but the last three are for the inside of `jax.shard_map`; with ``axis_name=None``
+they are the identity, so one code path serves one device and many.
 """
 
 from dtft.collectives.all_reduce import Algorithm, Op, all_reduce, bytes_sent
@@ -20,6 +22,12 @@ from dtft.collectives.cholesky import (
     cholesky_encode,
     qr_combine,
     reduce_factors,
+)
+from dtft.collectives.gradients import (
+    HostCommanded,
+    Trigger,
+    reduce_in_backward,
+    reduced_gradients,
 )
 from dtft.collectives.hops import AxisName, broadcast
 from dtft.collectives.packing import (
@@ -35,7 +43,9 @@ __all__ = [
     "Algorithm",
     "AxisName",
     "CholeskyCode",
+    "HostCommanded",
     "Op",
+    "Trigger",
     "Wire",
     "all_reduce",
     "all_reduce_symmetric",
@@ -48,6 +58,8 @@ __all__ = [
     "packed_size",
     "qr_combine",
     "reduce_factors",
+    "reduce_in_backward",
+    "reduced_gradients",
     "ring_all_gather",
     "ring_reduce_scatter",
     "unpack_lower",

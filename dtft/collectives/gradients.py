@@ -1,0 +1,219 @@
+"""Gradients averaged over a mesh axis, and what triggers their reduction.
+
+Decides when the reduction starts: on the host's command, where a device is ready, or
+layer by layer inside the backward pass. How one array is reduced is `all_reduce`'s
+matter. Must not know models, optimizers or training loops.
+
+* `host`: when the host has seen every device done. Where one device is late, the hosts
+  wait, outside of any reduction.
+* `device`: on each device once its gradients are there. The others wait for the late
+  one inside the reduction.
+* `layer`: on each device once the gradient of one leaf is there. The others wait at the
+  leaf that the late one has not reached; those before it are reduced already.
+
+XLA compiles data flow, not text: in a model whose layers are unrolled, `device` and
+`layer` are one program to it, and its combiner decides whether the reductions lie
+between backward operations (on CPU they do only with
+`XLA_FLAGS=--xla_disable_hlo_passes=cpu-all-reduce-combiner`). Where layers are stacked
+in a `lax.scan` the two differ under any flag: see `reduce_in_backward`.
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, Literal, get_args
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from dtft.collectives.all_reduce import Algorithm, all_reduce
+from dtft.collectives.hops import AxisName
+from dtft.collectives.host_command import HostCommanded
+from dtft.collectives.shares import Loss, ValueAndGradients, over_shares
+
+Trigger = Literal["host", "device", "layer"]
+"""What starts the reduction of gradients."""
+
+
+def reduced_gradients(
+    loss: Loss,
+    mesh: Mesh,
+    axis_name: str,
+    *,
+    trigger: Trigger = "device",
+    algorithm: Algorithm = "native",
+    has_aux: bool = False,
+    reduced_by_loss: Collection[str] = (),
+) -> Callable[[Any, Any], ValueAndGradients]:
+    """`jax.value_and_grad(loss)` over a batch divided over one axis of the mesh.
+
+    Each position of the axis differentiates `loss` on its own rows; the gradients, the
+    value and `aux` are then averaged over the axis. The rows are in equal shares, so
+    that is the gradient of the mean over all rows if `loss` is a plain mean over rows
+    (not one weighted by a count that differs between shares). `loss` runs inside
+    `jax.shard_map` with `axis_name` bound and contains no reduction over it.
+
+    All triggers give the same numbers within rounding (seen: bit for bit among the CPU
+    devices of one process, not over gloo). `device` and `layer` may be called inside
+    `jax.jit`, with the optimizer's update, say; `host` may not, because there the host
+    acts between two programs: it is a `HostCommanded`.
+
+    Args:
+        loss: scalar mean over the rows it is given; with `has_aux` a pair of that and
+            a pytree of floating means.
+        mesh: any mesh with the axis; its other axes are left to the partitioner.
+        axis_name: the axis the batch is divided over; parameters are replicated on it.
+        trigger: what starts the reduction; see the top of this module.
+        algorithm: how gradients are reduced; value and `aux` always go natively.
+        has_aux: whether `loss` returns a pair.
+        reduced_by_loss: for `trigger="layer"`, top-level names of `params` that `loss`
+            itself passes through `reduce_in_backward`, inside a `lax.scan`, say.
+
+    Returns:
+        A function `(params, batch) -> (value, gradients)`, or `((value, aux),
+        gradients)`, all replicated over the axis. Every leaf of `batch` has its rows
+        in dim 0.
+
+    Raises:
+        ValueError: unknown trigger, algorithm or axis; names in `reduced_by_loss` that
+            have no effect; on call: rows that cannot be divided evenly over the axis.
+
+    >>> from jax.sharding import AxisType
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("replica",), (AxisType.Auto,))
+    >>> def loss(w, x):
+    ...     return jnp.mean(w * x)
+    >>> function = reduced_gradients(loss, mesh, "replica", trigger="layer")
+    >>> value, gradient = function(jnp.float32(2), jnp.arange(8, dtype=jnp.float32))
+    >>> print(value, gradient)
+    7.0 3.5
+    """
+    _check(mesh, axis_name, trigger, algorithm, reduced_by_loss)
+    if trigger == "host":
+        return HostCommanded(
+            loss, mesh, axis_name, algorithm=algorithm, has_aux=has_aux
+        )
+
+    def used(params: Any, batch: Any) -> Any:
+        if trigger == "layer":
+            params = _reduce_all_but(params, reduced_by_loss, axis_name, algorithm)
+        return loss(params, batch)
+
+    def local(params: Any, batch: Any) -> ValueAndGradients:
+        value, gradients = jax.value_and_grad(used, has_aux=has_aux)(params, batch)
+        if trigger == "device":
+            gradients = all_reduce(gradients, axis_name, algorithm=algorithm)
+        return lax.pmean(value, axis_name), gradients
+
+    return jax.jit(over_shares(local, mesh, axis_name, PartitionSpec()))
+
+
+def reduce_in_backward(
+    params: Any,
+    axis_name: AxisName | None,
+    *,
+    op: Literal["mean", "sum"] = "mean",
+    algorithm: Algorithm = "native",
+) -> Any:
+    """The parameters unchanged; their gradients are reduced the moment they exist.
+
+    The reduction becomes a part of the backward pass, one for each leaf, between the
+    backward operations of the layer that follows and of the one that precedes. Pass
+    each layer's parameters through it where they are used. A leaf used twice is to go
+    through it once, before both uses, so that its gradient is complete. For stacked
+    layers call it inside the body (also under `jax.checkpoint`), or the reduction has
+    to wait for the whole backward scan:
+
+        def body(h, layer):
+            layer = reduce_in_backward(layer, "replica")
+            return apply(layer, h), None
+
+    Leaves are not packed into one message per layer: that would copy every gradient
+    once more, and XLA's combiner does it where it pays.
+
+    Args:
+        params: pytree of floating arrays, replicated over the axis.
+        axis_name: bound axes (inside `jax.shard_map`), or None to reduce nothing.
+        op: `mean` where the loss is the mean of the local rows, `sum` where the local
+            losses add up to the loss.
+        algorithm: see `all_reduce`.
+    """
+    if axis_name is None:
+        return params
+    return jax.tree.map(lambda x: _reduced_later(x, axis_name, op, algorithm), params)
+
+
+def _check(
+    mesh: Mesh,
+    axis_name: str,
+    trigger: Trigger,
+    algorithm: Algorithm,
+    reduced_by_loss: Collection[str],
+) -> None:
+    if trigger not in get_args(Trigger):
+        raise ValueError(
+            f"trigger={trigger!r} is unknown. Allowed: {', '.join(get_args(Trigger))}."
+        )
+    if algorithm not in get_args(Algorithm):
+        raise ValueError(
+            f"algorithm={algorithm!r} is unknown. Allowed: "
+            f"{', '.join(get_args(Algorithm))}."
+        )
+    if axis_name not in mesh.shape:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis of the mesh. Allowed: "
+            f"{', '.join(map(repr, mesh.axis_names))}."
+        )
+    if reduced_by_loss and trigger != "layer":
+        raise ValueError(
+            f"reduced_by_loss={tuple(reduced_by_loss)} has no effect with "
+            f"trigger={trigger!r}, which reduces every gradient after the backward "
+            "pass. Leave it empty, or use trigger='layer'."
+        )
+
+
+def _reduce_all_but(
+    params: Any, skipped: Collection[str], axis_name: str, algorithm: Algorithm
+) -> Any:
+    def name_of(path: tuple[Any, ...]) -> str:
+        return jax.tree_util.keystr(path[:1], simple=True)
+
+    def wrap(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        if name_of(path) in skipped:
+            return leaf
+        return reduce_in_backward(leaf, axis_name, algorithm=algorithm)
+
+    names = {name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    if not names.issuperset(skipped):
+        raise ValueError(
+            f"reduced_by_loss={tuple(skipped)} has names that params does not have at "
+            f"its top level. Allowed: {', '.join(map(repr, sorted(names)))}."
+        )
+    return jax.tree_util.tree_map_with_path(wrap, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _reduced_later(
+    x: jax.Array, axis_name: AxisName, op: Literal["mean", "sum"], algorithm: Algorithm
+) -> jax.Array:
+    # Without the cast, autodiff under check_vma=True would sum over the axis before
+    # the rule below sees the gradient, and the mean of sums is wrong by a factor.
+    return lax.pcast(x, axis_name, to="varying")
+
+
+def _forward(
+    x: jax.Array, axis_name: AxisName, op: Literal["mean", "sum"], algorithm: Algorithm
+) -> tuple[jax.Array, None]:
+    return _reduced_later(x, axis_name, op, algorithm), None
+
+
+def _backward(
+    axis_name: AxisName,
+    op: Literal["mean", "sum"],
+    algorithm: Algorithm,
+    _: None,
+    gradient: jax.Array,
+) -> tuple[jax.Array]:
+    return (all_reduce(gradient, axis_name, op=op, algorithm=algorithm),)
+
+
+_reduced_later.defvjp(_forward, _backward)
