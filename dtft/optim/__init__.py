@@ -17,8 +17,9 @@ from dtft.optim.phases import Phases, as_transform
 
 if TYPE_CHECKING:
     from dtft.optim.exchange import average_params
+    from dtft.optim.moment_sync import SyncState
     from dtft.optim.per_replica import PerReplica, add_groups, assign_groups
-    from dtft.optim.sync import SyncState, reduce_updates, sync_moments
+    from dtft.optim.sync import reduce_updates, sync_moments
 
 __all__ = [
     "PerReplica",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 _LAZY = {
     "PerReplica": "per_replica",
-    "SyncState": "sync",
+    "SyncState": "moment_sync",
     "add_groups": "per_replica",
     "assign_groups": "per_replica",
     "average_params": "exchange",

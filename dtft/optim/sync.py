@@ -28,35 +28,20 @@ a commanded exchange is commanded on all of them, or the collective never ends.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from dtft.collectives import Algorithm, all_reduce
-from dtft.optim import exchange
 from dtft.optim.exchange import Reduction
-from dtft.optim.per_replica import PerReplica
+from dtft.optim.moment_sync import Mode, MomentSync
 from dtft.optim.phases import Phases
 
-Mode = Literal["operands", "state"]
 EVERY_STEP: dict[Mode, dict[str, int]] = {
     "operands": {"mu": 1, "nu_max": 1},
     "state": {"mu": 1, "nu": 1, "nu_max": 1},
 }
 """What `sync_moments` reduces unless told otherwise: the moments of Max-AdaBelief."""
-
-
-class SyncState(NamedTuple):
-    """State of `sync_moments`."""
-
-    inner: Any
-    """The optimizer's; fields that differ per replica are marked `PerReplica`."""
-    held: dict[str, Any]
-    """Reduced operands that are used until the next exchange; equal on all replicas."""
-    taken: dict[str, jax.Array]
-    """The number of updates (int32) at which each of them was reduced."""
 
 
 def reduce_updates(
@@ -88,6 +73,7 @@ def sync_moments(
     decay: Mapping[str, float] | None = None,
     algorithm: Algorithm = "native",
     commanded: bool = False,
+    refresh_above: float | None = 16.0,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose replicas exchange moments instead of gradients.
 
@@ -95,7 +81,8 @@ def sync_moments(
     own gradients; what the update is made of (first moment and maximum) is reduced, so
     the update is equal on all replicas. Reducing the first moment before or after its
     correction for bias is the same. An operand with a period of k > 1 is exchanged at
-    updates 1, k + 1, 2k + 1, ... and kept; in between all replicas use the kept value.
+    updates 1, k + 1, 2k + 1, ... and kept; in between all replicas use the kept value,
+    unless `refresh_above` asks for a new one.
 
     `mode="state"` replaces the moments themselves by their reduction, each at the
     updates its own period divides (DES-LOC, arXiv 2505.22549). The update is made from
@@ -120,6 +107,13 @@ def sync_moments(
             replicas**: other than 0 it makes all of `every` be exchanged, in addition
             to the periods. If it differs, some replicas enter a collective that the
             others never come to: a deadlock.
+        refresh_above: mode "operands" keeps operands between exchanges. Where a
+            coordinate had no gradient yet when its maximum was taken (a dead unit, a
+            rare token), the kept maximum is next to zero and the first gradient would
+            make a step of a million learning rates. So when an element of the update
+            is larger than this, kept operands are exchanged at once and the update is
+            made anew. 16 is a little above the largest update of Max-AdaBelief under a
+            steady gradient; None never does it.
 
     Returns:
         A transform with extra arguments. Its state has `PerReplica` marks, see
@@ -131,142 +125,19 @@ def sync_moments(
     chosen = dict(EVERY_STEP[mode] if every is None else every)
     ops, decays = dict(op or {}), dict(decay or {})
     _check(mode, chosen, ops, decays, commanded)
-    sync = _Sync(
-        phases, axis_name, mode, chosen, ops, decays, algorithm, commanded=commanded
+    sync = MomentSync(
+        phases,
+        axis_name,
+        mode,
+        chosen,
+        ops,
+        decays,
+        algorithm,
+        commanded=commanded,
+        refresh_above=refresh_above,
     )
     update = sync.operands if mode == "operands" else sync.replace_state
     return optax.GradientTransformationExtraArgs(sync.init, update)  # pyright: ignore[reportArgumentType]
-
-
-class _Sync(NamedTuple):
-    """The options, and both modes as methods."""
-
-    phases: Phases
-    axis_name: str | None
-    mode: Mode
-    every: dict[str, int]
-    op: dict[str, Reduction]
-    decay: dict[str, float]
-    algorithm: Algorithm
-    commanded: bool
-
-    def init(self, params: optax.Params) -> SyncState:
-        inner = self.phases.init(params)
-        missing = sorted({*self.every, *self.op, *self.decay} - {*inner._fields})
-        if missing:
-            raise ValueError(
-                f"every, op or decay names {missing}, but the optimizer's state has "
-                f"{list(inner._fields)}. Name fields of it."
-            )
-        kept = self._kept()
-        return SyncState(
-            inner=self._mark(inner),
-            held={n: jax.tree.map(jnp.zeros_like, getattr(inner, n)) for n in kept},
-            taken={n: jnp.zeros([], jnp.int32) for n in kept},
-        )
-
-    def operands(
-        self,
-        updates: optax.Updates,
-        state: SyncState,
-        params: Any = None,
-        *,
-        sync: jax.Array | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, SyncState]:
-        del params, extra
-        self._check_command(sync)
-        inner = self.phases.accumulate(updates, _unmark(state.inner))
-        used, held, taken = {}, {}, {}
-        for name in self.every:
-            own = getattr(inner, name)
-            if name in state.held:
-                now = exchange.due(inner.count - 1, self.every[name], sync) | (
-                    inner.count == 1
-                )
-                held[name] = self._renewed(name, now, own, state.held[name])
-                taken[name] = jnp.where(now, inner.count, state.taken[name])
-                used[name] = self._recorrected(
-                    name, held[name], taken[name], inner.count
-                )
-            else:
-                used[name] = self._reduced(name, own)
-        # The update may look at the gradient too (Nesterov). If it does not, the
-        # compiler drops this reduction: nobody uses its result.
-        mean = all_reduce(updates, self.axis_name, algorithm=self.algorithm)
-        update = self.phases.direction(mean, inner._replace(**used))
-        return update, SyncState(self._mark(inner), held, taken)
-
-    def replace_state(
-        self,
-        updates: optax.Updates,
-        state: SyncState,
-        params: Any = None,
-        *,
-        sync: jax.Array | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, SyncState]:
-        del params, extra
-        self._check_command(sync)
-        inner = self.phases.accumulate(updates, _unmark(state.inner))
-        for name, period in self.every.items():
-            own = getattr(inner, name)
-            if period == 1:
-                new = self._reduced(name, own)
-            else:
-                due = exchange.due(inner.count, period, sync)
-                op = self.op.get(name, "mean")
-                new = exchange.where_due(due, own, self.axis_name, op, self.algorithm)
-            inner = inner._replace(**{name: new})
-        update = self.phases.direction(updates, inner)
-        return update, SyncState(self._mark(inner), {}, {})
-
-    def _reduced(self, name: str, tree: Any) -> Any:
-        op = self.op.get(name, "mean")
-        return all_reduce(tree, self.axis_name, op=op, algorithm=self.algorithm)
-
-    def _renewed(self, name: str, now: jax.Array, own: Any, held: Any) -> Any:
-        return jax.lax.cond(
-            now, lambda own, _: self._reduced(name, own), lambda _, old: old, own, held
-        )
-
-    def _recorrected(
-        self, name: str, held: Any, taken: jax.Array, count: jax.Array
-    ) -> Any:
-        """Undoes the present correction for bias, and makes that of the exchange."""
-        if name not in self.decay:
-            return held
-        present, then = (
-            1 - self.decay[name] ** number.astype(jnp.float32)
-            for number in (count, taken)
-        )
-        return jax.tree.map(lambda x: x * (present / then).astype(x.dtype), held)
-
-    def _kept(self) -> list[str]:
-        if self.mode == "state":
-            return []
-        return [name for name, period in self.every.items() if period != 1]
-
-    def _mark(self, inner: Any) -> Any:
-        """Marks what differs per replica: not the count, nor what was just reduced."""
-        equal = {"count"}
-        if self.mode == "state":
-            equal |= {name for name, period in self.every.items() if period == 1}
-        own = [name for name in inner._fields if name not in equal]
-        return inner._replace(**{n: PerReplica(getattr(inner, n)) for n in own})
-
-    def _check_command(self, sync: jax.Array | None) -> None:
-        if self.commanded != (sync is not None):
-            raise ValueError(
-                f"update() was given sync={sync!r}, but commanded={self.commanded}. "
-                "Give sync (int32, equal on all replicas) if and only if commanded."
-            )
-
-
-def _unmark(inner: Any) -> Any:
-    values = {name: getattr(inner, name) for name in inner._fields}
-    marked = {n: v.rows for n, v in values.items() if isinstance(v, PerReplica)}
-    return inner._replace(**marked)
 
 
 def _check(
