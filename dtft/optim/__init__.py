@@ -7,6 +7,7 @@ names are here as well, and load on first use.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dtft.optim.guard import GuardState, guard_gradients, unguarded
 from dtft.optim.max_adabelief import (
     ScaleByMaxBeliefState,
     max_adabelief,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from dtft.optim.sync import reduce_updates, sync_moments
 
 __all__ = [
+    "GuardState",
     "PerReplica",
     "Phases",
     "ScaleByMaxBeliefState",
@@ -30,11 +32,13 @@ __all__ = [
     "as_transform",
     "assign_groups",
     "average_params",
+    "guard_gradients",
     "max_adabelief",
     "max_belief_phases",
     "reduce_updates",
     "scale_by_max_belief",
     "sync_moments",
+    "unguarded",
 ]
 _LAZY = {
     "PerReplica": "per_replica",

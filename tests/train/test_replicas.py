@@ -26,7 +26,7 @@ from dtft.train.sync_config import SyncConfig
 from tests.train.helpers import as_bytes, tiny
 
 OPERANDS = SyncConfig(moments="operands")
-ROW = "opt_state/1/inner/nu_max/rows/classes/kernel"
+ROW = "opt_state/inner_state/1/inner/nu_max/rows/classes/kernel"
 
 
 def _experiment(tmp_path: Path, sync: SyncConfig, **changes: Any) -> Any:
@@ -151,6 +151,20 @@ def test_restored_from_storage_bit_for_bit(tmp_path: Path) -> None:
     other = replace(parts, cluster=ClusterConfig(), stop=replace(parts.stop, steps=9))
     with pytest.raises(UnreadableCheckpoint, match="nu_max"):
         run(other, LocalRuntime(other))
+
+
+def test_the_guard_decides_alike_on_all_replicas(tmp_path: Path) -> None:
+    experiment = _experiment(tmp_path, OPERANDS)
+    guarded = replace(experiment, optim=replace(experiment.optim, guard=10.0))
+    program, state, _ = _train(guarded, MeshConfig(replica=2), 2)
+    before = as_bytes(state["params"])
+    images = jnp.ones((16, 8, 8, 1)).at[0].set(jnp.nan)  # a row of the first replica
+    batch = {"image": images, "label": jnp.zeros(16, jnp.int32)}
+    batch = jax.device_put(batch, program.batch_sharding)
+    after, _ = program.step(state, batch)
+    assert as_bytes(after["params"]) == before
+    assert all(_copies(leaf) == 1 for leaf in jax.tree.leaves(after["params"]))
+    assert optax.tree.get(after["opt_state"], "nonfinite") == 1
 
 
 def test_parameters_may_drift_between_their_means(tmp_path: Path) -> None:
