@@ -2,8 +2,8 @@
 
 `python benchmarks/packed_all_reduce.py [--sizes 2048,4096] [--mbit 1000] [--rounds 5]`
 prints one JSON object and one line. Four processes over gloo, each on its own host
-(`experiments/links.py`; needs root); packed and full take turns. Targets: bytes <= 0.53,
-time <= 0.6 of full.
+(`experiments/links.py`; needs root); packed and full take turns. Targets: bytes <=
+0.53, time <= 0.6 of full.
 """
 
 import argparse

@@ -17,7 +17,10 @@ from dtft.train.experiment import Experiment, check
 
 SCHEMA = 1
 """Number of the JSON form; raised when old readers would misread it."""
-_SHAPE_RELEVANT = ("schema", "data_identity", "seed", "optim.class", "model.", "data.")
+_SHAPE_RELEVANT = (
+    *("schema", "data_identity", "seed", "model.", "data."),
+    *("optim.class", "optim.sync."),
+)
 _ELSEWHERE = ("data.path", "data.threads")
 """Where data lies and how fast it is read; what it is, data_identity says."""
 
@@ -145,8 +148,9 @@ def diff(old: str, new: str) -> list[str]:
 def shape_relevant(resolved: str) -> str:
     """The part of a resolved config that must be the same when a run is resumed.
 
-    These are the model, the data with its identity and batch, the kind of optimizer
-    and the seed. The mesh is not: a state can be restored onto another one.
+    These are the model, the data with its identity and batch, the kind of optimizer,
+    what its replicas exchange, and the seed. The mesh is not: a state can be restored
+    onto another one, as long as no part of it belongs to one replica.
     """
     flat = _flat(json.loads(resolved))
     kept = {
@@ -154,6 +158,8 @@ def shape_relevant(resolved: str) -> str:
         for key in flat
         if key.startswith(_SHAPE_RELEVANT) and key not in _ELSEWHERE
     }
+    if flat.get("optim.sync.moments", "none") == "none":
+        kept = {key: kept[key] for key in kept if not key.startswith("optim.sync.")}
     return json.dumps(kept, indent=1, sort_keys=True)
 
 
