@@ -78,6 +78,7 @@ def reduced_gradients(
         ValueError: unknown trigger, algorithm or axis; names in `reduced_by_loss` that
             have no effect; on call: rows that cannot be divided evenly over the axis.
 
+    >>> import jax.numpy as jnp
     >>> from jax.sharding import AxisType
     >>> mesh = jax.make_mesh((jax.device_count(),), ("replica",), (AxisType.Auto,))
     >>> def loss(w, x):
