@@ -246,8 +246,8 @@ def notes() -> tuple[str, ...]:
         "when an element of the update would exceed 16 (`refresh_above`), which "
         "digits needs whenever a unit or pixel wakes up.",
         "In the last form a replica gets the others' first moment without their "
-        "maximum. Where it had no gradient of its own yet (digits: pixels that none of its few "
-        "rows lit), it divides by next to nothing: exchange the maximum with the first "
+        "maximum. Where it had no gradient of its own yet (digits: pixels that none of "
+        "its few rows lit), it divides by next to nothing: exchange the maximum with the first "
         "moment where gradients are sparse.",
         "Moments of own gradients make steps up to sqrt(replicas) smaller, hence the "
         "two learning rates.",
