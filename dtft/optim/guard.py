@@ -103,8 +103,9 @@ def guard_gradients(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, GuardState]:
-        norm = global_norm(updates)
-        finite = jnp.isfinite(norm)
+        squared = squared_norm(updates)
+        # Of the square: XLA makes sqrt(x * x) of a single number |x|.
+        finite, norm = jnp.isfinite(squared), jnp.sqrt(squared)
         if axis_name is not None:
             finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
             norm = jax.lax.pmax(jnp.where(finite, norm, 0), axis_name)
@@ -167,16 +168,15 @@ def unguarded(
     return optax.GradientTransformationExtraArgs(_init(wrapped, history), update)
 
 
-def global_norm(updates: optax.Updates) -> jax.Array:
-    """The norm of all leaves together, float32, whatever their dtypes.
+def squared_norm(updates: optax.Updates) -> jax.Array:
+    """The squared norm of all leaves together, float32, whatever their dtypes.
 
     >>> tree = {"a": jnp.array([3.0], jnp.float16), "b": jnp.array([4j])}
-    >>> float(global_norm(tree))
-    5.0
+    >>> float(squared_norm(tree))
+    25.0
     """
     squares = [jnp.sum(abs_squared(widen(g, g))) for g in jax.tree.leaves(updates)]
-    total = sum((s.astype(jnp.float32) for s in squares), jnp.zeros([], jnp.float32))
-    return jnp.sqrt(total)
+    return sum((s.astype(jnp.float32) for s in squares), jnp.zeros([], jnp.float32))
 
 
 def is_outlier(
@@ -208,7 +208,7 @@ def _remember(norms: jax.Array, norm: jax.Array, restart: jax.Array) -> jax.Arra
 
 
 def _if(accept: jax.Array, new: Any, old: Any) -> Any:
-    """A select per leaf: it fuses with what computes the leaf, so nothing is copied."""
+    """A select per leaf, which fuses with what computes the leaf; no branch."""
 
     def chosen(a: Any, b: Any) -> Any:
         return jnp.where(accept, a, b) if isinstance(a, jax.Array) else a

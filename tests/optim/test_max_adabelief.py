@@ -204,6 +204,8 @@ def test_mu_dtype_is_that_of_the_first_moment_alone() -> None:
 
 def test_schedule_and_traced_rate() -> None:
     params = _params()
-    first, _ = _one_update(max_adabelief(lambda count: 0.1 / (1 + count)), params)
+    first, _ = _one_update(
+        max_adabelief(lambda t: 0.1 * 0.9 ** t.astype(float)), params
+    )
     expected, _ = _one_update(max_adabelief(jnp.asarray(0.1)), params)
     _check_same(first, expected)
