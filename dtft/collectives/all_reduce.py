@@ -119,8 +119,10 @@ def bytes_sent(num_bytes: int, num_devices: int, algorithm: Algorithm) -> int:
 def _reduce_leaf(x: Array, axis_name: AxisName, op: Op, algorithm: Algorithm) -> Array:
     num = axis_size(axis_name)
     if algorithm == "native" or num == 1 or x.size == 0:
-        native = {"mean": lax.pmean, "sum": lax.psum, "max": lax.pmax}[op]
-        return native(x, axis_name)
+        if op == "max":
+            return lax.pmax(x, axis_name)
+        # Not lax.pmean: strict promotion refuses its division of complex numbers.
+        return _finish(lax.psum(x, axis_name), op, num)
     combine = jnp.maximum if op == "max" else jnp.add
     if algorithm == "ring":
         return _ring(x, axis_name, op, combine)
