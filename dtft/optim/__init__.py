@@ -1,4 +1,11 @@
-"""Optimizers as optax transforms. Needs jax and optax, nothing else of dtft."""
+"""Optimizers as optax transforms. Needs jax and optax, nothing else of dtft.
+
+What communicates between replicas (`dtft.optim.sync`) needs `dtft.collectives` too; its
+names are here as well, and load on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from dtft.optim.max_adabelief import (
     ScaleByMaxBeliefState,
@@ -10,14 +17,47 @@ from dtft.optim.phases import Phases, as_transform
 from dtft.optim.shampoo import scale_by_shampoo, shampoo
 from dtft.optim.shampoo_steps import ScaleByShampooState
 
+if TYPE_CHECKING:
+    from dtft.optim.exchange import average_params
+    from dtft.optim.moment_sync import SyncState
+    from dtft.optim.per_replica import PerReplica, add_groups, assign_groups
+    from dtft.optim.symmetric import exchange_symmetric, with_local_gradients
+    from dtft.optim.sync import reduce_updates, sync_moments
+
 __all__ = [
+    "PerReplica",
     "Phases",
     "ScaleByMaxBeliefState",
     "ScaleByShampooState",
+    "SyncState",
+    "add_groups",
     "as_transform",
+    "assign_groups",
+    "average_params",
+    "exchange_symmetric",
     "max_adabelief",
     "max_belief_phases",
+    "reduce_updates",
     "scale_by_max_belief",
     "scale_by_shampoo",
     "shampoo",
+    "sync_moments",
+    "with_local_gradients",
 ]
+_LAZY = {
+    "PerReplica": "per_replica",
+    "SyncState": "moment_sync",
+    "add_groups": "per_replica",
+    "assign_groups": "per_replica",
+    "average_params": "exchange",
+    "exchange_symmetric": "symmetric",
+    "reduce_updates": "sync",
+    "sync_moments": "sync",
+    "with_local_gradients": "symmetric",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

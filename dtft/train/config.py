@@ -17,7 +17,10 @@ from dtft.train.experiment import Experiment, check
 
 SCHEMA = 1
 """Number of the JSON form; raised when old readers would misread it."""
-_SHAPE_RELEVANT = ("schema", "data_identity", "seed", "optim.class", "model.", "data.")
+_SHAPE_RELEVANT = (
+    *("schema", "data_identity", "seed", "model.", "data."),
+    *("optim.class", "optim.sync."),
+)
 
 
 class ConfigError(ValueError):
@@ -140,11 +143,14 @@ def diff(old: str, new: str) -> list[str]:
 def shape_relevant(resolved: str) -> str:
     """The part of a resolved config that must be the same when a run is resumed.
 
-    These are the model, the data with its identity and batch, the kind of optimizer
-    and the seed. The mesh is not: a state can be restored onto another one.
+    These are the model, the data with its identity and batch, the kind of optimizer,
+    what its replicas exchange, and the seed. The mesh is not: a state can be restored
+    onto another one, as long as no part of it belongs to one replica.
     """
     flat = _flat(json.loads(resolved))
     kept = {key: flat[key] for key in flat if key.startswith(_SHAPE_RELEVANT)}
+    if flat.get("optim.sync.moments", "none") == "none":
+        kept = {key: kept[key] for key in kept if not key.startswith("optim.sync.")}
     return json.dumps(kept, indent=1, sort_keys=True)
 
 

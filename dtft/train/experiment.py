@@ -253,7 +253,9 @@ def check(
         )
     if devices_per_host == -1:
         return
-    parts = resolve_mesh(experiment.mesh, hosts, devices_per_host).num_data_slots
+    mesh = resolve_mesh(experiment.mesh, hosts, devices_per_host)
+    experiment.optim.check_mesh(mesh.tensor)
+    parts = mesh.num_data_slots
     if batch % parts:
         larger = -(-batch // parts) * parts
         raise ValueError(

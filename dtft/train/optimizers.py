@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from dtft.train.sync_config import SyncConfig
+
 if TYPE_CHECKING:
     import optax
 
@@ -56,7 +58,16 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Strength of decoupled weight decay."""
 
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    """What replicas exchange (MaxAdaBeliefConfig only)."""
+
     def __post_init__(self) -> None:
+        if self.sync.moments != "none" and not isinstance(self, MaxAdaBeliefConfig):
+            raise ValueError(
+                f"optim.sync.moments={self.sync.moments!r} needs an optimizer in two "
+                f"phases, which {type(self).__name__} is not. Use MaxAdaBeliefConfig, "
+                "or leave optim.sync out."
+            )
         for name in ("learning_rate", "clip", "weight_decay"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
@@ -86,15 +97,58 @@ class OptimConfig:
 
         return standard
 
-    def scale(self) -> "optax.GradientTransformation":
-        """What makes a direction out of a gradient; supplied by the subclass."""
+    @property
+    def reduces_itself(self) -> bool:
+        """Whether the optimizer wants each replica's own gradient.
+
+        It then communicates over the axis that `build` is given, and marks state that
+        differs per replica (`dtft.optim.per_replica`).
+        """
+        return False
+
+    @property
+    def params_drift(self) -> bool:
+        """Whether replicas have parameters of their own between two steps."""
+        return False
+
+    def check_mesh(self, tensor: int) -> None:
+        """Refuses a mesh on which the optimizer cannot communicate.
+
+        Raises:
+            ValueError: the optimizer reduces itself, and `tensor` is above 1.
+        """
+        if self.reduces_itself and tensor > 1:
+            # The partitioner of jax 0.10.2 ends the process with a failed check when
+            # it divides a gather over `tensor` in a program manual over `replica`.
+            raise ValueError(
+                f"mesh.tensor={tensor} does not go together with an optimizer that "
+                "communicates by itself. Allowed: 1 (mesh.fsdp may be more). Set "
+                "--mesh.tensor 1, or leave optim.sync out."
+            )
+
+    def reconcile(self, params: Any, count: Any, axis_name: str) -> Any:
+        """What the parameters of a replica become after its update number `count`."""
+        del count, axis_name
+        return params
+
+    def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
+        """What makes a direction out of a gradient; supplied by the subclass.
+
+        Args:
+            axis_name: the replica axis, for an optimizer that reduces itself.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} is no optimizer. Use MaxAdaBeliefConfig, "
             "AdamWConfig or SGDConfig as the experiment's optim."
         )
 
-    def build(self) -> "optax.GradientTransformation":
-        """The whole chain: clip, scale, decay, learning rate."""
+    def build(self, axis_name: str | None = None) -> "optax.GradientTransformation":
+        """The whole chain: clip, scale, decay, learning rate.
+
+        Args:
+            axis_name: the replica axis, for an optimizer that reduces itself; it is
+                then used inside `jax.shard_map` over that axis.
+        """
         import optax
 
         # identity() has the same (empty) state as what it stands for.
@@ -106,7 +160,7 @@ class OptimConfig:
         )
         return optax.chain(
             clip,
-            self.scale(),
+            self.scale(axis_name),
             decay,
             optax.scale_by_learning_rate(self.learning_rate_at()),
         )
@@ -136,12 +190,51 @@ class MaxAdaBeliefConfig(OptimConfig):
                 "Set --optim.b1 to a number between 0 and 1, such as 0.9."
             )
 
-    def scale(self) -> "optax.GradientTransformation":
-        """The Max-AdaBelief direction."""
-        from dtft.optim.max_adabelief import scale_by_max_belief
+    @property
+    def reduces_itself(self) -> bool:
+        """Whether moments are exchanged instead of gradients."""
+        return self.sync.moments != "none"
 
-        return scale_by_max_belief(
+    @property
+    def params_drift(self) -> bool:
+        """Whether there are steps after which parameters are not averaged."""
+        return self.sync.every_params > 1
+
+    def reconcile(self, params: Any, count: Any, axis_name: str) -> Any:
+        """Their mean, at the steps that `sync.every_params` divides."""
+        if not self.sync.updates_differ:
+            return params
+        from dtft.optim.exchange import average_params
+
+        every, algorithm = self.sync.every_params, self.sync.algorithm
+        return average_params(params, count, axis_name, every, algorithm=algorithm)
+
+    def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
+        """The Max-AdaBelief direction."""
+        from dtft.optim.max_adabelief import max_belief_phases
+        from dtft.optim.phases import as_transform
+
+        phases = max_belief_phases(
             self.b1, self.b2, self.eps, self.eps_root, debias_max=self.debias_max
+        )
+        if not self.reduces_itself:
+            return as_transform(phases)
+        return self._synced(phases, axis_name)
+
+    def _synced(self, phases: Any, axis_name: str | None) -> Any:
+        from dtft.optim.sync import sync_moments
+
+        mode = "state" if self.sync.moments == "state" else "operands"
+        every = {"mu": self.sync.every_mu, "nu_max": self.sync.every_nu_max}
+        decay = {"mu": self.b1} | ({"nu_max": self.b2} if self.debias_max else {})
+        return sync_moments(
+            phases,
+            axis_name,
+            mode=mode,
+            every=every | ({"nu": self.sync.every_nu} if mode == "state" else {}),
+            op={"nu_max": self.sync.max_op},
+            decay=decay if mode == "operands" else None,
+            algorithm=self.sync.algorithm,
         )
 
 
@@ -160,8 +253,9 @@ class AdamWConfig(OptimConfig):
         super().__post_init__()
         _decays(b1=self.b1, b2=self.b2)
 
-    def scale(self) -> "optax.GradientTransformation":
+    def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
         """The Adam direction."""
+        del axis_name
         import optax
 
         return optax.scale_by_adam(self.b1, self.b2, self.eps)
@@ -180,8 +274,9 @@ class SGDConfig(OptimConfig):
         super().__post_init__()
         _decays(momentum=self.momentum)
 
-    def scale(self) -> "optax.GradientTransformation":
+    def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
         """The momentum."""
+        del axis_name
         import optax
 
         return optax.trace(self.momentum, self.nesterov)

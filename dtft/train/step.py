@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dtft.checkpoint import tree
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.train import replicas
 from dtft.train.experiment import Experiment, MeshConfig, resolve_mesh
 
 State = dict[str, Any]
@@ -64,11 +65,10 @@ def spec_of(shape: tuple[int, ...], fsdp: int, tensor: int) -> PartitionSpec:
 def state_sharding(abstract: Any, mesh: Mesh) -> Any:
     """A NamedSharding for every leaf of an abstract state."""
 
-    def of(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        spec = spec_of(leaf.shape, mesh.shape["fsdp"], mesh.shape["tensor"])
-        return NamedSharding(mesh, spec)
+    def of(shape: tuple[int, ...]) -> PartitionSpec:
+        return spec_of(shape, mesh.shape["fsdp"], mesh.shape["tensor"])
 
-    return jax.tree.map(of, abstract)
+    return replicas.shardings(abstract, mesh, of)
 
 
 class Program:
@@ -78,11 +78,17 @@ class Program:
         """Traces the model; allocates nothing."""
         self.mesh = mesh
         self._seed, self._model = experiment.seed, experiment.model
-        self._optimizer = experiment.optim.build()
+        self._optim = experiment.optim
+        own = replicas.AXIS if self._optim.reduces_itself else None
+        self._optimizer = self._optim.build(own)
         self._learning_rate = experiment.optim.learning_rate_at()
         self._graph = self._trace_model()
+        self._plain_params = jax.eval_shape(self._init_replica)["params"]
         abstract = jax.eval_shape(self._init)
         shardings = state_sharding(abstract, mesh)
+        step = self._step
+        if self._optim.reduces_itself:
+            step = replicas.over(step, self._optim, mesh, abstract)
         self.abstract_state: State = jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             abstract,
@@ -92,12 +98,13 @@ class Program:
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         """How every array of a batch is divided."""
         self._gathered = jax.tree.map(
-            lambda s: NamedSharding(mesh, _without(s.spec, "fsdp")), shardings["params"]
+            lambda s: NamedSharding(mesh, _without(s.spec, "fsdp")),
+            state_sharding(self._plain_params, mesh),
         )
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._compiled_init = jax.jit(self._init, out_shardings=shardings)
         self._compiled_step = jax.jit(
-            self._step,
+            step,
             donate_argnums=0,
             in_shardings=(shardings, self.batch_sharding),
             out_shardings=(shardings, everywhere),
@@ -111,7 +118,7 @@ class Program:
     @property
     def num_parameters(self) -> int:
         """Number of trained numbers."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state["params"]))
+        return sum(leaf.size for leaf in jax.tree.leaves(self._plain_params))
 
     @property
     def state_bytes_per_device(self) -> int:
@@ -152,6 +159,11 @@ class Program:
         return graph
 
     def _init(self) -> State:
+        return replicas.lift(
+            self._init_replica(), self._optim, self.mesh.shape[replicas.AXIS]
+        )
+
+    def _init_replica(self) -> State:
         model = self._model.build(nnx.Rngs(self._seed))
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
@@ -166,7 +178,8 @@ class Program:
         # FSDP: parameters are gathered over `fsdp` where they are used. Left to itself
         # the partitioner of jax 0.10.2 on CPU returned wrong gradients on a mesh with
         # replica, fsdp and tensor all 2 (test_step.py compares them).
-        whole = jax.lax.with_sharding_constraint(params, self._gathered)
+        gathered = replicas.here(self._gathered)
+        whole = jax.lax.with_sharding_constraint(params, gathered)
         losses, metrics = self._model.loss(nnx.merge(self._graph, whole), batch)
         return {"loss": losses, **metrics}
 
@@ -193,7 +206,8 @@ class Program:
             values_B = jnp.mean(values.reshape(values.shape[0], -1), axis=1)
             return jnp.sum(values_B * weight_B)
 
-        return {k: total(v) for k, v in self._losses(params, batch).items()}
+        losses = self._losses(replicas.evaluated(params), batch)
+        return {name: total(values) for name, values in losses.items()}
 
 
 def layout_of(

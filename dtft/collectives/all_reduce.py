@@ -1,0 +1,203 @@
+"""All-reduce with explicit axis names: the backend's own, or one whose order is known.
+
+Decides how values are combined and in what order. Knows nothing of gradients,
+optimizers or which arrays deserve it. For the inside of `jax.shard_map`. Under
+`jax.vmap` with an axis name only native, ring, and tree over a power of two work: there
+JAX's `ppermute` accepts only permutations in which every device sends.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dtft.collectives.hops import (
+    AxisName,
+    axis_size,
+    broadcast,
+    from_chunks,
+    replicated,
+    to_chunks,
+    varying_axes_are_tracked,
+)
+from dtft.collectives.ring import ring_all_gather, ring_reduce_scatter
+
+Op = Literal["mean", "sum", "max"]
+"""How values are combined."""
+
+Algorithm = Literal["native", "ring", "tree", "gather"]
+"""Who talks to whom; `all_reduce` says what each is for."""
+
+
+def all_reduce(
+    x: Any,
+    axis_name: AxisName | None,
+    *,
+    op: Op = "mean",
+    algorithm: Algorithm = "native",
+) -> Any:
+    """Combines x over all devices of an axis; every device gets the same bits.
+
+    * ``native`` (default, and always on accelerators): `lax.psum`, `lax.pmax`. The
+      backend chooses the order of summation and may choose another one next time.
+    * ``ring``: reduce-scatter, then all-gather (`dtft.collectives.ring`). A fixed,
+      documented order, hence the same bits in every run. For large arrays.
+    * ``tree``: recursive doubling, about log2 p rounds of the whole array, also in a
+      fixed order: 0 with 1, then pairs with pairs, and so on. Where p is not a power of
+      two, the devices beyond it hand their value in first and get the result last. For
+      small arrays, where latency counts.
+    * ``gather``: every device sends to device 0, which combines in device order and
+      broadcasts. A host gather: p-1 arrays arrive on one link. For comparison.
+
+    Partial results have x's dtype, so in bfloat16 and float16 ring and tree round after
+    every addition (``gather`` sums them in float32 and rounds once). Cast x to float32
+    first to avoid it. ``mean`` is the sum divided by p. Integer sums wrap.
+
+    With `jax.shard_map(check_vma=True)` the result is typed as replicated, so
+    `out_specs=P()` holds. For that the ring's second phase is then `lax.all_gather`
+    (copies only: the same bits), and tree and gather add one all-gather of (p-1)/p of
+    the bytes; `check_vma=False` saves it.
+
+    Reverse-mode differentiation works for mean and sum with every algorithm (the
+    transposed program uses the same one). ``max`` is not for differentiation: JAX has
+    no rule for the native one.
+
+    Args:
+        x: an array or a pytree of arrays of any shape, each reduced for itself.
+        axis_name: mesh axis, or a tuple of axes used as one. None: one device, and x is
+            returned as it is, so the same code serves one device and many.
+        op: ``mean`` (floating or complex), ``sum`` (not bool) or ``max`` (not complex).
+        algorithm: see above.
+
+    Returns:
+        A pytree like x.
+
+    Raises:
+        ValueError: an unknown op or algorithm, or an op that x's dtype does not have.
+
+    >>> x = jnp.array([1.0, 2.0, 6.0])
+    >>> ring = lambda v: all_reduce(v, "replica", op="sum", algorithm="ring")
+    >>> jax.vmap(ring, axis_name="replica")(x).tolist()
+    [9.0, 9.0, 9.0]
+    >>> all_reduce(x, None).tolist()
+    [1.0, 2.0, 6.0]
+    """
+    _check_name("op", op, get_args(Op))
+    _check_name("algorithm", algorithm, get_args(Algorithm))
+    arrays = jax.tree.map(jnp.asarray, x)
+    jax.tree.map(lambda leaf: _check_dtype(leaf.dtype, op), arrays)
+    if axis_name is None:
+        return arrays
+    return jax.tree.map(
+        lambda leaf: _reduce_leaf(leaf, axis_name, op, algorithm), arrays
+    )
+
+
+def bytes_sent(num_bytes: int, num_devices: int, algorithm: Algorithm) -> int:
+    """Bytes that the busiest device sends in one `all_reduce` of num_bytes.
+
+    ``native`` is counted as a ring, which is what backends use for large arrays. In
+    ``gather``, device 0 sends this much and *receives* (p-1) times num_bytes. The
+    extra all-gather of `check_vma=True` is not counted.
+
+    >>> {a: bytes_sent(8000, 8, a) for a in ("ring", "tree", "gather")}
+    {'ring': 14000, 'tree': 24000, 'gather': 24000}
+    >>> bytes_sent(8000, 5, "tree")  # two rounds among 4, the result to the 5th
+    24000
+    """
+    _check_name("algorithm", algorithm, get_args(Algorithm))
+    if num_devices == 1:
+        return 0
+    if algorithm in ("native", "ring"):
+        return 2 * (num_devices - 1) * -(-num_bytes // num_devices)
+    # Tree: floor(log2 p) rounds, and a folded device's result; gather: a broadcast.
+    return num_bytes * (num_devices - 1).bit_length()
+
+
+def _reduce_leaf(x: Array, axis_name: AxisName, op: Op, algorithm: Algorithm) -> Array:
+    num = axis_size(axis_name)
+    if algorithm == "native" or num == 1 or x.size == 0:
+        native = {"mean": lax.pmean, "sum": lax.psum, "max": lax.pmax}[op]
+        return native(x, axis_name)
+    combine = jnp.maximum if op == "max" else jnp.add
+    if algorithm == "ring":
+        return _ring(x, axis_name, op, combine)
+    reduce = _tree if algorithm == "tree" else _gather
+    return _finish(reduce(x, axis_name, combine), op, num)
+
+
+def _ring(
+    x: Array, axis_name: AxisName, op: Op, combine: Callable[[Array, Array], Array]
+) -> Array:
+    num = axis_size(axis_name)
+    own = ring_reduce_scatter(to_chunks(x, num), axis_name, combine)
+    own = _finish(own, op, num)
+    if varying_axes_are_tracked(axis_name):
+        return from_chunks(lax.all_gather(own, axis_name, to="invarying"), x.shape)
+    return from_chunks(ring_all_gather(own, axis_name), x.shape)
+
+
+def _tree(
+    x: Array, axis_name: AxisName, combine: Callable[[Array, Array], Array]
+) -> Array:
+    num = axis_size(axis_name)
+    core = 1 << (num.bit_length() - 1)  # the largest power of two that fits
+    extra = num - core
+    index = lax.axis_index(axis_name)
+    if extra:
+        folded = lax.ppermute(x, axis_name, [(core + i, i) for i in range(extra)])
+        x = _where(index < extra, combine(x, folded), x)
+    distance = 1
+    while distance < core:
+        # Addition and maximum commute bit for bit, so both partners get the same.
+        partners = [(i, i ^ distance) for i in range(core)]
+        x = combine(x, lax.ppermute(x, axis_name, partners))
+        distance *= 2
+    if extra:
+        result = lax.ppermute(x, axis_name, [(i, core + i) for i in range(extra)])
+        x = _where(index >= core, result, x)
+    return replicated(x, axis_name)
+
+
+def _gather(
+    x: Array, axis_name: AxisName, combine: Callable[[Array, Array], Array]
+) -> Array:
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    wide = jnp.float32 if narrow else x.dtype
+    total = x.astype(wide)
+    for sender in range(1, axis_size(axis_name)):
+        received = lax.ppermute(x, axis_name, [(sender, 0)])
+        total = combine(total, received.astype(wide))
+    return broadcast(total.astype(x.dtype), 0, axis_name)
+
+
+def _finish(total: Array, op: Op, num: int) -> Array:
+    return total / jnp.asarray(num, total.dtype) if op == "mean" else total
+
+
+def _where(condition: Array, x: Array, y: Array) -> Array:
+    return lax.select(jnp.broadcast_to(condition, x.shape), x, y)
+
+
+def _check_name(argument: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{argument}={value!r} is unknown. Allowed: {allowed}.")
+
+
+def _check_dtype(dtype: Any, op: Op) -> None:
+    if op == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
+        raise ValueError(
+            f"op='mean' of {dtype} is not defined. Allowed: floating and complex. Cast "
+            "to float32, or use op='sum'."
+        )
+    if op == "sum" and dtype == jnp.bool_:
+        raise ValueError(
+            "op='sum' of bool is not defined. Cast to int32, or use op='max' for 'any'."
+        )
+    if op == "max" and jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(
+            f"op='max' of {dtype} is not defined: complex numbers have no order. "
+            "Reduce the magnitude, or real and imaginary part."
+        )

@@ -1,0 +1,119 @@
+"""Steps that every hand-written collective is made of: who am I, send, copy to all.
+
+Knows axes and neighbours; knows nothing of reductions. All functions are for the inside
+of `jax.shard_map`. Under `jax.vmap` with an axis name `broadcast` does not work: there
+JAX's `ppermute` accepts only permutations in which every device sends.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+AxisName = str | tuple[str, ...]
+"""One mesh axis, or several used as one (row-major, as in `lax.axis_index`)."""
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Number of devices along the axis, p: a Python int, known while tracing."""
+    return int(lax.axis_size(axis_name))
+
+
+def send_next(x: Any, axis_name: AxisName) -> Any:
+    """Every device i sends x to device i+1 of the ring; the last one to device 0."""
+    num = axis_size(axis_name)
+    return lax.ppermute(x, axis_name, [(i, (i + 1) % num) for i in range(num)])
+
+
+def to_chunks(x: Array, num: int) -> Array:
+    """Any array as [num, ceil(size / num)], padded with zeros at the end.
+
+    >>> to_chunks(jnp.arange(5), 3).tolist()
+    [[0, 1], [2, 3], [4, 0]]
+    """
+    length = -(-x.size // num)
+    return jnp.pad(x.reshape(-1), (0, num * length - x.size)).reshape(num, length)
+
+
+def from_chunks(chunks: Array, shape: tuple[int, ...]) -> Array:
+    """What `to_chunks` was given: the padding dropped, in its old shape."""
+    size = 1
+    for dim in shape:
+        size *= dim
+    return chunks.reshape(-1)[:size].reshape(shape)
+
+
+def varying_axes_are_tracked(axis_name: AxisName) -> bool:
+    """Whether we are inside `jax.shard_map(check_vma=True)` over this axis.
+
+    Only there do types say along which axes a value varies. A device's own index always
+    varies, so its type tells.
+    """
+    kind = jax.typeof(lax.axis_index(axis_name))
+    # The attribute's name changed within the range of jax versions that we allow.
+    manual = getattr(kind, "manual_axis_type", None)
+    varying = kind.vma if manual is None else manual.varying  # pyright: ignore
+    return bool(varying)
+
+
+def replicated(x: Array, axis_name: AxisName) -> Array:
+    """x, which is equal on all devices, with a type that says so where types do.
+
+    Under `check_vma=True` a value that came by `ppermute` is typed as varying, and an
+    `out_specs` of `P()` would be refused. There every device contributes its own 1/p
+    of x to an all-gather, whose result is replicated by type: (p-1)/p of x's bytes per
+    device. Elsewhere nothing is sent.
+    """
+    if not varying_axes_are_tracked(axis_name):
+        return x
+    chunks = to_chunks(x, axis_size(axis_name))
+    own = lax.dynamic_index_in_dim(chunks, lax.axis_index(axis_name), keepdims=False)
+    return from_chunks(lax.all_gather(own, axis_name, to="invarying"), x.shape)
+
+
+def broadcast(x: Array, root: int, axis_name: AxisName | None) -> Array:
+    """The root's x on every device, bit for bit, in ceil(log2 p) rounds of a tree.
+
+    Args:
+        x: any array, of the same shape and dtype on every device.
+        root: index of the device along the axis whose value counts.
+        axis_name: axis or axes; None means one device, and x is returned.
+
+    Returns:
+        The root's x. The root sends ceil(log2 p) times x's bytes, every other device
+        receives them once (under `check_vma=True` see `replicated`).
+
+    Raises:
+        ValueError: if there is no such root.
+
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("replica",))
+    >>> from_0 = jax.shard_map(
+    ...     lambda x: broadcast(x, 0, "replica"), mesh=mesh,
+    ...     in_specs=jax.P("replica"), out_specs=jax.P())
+    >>> from_0(7 + jnp.arange(jax.device_count())).tolist()
+    [7]
+    """
+    if axis_name is None:
+        _check_root(root, 1)
+        return x
+    num = axis_size(axis_name)
+    _check_root(root, num)
+    rank = (lax.axis_index(axis_name) - root) % num
+    distance = 1
+    while distance < num:
+        pairs = [(i, i + distance) for i in range(min(distance, num - distance))]
+        pairs = [((a + root) % num, (b + root) % num) for a, b in pairs]
+        received = lax.ppermute(x, axis_name, pairs)
+        is_new = (rank >= distance) & (rank < 2 * distance)
+        x = lax.select(jnp.broadcast_to(is_new, x.shape), received, x)
+        distance *= 2
+    return replicated(x, axis_name)
+
+
+def _check_root(root: int, num: int) -> None:
+    if not 0 <= root < num:
+        raise ValueError(
+            f"root={root} is not a device of an axis of size {num}. Allowed: 0 to "
+            f"{num - 1}. Pass the index along the axis, not a device id."
+        )

@@ -1,0 +1,190 @@
+"""The two forms of an optimizer whose replicas exchange moments.
+
+Decides which operand is reduced, kept or local in one update. What the options mean is
+told in `dtft.optim.sync`, which checks them and is what others use.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dtft.collectives import Algorithm, all_reduce
+from dtft.optim import exchange
+from dtft.optim.exchange import Reduction
+from dtft.optim.per_replica import PerReplica
+from dtft.optim.phases import Phases
+
+Mode = Literal["operands", "state"]
+
+
+class SyncState(NamedTuple):
+    """State of `sync_moments`."""
+
+    inner: Any
+    """The optimizer's; fields that differ per replica are marked `PerReplica`."""
+    held: dict[str, Any]
+    """Reduced operands that are used until the next exchange; equal on all replicas."""
+    taken: dict[str, jax.Array]
+    """The number of updates (int32) at which each of them was reduced."""
+
+
+class MomentSync(NamedTuple):
+    """The options of `dtft.optim.sync.sync_moments`; its modes are methods."""
+
+    phases: Phases
+    axis_name: str | None
+    mode: Mode
+    every: dict[str, int]
+    op: dict[str, Reduction]
+    decay: dict[str, float]
+    algorithm: Algorithm
+    commanded: bool
+    refresh_above: float | None
+
+    def init(self, params: optax.Params) -> SyncState:
+        inner = self.phases.init(params)
+        missing = sorted({*self.every, *self.op, *self.decay} - {*inner._fields})
+        if missing:
+            raise ValueError(
+                f"every, op or decay names {missing}, but the optimizer's state has "
+                f"{list(inner._fields)}. Name fields of it."
+            )
+        kept = self._kept()
+        return SyncState(
+            inner=self._mark(inner),
+            held={n: jax.tree.map(jnp.zeros_like, getattr(inner, n)) for n in kept},
+            taken={n: jnp.zeros([], jnp.int32) for n in kept},
+        )
+
+    def operands(
+        self,
+        updates: optax.Updates,
+        state: SyncState,
+        params: Any = None,
+        *,
+        sync: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, SyncState]:
+        del params, extra
+        self._check_command(sync)
+        inner = self.phases.accumulate(updates, _unmark(state.inner))
+        fresh = [name for name in self.every if name not in state.held]
+        used = {name: self._reduced(name, getattr(inner, name)) for name in fresh}
+        # The update may look at the gradient too (Nesterov). If it does not, the
+        # compiler drops this reduction: nobody uses its result.
+        mean = all_reduce(updates, self.axis_name, algorithm=self.algorithm)
+
+        def direction() -> optax.Updates:
+            kept = self._recorrected(held, taken, inner.count)
+            return self.phases.direction(mean, inner._replace(**used, **kept))
+
+        now = {name: self._turn(name, inner.count, sync) for name in state.held}
+        held, taken = self._exchanged(now, inner, state.held, state.taken)
+        update = direction()
+        if held and self.refresh_above is not None:
+            # Made of reduced operands, hence equal on all replicas, as it must be.
+            early = _largest(update) > self.refresh_above
+            now = {name: early & (taken[name] != inner.count) for name in held}
+            held, taken = self._exchanged(now, inner, held, taken)
+            update = direction()
+        return update, SyncState(self._mark(inner), held, taken)
+
+    def replace_state(
+        self,
+        updates: optax.Updates,
+        state: SyncState,
+        params: Any = None,
+        *,
+        sync: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, SyncState]:
+        del params, extra
+        self._check_command(sync)
+        inner = self.phases.accumulate(updates, _unmark(state.inner))
+        for name, period in self.every.items():
+            own = getattr(inner, name)
+            if period == 1:
+                new = self._reduced(name, own)
+            else:
+                due = exchange.due(inner.count, period, sync)
+                op = self.op.get(name, "mean")
+                new = exchange.where_due(due, own, self.axis_name, op, self.algorithm)
+            inner = inner._replace(**{name: new})
+        update = self.phases.direction(updates, inner)
+        return update, SyncState(self._mark(inner), {}, {})
+
+    def _reduced(self, name: str, tree: Any) -> Any:
+        op = self.op.get(name, "mean")
+        return all_reduce(tree, self.axis_name, op=op, algorithm=self.algorithm)
+
+    def _turn(self, name: str, count: jax.Array, sync: jax.Array | None) -> jax.Array:
+        return exchange.due(count - 1, self.every[name], sync) | (count == 1)
+
+    def _exchanged(
+        self,
+        now: dict[str, jax.Array],
+        inner: Any,
+        held: dict[str, Any],
+        taken: dict[str, jax.Array],
+    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        def renewed(name: str) -> Any:
+            return jax.lax.cond(
+                now[name],
+                lambda own, _: self._reduced(name, own),
+                lambda _, old: old,
+                getattr(inner, name),
+                held[name],
+            )
+
+        number = {n: jnp.where(now[n], inner.count, taken[n]) for n in held}
+        return {name: renewed(name) for name in held}, number
+
+    def _recorrected(
+        self, held: dict[str, Any], taken: dict[str, jax.Array], count: jax.Array
+    ) -> dict[str, Any]:
+        """Undoes the present correction for bias, and makes that of the exchange."""
+
+        def scale(name: str) -> Any:
+            if name not in self.decay:
+                return held[name]
+            present, then = (
+                1 - self.decay[name] ** number.astype(jnp.float32)
+                for number in (count, taken[name])
+            )
+            factor = present / then
+            return jax.tree.map(lambda x: x * factor.astype(x.dtype), held[name])
+
+        return {name: scale(name) for name in held}
+
+    def _kept(self) -> list[str]:
+        if self.mode == "state":
+            return []
+        return [name for name, period in self.every.items() if period != 1]
+
+    def _mark(self, inner: Any) -> Any:
+        """Marks what differs per replica: not the count, nor what was just reduced."""
+        equal = {"count"}
+        if self.mode == "state":
+            equal |= {name for name, period in self.every.items() if period == 1}
+        own = [name for name in inner._fields if name not in equal]
+        return inner._replace(**{n: PerReplica(getattr(inner, n)) for n in own})
+
+    def _check_command(self, sync: jax.Array | None) -> None:
+        if self.commanded != (sync is not None):
+            raise ValueError(
+                f"update() was given sync={sync!r}, but commanded={self.commanded}. "
+                "Give sync (int32, equal on all replicas) if and only if commanded."
+            )
+
+
+def _unmark(inner: Any) -> Any:
+    values = {name: getattr(inner, name) for name in inner._fields}
+    marked = {n: v.rows for n, v in values.items() if isinstance(v, PerReplica)}
+    return inner._replace(**marked)
+
+
+def _largest(update: optax.Updates) -> jax.Array:
+    tops = [jnp.max(jnp.abs(u)).astype(jnp.float32) for u in jax.tree.leaves(update)]
+    return jnp.max(jnp.stack(tops)) if tops else jnp.zeros([], jnp.float32)

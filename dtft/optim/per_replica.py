@@ -1,0 +1,120 @@
+"""State that differs per replica: marked in the tree, with a row per replica outside.
+
+Inside `jax.shard_map` a replica has its own value; outside, the same leaf is one global
+array with a leading replica dim, divided over the replica axis. So every row is a
+distinct piece of state, which no other replica can stand in for. Knows pytrees only.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+
+class PerReplica(NamedTuple):
+    """Marks the leaves below it as different on every replica."""
+
+    rows: Any
+    """Outside shard_map arrays [replicas, ...]; inside, the replica's own arrays."""
+
+
+def map_rows(
+    on_rows: Callable[[Any], Any],
+    tree: Any,
+    otherwise: Callable[[Any], Any] = lambda leaf: leaf,
+) -> Any:
+    """Maps the leaves that differ per replica by one function, the rest by another."""
+
+    def of(node: Any) -> Any:
+        if isinstance(node, PerReplica):
+            return PerReplica(jax.tree.map(on_rows, node.rows))
+        return otherwise(node)
+
+    return jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, PerReplica))
+
+
+def lift(tree: Any, num_replicas: int) -> Any:
+    """The global form of a state that is equal on all replicas, as at step 0.
+
+    >>> lift(PerReplica(jnp.arange(3)), 2).rows.shape
+    (2, 3)
+    """
+
+    def of(leaf: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(leaf, (num_replicas, *leaf.shape))
+
+    return map_rows(of, tree)
+
+
+def squeeze(tree: Any) -> Any:
+    """Inside shard_map: from rows [1, ...] to the replica's own arrays."""
+    return map_rows(lambda leaf: jnp.squeeze(leaf, 0), tree)
+
+
+def expand(tree: Any) -> Any:
+    """Inside shard_map: from the replica's own arrays to rows [1, ...]."""
+    return map_rows(lambda leaf: jnp.expand_dims(leaf, 0), tree)
+
+
+def specs(tree: Any, axis_name: str) -> Any:
+    """A PartitionSpec per leaf, for `in_specs` and `out_specs` of shard_map.
+
+    >>> specs({"own": PerReplica(jnp.ones(2)), "all": jnp.ones(2)}, "replica")
+    {'all': P(), 'own': PerReplica(rows=P('replica',))}
+    """
+    divided, whole = PartitionSpec(axis_name), PartitionSpec()
+    return map_rows(lambda _: divided, tree, lambda _: whole)
+
+
+def assign_groups(tree: Any, sources: Sequence[int]) -> Any:
+    """The global form for new replica groups, each a copy of an old group's row.
+
+    Args:
+        tree: the old global form.
+        sources: per new group the old group whose row it takes. A group that was lost
+            takes that of a peer: `[0, 0, 2]` is group 1 rejoining from group 0.
+
+    Raises:
+        ValueError: a source is not a group of the old form.
+
+    >>> assign_groups(PerReplica(jnp.array([5, 6, 7])), [0, 0, 2]).rows.tolist()
+    [5, 5, 7]
+    """
+
+    def of(leaf: jax.Array) -> jax.Array:
+        wrong = [source for source in sources if not 0 <= source < leaf.shape[0]]
+        if wrong:
+            raise ValueError(
+                f"sources={list(sources)} names the groups {wrong}, but the state has "
+                f"{leaf.shape[0]}. Allowed: 0 to {leaf.shape[0] - 1}. Name groups "
+                "that are in the state."
+            )
+        return leaf[jnp.asarray(sources, jnp.int32)]
+
+    return map_rows(of, tree)
+
+
+def add_groups(tree: Any, sources: Sequence[int]) -> Any:
+    """The global form with more replica groups, each a copy of its source's row.
+
+    Args:
+        tree: the old global form.
+        sources: per added group the old group whose row it takes.
+
+    Raises:
+        ValueError: a source is not a group of the old form.
+
+    >>> add_groups(PerReplica(jnp.array([5, 6])), sources=[1]).rows.tolist()
+    [5, 6, 6]
+    """
+    marked = [
+        node
+        for node in jax.tree.leaves(tree, is_leaf=lambda n: isinstance(n, PerReplica))
+        if isinstance(node, PerReplica)
+    ]
+    if not marked:
+        return tree
+    present = jax.tree.leaves(marked[0])[0].shape[0]
+    return assign_groups(tree, [*range(present), *sources])
