@@ -3,22 +3,53 @@
 * `all_reduce`: mean, sum or maximum, native or in a documented order.
 * `ring_reduce_scatter`, `ring_all_gather`, `broadcast`: the parts, for own designs.
 * `bytes_sent`: what an all-reduce costs.
+* `all_reduce_symmetric`: of matrices that the caller declares symmetric, at half the
+  bytes; `pack_lower`, `unpack_lower`, `unpack_triangle`: its packing.
+* `cholesky_encode`, `cholesky_decode`, `broadcast_factor`, `qr_combine`,
+  `reduce_factors`: positive definite matrices as factors.
 
 Everything is a plain function for the inside of `jax.shard_map`; with
 ``axis_name=None`` it is the identity, so one code path serves one device and many.
 """
 
 from dtft.collectives.all_reduce import Algorithm, Op, all_reduce, bytes_sent
+from dtft.collectives.cholesky import (
+    CholeskyCode,
+    broadcast_factor,
+    cholesky_decode,
+    cholesky_encode,
+    qr_combine,
+    reduce_factors,
+)
 from dtft.collectives.hops import AxisName, broadcast
+from dtft.collectives.packing import (
+    pack_lower,
+    packed_size,
+    unpack_lower,
+    unpack_triangle,
+)
 from dtft.collectives.ring import ring_all_gather, ring_reduce_scatter
+from dtft.collectives.symmetric import Wire, all_reduce_symmetric
 
 __all__ = [
     "Algorithm",
     "AxisName",
+    "CholeskyCode",
     "Op",
+    "Wire",
     "all_reduce",
+    "all_reduce_symmetric",
     "broadcast",
+    "broadcast_factor",
     "bytes_sent",
+    "cholesky_decode",
+    "cholesky_encode",
+    "pack_lower",
+    "packed_size",
+    "qr_combine",
+    "reduce_factors",
     "ring_all_gather",
     "ring_reduce_scatter",
+    "unpack_lower",
+    "unpack_triangle",
 ]

@@ -87,7 +87,7 @@ def broadcast(x: Array, root: int, axis_name: AxisName | None) -> Array:
     Raises:
         ValueError: if there is no such root.
 
-    >>> mesh = jax.make_mesh((jax.device_count(),), ("replica",))
+    >>> mesh = jax.sharding.Mesh(jax.devices(), ("replica",))
     >>> from_0 = jax.shard_map(
     ...     lambda x: broadcast(x, 0, "replica"), mesh=mesh,
     ...     in_specs=jax.P("replica"), out_specs=jax.P())

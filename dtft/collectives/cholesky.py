@@ -1,0 +1,259 @@
+"""Positive definite matrices as their Cholesky factors: the codec, and what one can do.
+
+A factor has as many numbers as the lower triangle, costs O(n^3) and cannot be added
+(factors 1 and 2 of D=1 and D=4 add to 3, whose square is 9, not 5). It is worth sending
+in two cases: rounding it to bfloat16 keeps D positive definite, which rounding D does
+not; and a receiver that needs the factor anyway need not compute it. Otherwise send the
+packed matrix (`dtft.collectives.symmetric`).
+
+Shapes: n rows; m = n(n+1)/2 packed numbers. Factors are lower triangular, L L^T = D.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from dtft.collectives.hops import AxisName, axis_size, broadcast
+from dtft.collectives.packing import (
+    check_square,
+    mirror_lower,
+    pack_lower,
+    unpack_triangle,
+)
+
+NUM_ATTEMPTS = 7
+"""Factorisations tried: without jitter, then with jitter times 1, 10, ..., 10^5."""
+
+
+class CholeskyCode(NamedTuple):
+    """Encoded matrices."""
+
+    packed: Array
+    """[..., n(n+1)/2]: the factor in the wire dtype; zeros where not `ok`."""
+    jitter: Array
+    """[...]: what was added to the diagonal; 0 for a matrix that needed nothing."""
+    ok: Array
+    """[...], bool: False where no attempt succeeded."""
+
+
+def cholesky_encode(
+    matrix: Array, *, jitter: float = 1e-6, wire_dtype: DTypeLike | None = None
+) -> CholeskyCode:
+    """Factors symmetric positive definite matrices and packs the factors.
+
+    A matrix that cannot be factored is tried again with jitter * 10^i *
+    mean(|diagonal|) added to its diagonal, i = 0 to 5, each matrix of a batch with the
+    first that works. So a singular matrix (also all zeros) is encoded as one beside it,
+    and `jitter` says how far; what is more indefinite, or not finite, has `ok` False.
+    Nothing is ever NaN.
+
+    Not differentiable in reverse mode (a loop of unknown length).
+
+    Args:
+        matrix: [..., n, n], floating; only the lower triangle is read. Below float32 it
+            is factored in float32.
+        jitter: relative to the mean absolute diagonal element.
+        wire_dtype: dtype of the packed factor; None keeps the one it was computed in.
+
+    Raises:
+        ValueError: not square, not floating, or jitter not positive.
+
+    >>> code = cholesky_encode(jnp.array([[4.0, 2.0], [2.0, 5.0]]))
+    >>> cholesky_decode(code.packed, 2).tolist(), bool(code.ok), float(code.jitter)
+    ([[4.0, 2.0], [2.0, 5.0]], True, 0.0)
+    >>> bool(cholesky_encode(jnp.array([[1.0, 2.0], [2.0, 1.0]])).ok)  # eigenvalue -1
+    False
+    """
+    n = check_square(matrix)
+    if not jnp.issubdtype(matrix.dtype, jnp.floating):
+        raise ValueError(
+            f"matrix has dtype {matrix.dtype}. Allowed: floating. Integers and complex "
+            "numbers have no factor here: cast, or send the matrix packed."
+        )
+    if not jitter > 0:
+        raise ValueError(f"jitter={jitter} must be > 0. The default is 1e-6.")
+    check_wire_dtype(wire_dtype)
+    matrix = _at_least_float32(matrix)
+    if n == 0:
+        batch = matrix.shape[:-2]
+        return CholeskyCode(
+            pack_lower(matrix), jnp.zeros(batch, matrix.dtype), jnp.ones(batch, bool)
+        )
+    factor, added, ok = _factor_with_retries(matrix, jitter)
+    return CholeskyCode(_cast(pack_lower(factor), wire_dtype), added, ok)
+
+
+def cholesky_decode(packed: Array, n: int) -> Array:
+    """L L^T of packed factors: [..., n(n+1)/2] -> [..., n, n], exactly symmetric.
+
+    Computed and returned in float32 at least, at full precision (TF32 products would
+    lose what the factor keeps: definiteness).
+    """
+    factor = _at_least_float32(unpack_triangle(packed, n))
+    product = jnp.matmul(
+        factor, jnp.swapaxes(factor, -1, -2), precision=lax.Precision.HIGHEST
+    )
+    return mirror_lower(product)
+
+
+def broadcast_factor(
+    matrix: Array,
+    owner: int,
+    axis_name: AxisName | None,
+    *,
+    jitter: float = 1e-6,
+    wire_dtype: DTypeLike | None = None,
+) -> Array:
+    """The factor of the owner's matrix on every device; only the owner computes it.
+
+    Args:
+        matrix: [..., n, n] as for `cholesky_encode`; only the owner's counts.
+        owner: index along the axis of the device that factors.
+        axis_name: axis or axes; None means one device.
+        jitter: as for `cholesky_encode`.
+        wire_dtype: dtype on the wire; every device, the owner too, gets the rounded
+            factor, so all are equal bit for bit.
+
+    Returns:
+        [..., n, n], lower triangular, in float32 at least. NaN where the
+        owner's matrix could not be encoded, so that it cannot be mistaken for a factor.
+
+    Raises:
+        ValueError: as `cholesky_encode` and `broadcast`.
+    """
+    n = check_square(matrix)
+
+    def encode(own: Array) -> Array:
+        return _poisoned(cholesky_encode(own, jitter=jitter, wire_dtype=wire_dtype))
+
+    if axis_name is None:
+        code = broadcast(encode(matrix), owner, None)
+    else:
+        code = broadcast(
+            lax.cond(
+                lax.axis_index(axis_name) == owner,
+                encode,
+                lambda other: jnp.zeros_like(encode(other)),
+                matrix,
+            ),
+            owner,
+            axis_name,
+        )
+    return _at_least_float32(unpack_triangle(code, n))
+
+
+def gather_codes(
+    matrix: Array, axis_name: AxisName, wire_dtype: DTypeLike | None
+) -> Array:
+    """Every device's packed factor on every device: [p, ..., m], NaN where not ok."""
+    own = _poisoned(cholesky_encode(matrix, wire_dtype=wire_dtype))
+    return lax.all_gather(own, axis_name, to="invarying")
+
+
+def qr_combine(first: Array, second: Array) -> Array:
+    """The factor of D1 + D2 from the factors of D1 and D2, without forming either.
+
+    R = qr([L1^T; L2^T]) satisfies R^T R = L1 L1^T + L2 L2^T; the result is R^T, with
+    the signs chosen so that its diagonal is >= 0, which makes it unique.
+
+    Args:
+        first: [..., n, n], lower triangular.
+        second: the same shape and dtype.
+
+    >>> one, two = jnp.array([[1.0]]), jnp.array([[2.0]])  # factors of 1 and 4
+    >>> L = qr_combine(one, two)
+    >>> round(float((L @ L.T)[0, 0]), 5)
+    5.0
+    """
+    check_square(first)
+    rows = [jnp.swapaxes(factor, -1, -2) for factor in (first, second)]
+    return _factor_of_rows(jnp.concatenate(rows, axis=-2))
+
+
+def reduce_factors(factor: Array, axis_name: AxisName | None) -> Array:
+    """The factor of the sum of all devices' D, by one QR of all factors.
+
+    The packed factors are gathered, (p-1) n(n+1)/2 numbers per device, and every device
+    does the same QR of [p n, n], so that all are equal. Better
+    conditioned than adding the matrices: no D is formed.
+
+    Args:
+        factor: [..., n, n], lower triangular.
+        axis_name: axis or axes; None means one device, whose factor is returned.
+
+    Returns:
+        [..., n, n], lower triangular with a diagonal >= 0.
+    """
+    n = check_square(factor)
+    if axis_name is None:
+        return factor
+    num = axis_size(axis_name)
+    packed = lax.all_gather(pack_lower(factor), axis_name, to="invarying")
+    rows = jnp.swapaxes(unpack_triangle(packed, n), -1, -2)
+    rows = jnp.moveaxis(rows, 0, -3).reshape(*factor.shape[:-2], num * n, n)
+    return _factor_of_rows(rows)
+
+
+def check_wire_dtype(wire_dtype: DTypeLike | None) -> None:
+    """Refuses dtypes that values cannot be rounded to."""
+    if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
+        raise ValueError(
+            f"wire_dtype={wire_dtype} is not floating. Allowed: floating dtypes, for "
+            "example bfloat16, or None for the matrix's own."
+        )
+
+
+def _factor_with_retries(matrix: Array, jitter: float) -> tuple[Array, Array, Array]:
+    n = matrix.shape[-1]
+    diagonal = jnp.diagonal(matrix, axis1=-2, axis2=-1)
+    # The floor lets an all-zero matrix through, as a tiny multiple of the identity.
+    floor = float(jnp.finfo(matrix.dtype).tiny) ** 0.5
+    scale = jnp.maximum(jnp.mean(jnp.abs(diagonal), axis=-1), floor / jitter)
+    identity = jnp.broadcast_to(jnp.eye(n, dtype=matrix.dtype), matrix.shape)
+
+    def attempt(added: Array) -> tuple[Array, Array, Array]:
+        shifted = matrix + added[..., None, None] * identity
+        factor = jnp.tril(lax.linalg.cholesky(shifted, symmetrize_input=False))
+        ok = jnp.isfinite(factor).all(axis=(-2, -1))
+        zero = jnp.zeros_like(factor)
+        return jnp.where(ok[..., None, None], factor, zero), added, ok
+
+    def again(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        count, factor, added, ok = carry
+        wanted = scale * (jitter * 10.0 ** (count - 1).astype(matrix.dtype))
+        new_factor, _, new_ok = attempt(wanted)
+        keep = ok[..., None, None]
+        return (
+            count + 1,
+            jnp.where(keep, factor, new_factor),
+            jnp.where(ok | ~new_ok, added, wanted),
+            ok | new_ok,
+        )
+
+    carry = (jnp.asarray(1), *attempt(jnp.zeros_like(scale)))
+    _, factor, added, ok = lax.while_loop(
+        lambda carry: (carry[0] < NUM_ATTEMPTS) & ~jnp.all(carry[3]), again, carry
+    )
+    return factor, added, ok
+
+
+def _factor_of_rows(rows: Array) -> Array:
+    upper = jnp.linalg.qr(rows, mode="r")
+    diagonal = jnp.diagonal(upper, axis1=-2, axis2=-1)
+    sign = jnp.where(diagonal < 0, -jnp.ones_like(diagonal), jnp.ones_like(diagonal))
+    return jnp.swapaxes(upper * sign[..., :, None], -1, -2)
+
+
+def _poisoned(code: CholeskyCode) -> Array:
+    nan = jnp.full_like(code.packed, jnp.nan)
+    return jnp.where(code.ok[..., None], code.packed, nan)
+
+
+def _cast(x: Array, dtype: DTypeLike | None) -> Array:
+    return x if dtype is None else x.astype(dtype)
+
+
+def _at_least_float32(x: Array) -> Array:
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x

@@ -1,0 +1,131 @@
+"""Symmetric and triangular matrices as their lower triangle, half the bytes.
+
+The layout is rectangular full packed (RFP; Gustavson et al., LAPACK Working Note 199):
+the triangle is cut into two small triangles and a square, and the two triangles are
+fitted into one rectangle. Everything is static slices, a transpose and a mask: no index
+arrays in the program, exact for every n and dtype, and linear, so packed matrices can
+be summed. Must not know what is sent where. Shapes: n rows; k = n // 2; h = n - k.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def packed_size(n: int) -> int:
+    """Elements of the lower triangle with the diagonal.
+
+    >>> packed_size(4)
+    10
+    """
+    return n * (n + 1) // 2
+
+
+def pack_lower(matrix: Array) -> Array:
+    """The lower triangle (with diagonal) of each matrix, as one vector.
+
+    Args:
+        matrix: [..., n, n], any dtype. What is above the diagonal is not read: only the
+            caller knows that a matrix is symmetric (or lower triangular).
+
+    Returns:
+        [..., n(n+1)/2], the same dtype and exactly the same values. The order is RFP's,
+        the same for every matrix of this n.
+
+    Raises:
+        ValueError: the last two dims are not a square.
+
+    >>> d = jnp.array([[1, 2, 4], [2, 3, 5], [4, 5, 6]])
+    >>> sorted(pack_lower(d).tolist())
+    [1, 2, 3, 4, 5, 6]
+    >>> bool((unpack_lower(pack_lower(d), 3) == d).all())
+    True
+    """
+    n = check_square(matrix)
+    h = n - n // 2
+    first, square, second = (
+        matrix[..., :h, :h],
+        matrix[..., h:, :h],
+        matrix[..., h:, h:],
+    )
+    # The second triangle is turned over and fills the place beside the first one. For
+    # even n both are of size n/2 and together need one more row; for odd n the first is
+    # larger by one, and what is left of its square is just the second.
+    second = jnp.swapaxes(second, -1, -2)
+    leading = [(0, 0)] * (matrix.ndim - 2)
+    if n % 2 == 0:
+        first = jnp.pad(first, [*leading, (1, 0), (0, 0)])
+        second = jnp.pad(second, [*leading, (0, 1), (0, 0)])
+    else:
+        second = jnp.pad(second, [*leading, (0, 1), (1, 0)])
+    both = jnp.where(_first_triangle(n), first, second)
+    lines = jnp.concatenate([both, square], axis=-2)
+    return lines.reshape(*matrix.shape[:-2], packed_size(n))
+
+
+def unpack_lower(packed: Array, n: int) -> Array:
+    """The symmetric matrices of `pack_lower`: [..., n(n+1)/2] -> [..., n, n].
+
+    Exactly symmetric, whatever was above the diagonal before packing.
+
+    Raises:
+        ValueError: the last dim is not n(n+1)/2.
+    """
+    first, square, second = _triangles(packed, n)
+    top = jnp.concatenate([mirror_lower(first), jnp.swapaxes(square, -1, -2)], axis=-1)
+    bottom = jnp.concatenate([square, mirror_lower(second)], axis=-1)
+    return jnp.concatenate([top, bottom], axis=-2)
+
+
+def unpack_triangle(packed: Array, n: int) -> Array:
+    """The lower triangular matrices of `pack_lower`, zeros above the diagonal.
+
+    Raises:
+        ValueError: the last dim is not n(n+1)/2.
+    """
+    first, square, second = _triangles(packed, n)
+    corner = jnp.zeros_like(jnp.swapaxes(square, -1, -2))
+    top = jnp.concatenate([jnp.tril(first), corner], axis=-1)
+    bottom = jnp.concatenate([square, jnp.tril(second)], axis=-1)
+    return jnp.concatenate([top, bottom], axis=-2)
+
+
+def mirror_lower(matrix: Array) -> Array:
+    """[..., n, n] with what is below the diagonal also above it."""
+    n = matrix.shape[-1]
+    lower = jnp.tril(jnp.ones((n, n), bool))
+    mask = jnp.broadcast_to(lower, matrix.shape)
+    return jnp.where(mask, matrix, jnp.swapaxes(matrix, -1, -2))
+
+
+def check_square(matrix: Array) -> int:
+    """The n of [..., n, n], or a ValueError."""
+    if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
+        raise ValueError(
+            f"matrix has shape {matrix.shape}. Allowed: [..., n, n]. Only square "
+            "matrices can be symmetric: pass the statistics, not the parameter."
+        )
+    return matrix.shape[-1]
+
+
+def _first_triangle(n: int) -> Array:
+    """Which places of the rectangle [.., h] belong to the first triangle."""
+    h = n - n // 2
+    shape = (h + 1, h) if n % 2 == 0 else (h, h)
+    return jnp.tril(jnp.ones(shape, bool), -1 if n % 2 == 0 else 0)
+
+
+def _triangles(packed: Array, n: int) -> tuple[Array, Array, Array]:
+    """Both triangles [h, h], [k, k] (above their diagonals: anything), the square."""
+    if packed.shape[-1:] != (packed_size(n),):
+        raise ValueError(
+            f"packed has shape {packed.shape}, but n={n} needs [..., {packed_size(n)}]"
+            ". Pass the n of the matrix that was packed."
+        )
+    k, h = n // 2, n - n // 2
+    num_lines = n + 1 - n % 2
+    lines = packed.reshape(*packed.shape[:-1], num_lines, h)
+    if n % 2 == 0:
+        first, second = lines[..., 1 : h + 1, :], lines[..., :h, :]
+    else:
+        first, second = lines[..., :h, :], lines[..., :k, 1:]
+    return first, lines[..., num_lines - k :, :], jnp.swapaxes(second, -1, -2)

@@ -1,0 +1,212 @@
+"""Packing, symmetric all-reduce and Cholesky factors (test T9 of the reference)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtft.collectives import (
+    all_reduce_symmetric,
+    broadcast_factor,
+    cholesky_decode,
+    cholesky_encode,
+    pack_lower,
+    packed_size,
+    qr_combine,
+    reduce_factors,
+    unpack_lower,
+    unpack_triangle,
+)
+from tests.collectives.test_all_reduce import over_devices
+
+DTYPES = (np.float32, np.float64, jnp.bfloat16, np.float16, np.int32, np.complex64)
+
+
+def symmetric(n: int, batch: tuple[int, ...] = (), dtype: Any = np.float32) -> Any:
+    """Whole numbers, so that sums are exact in every dtype."""
+    values = np.random.default_rng(n).integers(-9, 9, size=(*batch, n, n))
+    lower = np.tril(values)
+    return (lower + np.tril(values, -1).swapaxes(-1, -2)).astype(jnp.dtype(dtype))
+
+
+def definite(n: int, condition: float, dtype: Any = np.float32) -> np.ndarray:
+    """Eigenvalues from 1 down to 1/condition, evenly in the exponent."""
+    basis, _ = np.linalg.qr(np.random.default_rng(n).normal(size=(n, n)))
+    values = np.logspace(0, -np.log10(condition), n)
+    return ((basis * values) @ basis.T).astype(dtype)
+
+
+def smallest_eigenvalue(matrix: Any) -> float:
+    return float(np.linalg.eigvalsh(np.asarray(matrix, np.float64)).min())
+
+
+def product(factor: Any) -> np.ndarray:
+    wide = np.asarray(factor, np.float64)
+    return wide @ wide.swapaxes(-1, -2)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    n=st.integers(0, 9),
+    batch=st.sampled_from([(), (2,), (2, 1), (0,)]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_packing_is_exact(n: int, batch: tuple[int, ...], dtype: Any) -> None:
+    with jax.enable_x64(True):
+        matrix = symmetric(n, batch, dtype)
+        above = matrix + np.triu(np.ones((n, n), matrix.dtype), 1)  # must not be read
+        packed = pack_lower(jnp.asarray(above))
+        assert packed.shape == (*batch, packed_size(n)) and packed.dtype == matrix.dtype
+        assert (np.asarray(unpack_lower(packed, n)) == matrix).all()
+        assert (np.asarray(unpack_triangle(packed, n)) == np.tril(matrix)).all()
+
+
+@pytest.mark.parametrize("n", [2048, 2049])
+def test_packed_bytes(n: int) -> None:
+    assert packed_size(n) <= 0.501 * n * n
+
+
+def test_shapes_that_cannot_be_packed() -> None:
+    for wrong in (jnp.ones((2, 3)), jnp.ones(4), jnp.asarray(1.0)):
+        with pytest.raises(ValueError, match=r"Allowed: \[..., n, n\]"):
+            pack_lower(wrong)
+    with pytest.raises(ValueError, match=r"n=4 needs \[..., 10\]"):
+        unpack_lower(jnp.ones(6), 4)
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_sum_of_packed_is_packed_sum(num: int) -> None:
+    """Bit for bit: whole numbers; the wires agree, and results are symmetric."""
+    rows = np.stack([symmetric(6, (2,)) + i for i in range(num)])
+
+    def reduce_all(own: jax.Array) -> list[jax.Array]:
+        return [
+            all_reduce_symmetric(own, "replica", op="sum", wire="packed"),
+            all_reduce_symmetric(own, "replica", op="sum", algorithm="ring"),
+            all_reduce_symmetric(own, "replica", op="sum", wire="full"),
+            unpack_lower(jax.lax.psum(pack_lower(own), "replica"), 6),
+        ]
+
+    for result in over_devices(reduce_all, num)(jnp.asarray(rows)):
+        assert (np.asarray(result) == rows.sum(0)).all()
+
+
+def test_results_are_exactly_symmetric_and_wires_agree() -> None:
+    rows = np.stack([definite(15, 10.0 ** (i + 1)) for i in range(3)])
+
+    def reduce_all(own: jax.Array) -> dict[str, jax.Array]:
+        wires = ("full", "packed", "cholesky")
+        return {
+            wire: all_reduce_symmetric(own, "replica", wire=wire, algorithm="native")
+            for wire in wires
+        } | {"ring": all_reduce_symmetric(own, "replica", algorithm="ring")}
+
+    for result in over_devices(reduce_all, 3)(jnp.asarray(rows)).values():
+        assert (np.asarray(result) == np.asarray(result).T).all()
+        np.testing.assert_allclose(result, rows.mean(0), atol=1e-6)
+
+
+def test_a_sum_of_cholesky_coded_matrices_is_5_and_not_9() -> None:
+    rows = jnp.array([1.0, 4.0]).reshape(2, 1, 1)
+    total = over_devices(
+        lambda d: all_reduce_symmetric(d, "replica", op="sum", wire="cholesky"), 2
+    )(rows)
+    assert total.item() == 5.0
+    combined = qr_combine(jnp.sqrt(rows[0]), jnp.sqrt(rows[1]))
+    np.testing.assert_allclose(product(combined), 5.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("exponent", [2, 4, 6])
+def test_a_bfloat16_factor_keeps_definiteness(exponent: int) -> None:
+    """While rounding the matrix itself does not, from condition 1e4 on."""
+    matrix = jnp.asarray(definite(64, 10.0**exponent))
+    code = cholesky_encode(matrix, wire_dtype=jnp.bfloat16)
+    assert code.packed.dtype == jnp.bfloat16 and code.ok and code.jitter == 0
+    decoded = cholesky_decode(code.packed, 64)
+    assert smallest_eigenvalue(decoded) > 0
+    error = np.linalg.norm(decoded - matrix) / np.linalg.norm(matrix)
+    assert error < 1e-2
+    rounded = np.asarray(matrix).astype(jnp.bfloat16)
+    if exponent >= 4:
+        assert smallest_eigenvalue(rounded) < 0
+
+
+def test_what_is_not_definite_has_a_defined_result() -> None:
+    batch = np.stack(
+        [
+            np.eye(2),
+            np.ones((2, 2)),  # singular: the documented jitter
+            np.zeros((2, 2)),
+            np.array([[1, 2], [2, 1]]),  # eigenvalue -1: refused
+            np.array([[np.nan, 0], [0, 1]]),
+        ]
+    ).astype(np.float32)
+    code = cholesky_encode(jnp.asarray(batch), jitter=1e-6)
+    assert code.ok.tolist() == [True, True, True, False, False]
+    assert code.jitter[0] == 0 and 0 < code.jitter[1] <= 1e-5
+    assert 0 < code.jitter[2] < 1e-18
+    assert np.isfinite(np.asarray(code.packed)).all()
+    assert (np.asarray(code.packed)[3:] == 0).all()
+    np.testing.assert_allclose(cholesky_decode(code.packed, 2)[:3], batch[:3], atol=1e-4)
+    result = over_devices(
+        lambda d: all_reduce_symmetric(d, "replica", wire="cholesky"), 2
+    )(jnp.asarray(batch[2:4]))
+    assert np.isnan(np.asarray(result)).all()
+
+
+def test_an_owner_factors_for_all() -> None:
+    rows = np.stack([definite(9, 100.0) * (i + 1) for i in range(3)])
+
+    def factors(own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        exact = broadcast_factor(own, 1, "replica")
+        return exact, broadcast_factor(own, 2, "replica", wire_dtype=jnp.bfloat16)
+
+    exact, rounded = over_devices(factors, 3)(jnp.asarray(rows))
+    assert (np.asarray(exact) == np.tril(exact)).all()
+    np.testing.assert_allclose(product(exact), rows[1], atol=1e-6)
+    assert (np.asarray(rounded).astype(jnp.bfloat16) == np.asarray(rounded)).all()
+    local = broadcast_factor(jnp.asarray(rows[1]), 0, None)
+    np.testing.assert_allclose(local, exact, atol=1e-6)
+    refused = broadcast_factor(-jnp.eye(2), 0, None)
+    assert np.isnan(np.asarray(refused)[1]).all()
+
+
+@pytest.mark.parametrize("num", [2, 5])
+def test_factors_are_reduced_without_forming_a_matrix(num: int) -> None:
+    rows = np.stack([np.linalg.cholesky(definite(6, 10.0**i)) for i in range(num)])
+    batched = jnp.asarray(np.stack([rows, 2 * rows], axis=1))
+    result = over_devices(lambda own: reduce_factors(own, "replica"), num)(batched)
+    wanted = product(batched).sum(0)
+    np.testing.assert_allclose(product(result), wanted, atol=1e-4)
+    assert (np.diagonal(result, axis1=-2, axis2=-1) >= 0).all()
+    assert (np.asarray(result) == np.tril(result)).all()
+    assert (reduce_factors(batched[0], None) == batched[0]).all()
+
+
+def test_qr_combine_in_float64_is_accurate() -> None:
+    with jax.enable_x64(True):
+        one, two = (jnp.asarray(definite(20, c, np.float64)) for c in (1e3, 1e6))
+        combined = qr_combine(jnp.linalg.cholesky(one), jnp.linalg.cholesky(two))
+        error = np.linalg.norm(product(combined) - (one + two))
+        assert error / np.linalg.norm(one + two) < 2e-15
+
+
+def test_options_that_do_not_go_together() -> None:
+    d = jnp.eye(2)
+    with pytest.raises(ValueError, match="does not go with wire='cholesky'"):
+        all_reduce_symmetric(d, None, wire="cholesky", algorithm="ring")
+    with pytest.raises(ValueError, match="wire='half' is unknown"):
+        all_reduce_symmetric(d, None, wire="half")  # pyright: ignore
+    with pytest.raises(ValueError, match="op='max' is unknown here"):
+        all_reduce_symmetric(d, None, op="max")  # pyright: ignore
+    with pytest.raises(ValueError, match="wire_dtype=.*is not floating"):
+        all_reduce_symmetric(d, None, wire_dtype=jnp.int8)
+    with pytest.raises(ValueError, match="dtype int32. Allowed: floating"):
+        cholesky_encode(jnp.eye(2, dtype=jnp.int32))
+    with pytest.raises(ValueError, match="jitter=0 must be > 0"):
+        cholesky_encode(d, jitter=0)
+    assert all_reduce_symmetric(d, None) is d
