@@ -108,7 +108,7 @@ def inverse_root(
     [[[0.5, 0.0], [0.0, 1.0]]]
     """
     dtype = jax.dtypes.canonicalize_dtype(jnp.float64)
-    values_BK, vectors_BKK = jnp.linalg.eigh(statistic_BKK.astype(dtype))
+    values_BK, vectors_BKK = _eigh(statistic_BKK.astype(dtype))
     values_BK = jnp.maximum(values_BK, 0)
     largest_B1 = jnp.max(values_BK, axis=-1, keepdims=True)
     # `== 0`, not `> 0`: a statistic that is not a number must not become an identity.
@@ -136,6 +136,24 @@ def scalar(value: jax.typing.ArrayLike, like: jax.Array) -> Any:
     if isinstance(value, (int, float)):
         return value
     return jnp.asarray(value).astype(like.dtype)
+
+
+def _eigh(matrix_BKK: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Eigenvalues and eigenvectors; on CPU one matrix after the other.
+
+    jaxlib 0.10.2 divides a batch over the thread pool and waits for it in a thread of
+    that same pool: with as many batches at work as there are threads, none is left to
+    do the work, and all wait for ever. A single matrix is done where it is called.
+    """
+
+    def whole(batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, vectors = jnp.linalg.eigh(batch)
+        return values, vectors
+
+    def in_turn(batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.map(whole, batch)
+
+    return jax.lax.platform_dependent(matrix_BKK, cpu=in_turn, default=whole)
 
 
 def _symmetric(matrix_BKK: jax.Array) -> jax.Array:

@@ -8,7 +8,6 @@ trees of symmetric matrices and an axis name; must not know meshes. Needs
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from dtft.collectives import all_reduce, all_reduce_symmetric
@@ -30,10 +29,11 @@ def exchange_symmetric(
     |---|---|---|---|
     | `full` | n^2 numbers, summed on the way | yes | in float32, up to rounding |
     | `packed` | the triangle, summed on the way | yes | the same |
-    | `cholesky` | the triangle of each factor, gathered | no: jitter | in bfloat16 too |
+    | `cholesky` | every factor's triangle, gathered | no: jitter | in bfloat16 too |
 
     One replica's G G^T has at most the rank of its G, so it has no Cholesky factor
-    until `cholesky_encode` adds its jitter to the diagonal. The mean then carries the
+    until `cholesky_encode` adds its jitter (1e-6 of the mean diagonal element, or the
+    smallest power of ten times that which works) to the diagonal. The mean then carries the
     mean jitter, a fraction of each block's own scale: it lifts the smallest
     eigenvalues as `root_eps` does, and where it is larger than `root_eps` it is the
     one that decides. Factors cannot be summed, so they are gathered: the bytes that
@@ -45,7 +45,7 @@ def exchange_symmetric(
         axis_name: Replica axis, inside `jax.shard_map`; None for one replica.
         wire: See above.
         wire_dtype: Dtype on the way, such as bfloat16; None for the statistics' own.
-        algorithm: As in `dtft.collectives.all_reduce`.
+        algorithm: As in `dtft.collectives.all_reduce`; factors go by "native" only.
 
     Returns:
         A function of a tree of symmetric matrices [..., n, n].

@@ -30,7 +30,7 @@ from dtft.train.experiment import (
 from dtft.train.optimizers import MaxAdaBeliefConfig, ScheduleConfig
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = ("digits_cnn", "chars_transformer")
+NAMES = ("digits_cnn", "chars_transformer", "digits_shampoo")
 
 
 @pytest.mark.parametrize("name", NAMES)
