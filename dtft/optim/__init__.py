@@ -15,11 +15,14 @@ from dtft.optim.max_adabelief import (
     scale_by_max_belief,
 )
 from dtft.optim.phases import Phases, as_transform
+from dtft.optim.shampoo import scale_by_shampoo, shampoo
+from dtft.optim.shampoo_steps import ScaleByShampooState
 
 if TYPE_CHECKING:
     from dtft.optim.exchange import average_params
     from dtft.optim.moment_sync import SyncState
     from dtft.optim.per_replica import PerReplica, add_groups, assign_groups
+    from dtft.optim.symmetric import exchange_symmetric, with_local_gradients
     from dtft.optim.sync import reduce_updates, sync_moments
 
 __all__ = [
@@ -27,18 +30,23 @@ __all__ = [
     "PerReplica",
     "Phases",
     "ScaleByMaxBeliefState",
+    "ScaleByShampooState",
     "SyncState",
     "add_groups",
     "as_transform",
     "assign_groups",
     "average_params",
     "guard_gradients",
+    "exchange_symmetric",
     "max_adabelief",
     "max_belief_phases",
     "reduce_updates",
     "scale_by_max_belief",
+    "scale_by_shampoo",
+    "shampoo",
     "sync_moments",
     "unguarded",
+    "with_local_gradients",
 ]
 _LAZY = {
     "PerReplica": "per_replica",
@@ -46,8 +54,10 @@ _LAZY = {
     "add_groups": "per_replica",
     "assign_groups": "per_replica",
     "average_params": "exchange",
+    "exchange_symmetric": "symmetric",
     "reduce_updates": "sync",
     "sync_moments": "sync",
+    "with_local_gradients": "symmetric",
 }
 
 

@@ -32,7 +32,10 @@ from dtft.train.optimizers import MaxAdaBeliefConfig, ScheduleConfig
 from tests.train.pictures import make_folder
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = ("digits_cnn", "chars_transformer", "resnet50_imagenet", "resnet50_synthetic")
+NAMES = (
+    *("digits_cnn", "digits_shampoo", "chars_transformer"),
+    *("resnet50_imagenet", "resnet50_synthetic"),
+)
 
 
 def _shipped(name: str, folder: Path) -> Experiment:

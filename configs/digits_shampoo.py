@@ -1,0 +1,26 @@
+"""The small CNN on scikit-learn's digits with Shampoo, on three hosts.
+
+dtft train configs/digits_shampoo.py
+dtft launch configs/digits_shampoo.py --hosts 3 --spares 1
+
+Expect a test accuracy of about 0.985 after 300 steps, in well under a minute on a CPU.
+The statistics are those of each host's own gradient and travel packed: choose another
+way with `--optim.wire`.
+"""
+
+from dtft.models.base import CNNConfig
+from dtft.train.datasets import DigitsConfig
+from dtft.train.experiment import ClusterConfig, Experiment, StopConfig
+from dtft.train.shampoo import ShampooConfig
+
+
+def config() -> Experiment:
+    """The experiment."""
+    return Experiment(
+        name="digits_shampoo",
+        model=CNNConfig(),
+        data=DigitsConfig(global_batch=96),
+        optim=ShampooConfig(learning_rate=3e-3, block_size=64, wire="packed"),
+        cluster=ClusterConfig(hosts=3),
+        stop=StopConfig(steps=300),
+    )

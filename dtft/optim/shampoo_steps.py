@@ -1,0 +1,179 @@
+"""The state of Shampoo and the steps of one update, all pure.
+
+Decides when statistics and roots are renewed and how a direction gets its magnitude;
+`dtft.optim.shampoo` has the equations and the public transforms. Knows jax and optax;
+holds no collective and no axis name.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dtft.optim.kronecker import (
+    Blocks,
+    blocks_of,
+    gram,
+    inverse_root,
+    precondition,
+    scalar,
+)
+from dtft.optim.max_adabelief import ScaleByMaxBeliefState
+from dtft.optim.phases import Phases
+
+Exchange = Callable[[Any], Any]
+"""Symmetric increments of the statistics of one replica to those of all; see
+`dtft.optim.symmetric`."""
+
+
+class Factors(NamedTuple):
+    """One matrix per side and block, for one leaf; at least float32."""
+
+    left: jax.Array
+    """[blocks, rows, rows]."""
+    right: jax.Array
+    """[blocks, columns, columns]."""
+
+
+class ScaleByShampooState(NamedTuple):
+    """State of `scale_by_shampoo`."""
+
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Number of updates made, int32."""
+    graft: ScaleByMaxBeliefState
+    """Max-AdaBelief's own state; its `mu` is what is preconditioned."""
+    statistics: Any
+    """A tree like the parameters: `Factors` L and R, None for what is no matrix."""
+    roots: Any
+    """The same of the inverse roots; identities before the first."""
+
+
+class ShampooSteps(NamedTuple):
+    """The hyperparameters, and the steps of an update as methods."""
+
+    graft: Phases
+    statistics_decay: jax.typing.ArrayLike
+    exponent: jax.typing.ArrayLike
+    root_eps: jax.typing.ArrayLike
+    block_size: int
+    root_every: jax.typing.ArrayLike
+    statistics_every: jax.typing.ArrayLike
+    exchange: Exchange | None
+
+    def init(self, params: optax.Params) -> ScaleByShampooState:
+        """The state before the first update."""
+
+        def zeros(p: Any) -> Factors | None:
+            blocks = self._blocks(p)
+            if blocks is None:
+                return None
+            shapes = ((blocks.number, k, k) for k in blocks.block)
+            return Factors(*(jnp.zeros(s, _wide(p.dtype)) for s in shapes))
+
+        statistics = jax.tree.map(zeros, params)
+        return ScaleByShampooState(
+            count=jnp.zeros([], jnp.int32),
+            graft=self.graft.init(params),
+            statistics=statistics,
+            roots=jax.tree.map(
+                lambda s: s + jnp.eye(s.shape[-1], dtype=s.dtype)[None], statistics
+            ),
+        )
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: ScaleByShampooState,
+        params: optax.Params | None = None,
+        *,
+        local_gradients: optax.Updates | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, ScaleByShampooState]:
+        """One update; the arguments are those of `scale_by_shampoo`'s."""
+        del params, extra
+        count = jnp.asarray(optax.safe_increment(state.count))
+        measured = updates if local_gradients is None else local_gradients
+        statistics = jax.lax.cond(
+            self._due(count, self.statistics_every),
+            lambda old: self._accumulate(measured, old),
+            lambda old: old,
+            state.statistics,
+        )
+        roots = jax.lax.cond(
+            self._due(count, self.root_every),
+            lambda _: self._roots(statistics),
+            lambda old: old,
+            state.roots,
+        )
+        graft = self.graft.accumulate(updates, state.graft)
+        ready = count >= jnp.asarray(self.root_every).astype(jnp.int32)
+        direction = self._direction(updates, graft, roots, ready)
+        return direction, ScaleByShampooState(count, graft, statistics, roots)
+
+    def _blocks(self, leaf: Any) -> Blocks | None:
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            return None
+        return blocks_of(leaf.shape, self.block_size)
+
+    def _due(self, count: jax.Array, every: jax.typing.ArrayLike) -> jax.Array:
+        return jnp.asarray(count % jnp.asarray(every).astype(jnp.int32) == 0)
+
+    def _accumulate(self, gradients: optax.Updates, old: Any) -> Any:
+        def increment(g: jax.Array) -> Factors | None:
+            blocks = self._blocks(g)
+            if blocks is None:
+                return None
+            return Factors(*gram(blocks.cut(g.astype(_wide(g.dtype)))))
+
+        def moved(s: jax.Array, new: jax.Array) -> jax.Array:
+            decay = scalar(self.statistics_decay, s)
+            share = jnp.where(jnp.asarray(decay) == 1, 1, 1 - decay).astype(s.dtype)
+            return decay * s + share * new
+
+        increments = jax.tree.map(increment, gradients)
+        if self.exchange is not None:
+            increments = self.exchange(increments)
+        return jax.tree.map(moved, old, increments)
+
+    def _roots(self, statistics: Any) -> Any:
+        return jax.tree.map(
+            lambda s: inverse_root(s, self.exponent, self.root_eps), statistics
+        )
+
+    def _direction(
+        self,
+        updates: optax.Updates,
+        graft: ScaleByMaxBeliefState,
+        roots: Any,
+        ready: jax.Array,
+    ) -> optax.Updates:
+        def one(g: jax.Array, m: jax.Array, a: jax.Array, root: Any) -> jax.Array:
+            blocks = self._blocks(g)
+            if blocks is None:
+                return a
+            wide = _wide(g.dtype)
+            moment = blocks.cut(m.astype(wide))
+            turned = blocks.join(precondition(root.left, moment, root.right))
+            sized = turned * _ratio(a.astype(wide), turned)
+            return jnp.where(ready, sized.astype(a.dtype), a)
+
+        # A None in `roots` stands for a whole leaf there, so they are matched here.
+        direction = self.graft.direction(updates, graft)
+        leaves, treedef = jax.tree.flatten(updates)
+        others = (graft.mu, direction, roots)
+        matched = (treedef.flatten_up_to(tree) for tree in others)
+        return treedef.unflatten(map(one, leaves, *matched))
+
+
+def _wide(dtype: Any) -> Any:
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, jnp.float32)
+
+
+def _ratio(magnitude: jax.Array, direction: jax.Array) -> jax.Array:
+    """The norm of one over that of the other; 0 where there is no direction."""
+    norm = jnp.sqrt(jnp.sum(jnp.square(direction)))
+    target = jnp.sqrt(jnp.sum(jnp.square(magnitude)))
+    return target / jnp.where(norm == 0, 1, norm)

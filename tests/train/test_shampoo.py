@@ -1,0 +1,70 @@
+"""The step of an experiment with Shampoo, statistics exchanged and not."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from dtft.train.experiment import Experiment, MeshConfig
+from dtft.train.shampoo import ShampooConfig
+from dtft.train.step import Program, make_mesh
+from tests.train.helpers import tiny
+
+
+def _trained(experiment: Experiment, num_devices: int, steps: int = 3) -> Any:
+    program = Program(
+        experiment, make_mesh(experiment.mesh, jax.devices()[:num_devices])
+    )
+    generator = np.random.default_rng(0)
+    state = program.init()
+    for _ in range(steps):
+        batch = {
+            "image": generator.normal(size=(16, 8, 8, 1)).astype(np.float32),
+            "label": generator.integers(0, 10, 16).astype(np.int32),
+        }
+        placed = jax.device_put(batch, program.batch_sharding)
+        state, metrics = program.step(state, placed)
+        assert np.isfinite(metrics["loss"])
+    return state
+
+
+@pytest.mark.parametrize("wire", ["packed", "cholesky"])
+def test_exchanged_statistics_train_on_a_mesh(tmp_path: Path, wire: Any) -> None:
+    optim = ShampooConfig(wire=wire, root_every=2, block_size=16)
+    experiment = tiny(tmp_path, optim=optim)
+    found = _trained(experiment, 2)
+    for leaf in jax.tree.leaves(found):  # replicated: every device has the same bits
+        first, second = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        np.testing.assert_array_equal(first, second)
+    if wire == "packed":
+        alone = _trained(replace(experiment, optim=replace(optim, wire="full")), 2)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
+            found["params"],
+            alone["params"],
+        )
+
+
+def test_one_replica_needs_no_exchange(tmp_path: Path) -> None:
+    """With one replica its own gradient is the mean: the wire changes nothing."""
+    results = []
+    for wire in ("none", "packed"):
+        optim = ShampooConfig(wire=wire, root_every=2, block_size=16)
+        results.append(_trained(tiny(tmp_path, optim=optim), 1)["params"])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), *results
+    )
+
+
+def test_statistics_can_be_divided_over_fsdp(tmp_path: Path) -> None:
+    optim = ShampooConfig(root_every=2, block_size=16)
+    whole = _trained(tiny(tmp_path, optim=optim), 1)
+    divided = _trained(tiny(tmp_path, optim=optim, mesh=MeshConfig(fsdp=2)), 2)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3),
+        whole["params"],
+        divided["params"],
+    )
