@@ -247,8 +247,8 @@ def notes() -> tuple[str, ...]:
         "digits needs whenever a unit or pixel wakes up.",
         "In the last form a replica gets the others' first moment without their "
         "maximum. Where it had no gradient of its own yet (digits: pixels that none of "
-        "its few rows lit), it divides by next to nothing: exchange the maximum with the first "
-        "moment where gradients are sparse.",
+        "its few rows lit), it divides by next to nothing: exchange the maximum with "
+        "the first moment where gradients are sparse.",
         "Moments of own gradients make steps up to sqrt(replicas) smaller, hence the "
         "two learning rates.",
     )

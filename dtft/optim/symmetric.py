@@ -33,8 +33,8 @@ def exchange_symmetric(
 
     One replica's G G^T has at most the rank of its G, so it has no Cholesky factor
     until `cholesky_encode` adds its jitter (1e-6 of the mean diagonal element, or the
-    smallest power of ten times that which works) to the diagonal. The mean then carries the
-    mean jitter, a fraction of each block's own scale: it lifts the smallest
+    smallest power of ten times that which works) to the diagonal. The mean then carries
+    the mean jitter, a fraction of each block's own scale: it lifts the smallest
     eigenvalues as `root_eps` does, and where it is larger than `root_eps` it is the
     one that decides. Factors cannot be summed, so they are gathered: the bytes that
     arrive grow with the number of replicas. What `cholesky` buys is a lossy wire

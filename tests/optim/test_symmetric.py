@@ -1,4 +1,4 @@
-"""The exchange of Shampoo's statistics between replicas, in shard_map on CPU devices."""
+"""The exchange of Shampoo's statistics between replicas, in shard_map on the CPU."""
 
 from typing import Any
 
