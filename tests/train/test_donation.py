@@ -50,7 +50,8 @@ def _leaf_copies(compiled: hlo.Program, abstract: Any) -> int:
 class _Amsgrad(OptimConfig):
     """As many leaves of state as ours has."""
 
-    def scale(self) -> optax.GradientTransformation:
+    def scale(self, axis_name: str | None = None) -> optax.GradientTransformation:
+        del axis_name
         return optax.scale_by_amsgrad()
 
 
