@@ -135,7 +135,7 @@ def guard_gradients(
             inner_state=inner_state,
         )
 
-    return optax.GradientTransformationExtraArgs(_init(wrapped, history), update)
+    return optax.GradientTransformationExtraArgs(_init(wrapped, history), update)  # pyright: ignore[reportArgumentType]
 
 
 def unguarded(
@@ -165,7 +165,7 @@ def unguarded(
         )
         return updates, state._replace(inner_state=inner_state)
 
-    return optax.GradientTransformationExtraArgs(_init(wrapped, history), update)
+    return optax.GradientTransformationExtraArgs(_init(wrapped, history), update)  # pyright: ignore[reportArgumentType]
 
 
 def squared_norm(updates: optax.Updates) -> jax.Array:

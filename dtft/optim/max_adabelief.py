@@ -187,7 +187,7 @@ def max_adabelief(
     eps: jax.typing.ArrayLike = 1e-16,
     eps_root: jax.typing.ArrayLike = 1e-16,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    weight_decay: jax.typing.ArrayLike | None = None,
+    weight_decay: float | jax.Array | None = None,
     weight_decay_mask: Any = None,
     *,
     nesterov: bool = False,

@@ -57,7 +57,8 @@ def test_one_corrupt_gradient(bad: float) -> None:
 def test_rejection_changes_nothing_inside() -> None:
     solver: Any = guard_gradients(max_adabelief(0.1, weight_decay=0.1), warmup=2)
     params = {"w": jnp.ones((2, 3)), "b": jnp.full(3, 2.0, jnp.bfloat16), "none": None}
-    state, update = solver.init(params), jax.jit(solver.update)
+    state = solver.init(params)
+    update: Any = jax.jit(solver.update)
     with jax.numpy_dtype_promotion("standard"):  # stock decay needs it
         for _ in range(3):
             updates, state = update(params, state, params)

@@ -151,11 +151,11 @@ def _through_cond(solver: Any, gradients: Any, state: Any, params: Any) -> Any:
 
 
 def test_second_call_and_another_rate_compile_nothing(optimizer: Optimizer) -> None:
-    @jax.jit
-    def step(rate: jax.Array, params: Any, state: Any) -> Any:
+    def one(rate: jax.Array, params: Any, state: Any) -> Any:
         updates, state = optimizer.make(rate).update(params, state, params)
         return optax.apply_updates(params, updates), state
 
+    step: Any = jax.jit(one)
     params = _params()
     state = optimizer.make(0.1).init(params)
     first, state = step(jnp.asarray(0.1), params, state)

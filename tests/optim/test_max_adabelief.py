@@ -175,7 +175,7 @@ def test_masked_and_partition() -> None:
     masked = optax.masked(max_adabelief(0.1), {"w": True, "b": False})
     updates, _ = _one_update(masked, params)
     _check_same(updates, {"w": expected["w"], "b": params["b"]})
-    parts = {"slow": optax.sgd(0.5), "fast": max_adabelief(0.1)}
+    parts: Any = {"slow": optax.sgd(0.5), "fast": max_adabelief(0.1)}
     split = optax.partition(parts, {"w": "fast", "b": "slow"})
     updates, _ = _one_update(split, params)
     _check_same(updates, {"w": expected["w"], "b": -0.5 * params["b"]})
@@ -204,8 +204,10 @@ def test_mu_dtype_is_that_of_the_first_moment_alone() -> None:
 
 def test_schedule_and_traced_rate() -> None:
     params = _params()
-    first, _ = _one_update(
-        max_adabelief(lambda t: 0.1 * 0.9 ** t.astype(float)), params
-    )
+
+    def rate(count: Any) -> Any:
+        return 0.1 * 0.9 ** count.astype(float)
+
+    first, _ = _one_update(max_adabelief(rate), params)
     expected, _ = _one_update(max_adabelief(jnp.asarray(0.1)), params)
     _check_same(first, expected)

@@ -23,7 +23,6 @@ def test_only_the_maximum_converges(problem: Problem) -> None:
     assert ends["max_adabelief, debias_max=False"] < -0.9
 
 
-@pytest.mark.slow
 def test_only_the_maximum_converges_in_a_million_steps_of_float64() -> None:
     with jax.enable_x64(True):
         ends = _ends(replace(PROBLEMS[3], eps=1e-8, eps_root=0.0))

@@ -124,7 +124,7 @@ def test_updates_equal_adabelief_while_the_second_moment_grows(x64: bool) -> Non
     with jax.enable_x64(x64):
         dtype = jnp.float64 if x64 else jnp.float32
         growth = 1.05 ** jnp.arange(200, dtype=dtype)[:, None]
-        gradients = growth * jnp.linspace(-2, 2, 8, dtype=dtype)
+        gradients = growth * jnp.linspace(-2, 2, 8, dtype=dtype)[None]
         ours, states = _scan(scale_by_max_belief(), gradients)
         theirs, _ = _scan(optax.scale_by_belief(), gradients)
         assert (jnp.diff(states.nu, axis=0) >= 0).all()
