@@ -7,6 +7,7 @@ names are here as well, and load on first use.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dtft.optim.guard import GuardState, guard_gradients, unguarded
 from dtft.optim.max_adabelief import (
     ScaleByMaxBeliefState,
     max_adabelief,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from dtft.optim.sync import reduce_updates, sync_moments
 
 __all__ = [
+    "GuardState",
     "PerReplica",
     "Phases",
     "ScaleByMaxBeliefState",
@@ -35,6 +37,7 @@ __all__ = [
     "assign_groups",
     "average_params",
     "exchange_symmetric",
+    "guard_gradients",
     "max_adabelief",
     "max_belief_phases",
     "reduce_updates",
@@ -42,6 +45,7 @@ __all__ = [
     "scale_by_shampoo",
     "shampoo",
     "sync_moments",
+    "unguarded",
     "with_local_gradients",
 ]
 _LAZY = {

@@ -44,6 +44,7 @@ class MomentSync(NamedTuple):
     refresh_above: float | None
 
     def init(self, params: optax.Params) -> SyncState:
+        """The first state of one replica."""
         inner = self.phases.init(params)
         missing = sorted({*self.every, *self.op, *self.decay} - {*inner._fields})
         if missing:
@@ -67,6 +68,7 @@ class MomentSync(NamedTuple):
         sync: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, SyncState]:
+        """One update made of reduced operands; moments stay the replica's own."""
         del params, extra
         self._check_command(sync)
         inner = self.phases.accumulate(updates, _unmark(state.inner))
@@ -100,6 +102,7 @@ class MomentSync(NamedTuple):
         sync: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, SyncState]:
+        """One update made of the replica's moments, which are reduced when due."""
         del params, extra
         self._check_command(sync)
         inner = self.phases.accumulate(updates, _unmark(state.inner))

@@ -87,7 +87,9 @@ def sync_moments(
     `mode="state"` replaces the moments themselves by their reduction, each at the
     updates its own period divides (DES-LOC, arXiv 2505.22549). The update is made from
     the replica's own moments and gradient, so parameters drift apart between exchanges
-    and have a period of their own: `average_params`.
+    and have a period of their own: `average_params`. Where gradients are sparse give
+    the maximum the period of the first moment: a replica that has had no gradient for a
+    coordinate, but is given the others' first moment for it, divides by next to nothing.
 
     Args:
         phases: the optimizer; its state is a NamedTuple with a field `count`.

@@ -1,7 +1,7 @@
 """Optimizer configs: which optax transform, with which learning rate at which step.
 
-Every option keeps the structure of the optimizer state the same (clipping and decay
-are always in the chain), so that changing one does not make a checkpoint unreadable.
+Every option keeps the structure of the optimizer state the same (clipping, decay and
+guard are always there), so that changing one does not make a checkpoint unreadable.
 Must stay free of jax imports at module level.
 """
 
@@ -57,7 +57,9 @@ class OptimConfig:
     """Largest global norm of the gradient; 0 for no limit."""
     weight_decay: float = 0.0
     """Strength of decoupled weight decay."""
-
+    guard: float = 0.0
+    """Skip steps whose gradient is not finite or whose norm is this many times the
+    median of the last 64; 0 for never. 10 is a good value."""
     sync: SyncConfig = field(default_factory=SyncConfig)
     """What replicas exchange (MaxAdaBeliefConfig only)."""
 
@@ -68,13 +70,18 @@ class OptimConfig:
                 f"phases, which {type(self).__name__} is not. Use MaxAdaBeliefConfig, "
                 "or leave optim.sync out."
             )
-        for name in ("learning_rate", "clip", "weight_decay"):
+        for name in ("learning_rate", "clip", "weight_decay", "guard"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ValueError(
                     f"optim.{name}={value} is not a finite number of 0 or more. "
                     f"Set --optim.{name} to one."
                 )
+        if 0 < self.guard <= 1:
+            raise ValueError(
+                f"optim.guard={self.guard} would skip ordinary steps. Allowed: above "
+                "1, or 0 for no guard. Set --optim.guard 10."
+            )
 
     def learning_rate_at(self) -> Callable[[Any], Any]:
         """The schedule: step to learning rate. For use under a trace."""
@@ -143,13 +150,15 @@ class OptimConfig:
         )
 
     def build(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """The whole chain: clip, scale, decay, learning rate.
+        """The whole chain: clip, scale, decay, learning rate; the guard around it.
 
         Args:
             axis_name: the replica axis, for an optimizer that reduces itself; it is
                 then used inside `jax.shard_map` over that axis.
         """
         import optax
+
+        from dtft.optim.guard import guard_gradients, unguarded
 
         # identity() has the same (empty) state as what it stands for.
         clip = optax.clip_by_global_norm(self.clip) if self.clip else optax.identity()
@@ -158,12 +167,17 @@ class OptimConfig:
             if self.weight_decay
             else optax.identity()
         )
-        return optax.chain(
+        chain = optax.chain(
             clip,
             self.scale(axis_name),
             decay,
             optax.scale_by_learning_rate(self.learning_rate_at()),
         )
+        if not self.guard:
+            return unguarded(chain)
+        # Replicas' own gradients differ, but they must decide alike.
+        over = axis_name if self.reduces_itself else None
+        return guard_gradients(chain, self.guard, axis_name=over)
 
 
 @dataclass(frozen=True, kw_only=True)

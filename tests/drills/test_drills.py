@@ -109,6 +109,15 @@ def test_sharded_state_survives_a_host(tmp_path, control, name, job):
 
 
 @every
+def test_moments_of_a_lost_replica_come_from_a_peers_memory(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("operands"), "--spares", "1"),
+        *("--fault", "kill-host:1@40", "--optim.sync.moments", "operands"),
+    )
+    assert only(record)["rung"] == 2 and only(record)["bytes_from_storage"] == 0
+
+
+@every
 def test_hybrid_sharding_without_both_holders_falls_to_storage(tmp_path, control):
     record = drill(
         *(tmp_path, *HYBRID, *control("hybrid")),

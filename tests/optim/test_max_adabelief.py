@@ -144,3 +144,66 @@ def test_none_leaves_pass_through() -> None:
     solver: Any = max_adabelief(0.1)
     updates, _ = solver.update(params, solver.init(params), params)
     assert updates["frozen"] is None
+
+
+def _check_same(a: Any, b: Any) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5), a, b)
+
+
+def _one_update(solver: Any, params: Any) -> tuple[Any, Any]:
+    return jax.jit(solver.update)(params, solver.init(params), params)
+
+
+def test_apply_if_finite_and_scan() -> None:
+    params = _params()
+    solver: Any = optax.apply_if_finite(max_adabelief(0.1), 3)
+
+    def step(state: Any, scale: jax.Array) -> Any:
+        gradients = jax.tree.map(lambda p: p * scale, params)
+        return solver.update(gradients, state, params)[1], None
+
+    with jax.numpy_dtype_promotion("standard"):
+        scales = jnp.array([1.0, jnp.nan, 2.0])
+        state, _ = jax.lax.scan(step, solver.init(params), scales)
+    belief = state.inner_state[0]
+    assert belief.count == 2 and jnp.isfinite(belief.nu_max["w"]).all()
+
+
+def test_masked_and_partition() -> None:
+    params = _params()
+    expected, _ = _one_update(max_adabelief(0.1), params)
+    masked = optax.masked(max_adabelief(0.1), {"w": True, "b": False})
+    updates, _ = _one_update(masked, params)
+    _check_same(updates, {"w": expected["w"], "b": params["b"]})
+    parts = {"slow": optax.sgd(0.5), "fast": max_adabelief(0.1)}
+    split = optax.partition(parts, {"w": "fast", "b": "slow"})
+    updates, _ = _one_update(split, params)
+    _check_same(updates, {"w": expected["w"], "b": -0.5 * params["b"]})
+
+
+def test_weight_decay_is_decoupled_and_masked() -> None:
+    params = _params()
+    mask = {"w": True, "b": False}
+    expected, plain = _one_update(max_adabelief(0.1), params)
+    decayed = max_adabelief(0.1, weight_decay=0.5, weight_decay_mask=mask)
+    updates, state = _one_update(decayed, params)
+    _check_same(updates["w"], expected["w"] - 0.1 * 0.5 * params["w"])
+    _check_same(updates["b"], expected["b"])
+    _check_same(state[0].nu, plain[0].nu)
+
+
+def test_mu_dtype_is_that_of_the_first_moment_alone() -> None:
+    params = _params()
+    transform: Any = scale_by_max_belief(mu_dtype="bfloat16")
+    updates, after = _one_update(transform, params)
+    for found in (transform.init(params), after):
+        assert found.mu["w"].dtype == jnp.bfloat16
+        assert found.nu["w"].dtype == found.nu_max["w"].dtype == jnp.float32
+    assert updates["w"].dtype == jnp.float32
+
+
+def test_schedule_and_traced_rate() -> None:
+    params = _params()
+    first, _ = _one_update(max_adabelief(lambda count: 0.1 / (1 + count)), params)
+    expected, _ = _one_update(max_adabelief(jnp.asarray(0.1)), params)
+    _check_same(first, expected)

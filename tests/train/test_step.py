@@ -111,7 +111,7 @@ def test_options_do_not_change_the_state(
 ) -> None:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     plain = Program(tiny(tmp_path, optim=optim()), mesh).abstract_state
-    full = optim(clip=1.0, weight_decay=0.1, schedule=_COSINE)
+    full = optim(clip=1.0, weight_decay=0.1, schedule=_COSINE, guard=10.0)
     program = Program(tiny(tmp_path, optim=full), mesh)
     assert program.abstract_state == plain
     batch = {

@@ -1,0 +1,247 @@
+"""Rejects corrupt gradients before they reach the moments of an optimizer.
+
+An adaptive optimizer remembers: one gradient of 1e6 shrinks AdaBelief's steps for some
+20,000 steps and Max-AdaBelief's for ever, and NaN stays in either. Decides from one
+number per step, the global norm, whether the step happens. Knows jax and optax; must
+not know meshes or which optimizer it guards.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dtft.optim.numerics import abs_squared, widen
+
+_EMPTY = -1.0
+"""A place in the history that holds no norm; NaN would trip `jax_debug_nans`."""
+
+
+class GuardState(NamedTuple):
+    """State of `guard_gradients`; the counters are there to be alerted on."""
+
+    norms: jax.Array
+    """The norms of the last accepted gradients, newest last, float32 [history]."""
+    outliers: jax.Array
+    """Steps rejected for their norm so far, int32."""
+    outliers_in_a_row: jax.Array
+    """Steps rejected for their norm since the last accepted one, int32."""
+    nonfinite: jax.Array
+    """Steps rejected for NaN or infinity so far, int32."""
+    inner_state: Any
+    """State of the guarded transform."""
+
+
+def guard_gradients(
+    inner: optax.GradientTransformation,
+    max_norm_ratio: jax.typing.ArrayLike = 10.0,
+    *,
+    history: int = 64,
+    warmup: int = 16,
+    max_consecutive: int = 8,
+    axis_name: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Lets `inner` see a gradient only if its norm is finite and not an outlier.
+
+    A gradient is an outlier if its global norm exceeds `max_norm_ratio` times the
+    median of the last `history` accepted norms. A rejected step gives zero updates and
+    leaves the state of `inner` as it was, bit for bit, its step counts included.
+
+    *A way out.* After `max_consecutive` outliers in a row the next finite gradient is
+    believed: it is accepted whatever its norm, and the history is filled with its norm,
+    so what follows is judged by the new scale. Gradients that are not finite neither
+    count towards this nor are they ever let through. A norm whose square overflows
+    float32 counts as not finite, as the second moment would be infinite.
+
+    *What it cannot see.* The first `warmup` finite gradients are accepted, as there is
+    nothing to judge them by; so is a corrupt value within `max_norm_ratio` times the
+    usual norm of the whole gradient.
+
+    *On several devices* all must decide alike. Under `jit` the norm is that of the
+    global gradient, so they do. Under `shard_map` apply the guard to gradients that are
+    already reduced, or name the axes over which they differ in `axis_name`: then the
+    largest of the devices' norms decides for all. `inner` is computed in any case and
+    its result discarded on a rejection, so collectives inside it cannot be missed by a
+    device.
+
+    Put it around the whole chain: clipping before it would hide what it looks for.
+
+    Args:
+        inner: The transform to guard.
+        max_norm_ratio: Largest norm that is accepted, in medians; above 1. Data whose
+            gradients have heavy tails need more.
+        history: How many accepted norms the median is taken of.
+        warmup: How many norms must be known before any is judged, at most `history`.
+        max_consecutive: How many outliers in a row are rejected before one is believed.
+        axis_name: Mapped axis or axes over which gradients differ; None for none.
+
+    Returns:
+        A transform with the state `GuardState`; `optax.tree.get(state, "outliers")` and
+        `"nonfinite"` find the counters inside a chain.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    >>> solver = guard_gradients(optax.sgd(1.0), warmup=2)
+    >>> state = solver.init(jnp.zeros(1))
+    >>> for gradient in (1.0, 2.0, 1e6, jnp.inf, 3.0):
+    ...     updates, state = solver.update(jnp.full(1, gradient), state)
+    ...     print(updates[0], state.outliers, state.nonfinite)
+    -1.0 0 0
+    -2.0 0 0
+    0.0 1 0
+    0.0 1 1
+    -3.0 1 1
+    """
+    _check(max_norm_ratio, history, warmup, max_consecutive)
+    wrapped = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: optax.Updates,
+        state: GuardState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, GuardState]:
+        norm = global_norm(updates)
+        finite = jnp.isfinite(norm)
+        if axis_name is not None:
+            finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+            norm = jax.lax.pmax(jnp.where(finite, norm, 0), axis_name)
+        outlier = finite & is_outlier(norm, state.norms, max_norm_ratio, warmup)
+        believed = outlier & (state.outliers_in_a_row >= max_consecutive)
+        accept = finite & (~outlier | believed)
+        # Zeros instead of a NaN that an iterative inner transform might not end on.
+        seen = jax.tree.map(lambda g: jnp.where(accept, g, jnp.zeros_like(g)), updates)
+        changed, inner_state = wrapped.update(
+            seen, state.inner_state, params, **extra_args
+        )
+        changed, inner_state = _if(
+            accept,
+            (changed, inner_state),
+            (jax.tree.map(jnp.zeros_like, changed), state.inner_state),
+        )
+        rejected = outlier & ~believed
+        return changed, GuardState(
+            norms=jnp.where(
+                accept, _remember(state.norms, norm, believed), state.norms
+            ),
+            outliers=state.outliers + rejected.astype(jnp.int32),
+            outliers_in_a_row=jnp.where(
+                accept, 0, state.outliers_in_a_row + rejected.astype(jnp.int32)
+            ),
+            nonfinite=state.nonfinite + (~finite).astype(jnp.int32),
+            inner_state=inner_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(_init(wrapped, history), update)
+
+
+def unguarded(
+    inner: optax.GradientTransformation, *, history: int = 64
+) -> optax.GradientTransformationExtraArgs:
+    """`inner` with the state of `guard_gradients`, which it leaves as it is.
+
+    So a run that was saved without the guard can go on with it, and the other way.
+
+    >>> params = jnp.zeros(1)
+    >>> with_guard = guard_gradients(optax.adam(1.0)).init(params)
+    >>> jax.tree.structure(unguarded(optax.adam(1.0)).init(params)) == (
+    ...     jax.tree.structure(with_guard)
+    ... )
+    True
+    """
+    wrapped = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: optax.Updates,
+        state: GuardState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, GuardState]:
+        updates, inner_state = wrapped.update(
+            updates, state.inner_state, params, **extra_args
+        )
+        return updates, state._replace(inner_state=inner_state)
+
+    return optax.GradientTransformationExtraArgs(_init(wrapped, history), update)
+
+
+def global_norm(updates: optax.Updates) -> jax.Array:
+    """The norm of all leaves together, float32, whatever their dtypes.
+
+    >>> tree = {"a": jnp.array([3.0], jnp.float16), "b": jnp.array([4j])}
+    >>> float(global_norm(tree))
+    5.0
+    """
+    squares = [jnp.sum(abs_squared(widen(g, g))) for g in jax.tree.leaves(updates)]
+    total = sum((s.astype(jnp.float32) for s in squares), jnp.zeros([], jnp.float32))
+    return jnp.sqrt(total)
+
+
+def is_outlier(
+    norm: jax.Array,
+    norms: jax.Array,
+    max_norm_ratio: jax.typing.ArrayLike,
+    warmup: int,
+) -> jax.Array:
+    """Whether a norm is far above the (lower) median of the norms known, bool.
+
+    False while fewer than `warmup` norms are known, or while the median is 0.
+
+    >>> norms = jnp.array([-1.0, 1.0, 2.0, 3.0])
+    >>> bool(is_outlier(jnp.array(21.0), norms, 10.0, warmup=3))
+    True
+    >>> bool(is_outlier(jnp.array(21.0), norms, 10.0, warmup=4))
+    False
+    """
+    known = jnp.sum(norms >= 0, dtype=jnp.int32)
+    # Empty places are negative, so they come last.
+    median = jnp.sort(norms, descending=True)[known // 2]
+    ratio = jnp.asarray(max_norm_ratio).astype(norm.dtype)
+    return (known >= warmup) & (median > 0) & (norm > ratio * median)
+
+
+def _remember(norms: jax.Array, norm: jax.Array, restart: jax.Array) -> jax.Array:
+    shifted = jnp.concatenate([norms[1:], norm[None]])
+    return jnp.where(restart, jnp.broadcast_to(norm, norms.shape), shifted)
+
+
+def _if(accept: jax.Array, new: Any, old: Any) -> Any:
+    """A select per leaf: it fuses with what computes the leaf, so nothing is copied."""
+
+    def chosen(a: Any, b: Any) -> Any:
+        return jnp.where(accept, a, b) if isinstance(a, jax.Array) else a
+
+    return jax.tree.map(chosen, new, old)
+
+
+def _init(inner: optax.GradientTransformation, history: int) -> Any:
+    def init(params: optax.Params) -> GuardState:
+        return GuardState(
+            norms=jnp.full(history, _EMPTY, jnp.float32),
+            outliers=jnp.zeros([], jnp.int32),
+            outliers_in_a_row=jnp.zeros([], jnp.int32),
+            nonfinite=jnp.zeros([], jnp.int32),
+            inner_state=inner.init(params),
+        )
+
+    return init
+
+
+def _check(ratio: Any, history: int, warmup: int, max_consecutive: int) -> None:
+    if isinstance(ratio, (int, float)) and not ratio > 1:
+        raise ValueError(
+            f"max_norm_ratio={ratio} would reject ordinary gradients. Allowed: above "
+            "1. Use 10, or leave the guard out."
+        )
+    if not 1 <= warmup <= history:
+        raise ValueError(
+            f"warmup={warmup} does not fit history={history}. Allowed: 1 <= warmup <= "
+            "history. Lower warmup or raise history."
+        )
+    if max_consecutive < 0:
+        raise ValueError(
+            f"max_consecutive={max_consecutive} is negative. Allowed: 0 or more; 0 "
+            "rejects nothing but NaN and infinity."
+        )

@@ -1,0 +1,56 @@
+"""Dtype rules that the transforms share: what is widened, and to what.
+
+Strict about promotion: no function here mixes dtypes. Knows jax only.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """The dtype, or float32 (complex64) where it is narrower.
+
+    >>> [str(at_least_float32(jnp.dtype(d))) for d in ("bfloat16", "float32")]
+    ['float32', 'float32']
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, jnp.float32)
+
+
+def moment_dtype(dtype: Any) -> Any:
+    """Of a second moment: real and at least float32.
+
+    An average in bfloat16 stops moving: from 1 towards 2 with b2=0.999 it stays at 1.
+    """
+    return at_least_float32(jnp.finfo(dtype).dtype)
+
+
+def widen(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x` in the dtype of `like`, but at least float32."""
+    return x.astype(at_least_float32(like.dtype))
+
+
+def hyperparameter(value: jax.typing.ArrayLike, like: jax.Array) -> Any:
+    """Python numbers stay weak; traced hyperparameters take the dtype of `like`."""
+    if isinstance(value, (int, float)):
+        return value
+    return jnp.asarray(value).astype(like.dtype)
+
+
+def abs_squared(x: jax.Array) -> jax.Array:
+    """The squared magnitude of each element, real."""
+    if jnp.iscomplexobj(x):
+        return jnp.square(x.real) + jnp.square(x.imag)
+    return jnp.square(x)
+
+
+def debias(
+    moment: jax.Array, decay: jax.typing.ArrayLike, count: jax.Array
+) -> jax.Array:
+    """`moment / (1 - decay^count)`, bit-equal to `optax.tree.bias_correction`."""
+    # The default float, as in optax: float32, or float64 where x64 is on.
+    exponent = count.astype(float)
+    power = hyperparameter(decay, exponent) ** exponent
+    return moment / jnp.asarray(1 - power).astype(moment.dtype)
