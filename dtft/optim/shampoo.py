@@ -92,6 +92,7 @@ def scale_by_shampoo(
     .. note:: A gradient that is not finite spoils the statistics for good, as it does
         the moments of other optimizers: use `optax.apply_if_finite` where it can occur.
 
+    >>> import jax.numpy as jnp
     >>> transform = scale_by_shampoo(root_every=1)
     >>> gradient = jnp.array([[4.0, 0.0], [0.0, 1.0]])
     >>> update, _ = transform.update(gradient, transform.init(gradient))
@@ -155,6 +156,7 @@ def shampoo(
     Returns:
         An `optax.GradientTransformationExtraArgs`.
 
+    >>> import jax.numpy as jnp
     >>> solver = shampoo(0.1)
     >>> params = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     >>> state = solver.init(params)

@@ -33,11 +33,11 @@ def exchange_symmetric(
 
     One replica's G G^T has at most the rank of its G, so it has no Cholesky factor
     until `cholesky_encode` adds its jitter (1e-6 of the mean diagonal element, or the
-    smallest power of ten times that which works) to the diagonal. The mean then carries
-    the mean jitter, a fraction of each block's own scale: it lifts the smallest
-    eigenvalues as `root_eps` does, and where it is larger than `root_eps` it is the
-    one that decides. Factors cannot be summed, so they are gathered: the bytes that
-    arrive grow with the number of replicas. What `cholesky` buys is a lossy wire
+    smallest power of ten times that which works) to the diagonal. The mean then
+    carries the mean jitter, a fraction of each block's own scale: it lifts the
+    smallest eigenvalues as `root_eps` does, and where it is larger than `root_eps` it
+    is the one that decides. Factors cannot be summed, so they are gathered: the bytes
+    that arrive grow with the number of replicas. What `cholesky` buys is a lossy wire
     whose result has no negative eigenvalue; `inverse_root` clips those that `packed`
     in bfloat16 gets, at the cost of what they stood for.
 
@@ -50,6 +50,7 @@ def exchange_symmetric(
     Returns:
         A function of a tree of symmetric matrices [..., n, n].
 
+    >>> import jax.numpy as jnp
     >>> both = jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])
     >>> exchange = exchange_symmetric("replica")
     >>> jax.vmap(exchange, axis_name="replica")(both)[0].tolist()
@@ -87,6 +88,7 @@ def with_local_gradients(
     Returns:
         A transform with the state of `inner`, whose `update` takes local gradients.
 
+    >>> import jax.numpy as jnp
     >>> from dtft.optim import shampoo
     >>> solver = with_local_gradients(shampoo(0.1), None)
     >>> params = jnp.ones((2, 2))

@@ -131,6 +131,13 @@ def test_inverse_root_uses_float64_where_there_is_one() -> None:
         np.testing.assert_allclose(np.diagonal(root[0]), [1, 1e3], rtol=1e-6)
 
 
+def test_eigendecompositions_on_cpu_cannot_wait_for_each_other() -> None:
+    """One matrix per call: a batch waits for the thread pool in which it runs."""
+    text = jax.jit(inverse_root).lower(jnp.ones((4, 64, 64)), 0.25, 1e-6).as_text()
+    calls = [line for line in text.splitlines() if "syevd" in line]
+    assert calls and all("<64x64xf32>" in line for line in calls)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(1, 7), min_size=2, max_size=4).map(tuple), st.integers(1, 9)
