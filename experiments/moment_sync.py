@@ -188,7 +188,7 @@ def digits_rows(steps: int, num_seeds: int) -> list[list[Any]]:
                 digits(form, jnp.float32(RATE * factor), (fit, test), steps, seed)
                 for seed in range(num_seeds)
             ]
-            loss, accuracy, sent = np.asarray(runs).mean(axis=0)
+            loss, accuracy, sent = np.asarray(runs).mean(axis=0).tolist()
             rows.append(["digits", form.name, factor, sent, f"{accuracy:.4f}", loss])
             print(rows[-1], flush=True)
     return rows
@@ -245,10 +245,10 @@ def notes() -> tuple[str, ...]:
         "Traffic counts exchanges as they happened: a kept maximum is exchanged early "
         "when an element of the update would exceed 16 (`refresh_above`), which "
         "digits needs whenever a unit or pixel wakes up.",
-        "In the last form a replica gets the others' first moment without their maximum. "
-        "Where it had no gradient of its own yet (digits: pixels that none of its few "
-        "rows lit), it divides by next to nothing: exchange the maximum with the first "
-        "moment where gradients are sparse.",
+        "In the last form a replica gets the others' first moment without their "
+        "maximum. Where it had no gradient of its own yet (digits: pixels that none of "
+        "its few rows lit), it divides by next to nothing: exchange the maximum with "
+        "the first moment where gradients are sparse.",
         "Moments of own gradients make steps up to sqrt(replicas) smaller, hence the "
         "two learning rates.",
     )
@@ -271,7 +271,7 @@ def figure(rows: list[list[Any]]) -> Any:
         axis.legend(fontsize=6)
     axes[0].set(yscale="log", ylabel="test loss")
     axes[1].set_ylabel("distance to the optimum")
-    axes[1].set_ylim(bottom=0)
+    axes[1].set_ylim(0, 0.8)
     return drawn
 
 
