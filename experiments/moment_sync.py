@@ -188,7 +188,7 @@ def digits_rows(steps: int, num_seeds: int) -> list[list[Any]]:
                 digits(form, jnp.float32(RATE * factor), (fit, test), steps, seed)
                 for seed in range(num_seeds)
             ]
-            loss, accuracy, sent = np.asarray(runs).mean(axis=0)
+            loss, accuracy, sent = np.asarray(runs).mean(axis=0).tolist()
             rows.append(["digits", form.name, factor, sent, f"{accuracy:.4f}", loss])
             print(rows[-1], flush=True)
     return rows
@@ -271,7 +271,7 @@ def figure(rows: list[list[Any]]) -> Any:
         axis.legend(fontsize=6)
     axes[0].set(yscale="log", ylabel="test loss")
     axes[1].set_ylabel("distance to the optimum")
-    axes[1].set_ylim(bottom=0)
+    axes[1].set_ylim(0, 0.8)
     return drawn
 
 

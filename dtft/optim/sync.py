@@ -90,7 +90,7 @@ def sync_moments(
     and have a period of their own: `average_params`. Where gradients are sparse give
     the maximum the period of the first moment: a replica that has had no gradient for
     a coordinate, but is given the others' first moment for it, divides by next to
-    nothing.
+    nothing (`experiments/moment_sync.py` shows it).
 
     Args:
         phases: the optimizer; its state is a NamedTuple with a field `count`.
@@ -126,7 +126,8 @@ def sync_moments(
         ValueError: options that contradict each other.
     """
     chosen = dict(EVERY_STEP[mode] if every is None else every)
-    ops, decays = dict(op or {}), dict(decay or {})
+    ops: dict[str, Reduction] = dict(op or {})
+    decays = dict(decay or {})
     _check(mode, chosen, ops, decays, commanded)
     sync = MomentSync(
         phases,

@@ -22,7 +22,8 @@ class SyncConfig:
     every_nu: int = 1
     """Steps from one exchange of the second moment to the next (`state` only)."""
     every_nu_max: int = 1
-    """Steps from one exchange of its maximum to the next."""
+    """Steps from one exchange of its maximum to the next. With `state` not above
+    every_mu where gradients are sparse; `operands` exchanges early where it must."""
     every_params: int = 1
     """Steps from one mean of the parameters to the next (`state` only)."""
     max_op: Literal["mean", "max"] = "mean"

@@ -149,7 +149,7 @@ def test_restored_from_storage_bit_for_bit(tmp_path: Path) -> None:
     resumed = run(parts, LocalRuntime(parts))
     assert as_bytes(resumed.state) == as_bytes(ends.state)
     other = replace(parts, cluster=ClusterConfig(), stop=replace(parts.stop, steps=9))
-    with pytest.raises(UnreadableCheckpoint, match="nu_max"):
+    with pytest.raises(UnreadableCheckpoint, match="mu/rows"):
         run(other, LocalRuntime(other))
 
 
