@@ -131,16 +131,14 @@ def broadcast_factor(
     if axis_name is None:
         code = broadcast(encode(matrix), owner, None)
     else:
-        code = broadcast(
-            lax.cond(
-                lax.axis_index(axis_name) == owner,
-                encode,
-                lambda other: jnp.zeros_like(encode(other)),
-                matrix,
-            ),
-            owner,
-            axis_name,
+        own = lax.cond(
+            lax.axis_index(axis_name) == owner,
+            encode,
+            lambda other: jnp.zeros_like(encode(other)),
+            matrix,
         )
+        bits = broadcast(_as_bits(own), owner, axis_name)
+        code = lax.bitcast_convert_type(bits, own.dtype)
     return _at_least_float32(unpack_triangle(code, n))
 
 
@@ -149,7 +147,8 @@ def gather_codes(
 ) -> Array:
     """Every device's packed factor on every device: [p, ..., m], NaN where not ok."""
     own = _poisoned(cholesky_encode(matrix, wire_dtype=wire_dtype))
-    return lax.all_gather(own, axis_name, to="invarying")
+    bits = lax.all_gather(_as_bits(own), axis_name, to="invarying")
+    return lax.bitcast_convert_type(bits, own.dtype)
 
 
 def qr_combine(first: Array, second: Array) -> Array:
@@ -249,6 +248,11 @@ def _factor_of_rows(rows: Array) -> Array:
 def _poisoned(code: CholeskyCode) -> Array:
     nan = jnp.full_like(code.packed, jnp.nan)
     return jnp.where(code.ok[..., None], code.packed, nan)
+
+
+def _as_bits(x: Array) -> Array:
+    """The same bytes as integers: XLA's CPU backend sends bfloat16 as float32."""
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def _cast(x: Array, dtype: DTypeLike | None) -> Array:

@@ -37,7 +37,8 @@ def all_reduce_symmetric(
 
     * ``packed`` (default): the lower triangle, half the bytes, exact. A narrow
       wire_dtype can cost definiteness: in bfloat16 the smallest eigenvalues of an
-      ill-conditioned matrix turn negative.
+      ill-conditioned matrix turn negative (and on CPU it saves nothing, see
+      `all_reduce`).
     * ``full``: all n^2 numbers. For links faster than memory, and for comparison.
     * ``cholesky``: the factors of positive definite matrices. They cannot be added, so
       every device gets all p of them and adds the products: p/2 times the bytes of

@@ -24,7 +24,6 @@ OWN: tuple[Algorithm, ...] = ("ring", "tree", "gather")
 ALL: tuple[Algorithm, ...] = ("native", *OWN)
 CASES: tuple[tuple[Any, tuple[int, ...], Op], ...] = (
     (jnp.float32, (), "mean"),
-    (jnp.float32, (1,), "sum"),
     (jnp.float32, (2, 0), "max"),
     (jnp.float32, (7, 5), "max"),
     (jnp.bfloat16, (3,), "mean"),
@@ -88,7 +87,7 @@ def test_equal_to_numpy_within_rounding(num: int) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(
-    num=st.sampled_from([5, 6, 7]),
+    num=st.sampled_from([5, 6]),
     algorithm=st.sampled_from(OWN),
     seed=st.integers(0, 2**32 - 1),
 )

@@ -1,5 +1,6 @@
 """Packing, symmetric all-reduce and Cholesky factors (test T9 of the reference)."""
 
+import re
 from typing import Any
 
 import jax
@@ -59,10 +60,31 @@ def test_packing_is_exact(n: int, batch: tuple[int, ...], dtype: Any) -> None:
     with jax.enable_x64(True):
         matrix = symmetric(n, batch, dtype)
         above = matrix + np.triu(np.ones((n, n), matrix.dtype), 1)  # must not be read
-        packed = pack_lower(jnp.asarray(above))
+        packed, square, triangle = jax.jit(there_and_back)(jnp.asarray(above))
         assert packed.shape == (*batch, packed_size(n)) and packed.dtype == matrix.dtype
-        assert (np.asarray(unpack_lower(packed, n)) == matrix).all()
-        assert (np.asarray(unpack_triangle(packed, n)) == np.tril(matrix)).all()
+        assert (np.asarray(square) == matrix).all()
+        assert (np.asarray(triangle) == np.tril(matrix)).all()
+
+
+def there_and_back(matrix: jax.Array) -> tuple[jax.Array, ...]:
+    packed, n = pack_lower(matrix), matrix.shape[-1]
+    return packed, unpack_lower(packed, n), unpack_triangle(packed, n)
+
+
+def test_bfloat16_factors_travel_as_two_bytes() -> None:
+    """On CPU a collective of bfloat16 would send float32."""
+    program = over_devices(
+        lambda d: (
+            all_reduce_symmetric(
+                d, "replica", wire="cholesky", wire_dtype=jnp.bfloat16
+            ),
+            broadcast_factor(d, 0, "replica", wire_dtype=jnp.bfloat16),
+        ),
+        2,
+    )
+    compiled = program.lower(jnp.ones((2, 3, 3))).compile().as_text()
+    sends = re.findall(r"= (\w+)\[[^=]*(?:all-gather|collective-permute)\(", compiled)
+    assert sends and set(sends) == {"u16"}
 
 
 @pytest.mark.parametrize("n", [2048, 2049])
