@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from dtft.collectives.hops import AxisName, axis_size, broadcast
+from dtft.collectives.in_turn import in_turn_on_cpu
 from dtft.collectives.packing import (
     check_square,
     mirror_lower,
@@ -214,7 +215,7 @@ def _factor_with_retries(matrix: Array, jitter: float) -> tuple[Array, Array, Ar
 
     def attempt(added: Array) -> tuple[Array, Array, Array]:
         shifted = matrix + added[..., None, None] * identity
-        factor = jnp.tril(lax.linalg.cholesky(shifted, symmetrize_input=False))
+        factor = jnp.tril(in_turn_on_cpu(_cholesky, shifted))
         ok = jnp.isfinite(factor).all(axis=(-2, -1))
         zero = jnp.zeros_like(factor)
         return jnp.where(ok[..., None, None], factor, zero), added, ok
@@ -238,8 +239,12 @@ def _factor_with_retries(matrix: Array, jitter: float) -> tuple[Array, Array, Ar
     return factor, added, ok
 
 
+def _cholesky(matrix: Array) -> Array:
+    return lax.linalg.cholesky(matrix, symmetrize_input=False)
+
+
 def _factor_of_rows(rows: Array) -> Array:
-    upper = jnp.linalg.qr(rows, mode="r")
+    upper = in_turn_on_cpu(lambda batch: jnp.linalg.qr(batch, mode="r"), rows)
     diagonal = jnp.diagonal(upper, axis1=-2, axis2=-1)
     sign = jnp.where(diagonal < 0, -jnp.ones_like(diagonal), jnp.ones_like(diagonal))
     return jnp.swapaxes(upper * sign[..., :, None], -1, -2)

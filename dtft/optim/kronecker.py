@@ -139,21 +139,13 @@ def scalar(value: jax.typing.ArrayLike, like: jax.Array) -> Any:
 
 
 def _eigh(matrix_BKK: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Eigenvalues and eigenvectors; on CPU one matrix after the other.
-
-    jaxlib 0.10.2 divides a batch over the thread pool and waits for it in a thread of
-    that same pool: with as many batches at work as there are threads, none is left to
-    do the work, and all wait for ever. A single matrix is done where it is called.
-    """
+    from dtft.collectives.in_turn import in_turn_on_cpu
 
     def whole(batch: jax.Array) -> tuple[jax.Array, jax.Array]:
         values, vectors = jnp.linalg.eigh(batch)
         return values, vectors
 
-    def in_turn(batch: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.map(whole, batch)
-
-    return jax.lax.platform_dependent(matrix_BKK, cpu=in_turn, default=whole)
+    return in_turn_on_cpu(whole, matrix_BKK)
 
 
 def _symmetric(matrix_BKK: jax.Array) -> jax.Array:
