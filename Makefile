@@ -40,6 +40,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	.venv/bin/dtft bench digits_cnn
 	.venv/bin/python benchmarks/optimizer_step.py
+	.venv/bin/python benchmarks/packed_all_reduce.py
 
 clean:
 	rm -rf .venv runs dist build .pytest_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.collectives import all_reduce_symmetric
 from experiments import links, worlds
 
+PLAIN = "plain"
 WIRES: dict[str, dict[str, Any]] = {
     "full": {"wire": "full"},
     "packed": {"wire": "packed"},
@@ -25,7 +26,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "packed bfloat16": {"wire": "packed", "wire_dtype": jnp.bfloat16},
     "cholesky bfloat16": {"wire": "cholesky", "wire_dtype": jnp.bfloat16},
 }
-"""Name -> options of `all_reduce_symmetric`."""
+"""Name -> options of `all_reduce_symmetric`; `plain` is JAX's own `pmean`."""
 
 
 def definite(n: int, condition: float) -> np.ndarray:
@@ -74,9 +75,14 @@ def _measure(mesh: Mesh, n: int, wires: list[str], rounds: int) -> dict[str, Any
 
 
 def _program(mesh: Mesh, wire: str) -> Any:
+    def reduce(own: jax.Array) -> jax.Array:
+        if wire == PLAIN:
+            return jax.lax.pmean(own[0], "replica")
+        return all_reduce_symmetric(own[0], "replica", **WIRES[wire])
+
     return jax.jit(
         jax.shard_map(
-            lambda x: all_reduce_symmetric(x[0], "replica", **WIRES[wire]),
+            reduce,
             mesh=mesh,
             in_specs=PartitionSpec("replica"),
             out_specs=PartitionSpec(),

@@ -5,10 +5,22 @@ the triangle is cut into two small triangles and a square, and the two triangles
 fitted into one rectangle. Everything is static slices, a transpose and a mask: no index
 arrays in the program, exact for every n and dtype, and linear, so packed matrices can
 be summed. Must not know what is sent where. Shapes: n rows; k = n // 2; h = n - k.
+
+Two triangles are joined by adding them, each with zeros in the other's place, and not
+by `where(mask, a, b.T)`: XLA's CPU compiler (jaxlib 0.10.2) puts whole tiles of that on
+the stack and overruns it from about n = 1000 (tests/collectives/test_large.py).
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array
+
+from dtft.collectives.bands import mirror_into
+
+LARGE = 512
+"""Rows from which on unpacking is done in bands on CPU: below it does not pay."""
 
 
 def packed_size(n: int) -> int:
@@ -28,8 +40,8 @@ def pack_lower(matrix: Array) -> Array:
             caller knows that a matrix is symmetric (or lower triangular).
 
     Returns:
-        [..., n(n+1)/2], the same dtype and exactly the same values. The order is RFP's,
-        the same for every matrix of this n.
+        [..., n(n+1)/2], the same dtype and exactly the same values (-0 may become 0).
+        The order is RFP's, the same for every matrix of this n.
 
     Raises:
         ValueError: the last two dims are not a square.
@@ -50,15 +62,14 @@ def pack_lower(matrix: Array) -> Array:
     # The second triangle is turned over and fills the place beside the first one. For
     # even n both are of size n/2 and together need one more row; for odd n the first is
     # larger by one, and what is left of its square is just the second.
-    second = jnp.swapaxes(second, -1, -2)
+    first, second = jnp.tril(first), jnp.swapaxes(jnp.tril(second), -1, -2)
     leading = [(0, 0)] * (matrix.ndim - 2)
     if n % 2 == 0:
         first = jnp.pad(first, [*leading, (1, 0), (0, 0)])
         second = jnp.pad(second, [*leading, (0, 1), (0, 0)])
     else:
         second = jnp.pad(second, [*leading, (0, 1), (1, 0)])
-    both = jnp.where(_first_triangle(n), first, second)
-    lines = jnp.concatenate([both, square], axis=-2)
+    lines = jnp.concatenate([first + second, square], axis=-2)
     return lines.reshape(*matrix.shape[:-2], packed_size(n))
 
 
@@ -70,10 +81,11 @@ def unpack_lower(packed: Array, n: int) -> Array:
     Raises:
         ValueError: the last dim is not n(n+1)/2.
     """
-    first, square, second = _triangles(packed, n)
-    top = jnp.concatenate([mirror_lower(first), jnp.swapaxes(square, -1, -2)], axis=-1)
-    bottom = jnp.concatenate([square, mirror_lower(second)], axis=-1)
-    return jnp.concatenate([top, bottom], axis=-2)
+    at_once = functools.partial(_unpack_at_once, n=n)
+    if n < LARGE:
+        return at_once(packed)
+    in_bands = functools.partial(_unpack_in_bands, n=n)
+    return jax.lax.platform_dependent(packed, cpu=in_bands, default=at_once)
 
 
 def unpack_triangle(packed: Array, n: int) -> Array:
@@ -91,10 +103,8 @@ def unpack_triangle(packed: Array, n: int) -> Array:
 
 def mirror_lower(matrix: Array) -> Array:
     """[..., n, n] with what is below the diagonal also above it."""
-    n = matrix.shape[-1]
-    lower = jnp.tril(jnp.ones((n, n), bool))
-    mask = jnp.broadcast_to(lower, matrix.shape)
-    return jnp.where(mask, matrix, jnp.swapaxes(matrix, -1, -2))
+    above = jnp.swapaxes(jnp.tril(matrix, -1), -1, -2)
+    return jnp.tril(matrix) + above
 
 
 def check_square(matrix: Array) -> int:
@@ -107,25 +117,43 @@ def check_square(matrix: Array) -> int:
     return matrix.shape[-1]
 
 
-def _first_triangle(n: int) -> Array:
-    """Which places of the rectangle [.., h] belong to the first triangle."""
-    h = n - n // 2
-    shape = (h + 1, h) if n % 2 == 0 else (h, h)
-    return jnp.tril(jnp.ones(shape, bool), -1 if n % 2 == 0 else 0)
+def _unpack_at_once(packed: Array, n: int) -> Array:
+    first, square, second = _triangles(packed, n)
+    top = jnp.concatenate([mirror_lower(first), jnp.swapaxes(square, -1, -2)], axis=-1)
+    bottom = jnp.concatenate([square, mirror_lower(second)], axis=-1)
+    return jnp.concatenate([top, bottom], axis=-2)
 
 
-def _triangles(packed: Array, n: int) -> tuple[Array, Array, Array]:
-    """Both triangles [h, h], [k, k] (above their diagonals: anything), the square."""
+def _unpack_in_bands(packed: Array, n: int) -> Array:
+    lines = _lines(packed, n)
+    if lines.ndim > 2:
+        flat = packed.reshape(-1, packed.shape[-1])
+        each = jax.vmap(functools.partial(_unpack_in_bands, n=n))(flat)
+        return each.reshape(*packed.shape[:-1], n, n)
+    k, h = n // 2, n - n // 2
+    upper = lines[:k, n % 2 :][:, :k]  # the second triangle, turned over
+    lower = lines[1 - n % 2 :]  # [n, h], the first triangle above the square
+    out = jnp.pad(lower, ((0, 0), (0, k)))
+    out = mirror_into(out, lower, row=0, column=0, lower=True)
+    return mirror_into(out, upper, row=h, column=h, lower=False)
+
+
+def _lines(packed: Array, n: int) -> Array:
+    """The rectangle: [..., n + 1 - n % 2, h]."""
     if packed.shape[-1:] != (packed_size(n),):
         raise ValueError(
             f"packed has shape {packed.shape}, but n={n} needs [..., {packed_size(n)}]"
             ". Pass the n of the matrix that was packed."
         )
+    return packed.reshape(*packed.shape[:-1], n + 1 - n % 2, n - n // 2)
+
+
+def _triangles(packed: Array, n: int) -> tuple[Array, Array, Array]:
+    """Both triangles [h, h], [k, k] (above their diagonals: anything), the square."""
     k, h = n // 2, n - n // 2
-    num_lines = n + 1 - n % 2
-    lines = packed.reshape(*packed.shape[:-1], num_lines, h)
+    lines = _lines(packed, n)
     if n % 2 == 0:
         first, second = lines[..., 1 : h + 1, :], lines[..., :h, :]
     else:
         first, second = lines[..., :h, :], lines[..., :k, 1:]
-    return first, lines[..., num_lines - k :, :], jnp.swapaxes(second, -1, -2)
+    return first, lines[..., h + 1 - n % 2 :, :], jnp.swapaxes(second, -1, -2)

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Kind = Literal["kill-host", "kill-trainer", "kill-leader", "kill-store", "corrupt"]
-Phase = Literal["compute", "collective", "replicate", "commit", "export", "recovery"]
+Phase = Literal[
+    "compute", "collective", "replicate", "commit", "export", "recovery", "stored"
+]
+"""What the job is doing when the blow falls. `recovery`: at a recovery from the fault
+before. `stored`: the victims' trainers are held at STEP until storage has a checkpoint,
+so that the outcome does not depend on how fast the first export is."""
 KINDS: tuple[str, ...] = get_args(Kind)
 PHASES: tuple[str, ...] = get_args(Phase)
 _WITH_SLOTS = ("kill-host", "kill-trainer", "corrupt")

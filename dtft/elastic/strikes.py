@@ -24,6 +24,7 @@ from dtft.elastic.launch import LocalCluster
 
 POLL_S = 0.0003
 STORE_AWAY_S = 5.0
+FIRST_EXPORT_S = 50.0  # below `timeouts.stage`: held trainers are not taken for hung
 _PHASE_FIELD: dict[str, Field] = {
     "replicate": "replicating",
     "commit": "committing",
@@ -173,6 +174,8 @@ class Striker(threading.Thread):
             return False
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
+        if fault.phase == "stored":
+            self._hold_until_stored(victims)
         for host in victims:
             self._cluster.signal_host(host, signal.SIGSTOP)
         if fault.phase == "collective" or corrupting:
@@ -183,6 +186,19 @@ class Striker(threading.Thread):
             return False
         self._strike(fault, victims, corrupting)
         return True
+
+    def _hold_until_stored(self, victims: tuple[str, ...]) -> None:
+        """Stops the victims' trainers; their agents go on, and so does the export."""
+        for pid in filter(None, (self._cell(it, "trainer_pid") for it in victims)):
+            os.kill(pid, signal.SIGSTOP)
+        end = time.monotonic() + FIRST_EXPORT_S
+        while not self._cancelled.is_set():
+            events = read_events(self._cluster.options.run_directory)
+            if any(event["event"] == "export" and event["ok"] for event in events):
+                return
+            if time.monotonic() > end:
+                raise TimeoutError(f"nothing was exported in {FIRST_EXPORT_S} s")
+            time.sleep(0.05)
 
     def _strike(
         self, fault: Fault, victims: tuple[str, ...], corrupting: Sequence[Fault]

@@ -174,9 +174,7 @@ def test_parameters_may_drift_between_their_means(tmp_path: Path) -> None:
         program, state, _ = _train(experiment, MeshConfig(replica=2), steps)
         kernel = tree.to_paths(state)["params/rows/classes/kernel"]
         assert kernel.shape == (2, 16, 10) and _copies(kernel) == copies
-    measured = evaluate(
-        program, state["params"], make_datasets(experiment.data, 0).test, 16
-    )
+    measured = evaluate(program, state, make_datasets(experiment.data, 0).test, 16)
     assert 0 < measured["loss"] < 3
     assert program.num_parameters == 2570
 

@@ -1,0 +1,62 @@
+"""Symmetric matrices from one stored triangle, a band of rows at a time.
+
+For CPU: XLA reads the transpose of a large matrix element by element, in strides of a
+row, and joins it with the triangle through further copies of all of it. Here a narrow
+band is transposed while it is in the cache, and written where it belongs. Knows no
+packing: `packing` says which rectangle holds what.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+BAND = 32
+"""Rows at a time."""
+
+
+def mirror_into(
+    out: Array, stored: Array, *, row: int, column: int, lower: bool
+) -> Array:
+    """Writes a block of a symmetric matrix whose triangle is part of `stored`.
+
+    The block is [w, m] at (row, column) of `out`, with (i, j) taken from `stored`:
+    with `lower`, stored [m, w] holds (i, j) at [i, j] for j <= i and at [j, i] for
+    j > i; otherwise stored [w, m], w = m, holds it at [i, j] for j > i, else at [j, i].
+
+    Args:
+        out: [n, n].
+        stored: see above; w >= 1.
+        row: first row of the block.
+        column: first column of the block.
+        lower: which triangle is stored.
+
+    >>> stored = jnp.array([[1, 0], [2, 3], [4, 5]])
+    >>> out = jnp.zeros((3, 3), stored.dtype)
+    >>> mirror_into(out, stored, row=0, column=0, lower=True).tolist()
+    [[1, 2, 4], [2, 3, 5], [0, 0, 0]]
+    """
+    width, length = stored.shape[1], stored.shape[0]
+    band = min(BAND, width)
+    num_bands = -(-width // band)
+    shape = (band, length)
+
+    def start(index: Array | int) -> Array:
+        # The last band ends with the block, and may do rows of the one before again.
+        return jnp.minimum(jnp.asarray(index, jnp.int32) * band, width - band)
+
+    def crosswise(index: Array | int) -> Array:
+        part = lax.dynamic_slice_in_dim(stored, start(index), band, axis=1)
+        return part.T
+
+    def write(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        out, across = carry
+        first = start(index)
+        along = lax.dynamic_slice_in_dim(stored, first, band, axis=0)
+        along = jnp.pad(along, ((0, 0), (0, length - width)))
+        i = lax.broadcasted_iota(jnp.int32, shape, 0) + first
+        above = lax.broadcasted_iota(jnp.int32, shape, 1) > i
+        values = jnp.where(above if lower else ~above, across, along)
+        out = lax.dynamic_update_slice(out, values, (row + first, jnp.int32(column)))
+        # Carried over, so that XLA cannot draw the transpose into `where` again.
+        return out, crosswise(index + 1)
+
+    return lax.fori_loop(0, num_bands, write, (out, crosswise(0)))[0]
