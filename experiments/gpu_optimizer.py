@@ -208,7 +208,8 @@ def show(
 ) -> None:
     """Prints the table; unless `quick`, writes it with its figure."""
     import matplotlib.pyplot as plt
-    import report
+
+    from experiments import report
 
     rows = [row for case, (s, n) in cases.items() for row in rows_of(case, s, n)]
     if quick:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-import report
 from optimizers_on_digits import Split, evaluate, initial, splits
 
 from dtft.optim import (
@@ -26,6 +25,7 @@ from dtft.optim import (
     sync_moments,
 )
 from dtft.optim.per_replica import lift, map_rows
+from experiments import report
 
 NAME, AXIS = "moment_sync", "replica"
 REPLICAS, SEEDS, STEPS, BATCH, RATE = 8, 3, 400, 96, 3e-3

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-import report
 
 from dtft.optim import scale_by_max_belief
+from experiments import report
 
 NAME = "nonconvergence"
 

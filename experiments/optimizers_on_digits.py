@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-import report
 
 from dtft.models.losses import classification
 from dtft.optim import max_adabelief
 from dtft.train.datasets import DigitsConfig
+from experiments import report
 
 NAME = "optimizers_on_digits"
 OPTIMIZERS = {

@@ -6,8 +6,8 @@ root). A codec's break-even is the point-to-point link below which it pays:
 bytes saved / (time to encode + time to decode).
 """
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -111,7 +111,9 @@ def codec_row(wire: str, n: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     """Measures, prints the table, and writes it unless `--quick`."""
     jax.config.update("jax_platforms", "cpu")
-    quick = "--quick" in sys.argv[1:]
+    parser = argparse.ArgumentParser(description="Symmetric matrices on the wire.")
+    parser.add_argument("--quick", action="store_true", help="small; nothing is kept")
+    quick = parser.parse_args().quick
     sizes = (128, 256) if quick else (128, 256, 512, 1024, 2048)
     rounds = 2 if quick else 5
     rates = (200.0,) if quick else (100.0, 1000.0)

@@ -4,21 +4,17 @@ Starts four processes over gloo on this machine (`triggers_worker.py`), one of w
 late with the last gradient of its backward pass. Not a measure of speed.
 """
 
-import json
-import os
-import subprocess
-import sys
+import argparse
 import tempfile
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.elastic.processes import die_with_parent, free_port
+from dtft.elastic.processes import free_port
+from experiments import report
+from experiments.worlds import run_world
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parents[1]
 NUM_PROCESSES = 4
 Events = dict[str, dict[str, float]]
 """Trigger -> event -> seconds; see `triggers_worker.py`."""
@@ -47,25 +43,14 @@ def record(delay_s: float, deadline_s: float) -> tuple[list[Events], list[Gradie
         RuntimeError: a process failed; with its last lines.
         TimeoutError: not all ended by the deadline.
     """
-    end = time.monotonic() + deadline_s
-    address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as directory:
-        service = _start("dtft.elastic.coordination")
-        processes = [service]
-        try:
-            assert service.stdin is not None
-            service.stdin.write(f"{address} {NUM_PROCESSES} 20\n")
-            service.stdin.flush()
-            arguments = (str(NUM_PROCESSES), address, directory, str(delay_s))
-            for rank in range(NUM_PROCESSES):
-                module = "experiments.triggers_worker"
-                processes.append(_start(module, str(rank), *arguments))
-            answers = [_answer(process, end) for process in processes[1:]]
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.communicate()
+        answers = run_world(
+            "experiments.triggers_worker",
+            [(directory, str(delay_s))] * NUM_PROCESSES,
+            address=f"127.0.0.1:{free_port()}",
+            deadline_s=deadline_s,
+            environment={"XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        )
     return [a["events"] for a in answers], [a["gradients"] for a in answers]
 
 
@@ -93,29 +78,6 @@ def rows_of(worlds: list[Events]) -> list[tuple[object, ...]]:
                 )
             )
     return rows
-
-
-def _start(module: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
-        preexec_fn=die_with_parent,
-    )
-
-
-def _answer(process: subprocess.Popen[str], end: float) -> dict[str, Any]:
-    try:
-        output, errors = process.communicate(timeout=max(0.1, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"process {process.pid} did not end in time") from None
-    if process.returncode:
-        raise RuntimeError(f"process {process.pid} failed: {errors[-2000:]}")
-    return json.loads(output.splitlines()[-1])
 
 
 def _ms(seconds: float) -> str:
@@ -147,9 +109,9 @@ def _figure(worlds: list[Events]) -> "Figure":
 
 def main() -> None:
     """Records, prints the table, and writes it unless `--quick`."""
-    import report
-
-    quick = "--quick" in sys.argv[1:]
+    parser = argparse.ArgumentParser(description="Who waits where for a late process.")
+    parser.add_argument("--quick", action="store_true", help="nothing is kept")
+    quick = parser.parse_args().quick
     worlds, _ = record(delay_s=0.2 if quick else 1.0, deadline_s=120)
     rows = rows_of(worlds)
     if quick:

@@ -1,7 +1,7 @@
 """One of several gloo processes that record when gradients are ready and reduced.
 
-`triggers.py` starts it: RANK NUM_PROCESSES ADDRESS DIRECTORY DELAY_S. It prints one
-JSON object: for each trigger, events in seconds on the machine's monotonic clock, which
+`triggers.py` starts it: RANK NUM_PROCESSES ADDRESS DIRECTORY DELAY_S. It answers with
+one JSON object: for each trigger, events in seconds on the monotonic clock, which
 all processes share; and the reduced gradients of each trigger, as nested lists.
 
 Callbacks inside the compiled programs note `ready <layer>`, when the device has its own
@@ -17,8 +17,6 @@ not hang on the load of the machine.
 Shape suffixes: B rows, D features, L layers.
 """
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -31,13 +29,13 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dtft import _jax_internals
 from dtft.collectives.gradients import (
     HostCommanded,
     Trigger,
     reduce_in_backward,
     reduced_gradients,
 )
+from experiments import worlds
 
 B, D, L = 16, 8, 3
 AWAITED: dict[Trigger, str] = {
@@ -182,18 +180,13 @@ def _placed(value: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
 
 def main(rank: int, num: int, address: str, directory: Path, delay_s: float) -> None:
     """Joins the world, records every trigger, prints the events."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    _jax_internals.join_world(
-        address, process_id=rank, num_processes=num, heartbeat_s=20, timeout_s=30
-    )
+    worlds.join(rank, num, address)
     mesh = jax.make_mesh((num,), ("replica",), (AxisType.Auto,))
     recorder = Recorder(rank, num, directory, delay_s)
     recorded = {name: record(recorder, mesh, name) for name in get_args(Trigger)}
     events = {name: pair[0] for name, pair in recorded.items()}
     gradients = {name: pair[1] for name, pair in recorded.items()}
-    print(json.dumps({"events": events, "gradients": gradients}), flush=True)
-    os._exit(0)
+    worlds.answer({"events": events, "gradients": gradients})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +26,7 @@ def run_world(
     address: str,
     deadline_s: float,
     prefixes: Sequence[Sequence[str]] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Runs one process per entry of `arguments`; returns their answers by rank.
 
@@ -37,6 +38,7 @@ def run_world(
         address: host:port for JAX's coordination service, reachable by all.
         deadline_s: for the whole world.
         prefixes: a command to run each process with, for example `ip netns exec NAME`.
+        environment: variables set beside those of this process.
 
     Raises:
         RuntimeError: a process failed; with its last lines.
@@ -45,14 +47,16 @@ def run_world(
     end = time.monotonic() + deadline_s
     num = len(arguments)
     prefixes = prefixes or [()] * num
-    service = _start((), "dtft.elastic.coordination")
+    variables = {**os.environ, **(environment or {})}
+    service = _start(variables, (), "dtft.elastic.coordination")
     processes = []
     try:
         assert service.stdin is not None
         service.stdin.write(f"{address} {num} {HEARTBEAT_S}\n")
         service.stdin.flush()
         for rank, (own, prefix) in enumerate(zip(arguments, prefixes, strict=True)):
-            processes.append(_start(prefix, module, str(rank), str(num), address, *own))
+            place = (str(rank), str(num), address)
+            processes.append(_start(variables, prefix, module, *place, *own))
         _wait(processes, end)
         return [json.loads(p.communicate()[0].splitlines()[-1]) for p in processes]
     finally:
@@ -86,7 +90,7 @@ def answer(value: Any) -> NoReturn:
 
 
 def _start(
-    prefix: Sequence[str], module: str, *arguments: str
+    variables: Mapping[str, str], prefix: Sequence[str], module: str, *arguments: str
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*prefix, sys.executable, "-m", module, *arguments],
@@ -95,6 +99,7 @@ def _start(
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        env=variables,
         preexec_fn=die_with_parent,
     )
 
