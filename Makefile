@@ -26,7 +26,8 @@ demo: $(STAMP)
 		--run-dir runs/demo --json runs/demo/drill.json
 
 test: $(STAMP) $(AOT_STAMP)
-	.venv/bin/pytest -q -m "not drill_all"
+	.venv/bin/pytest -q -m "not drill" -n auto --maxprocesses 4 --dist worksteal
+	.venv/bin/pytest -q -m "drill and not drill_all" tests/drills
 
 drills: $(STAMP)
 	.venv/bin/pytest -q -m drill_all tests/drills
