@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -12,7 +13,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, help_text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=help_text, allow_abbrev=False)
+        made = commands.add_parser(
+            name, help=help_text, allow_abbrev=False, add_help=False
+        )
+        text = "this; after CONFIG also the config's own keys"
+        made.add_argument("-h", "--help", action=_Help, nargs=0, help=text)
         made.add_argument("config", metavar="CONFIG", help="path, or name in configs/")
         return made
 
@@ -48,6 +53,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Help(argparse.Action):
+    """Prints a command's own options; what the config adds follows if it is named."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any
+    ) -> None:
+        parser.print_help()
+        if getattr(namespace, "config", None) is None:
+            parser.exit()
+        namespace.help = True
+
+
 def _count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(
@@ -63,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     they do not know either.
     """
     options, overrides = _parser().parse_known_args(arguments)
+    if options.help:
+        overrides.append("--help")
     from dtft.train import commands
 
     return commands.run(options, overrides)

@@ -53,7 +53,6 @@ class Form:
             mode=self.kind,
             every=self.every,
             op={"nu_max": self.op},
-            decay={"nu_max": b2} if self.kind == "operands" else None,
         )
 
     def sent(self, state: Any) -> jax.Array:

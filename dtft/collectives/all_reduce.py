@@ -52,10 +52,11 @@ def all_reduce(
       broadcasts. A host gather: p-1 arrays arrive on one link. For comparison.
 
     Partial results have x's dtype, so in bfloat16 and float16 ring and tree round after
-    every addition (``gather`` sums them in float32 and rounds once). Cast x to float32
-    first to avoid it. XLA's CPU backend sends bfloat16 as float32, so there it saves no
-    bytes (seen at the interface, jax 0.10.2). ``mean`` is the sum divided by p. Integer
-    sums wrap.
+    every addition (``gather`` computes sum and mean in float32 and rounds once). Cast x
+    to float32 first to avoid it. XLA's CPU backend sends bfloat16 as float32, so there
+    it saves no bytes (seen at the interface, jax 0.10.2). ``mean`` is the sum divided
+    by p, so it overflows where the sum does. Integer sums wrap. ``max`` with NaN: ring,
+    tree and gather keep it; ``native`` may lose it, as on CPU.
 
     With `jax.shard_map(check_vma=True)` the result is typed as replicated, so
     `out_specs=P()` holds. For that the ring's second phase is then `lax.all_gather`
@@ -87,7 +88,7 @@ def all_reduce(
     [1.0, 2.0, 6.0]
     """
     _check_name("op", op, get_args(Op))
-    _check_name("algorithm", algorithm, get_args(Algorithm))
+    check_algorithm(algorithm)
     arrays = jax.tree.map(jnp.asarray, x)
     jax.tree.map(lambda leaf: _check_dtype(leaf.dtype, op), arrays)
     if axis_name is None:
@@ -109,7 +110,12 @@ def bytes_sent(num_bytes: int, num_devices: int, algorithm: Algorithm) -> int:
     >>> bytes_sent(8000, 5, "tree")  # two rounds among 4, the result to the 5th
     24000
     """
-    _check_name("algorithm", algorithm, get_args(Algorithm))
+    check_algorithm(algorithm)
+    if num_bytes < 0 or num_devices < 1:
+        raise ValueError(
+            f"num_bytes={num_bytes}, num_devices={num_devices}. Allowed: 0 bytes or "
+            "more, 1 device or more."
+        )
     if num_devices == 1:
         return 0
     if algorithm in ("native", "ring"):
@@ -128,8 +134,9 @@ def _reduce_leaf(x: Array, axis_name: AxisName, op: Op, algorithm: Algorithm) ->
     combine = jnp.maximum if op == "max" else jnp.add
     if algorithm == "ring":
         return _ring(x, axis_name, op, combine)
-    reduce = _tree if algorithm == "tree" else _gather
-    return _finish(reduce(x, axis_name, combine), op, num)
+    if algorithm == "tree":
+        return _finish(_tree(x, axis_name, combine), op, num)
+    return _gather(x, axis_name, op, combine)
 
 
 def _ring(
@@ -166,15 +173,16 @@ def _tree(
 
 
 def _gather(
-    x: Array, axis_name: AxisName, combine: Callable[[Array, Array], Array]
+    x: Array, axis_name: AxisName, op: Op, combine: Callable[[Array, Array], Array]
 ) -> Array:
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     wide = jnp.float32 if narrow else x.dtype
     total = x.astype(wide)
-    for sender in range(1, axis_size(axis_name)):
+    num = axis_size(axis_name)
+    for sender in range(1, num):
         received = lax.ppermute(x, axis_name, [(sender, 0)])
         total = combine(total, received.astype(wide))
-    return broadcast(total.astype(x.dtype), 0, axis_name)
+    return broadcast(_finish(total, op, num).astype(x.dtype), 0, axis_name)
 
 
 def _finish(total: Array, op: Op, num: int) -> Array:
@@ -183,6 +191,11 @@ def _finish(total: Array, op: Op, num: int) -> Array:
 
 def _where(condition: Array, x: Array, y: Array) -> Array:
     return lax.select(jnp.broadcast_to(condition, x.shape), x, y)
+
+
+def check_algorithm(algorithm: str) -> None:
+    """Refuses an algorithm that `all_reduce` does not have."""
+    _check_name("algorithm", algorithm, get_args(Algorithm))
 
 
 def _check_name(argument: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -45,10 +45,11 @@ def cholesky_encode(
     """Factors symmetric positive definite matrices and packs the factors.
 
     A matrix that cannot be factored is tried again with jitter * 10^i *
-    mean(|diagonal|) added to its diagonal, i = 0 to 5, each matrix of a batch with the
-    first that works. So a singular matrix (also all zeros) is encoded as one beside it,
-    and `jitter` says how far; what is more indefinite, or not finite, has `ok` False.
-    Nothing is ever NaN.
+    mean(|diagonal|) added to its diagonal (in float32 at least 1e-31), i = 0 to 5, each
+    matrix of a batch with the first that works. So a singular matrix (also all zeros)
+    is encoded as one beside it, and `jitter` says how far; what is more indefinite, not
+    finite, or has a factor that the wire dtype cannot hold (float16: elements of D
+    above 4e9, say), has `ok` False. Nothing is ever NaN.
 
     Not differentiable in reverse mode (a loop of unknown length).
 
@@ -67,12 +68,7 @@ def cholesky_encode(
     >>> bool(cholesky_encode(jnp.array([[1.0, 2.0], [2.0, 1.0]])).ok)  # eigenvalue -1
     False
     """
-    n = check_square(matrix)
-    if not jnp.issubdtype(matrix.dtype, jnp.floating):
-        raise ValueError(
-            f"matrix has dtype {matrix.dtype}. Allowed: floating. Integers and complex "
-            "numbers have no factor here: cast, or send the matrix packed."
-        )
+    n = check_factorable(matrix)
     if not jitter > 0:
         raise ValueError(f"jitter={jitter} must be > 0. The default is 1e-6.")
     check_wire_dtype(wire_dtype)
@@ -83,7 +79,11 @@ def cholesky_encode(
             pack_lower(matrix), jnp.zeros(batch, matrix.dtype), jnp.ones(batch, bool)
         )
     factor, added, ok = _factor_with_retries(matrix, jitter)
-    return CholeskyCode(_cast(pack_lower(factor), wire_dtype), added, ok)
+    narrow = _cast(factor, wire_dtype)
+    ok &= _is_factor(narrow.astype(factor.dtype))
+    zero = jnp.zeros_like(narrow)
+    kept = jnp.where(ok[..., None, None], narrow, zero)
+    return CholeskyCode(pack_lower(kept), added, ok)
 
 
 def cholesky_decode(packed: Array, n: int) -> Array:
@@ -160,7 +160,10 @@ def qr_combine(first: Array, second: Array) -> Array:
 
     Args:
         first: [..., n, n], lower triangular.
-        second: the same shape and dtype.
+        second: the same shape and dtype. Below float32 both are widened to it.
+
+    Raises:
+        ValueError: not square, or unlike shapes or dtypes.
 
     >>> one, two = jnp.array([[1.0]]), jnp.array([[2.0]])  # factors of 1 and 4
     >>> L = qr_combine(one, two)
@@ -168,7 +171,13 @@ def qr_combine(first: Array, second: Array) -> Array:
     5.0
     """
     check_square(first)
-    rows = [jnp.swapaxes(factor, -1, -2) for factor in (first, second)]
+    if first.shape != second.shape or first.dtype != second.dtype:
+        raise ValueError(
+            f"second is {second.dtype}{second.shape}, first is {first.dtype}"
+            f"{first.shape}. Allowed: the same. Both are factors of matrices to add."
+        )
+    wide = [_at_least_float32(factor) for factor in (first, second)]
+    rows = [jnp.swapaxes(factor, -1, -2) for factor in wide]
     return _factor_of_rows(jnp.concatenate(rows, axis=-2))
 
 
@@ -196,6 +205,16 @@ def reduce_factors(factor: Array, axis_name: AxisName | None) -> Array:
     return _factor_of_rows(rows)
 
 
+def check_factorable(matrix: Array) -> int:
+    """The n of floating [..., n, n], or a ValueError."""
+    if not jnp.issubdtype(matrix.dtype, jnp.floating):
+        raise ValueError(
+            f"matrix has dtype {matrix.dtype}. Allowed: floating. Integers and complex "
+            "numbers have no factor here: cast, or send the matrix packed."
+        )
+    return check_square(matrix)
+
+
 def check_wire_dtype(wire_dtype: DTypeLike | None) -> None:
     """Refuses dtypes that values cannot be rounded to."""
     if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
@@ -209,7 +228,7 @@ def _factor_with_retries(matrix: Array, jitter: float) -> tuple[Array, Array, Ar
     n = matrix.shape[-1]
     diagonal = jnp.diagonal(matrix, axis1=-2, axis2=-1)
     # The floor lets an all-zero matrix through, as a tiny multiple of the identity.
-    floor = float(jnp.finfo(matrix.dtype).tiny) ** 0.5
+    floor = float(jnp.finfo(matrix.dtype).tiny / jnp.finfo(matrix.dtype).eps)
     scale = jnp.maximum(jnp.mean(jnp.abs(diagonal), axis=-1), floor / jitter)
     identity = jnp.broadcast_to(jnp.eye(n, dtype=matrix.dtype), matrix.shape)
 
@@ -237,6 +256,12 @@ def _factor_with_retries(matrix: Array, jitter: float) -> tuple[Array, Array, Ar
         lambda carry: (carry[0] < NUM_ATTEMPTS) & ~jnp.all(carry[3]), again, carry
     )
     return factor, added, ok
+
+
+def _is_factor(lower: Array) -> Array:
+    """[...]: whether all is finite and the diagonal positive."""
+    diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)
+    return jnp.isfinite(lower).all(axis=(-2, -1)) & (diagonal > 0).all(axis=-1)
 
 
 def _cholesky(matrix: Array) -> Array:

@@ -26,7 +26,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from dtft.collectives.all_reduce import Algorithm, all_reduce
+from dtft.collectives.all_reduce import Algorithm, all_reduce, check_algorithm
 from dtft.collectives.hops import AxisName
 from dtft.collectives.host_command import HostCommanded
 from dtft.collectives.shares import Loss, ValueAndGradients, over_shares
@@ -67,7 +67,9 @@ def reduced_gradients(
         algorithm: how gradients are reduced; value and `aux` always go natively.
         has_aux: whether `loss` returns a pair.
         reduced_by_loss: for `trigger="layer"`, top-level names of `params` that `loss`
-            itself passes through `reduce_in_backward`, inside a `lax.scan`, say.
+            itself passes through `reduce_in_backward`, inside a `lax.scan`, say. It
+            is the caller's word: a name that `loss` does not reduce comes back as this
+            device's own gradient, typed as if it were the mean.
 
     Returns:
         A function `(params, batch) -> (value, gradients)`, or `((value, aux),
@@ -137,7 +139,13 @@ def reduce_in_backward(
         op: `mean` where the loss is the mean of the local rows, `sum` where the local
             losses add up to the loss.
         algorithm: see `all_reduce`.
+
+    Raises:
+        ValueError: an unknown op or algorithm.
     """
+    check_algorithm(algorithm)
+    if op not in ("mean", "sum"):
+        raise ValueError(f"op={op!r} is unknown here. Allowed: 'mean', 'sum'.")
     if axis_name is None:
         return params
     return jax.tree.map(lambda x: _reduced_later(x, axis_name, op, algorithm), params)
@@ -154,15 +162,16 @@ def _check(
         raise ValueError(
             f"trigger={trigger!r} is unknown. Allowed: {', '.join(get_args(Trigger))}."
         )
-    if algorithm not in get_args(Algorithm):
-        raise ValueError(
-            f"algorithm={algorithm!r} is unknown. Allowed: "
-            f"{', '.join(get_args(Algorithm))}."
-        )
+    check_algorithm(algorithm)
     if axis_name not in mesh.shape:
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of the mesh. Allowed: "
             f"{', '.join(map(repr, mesh.axis_names))}."
+        )
+    if isinstance(reduced_by_loss, str):
+        raise ValueError(
+            f"reduced_by_loss={reduced_by_loss!r} is a string, whose letters would be "
+            f"the names. Give a collection, ({reduced_by_loss!r},)."
         )
     if reduced_by_loss and trigger != "layer":
         raise ValueError(

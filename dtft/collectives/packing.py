@@ -140,6 +140,8 @@ def _unpack_in_bands(packed: Array, n: int) -> Array:
 
 def _lines(packed: Array, n: int) -> Array:
     """The rectangle: [..., n + 1 - n % 2, h]."""
+    if not isinstance(n, int) or n < 0:
+        raise ValueError(f"n={n!r} is not a number of rows. Allowed: int, 0 or more.")
     if packed.shape[-1:] != (packed_size(n),):
         raise ValueError(
             f"packed has shape {packed.shape}, but n={n} needs [..., {packed_size(n)}]"
@@ -150,8 +152,8 @@ def _lines(packed: Array, n: int) -> Array:
 
 def _triangles(packed: Array, n: int) -> tuple[Array, Array, Array]:
     """Both triangles [h, h], [k, k] (above their diagonals: anything), the square."""
-    k, h = n // 2, n - n // 2
     lines = _lines(packed, n)
+    k, h = n // 2, n - n // 2
     if n % 2 == 0:
         first, second = lines[..., 1 : h + 1, :], lines[..., :h, :]
     else:

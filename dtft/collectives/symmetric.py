@@ -10,8 +10,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from dtft.collectives.all_reduce import Algorithm, all_reduce
-from dtft.collectives.cholesky import check_wire_dtype, cholesky_decode, gather_codes
+from dtft.collectives.all_reduce import Algorithm, all_reduce, check_algorithm
+from dtft.collectives.cholesky import (
+    check_factorable,
+    check_wire_dtype,
+    cholesky_decode,
+    gather_codes,
+)
 from dtft.collectives.hops import AxisName, axis_size
 from dtft.collectives.packing import (
     check_square,
@@ -63,7 +68,9 @@ def all_reduce_symmetric(
         ValueError: not square, an unknown option, or options that do not go together.
     """
     n = check_square(matrix)
-    _check(op, algorithm, wire, wire_dtype)
+    check_options(op, algorithm, wire, wire_dtype)
+    if wire == "cholesky":
+        check_factorable(matrix)
     if axis_name is None:
         return matrix
     if wire == "cholesky":
@@ -79,13 +86,15 @@ def all_reduce_symmetric(
     return unpack_lower(total, n) if wire == "packed" else mirror_lower(total)
 
 
-def _check(
+def check_options(
     op: str, algorithm: Algorithm, wire: Wire, wire_dtype: DTypeLike | None
 ) -> None:
+    """Refuses options of `all_reduce_symmetric` that do not exist or go together."""
     if op not in ("mean", "sum"):
         raise ValueError(f"op={op!r} is unknown here. Allowed: 'mean', 'sum'.")
     if wire not in get_args(Wire):
         raise ValueError(f"wire={wire!r} is unknown. Allowed: {get_args(Wire)}.")
+    check_algorithm(algorithm)
     if wire == "cholesky" and algorithm != "native":
         raise ValueError(
             f"algorithm={algorithm!r} does not go with wire='cholesky': factors are "

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dtft.optim.checks import number
 from dtft.optim.numerics import abs_squared, widen
 
 _EMPTY = -1.0
@@ -230,7 +231,8 @@ def _init(inner: optax.GradientTransformation, history: int) -> Any:
 
 
 def _check(ratio: Any, history: int, warmup: int, max_consecutive: int) -> None:
-    if isinstance(ratio, (int, float)) and not ratio > 1:
+    known = number("max_norm_ratio", ratio)
+    if known is not None and not known > 1:
         raise ValueError(
             f"max_norm_ratio={ratio} would reject ordinary gradients. Allowed: above "
             "1. Use 10, or leave the guard out."

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dtft.optim import checks
 from dtft.optim.numerics import (
     abs_squared,
     debias,
@@ -119,16 +120,17 @@ def max_belief_phases(
     """The two phases of `scale_by_max_belief`, whose arguments these are.
 
     Raises:
-        ValueError: if `b1` is the number 0.
+        ValueError: a hyperparameter whose number is known is out of range.
     """
-    if isinstance(b1, (int, float)) and b1 == 0:
-        raise ValueError(
-            "b1=0 makes the prediction error g - m identically zero, so the update "
-            "would be divided by eps alone. Allowed: 0 < b1 < 1. Use b1=0.9, or "
-            "optax.rmsprop for an optimizer without a first moment."
-        )
+    checks.check_first_decay("b1", b1)
+    checks.check_decay("b2", b2)
+    checks.check_not_negative(eps=eps, eps_root=eps_root)
+    checks.check_moment_dtype("mu_dtype", mu_dtype)
     belief = _Belief(b1, b2, eps, eps_root, mu_dtype, nesterov, debias_max)
-    return Phases(belief.init, belief.accumulate, belief.direction)
+    decay = {"mu": b1, "nu_max": b2} if debias_max else {"mu": b1}
+    return Phases(
+        belief.init, belief.accumulate, belief.direction, ("mu", "nu_max"), decay
+    )
 
 
 def scale_by_max_belief(
@@ -165,7 +167,7 @@ def scale_by_max_belief(
         An `optax.GradientTransformation`.
 
     Raises:
-        ValueError: if `b1` is the number 0.
+        ValueError: a hyperparameter whose number is known is out of range.
 
     >>> transform = scale_by_max_belief()
     >>> state = transform.init(jnp.zeros(2))
@@ -254,7 +256,7 @@ def max_adabelief(
         An `optax.GradientTransformation`.
 
     Raises:
-        ValueError: if `b1` is the number 0.
+        ValueError: a hyperparameter whose number is known is out of range.
 
     .. note::
         Elementwise clipping (`optax.clip`) before AdaBelief is a known cause of
@@ -285,6 +287,7 @@ def max_adabelief(
     belief = scale_by_max_belief(
         b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov, debias_max=debias_max
     )
+    checks.check_decay_mask(weight_decay, weight_decay_mask)
     decay = (
         []
         if weight_decay is None

@@ -38,7 +38,6 @@ class MomentSync(NamedTuple):
     mode: Mode
     every: dict[str, int]
     op: dict[str, Reduction]
-    decay: dict[str, float]
     algorithm: Algorithm
     commanded: bool
     refresh_above: float | None
@@ -46,10 +45,10 @@ class MomentSync(NamedTuple):
     def init(self, params: optax.Params) -> SyncState:
         """The first state of one replica."""
         inner = self.phases.init(params)
-        missing = sorted({*self.every, *self.op, *self.decay} - {*inner._fields})
+        missing = sorted({*self.every, *self.op} - {*inner._fields})
         if missing:
             raise ValueError(
-                f"every, op or decay names {missing}, but the optimizer's state has "
+                f"every or op names {missing}, but the optimizer's state has "
                 f"{list(inner._fields)}. Name fields of it."
             )
         kept = self._kept()
@@ -150,10 +149,11 @@ class MomentSync(NamedTuple):
         """Undoes the present correction for bias, and makes that of the exchange."""
 
         def scale(name: str) -> Any:
-            if name not in self.decay:
+            if name not in self.phases.decay:
                 return held[name]
+            decay = jnp.asarray(self.phases.decay[name], jnp.float32)
             present, then = (
-                1 - self.decay[name] ** number.astype(jnp.float32)
+                1 - decay ** number.astype(jnp.float32)
                 for number in (count, taken[name])
             )
             factor = present / then

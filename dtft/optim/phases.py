@@ -5,7 +5,8 @@ transform calls one after the other; `dtft.optim.sync` communicates in between. 
 jax and optax only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import optax
@@ -20,6 +21,11 @@ class Phases(NamedTuple):
     """(gradients, state) to the state with moments that contain the gradients."""
     direction: Callable[[optax.Updates, Any], optax.Updates]
     """(the same gradients, that state) to the update, before the learning rate."""
+    operands: tuple[str, ...]
+    """Fields of the state that `direction` is made of."""
+    decay: Mapping[str, Any] = MappingProxyType({})
+    """Per field of the state that `direction` corrects for bias, 1 - decay^count, the
+    decay: an old value of the field has to be corrected for its own count."""
 
 
 def as_transform(phases: Phases) -> optax.GradientTransformation:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import optax
 
+from dtft.optim import checks
 from dtft.optim.max_adabelief import max_belief_phases
 from dtft.optim.shampoo_steps import Exchange, ShampooSteps
 
@@ -87,7 +88,8 @@ def scale_by_shampoo(
         name `block_size` and `exchange` in its `static_args`.
 
     Raises:
-        ValueError: a size or period below 1, periods that do not fit, or `b1` is 0.
+        ValueError: a size or period below 1, periods that do not fit, or another
+            hyperparameter that is known is out of range.
 
     .. note:: A gradient that is not finite spoils the statistics for good, as it does
         the moments of other optimizers: use `optax.apply_if_finite` where it can occur.
@@ -100,6 +102,13 @@ def scale_by_shampoo(
     True
     """
     _check(block_size, root_every, statistics_every)
+    checks.check_positive(exponent=exponent, statistics_decay=statistics_decay)
+    checks.check_not_negative(root_eps=root_eps)
+    if (checks.number("statistics_decay", statistics_decay) or 0) > 1:
+        raise ValueError(
+            f"statistics_decay={statistics_decay} would grow without bound. Allowed: "
+            "above 0, up to 1 (their plain sum)."
+        )
     steps = ShampooSteps(
         max_belief_phases(b1, b2, eps, eps_root, mu_dtype),
         statistics_decay,
@@ -178,6 +187,7 @@ def shampoo(
         statistics_every=statistics_every,
         exchange=exchange,
     )
+    checks.check_decay_mask(weight_decay, weight_decay_mask)
     decay = (
         []
         if weight_decay is None
@@ -187,15 +197,15 @@ def shampoo(
 
 
 def _check(block_size: int, root_every: Any, statistics_every: Any) -> None:
-    periods = {"root_every": root_every, "statistics_every": statistics_every}
-    for name, value in {"block_size": block_size, **periods}.items():
-        if isinstance(value, int) and value < 1:
+    given = {"root_every": root_every, "statistics_every": statistics_every}
+    known = {name: checks.whole(name, value) for name, value in given.items()}
+    for name, value in {"block_size": block_size, **known}.items():
+        if value is not None and value < 1:
             raise ValueError(
                 f"{name}={value} is not positive. Allowed: 1 or more. Set {name}=1 "
                 "for the smallest."
             )
-    known = isinstance(root_every, int) and isinstance(statistics_every, int)
-    if known and root_every % statistics_every:
+    if None not in known.values() and root_every % statistics_every:
         raise ValueError(
             f"root_every={root_every} is not a multiple of statistics_every="
             f"{statistics_every}: roots would be computed of statistics that have not "

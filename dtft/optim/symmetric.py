@@ -11,6 +11,8 @@ import jax
 import optax
 
 from dtft.collectives import all_reduce, all_reduce_symmetric
+from dtft.collectives.all_reduce import check_algorithm
+from dtft.collectives.symmetric import check_options
 from dtft.optim.shampoo_steps import Exchange
 
 Algorithm = Literal["native", "ring", "tree", "gather"]
@@ -47,6 +49,9 @@ def exchange_symmetric(
         wire_dtype: Dtype on the way, such as bfloat16; None for the statistics' own.
         algorithm: As in `dtft.collectives.all_reduce`; factors go by "native" only.
 
+    Raises:
+        ValueError: an unknown option, or options that do not go together.
+
     Returns:
         A function of a tree of symmetric matrices [..., n, n].
 
@@ -56,6 +61,8 @@ def exchange_symmetric(
     >>> jax.vmap(exchange, axis_name="replica")(both)[0].tolist()
     [[2.0, 0.0], [0.0, 2.0]]
     """
+
+    check_options("mean", algorithm, wire, wire_dtype)
 
     def exchange(increments: Any) -> Any:
         return jax.tree.map(
@@ -96,6 +103,7 @@ def with_local_gradients(
     >>> update.shape
     (2, 2)
     """
+    check_algorithm(algorithm)
     extended = optax.with_extra_args_support(inner)
 
     def update(

@@ -28,20 +28,20 @@ a commanded exchange is commanded on all of them, or the collective never ends.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import optax
 
 from dtft.collectives import Algorithm, all_reduce
+from dtft.collectives.all_reduce import check_algorithm
 from dtft.optim.exchange import Reduction
 from dtft.optim.moment_sync import Mode, MomentSync
 from dtft.optim.phases import Phases
 
-EVERY_STEP: dict[Mode, dict[str, int]] = {
-    "operands": {"mu": 1, "nu_max": 1},
-    "state": {"mu": 1, "nu": 1, "nu_max": 1},
-}
-"""What `sync_moments` reduces unless told otherwise: the moments of Max-AdaBelief."""
+MOMENTS = ("mu", "nu", "nu_max")
+"""What mode "state" reduces unless told otherwise: the moments of Max-AdaBelief."""
+REFRESH_ABOVE = 16.0
+"""A little above the largest update of Max-AdaBelief under a steady gradient."""
 
 
 def reduce_updates(
@@ -53,6 +53,7 @@ def reduce_updates(
         axis_name: the replica axis; None for a single replica.
         algorithm: how they are reduced, see `dtft.collectives`.
     """
+    check_algorithm(algorithm)
 
     def update(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
@@ -70,10 +71,9 @@ def sync_moments(
     mode: Mode = "operands",
     every: Mapping[str, int] | None = None,
     op: Mapping[str, Reduction] | None = None,
-    decay: Mapping[str, float] | None = None,
     algorithm: Algorithm = "native",
     commanded: bool = False,
-    refresh_above: float | None = 16.0,
+    refresh_above: float | None = REFRESH_ABOVE,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose replicas exchange moments instead of gradients.
 
@@ -82,7 +82,8 @@ def sync_moments(
     the update is equal on all replicas. Reducing the first moment before or after its
     correction for bias is the same. An operand with a period of k > 1 is exchanged at
     updates 1, k + 1, 2k + 1, ... and kept; in between all replicas use the kept value,
-    unless `refresh_above` asks for a new one.
+    corrected for bias as of the update it was taken at, unless `refresh_above` asks for
+    a new one.
 
     `mode="state"` replaces the moments themselves by their reduction, each at the
     updates its own period divides (DES-LOC, arXiv 2505.22549). The update is made from
@@ -102,9 +103,6 @@ def sync_moments(
         op: per field "mean" (default) or "max". The maximum by "max" is idempotent and
             monotone: a contribution that comes late or twice does no harm. It makes
             denominators a few per cent larger than the mean does.
-        decay: per field with a period the decay its correction for bias uses, if it is
-            corrected (Max-AdaBelief: b1 for `mu`, b2 for `nu_max`). A kept operand is
-            then corrected for the update it was taken at, not for the present one.
         algorithm: how arrays are reduced, see `dtft.collectives`.
         commanded: whether `update` takes `sync`, an int32 scalar that is **equal on all
             replicas**: other than 0 it makes all of `every` be exchanged, in addition
@@ -115,8 +113,7 @@ def sync_moments(
             rare token), the kept maximum is next to zero and the first gradient would
             make a step of a million learning rates. So when an element of the update
             is larger than this, kept operands are exchanged at once and the update is
-            made anew. 16 is a little above the largest update of Max-AdaBelief under a
-            steady gradient; None never does it.
+            made anew. None never does it.
 
     Returns:
         A transform with extra arguments. Its state has `PerReplica` marks, see
@@ -125,17 +122,20 @@ def sync_moments(
     Raises:
         ValueError: options that contradict each other.
     """
-    chosen = dict(EVERY_STEP[mode] if every is None else every)
+    _check_mode(phases, mode)
+    if every is None:
+        every = dict.fromkeys(phases.operands if mode == "operands" else MOMENTS, 1)
+    chosen = dict(every)
     ops: dict[str, Reduction] = dict(op or {})
-    decays = dict(decay or {})
-    _check(mode, chosen, ops, decays, commanded)
+    _check(phases, mode, chosen, ops, refresh_above)
+    _check_periods(chosen, commanded)
+    check_algorithm(algorithm)
     sync = MomentSync(
         phases,
         axis_name,
         mode,
         chosen,
         ops,
-        decays,
         algorithm,
         commanded=commanded,
         refresh_above=refresh_above,
@@ -144,29 +144,67 @@ def sync_moments(
     return optax.GradientTransformationExtraArgs(sync.init, update)  # pyright: ignore[reportArgumentType]
 
 
+def _check_mode(phases: Phases, mode: str) -> None:
+    if not isinstance(phases, Phases):
+        raise ValueError(
+            f"phases={phases!r} is not an optimizer in two phases. A whole optax "
+            "transform cannot be taken apart: pass `max_belief_phases(...)`, and chain "
+            "the learning rate after sync_moments."
+        )
+    if mode not in get_args(Mode):
+        raise ValueError(
+            f"mode={mode!r} is unknown. Allowed: 'operands' (the patent's flow) or "
+            "'state' (DES-LOC)."
+        )
+
+
 def _check(
+    phases: Phases,
     mode: Mode,
     every: dict[str, int],
     op: dict[str, Reduction],
-    decay: dict[str, float],
-    commanded: bool,
+    refresh_above: float | None,
 ) -> None:
-    for name, period in every.items():
-        if period < 0 or (period == 0 and not commanded):
+    if mode == "operands" and every:
+        if missing := sorted(set(phases.operands) - every.keys()):
             raise ValueError(
-                f"every[{name!r}]={period} is not a period. Allowed: 1 or more, or "
-                "with commanded=True also 0 for only on command. Change it."
+                f"every={every} leaves out {missing}, which the update is made of: the "
+                "replicas' parameters would part. Give each a period."
             )
-    for text, names in (("op", op), ("decay", decay)):
-        if unknown := sorted(names.keys() - every.keys()):
-            raise ValueError(
-                f"{text} names {unknown}, which every={every} does not reduce. "
-                f"Remove them from {text}, or give them a period."
-            )
-    if decay and mode == "state":
+    if unknown := sorted(op.keys() - every.keys()):
         raise ValueError(
-            f"decay={decay} has no effect with mode='state': no operand is kept there. "
-            "Remove it."
+            f"op names {unknown}, which every={every} does not reduce. "
+            "Remove them from op, or give them a period."
+        )
+    for name, how in op.items():
+        if how not in get_args(Reduction):
+            raise ValueError(
+                f"op[{name!r}]={how!r} is unknown. Allowed: {get_args(Reduction)}."
+            )
+    if mode == "state" and refresh_above not in (None, REFRESH_ABOVE):
+        raise ValueError(
+            f"refresh_above={refresh_above} has no effect with mode='state': no "
+            "operand is kept there. Leave it out."
+        )
+    if refresh_above is not None and not refresh_above > 0:
+        raise ValueError(
+            f"refresh_above={refresh_above} would exchange at every update. Allowed: "
+            "above 0 (16 is a good value), or None for never."
+        )
+
+
+def _check_periods(every: dict[str, int], commanded: bool) -> None:
+    for name, period in every.items():
+        least = 0 if commanded else 1
+        if not isinstance(period, int) or period < least:
+            raise ValueError(
+                f"every[{name!r}]={period!r} is not a period. Allowed: whole numbers, "
+                "1 or more, or with commanded=True also 0 for only on command."
+            )
+    if not every:
+        raise ValueError(
+            "every={} exchanges nothing. Name fields of the optimizer's state, such as "
+            "{'mu': 1, 'nu_max': 1}, or leave it out."
         )
     if commanded and all(period == 1 for period in every.values()):
         raise ValueError(

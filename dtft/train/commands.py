@@ -42,8 +42,7 @@ def _experiment(options: Namespace, overrides: list[str]) -> Experiment:
         overrides += ["--cluster.hosts", str(options.hosts)]
     if getattr(options, "run_dir", None):
         overrides += ["--log.run_dir", options.run_dir]
-    prog = f"dtft {options.command} {options.config}"
-    return configs.load(options.config, overrides, prog)
+    return configs.load(options.config, overrides, f"dtft {options.command}")
 
 
 def _config(options: Namespace, overrides: list[str]) -> int:

@@ -198,6 +198,12 @@ class MaxAdaBeliefConfig(OptimConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _decays(b1=self.b1, b2=self.b2)
+        for name in ("eps", "eps_root"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(
+                    f"optim.{name}={getattr(self, name)} is not a finite number of 0 "
+                    f"or more. Set --optim.{name} to one."
+                )
         if self.b1 == 0:
             raise ValueError(
                 "optim.b1=0.0 makes AdaBelief's second moment zero. "
@@ -240,14 +246,12 @@ class MaxAdaBeliefConfig(OptimConfig):
 
         mode = "state" if self.sync.moments == "state" else "operands"
         every = {"mu": self.sync.every_mu, "nu_max": self.sync.every_nu_max}
-        decay = {"mu": self.b1} | ({"nu_max": self.b2} if self.debias_max else {})
         return sync_moments(
             phases,
             axis_name,
             mode=mode,
             every=every | ({"nu": self.sync.every_nu} if mode == "state" else {}),
             op={"nu_max": self.sync.max_op},
-            decay=decay if mode == "operands" else None,
             algorithm=self.sync.algorithm,
         )
 

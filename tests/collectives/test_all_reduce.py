@@ -220,6 +220,12 @@ def test_gather_sums_narrow_floats_in_float32() -> None:
     assert gather == 264 and ring == 256  # 263 is not a bfloat16
 
 
+def test_the_mean_by_gather_does_not_overflow_a_narrow_float() -> None:
+    large = jnp.full(5, 60000, jnp.float16)
+    mean = partial(all_reduce, axis_name="replica", algorithm="gather")
+    assert over_devices(mean, 5)(large) == jnp.float16(60000)
+
+
 @pytest.mark.parametrize("root", [0, 2, 4])
 def test_broadcast(root: int) -> None:
     x = rows(5, (3, 2), jnp.bfloat16)

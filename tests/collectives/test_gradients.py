@@ -199,6 +199,10 @@ def test_refusals_say_what_to_change() -> None:
         reduced_gradients(loss, mesh, "replica", algorithm="rings")  # pyright: ignore
     with pytest.raises(ValueError, match="has no effect with trigger='device'"):
         reduced_gradients(loss, mesh, "replica", reduced_by_loss=("a",))
+    with pytest.raises(ValueError, match="is a string"):
+        reduced_gradients(
+            loss, mesh, "replica", trigger="layer", reduced_by_loss="layer0"
+        )
     function = reduced_gradients(
         loss, mesh, "replica", trigger="layer", reduced_by_loss=("a",)
     )

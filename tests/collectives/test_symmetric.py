@@ -234,3 +234,34 @@ def test_options_that_do_not_go_together() -> None:
     with pytest.raises(ValueError, match="jitter=0 must be > 0"):
         cholesky_encode(d, jitter=0)
     assert all_reduce_symmetric(d, None) is d
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [(1e10, jnp.float16), (1e-18, jnp.float16), (1e6, jnp.float8_e4m3fn)],
+)
+def test_a_factor_that_the_wire_cannot_hold_is_not_ok(scale: float, dtype: Any) -> None:
+    code = cholesky_encode(scale * jnp.eye(2), wire_dtype=dtype)
+    assert not bool(code.ok)
+    assert (np.asarray(cholesky_decode(code.packed, 2)) == 0).all()
+
+
+def test_jitter_is_relative_for_small_matrices_too() -> None:
+    small = jnp.array([[1.0, 2.0], [2.0, 4.0]]) * 1e-26
+    code = cholesky_encode(small)
+    decoded = np.asarray(cholesky_decode(code.packed, 2), np.float64)
+    assert bool(code.ok)
+    np.testing.assert_allclose(decoded, np.asarray(small, np.float64), rtol=1e-3)
+
+
+def test_factors_that_do_not_go_together_are_refused() -> None:
+    one = jnp.eye(2)
+    for other in (jnp.eye(3), jnp.eye(2, dtype=jnp.bfloat16)):
+        with pytest.raises(ValueError, match="second is"):
+            qr_combine(one, other)
+    narrow = jnp.eye(2, dtype=jnp.bfloat16)
+    assert qr_combine(narrow, narrow).dtype == jnp.float32
+    with pytest.raises(ValueError, match="Allowed: floating"):
+        all_reduce_symmetric(jnp.ones((2, 2), jnp.int32), None, wire="cholesky")
+    with pytest.raises(ValueError, match="n=4.0"):
+        unpack_lower(jnp.ones(10), 4.0)  # pyright: ignore[reportArgumentType]

@@ -27,7 +27,7 @@ def _without_max(gradients: Any, state: Any) -> Any:
     return after._replace(nu_max=after.nu)
 
 
-BELIEF = Phases(MAX_BELIEF.init, _without_max, MAX_BELIEF.direction)
+BELIEF = MAX_BELIEF._replace(accumulate=_without_max)
 RARE = {"mu": 192, "nu": 692, "nu_max": 692}
 EACH = {"mu": 1, "nu": 1, "nu_max": 1}
 
