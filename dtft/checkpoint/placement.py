@@ -149,7 +149,9 @@ def place(
             (len(o) for o, few in zip(partition.owners, short, strict=True) if few),
             default=1,
         )
-        sizes = [nbytes_of(layout.leaves[leaf]) // partition.num_parts for leaf in leaves]
+        sizes = [
+            nbytes_of(layout.leaves[leaf]) // partition.num_parts for leaf in leaves
+        ]
         taken = _take_turns(sizes, loads.setdefault(turns, [0] * turns))
         for turn in sorted(set(taken)):
             mine = [leaf for leaf, t in zip(leaves, taken, strict=True) if t == turn]
