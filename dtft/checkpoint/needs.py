@@ -102,7 +102,9 @@ def find_needs(
         target, cell = _cells_of(bundle, seat)
         old = bundle.cells.old[cell]
         mine = np.isin(old * len(hosts) + target, part * len(hosts) + holder)
-        wanted = np.unique(old[~mine])
+        lacking = np.zeros(bundle.old.num_parts, bool)
+        lacking[old[~mine]] = True
+        wanted = np.flatnonzero(lacking)
         ends = np.searchsorted(part, [wanted, wanted + 1])
         gone = wanted[ends[0] == ends[1]]
         if len(gone):

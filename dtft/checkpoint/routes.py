@@ -18,7 +18,9 @@ MAX_UNEVEN = 1.2
 """Greatest load allowed for the sake of nearness, as a multiple of the least possible.
 """
 MAX_SOURCES = 16
-"""Hosts that one target fetches from, about: more streams are no faster."""
+"""Hosts that one target fetches from, about, if more could send. More streams are no
+faster, and small shares of everybody would be thousands of connections.
+"""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,11 +70,12 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
     group_ends = need_ends[
         np.searchsorted(group[order], np.arange(len(firsts)) + 1) - 1
     ]
-    targets = _num_targets(group[order], needs.target[order])
+    # Rounded up, but not for what the sum of fractions is off.
+    limits = np.ceil(np.bincount(group, weights=_streams(needs)) - 1e-6)
     demands = [
-        _demand(needs, row, int(nbytes), int(count), domains)
-        for row, nbytes, count in zip(
-            firsts, np.diff(group_ends, prepend=0), targets, strict=True
+        _demand(needs, row, int(nbytes), max(1, int(limit)), domains)
+        for row, nbytes, limit in zip(
+            firsts, np.diff(group_ends, prepend=0), limits, strict=True
         )
     ]
     shares = _shares(demands, num_hosts)
@@ -103,30 +106,34 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         some = np.isin(near, owner * span + level[members])
         domain = np.where(some, level[needs.target], -1)
         key = np.unique(key * (span + 1) + domain + 1, return_inverse=True)[1]
-    _, firsts, group = np.unique(key, return_index=True, return_inverse=True)
+    used = np.zeros(int(key.max()) + 1, bool)
+    used[key] = True
+    group = (np.cumsum(used) - 1)[key]
+    firsts = np.zeros(int(used.sum()), np.int64)
+    # Of several rows of a group the last one written stays: the first.
+    firsts[group[::-1]] = np.arange(len(group))[::-1]
     return group, firsts
 
 
-def _num_targets(group: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """[groups]: distinct targets of each group; both are sorted by group, target."""
-    new = np.append(True, (np.diff(group) != 0) | (np.diff(target) != 0))
-    return np.bincount(group[new])
+def _streams(needs: Needs) -> np.ndarray:
+    """[needs]: the sources that each may have; a target's are shared by its bytes."""
+    of_target = np.bincount(needs.target, weights=needs.nbytes)[needs.target]
+    return MAX_SOURCES * needs.nbytes / of_target
 
 
 def _demand(
-    needs: Needs, row: int, nbytes: int, num_targets: int, domains: np.ndarray
+    needs: Needs, row: int, nbytes: int, limit: int, domains: np.ndarray
 ) -> Demand:
     candidates, target = needs.senders[needs.candidates[row]], needs.target[row]
     distance = None
     if domains.shape[1] and len(candidates) > 1:
         distance = (domains[candidates] != domains[target]).mean(axis=1)
-    if len(candidates) > MAX_SOURCES * num_targets:
-        # Different targets start at different hosts.
-        turn = (np.arange(len(candidates)) - np.searchsorted(candidates, target)) % len(
-            candidates
-        )
+    if len(candidates) > limit:
+        # The nearest, and of these the next ones: each target starts elsewhere.
+        places = np.arange(len(candidates)) - np.searchsorted(candidates, target)
+        turn = places % len(candidates)
         far = np.zeros(len(candidates)) if distance is None else distance
-        kept = np.sort(np.lexsort((turn, far))[: MAX_SOURCES * num_targets])
+        kept = np.sort(np.lexsort((turn, far))[:limit])
         candidates = candidates[kept]
         distance = None if distance is None else distance[kept]
     return Demand(nbytes=nbytes, candidates=candidates, distance=distance)
