@@ -141,8 +141,8 @@ def _found(
     target, bundle, cell, choice = columns
     nbytes = np.zeros(len(cell), np.int64)
     for index, one in enumerate(bundles):
-        rows = bundle == index
-        nbytes[rows] = one.nbytes[cell[rows]]
+        mine = bundle == index
+        nbytes[mine] = one.nbytes[cell[mine]]
 
     def rows(mask: np.ndarray) -> Wanted:
         return Wanted(
