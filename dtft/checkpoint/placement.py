@@ -2,14 +2,23 @@
 
 Decides, from the layout and the failure domains alone, who sends which slices to whom
 so that every slice is in enough domains. Pure and deterministic, so that every host
-computes the same. Must not know hosts, who is alive, or how bytes travel.
+computes the same. Decided per way of being divided (`partition.py`); slices appear only
+when they are asked for. Must not know hosts, who is alive, or how bytes travel.
 """
 
 import functools
+import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from dtft.checkpoint.partition import (
+    Partition,
+    Spec,
+    leaves_by_spec,
+    nbytes_of,
+    partition_of,
+)
 from dtft.checkpoint.slices import Layout, Slice
 
 
@@ -26,26 +35,76 @@ class Push:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlacedLeaves:
+    """Leaves that are divided alike and whose copies go the same ways."""
+
+    leaves: tuple[int, ...]
+    """Positions in `layout.leaves`."""
+    spec: Spec
+    """How they are divided."""
+    sources: tuple[int, ...]
+    """Per part the owner that sends it, -1 where the owners suffice."""
+    targets: tuple[tuple[int, ...], ...]
+    """Per part the slots that it is sent to."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where every copy of the state is."""
 
     effective_copies: int
     """Failure domains that every slice is in, at least."""
-    pushes: tuple[Push, ...]
-    """By source, then target; at most one for each pair."""
-    holders: Mapping[Slice, tuple[int, ...]]
-    """For every slice the slots that have it: its owners, then those it is sent to."""
+    layout: Layout = field(repr=False)
+    """What was placed."""
+    tables: tuple[PlacedLeaves, ...] = field(repr=False)
+    """Every leaf in one table."""
 
     @functools.cached_property
-    def _hosted(self) -> dict[int, tuple[Slice, ...]]:
-        hosted: dict[int, tuple[Slice, ...]] = {}
-        for push in self.pushes:
-            hosted[push.target] = hosted.get(push.target, ()) + push.slices
-        return hosted
+    def _routes(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """(source, target) -> (table, part), sorted by source, then target."""
+        routes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for at, table in enumerate(self.tables):
+            for part, targets in enumerate(table.targets):
+                for target in targets:
+                    route = (table.sources[part], target)
+                    routes.setdefault(route, []).append((at, part))
+        return {route: routes[route] for route in sorted(routes)}
+
+    @functools.cached_property
+    def _partitions(self) -> tuple[Partition, ...]:
+        mesh = self.layout.mesh
+        return tuple(partition_of(mesh, table.spec) for table in self.tables)
+
+    def _push(self, source: int, target: int) -> Push:
+        sent = {
+            self._partitions[at].slice_of(self.layout.leaves[leaf], part)
+            for at, part in self._routes[source, target]
+            for leaf in self.tables[at].leaves
+        }
+        ordered = tuple(p for p in self.layout.slices(source) if p in sent)
+        return Push(source=source, target=target, slices=ordered)
+
+    @functools.cached_property
+    def pushes(self) -> tuple[Push, ...]:
+        """All pushes by source, then target; at most one for each pair."""
+        return tuple(self._push(*route) for route in self._routes)
+
+    @functools.cached_property
+    def holders(self) -> Mapping[Slice, tuple[int, ...]]:
+        """For every slice the slots that have it: owners, then those it is sent to."""
+        targets = {
+            partition.slice_of(self.layout.leaves[leaf], part): slots
+            for table, partition in zip(self.tables, self._partitions, strict=True)
+            for part, slots in enumerate(table.targets)
+            for leaf in table.leaves
+        }
+        owners = self.layout.owners.items()
+        return {piece: slots + targets[piece] for piece, slots in owners}
 
     def hosted(self, target: int) -> tuple[Slice, ...]:
         """The slices that a slot keeps for others: by source, then as in the push."""
-        return self._hosted.get(target, ())
+        routes = [route for route in self._routes if route[1] == target]
+        return tuple(piece for route in routes for piece in self._push(*route).slices)
 
 
 def place(
@@ -60,7 +119,8 @@ def place(
         layout: mesh and leaves.
         copies: domains that every slice shall be in, its owners included.
         domains: per slot the name of what fails together (host, rack); by default
-            every slot is a domain of its own.
+            every slot is a domain of its own. Names may be nested, "power/rack": the
+            whole name is the domain, and neighbours are of different power first.
 
     Raises:
         ValueError: `copies` is below 1, or `domains` does not fit the layout.
@@ -79,42 +139,77 @@ def place(
             "slots: give one domain per slot."
         )
     wanted = min(copies, len(set(domains)))
-    extra = _extra_holders(layout, _Neighbours(domains, wanted), domains, wanted)
-    sent: dict[tuple[int, int], list[Slice]] = {}
-    for piece, (source, targets) in extra.items():
-        for target in targets:
-            sent.setdefault((source, target), []).append(piece)
-    return Placement(
-        effective_copies=wanted,
-        pushes=tuple(
-            Push(source=source, target=target, slices=tuple(sent[source, target]))
-            for source, target in sorted(sent)
-        ),
-        holders={
-            piece: owners + (extra[piece][1] if piece in extra else ())
-            for piece, owners in layout.owners.items()
-        },
+    chooser = _Chooser(domains, wanted)
+    loads: dict[int, list[int]] = {}
+    tables = []
+    for spec, leaves in leaves_by_spec(layout).items():
+        partition = partition_of(layout.mesh, spec)
+        short = [chooser.short(owners) for owners in partition.owners]
+        turns = max(
+            (len(o) for o, few in zip(partition.owners, short, strict=True) if few),
+            default=1,
+        )
+        sizes = [
+            nbytes_of(layout.leaves[leaf]) // partition.num_parts for leaf in leaves
+        ]
+        taken = _take_turns(sizes, loads.setdefault(turns, [0] * turns))
+        for turn in sorted(set(taken)):
+            mine = [leaf for leaf, t in zip(leaves, taken, strict=True) if t == turn]
+            tables.append(_place_alike(mine, spec, partition, short, turn, chooser))
+    return Placement(effective_copies=wanted, layout=layout, tables=tuple(tables))
+
+
+def _place_alike(
+    leaves: list[int],
+    spec: Spec,
+    partition: Partition,
+    short: Sequence[bool],
+    turn: int,
+    chooser: "_Chooser",
+) -> PlacedLeaves:
+    """Places leaves that are divided alike; `turn` says which owner sends."""
+    sources, targets = [], []
+    for part, (owners, few) in enumerate(zip(partition.owners, short, strict=True)):
+        source = owners[(turn + part) % len(owners)] if few else -1
+        sources.append(source)
+        targets.append(chooser.targets(source, owners) if few else ())
+    return PlacedLeaves(
+        leaves=tuple(leaves), spec=spec, sources=tuple(sources), targets=tuple(targets)
     )
 
 
-def _extra_holders(
-    layout: Layout, neighbours: "_Neighbours", domains: Sequence[str], wanted: int
-) -> dict[Slice, tuple[int, tuple[int, ...]]]:
-    """For slices in too few domains: the owner that sends, and the slots that get."""
-    extra: dict[Slice, tuple[int, tuple[int, ...]]] = {}
-    choices: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
-    sent_bytes = [0] * len(domains)
-    for piece, owners in layout.owners.items():
-        if len({domains[slot] for slot in owners}) >= wanted:
-            continue
-        source = min(owners, key=lambda slot: (sent_bytes[slot], slot))
-        sent_bytes[source] += piece.nbytes
-        if (source, owners) not in choices:
-            choices[source, owners] = _choose(
-                neighbours.of(source), owners, domains, wanted
+def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
+    """For each size whose turn it is: who has least so far. Adds to `loads`."""
+    heap = [(load, turn) for turn, load in enumerate(loads)]
+    heapq.heapify(heap)
+    taken = []
+    for size in sizes:
+        load, turn = heap[0]
+        heapq.heapreplace(heap, (load + size, turn))
+        loads[turn] = load + size
+        taken.append(turn)
+    return taken
+
+
+class _Chooser:
+    """The slots that get copies, for any owner and its fellow owners."""
+
+    def __init__(self, domains: Sequence[str], wanted: int) -> None:
+        self._domains, self._wanted = domains, wanted
+        self._neighbours = _Neighbours(domains, wanted)
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+
+    def short(self, owners: tuple[int, ...]) -> bool:
+        """The owners alone are in too few domains."""
+        return len({self._domains[slot] for slot in owners}) < self._wanted
+
+    def targets(self, source: int, owners: tuple[int, ...]) -> tuple[int, ...]:
+        """The slots that bring a slice into enough domains."""
+        if (source, owners) not in self._known:
+            self._known[source, owners] = _choose(
+                self._neighbours.of(source), owners, self._domains, self._wanted
             )
-        extra[piece] = (source, choices[source, owners])
-    return extra
+        return self._known[source, owners]
 
 
 def _choose(
@@ -166,11 +261,23 @@ class _Neighbours:
 def _interleaved(domains: Sequence[str]) -> list[int]:
     """Slots in an order in which neighbours are of different domains.
 
+    Nested names ("power/rack") are told apart at the widest level first.
+
     >>> _interleaved(["a", "a", "b", "b"])
     [0, 2, 1, 3]
+    >>> _interleaved(["p/a", "p/b", "q/c", "q/c"])
+    [0, 2, 1, 3]
     """
+    names = [domain.split("/") for domain in domains]
+    return _woven(list(range(len(domains))), names, 0)
+
+
+def _woven(slots: list[int], names: list[list[str]], level: int) -> list[int]:
     members: dict[str, list[int]] = {}
-    for slot, domain in enumerate(domains):
-        members.setdefault(domain, []).append(slot)
-    rounds = itertools.zip_longest(*members.values())
+    for slot in slots:
+        if level == len(names[slot]):
+            return slots
+        members.setdefault(names[slot][level], []).append(slot)
+    parts = [_woven(found, names, level + 1) for found in members.values()]
+    rounds = itertools.zip_longest(*parts)
     return [slot for taken in rounds for slot in taken if slot is not None]

@@ -90,17 +90,22 @@ class MeshLayout:
                 "give one slot per device."
             )
 
-    @property
+    @functools.cached_property
     def num_slots(self) -> int:
         """Number of distinct slots."""
         return max(self.slots) + 1
 
+    @functools.cached_property
+    def _positions(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        positions: dict[int, list[tuple[int, ...]]] = {}
+        coordinates = itertools.product(*(range(n) for n in self.axis_sizes))
+        for slot, coordinate in zip(self.slots, coordinates, strict=True):
+            positions.setdefault(slot, []).append(coordinate)
+        return {slot: tuple(found) for slot, found in positions.items()}
+
     def positions(self, slot: int) -> tuple[tuple[int, ...], ...]:
         """Mesh coordinates of a slot's devices, in mesh order."""
-        coordinates = itertools.product(*(range(n) for n in self.axis_sizes))
-        return tuple(
-            c for c, s in zip(coordinates, self.slots, strict=True) if s == slot
-        )
+        return self._positions.get(slot, ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,18 +123,18 @@ class Layout:
         return xxhash.xxh3_128_hexdigest(self.to_json().encode())
 
     @functools.cached_property
-    def _slices_by_slot(self) -> tuple[tuple[Slice, ...], ...]:
-        return tuple(
-            _distinct(
+    def _slices_by_slot(self) -> dict[int, tuple[Slice, ...]]:
+        return {}
+
+    def slices(self, slot: int) -> tuple[Slice, ...]:
+        """The distinct slices that a slot owns, in leaf order then mesh order."""
+        # Kept per slot: one host of thousands must not pay for the slices of all.
+        if slot not in self._slices_by_slot:
+            self._slices_by_slot[slot] = _distinct(
                 slice_at(self.mesh, leaf, position)
                 for leaf in self.leaves
                 for position in self.mesh.positions(slot)
             )
-            for slot in range(self.mesh.num_slots)
-        )
-
-    def slices(self, slot: int) -> tuple[Slice, ...]:
-        """The distinct slices that a slot owns, in leaf order then mesh order."""
         return self._slices_by_slot[slot]
 
     @functools.cached_property

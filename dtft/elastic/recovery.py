@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dtft.checkpoint.commit import Commit, Holdings, Located, locate
-from dtft.checkpoint.restore import Missing, Transfer, plan_restore
+from dtft.checkpoint.exact import ExactTransfer, Missing, plan_exact
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.roles import Source
 
@@ -23,7 +23,7 @@ class Decision:
     step: int
     located: Located | None = None
     """Set when the source is memory."""
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[ExactTransfer, ...] = ()
     """Set when the source is memory: what each host fetches from whom."""
     passed_over: tuple[str, ...] = ()
     """A reason for each newer commit that cannot be restored."""
@@ -64,7 +64,7 @@ def _from_memory(
     located: Located, layout: Layout, slots: Sequence[str], reasons: tuple[str, ...]
 ) -> Decision:
     needs = {host: layout.slices(slot) for slot, host in enumerate(slots)}
-    plan = plan_restore(needs, located.holders)
+    plan = plan_exact(needs, located.holders)
     assert not isinstance(plan, Missing), plan
     return Decision(
         rung=2 if plan.transfers else 1,
@@ -133,7 +133,7 @@ def _size(num_bytes: int) -> str:
 
 
 def transfers_to(
-    transfers: Sequence[Transfer], addresses: Mapping[str, str], host: str
+    transfers: Sequence[ExactTransfer], addresses: Mapping[str, str], host: str
 ) -> list[dict]:
     """The fetches one host has to make, as plain values for a message."""
     return [

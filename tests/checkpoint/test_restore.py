@@ -1,90 +1,198 @@
-"""Every needed slice comes exactly once, from a host that has it, evenly shared."""
+"""Any layout onto any other: exactly once, never from the dead, evenly, repeatably."""
 
+import dataclasses
+
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.restore import (
-    Missing,
-    RestorePlan,
-    plan_restore,
+from dtft.checkpoint.balance import Demand, share_out
+from dtft.checkpoint.inventory import inventory_at, inventory_of
+from dtft.checkpoint.needs import Lost
+from dtft.checkpoint.placement import place
+from dtft.checkpoint.restore import RestorePlan, plan_restore
+from dtft.checkpoint.slices import Layout, Leaf
+from tests.checkpoint.restores import check, committed, hosts, layout_of, restore
+
+SPECS = [
+    (),
+    (("fsdp",),),
+    (("replica", "fsdp"),),
+    (("fsdp", "replica"), ("tensor",)),
+    ((), ("tensor",)),
+    (("tensor",), ("fsdp",)),
+]
+EXTRA = (
+    Leaf(path="scalar", shape=(), dtype="int32"),
+    Leaf(path="empty", shape=(0, 12), dtype="int8", spec=(("fsdp",), ("tensor",))),
+    # Large enough to be cut between senders.
+    Leaf(path="large", shape=(1536, 24), dtype="float32", spec=((), ("fsdp",))),
 )
-from dtft.checkpoint.slices import Slice
-
-HOSTS = ["host-0", "host-1", "host-2", "host-3", "host-4"]
 
 
-def piece(name: str, size: int = 4) -> Slice:
-    return Slice(path=name, start=(0,), stop=(size,), dtype="int8")
-
-
-PIECES = [piece(f"p{i}", size) for i, size in enumerate([0, 1, 7, 7, 7, 64, 500])]
-
-needs_of_hosts = st.dictionaries(
-    st.sampled_from(HOSTS), st.lists(st.sampled_from(PIECES)).map(tuple)
-)
-holders_of_pieces = st.fixed_dictionaries(
-    {
-        p.key: st.lists(st.sampled_from(HOSTS), unique=True, max_size=3).map(tuple)
-        for p in PIECES
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    axes = {
+        "replica": draw(st.sampled_from([1, 2, 3])),
+        "fsdp": draw(st.sampled_from([1, 2, 3, 4])),
+        "tensor": draw(st.sampled_from([1, 2])),
     }
-)
+    num_devices = axes["replica"] * axes["fsdp"] * axes["tensor"]
+    per_host = draw(st.sampled_from([n for n in (1, 2, 4) if num_devices % n == 0]))
+    order = draw(st.permutations(range(num_devices // per_host)))
+    specs = {f"w{i}": draw(st.sampled_from(SPECS)) for i in range(3)}
+    layout = layout_of(axes, specs, shape=(72, 24), per_host=per_host, order=order)
+    return dataclasses.replace(layout, leaves=(*layout.leaves, *EXTRA))
 
 
-@given(needs_of_hosts, holders_of_pieces)
-@settings(max_examples=300, deadline=None)
-def test_each_needed_slice_exactly_once_from_a_live_holder(
-    needs: dict[str, tuple[Slice, ...]], holders: dict[str, tuple[str, ...]]
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[Layout, list[str], Layout, list[str], set[str]]:
+    """Old layout and hosts, new layout and hosts, and who is dead."""
+    old, new = draw(layouts()), draw(layouts())
+    before = hosts(old.mesh.num_slots)
+    dead = draw(st.sets(st.sampled_from(before), max_size=2))
+    pool = [h for h in hosts(2 * 24) if h not in dead][: new.mesh.num_slots + 3]
+    after = draw(st.permutations(pool))[: new.mesh.num_slots]
+    return old, before, new, after, dead
+
+
+@given(moves(), st.integers(1, 3), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_byte_exactly_once_from_live_holders(
+    move: tuple[Layout, list[str], Layout, list[str], set[str]],
+    copies: int,
+    racks: bool,
 ) -> None:
-    plan = plan_restore(needs, holders)
-    wanted = {p for pieces in needs.values() for p in pieces}
-    lost = {p for p in wanted if not holders[p.key]}
-    if lost:
-        assert isinstance(plan, Missing)
-        assert set(plan.slices) == lost
-        assert set(plan.keys) == {p.key for p in lost}
+    old, before, new, after, dead = move
+    commit, holdings = committed(old, before, copies)
+    alive = set(before) - dead
+    domains = {h: f"r{i % 3}" for i, h in enumerate(before)} if racks else None
+
+    def plan() -> RestorePlan | Lost:
+        return plan_restore(
+            commit, holdings, new, slots=after, alive=alive, domains=domains
+        )
+
+    found = plan()
+    if isinstance(found, Lost):
+        assert found.slices and len(dead) >= place(old, copies).effective_copies
         return
-    assert isinstance(plan, RestorePlan)
-    got = {host: list(plan.own[host]) for host in needs}
-    assert all(host in holders[p.key] for host in needs for p in plan.own[host])
-    for transfer in plan.transfers:
-        assert transfer.source != transfer.target
-        assert all(transfer.source in holders[p.key] for p in transfer.slices)
-        assert all(transfer.target not in holders[p.key] for p in transfer.slices)
-        got[transfer.target] += transfer.slices
-    for host, pieces in needs.items():
-        assert len(got[host]) == len(set(got[host]))
-        assert set(got[host]) == set(pieces)
-    routes = [(t.target, t.source) for t in plan.transfers]
-    assert routes == sorted(set(routes))
+    check(found, holdings, new, after, alive)
+    again = plan()
+    assert isinstance(again, RestorePlan) and again.transfers == found.transfers
+    total = sum(t.nbytes for t in found.transfers)
+    assert total == sum(found.sent.values())
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 4))
-def test_load_is_balanced(sizes: list[int], num_holders: int) -> None:
-    pieces = tuple(piece(f"p{i}", size) for i, size in enumerate(sizes))
-    hosts = tuple(HOSTS[1 : 1 + num_holders])
-    plan = plan_restore({HOSTS[0]: pieces}, {p.key: hosts for p in pieces})
-    assert isinstance(plan, RestorePlan)
-    sent = {t.source: sum(p.nbytes for p in t.slices) for t in plan.transfers}
-    assert max(sent.values()) <= sum(sizes) / num_holders + max(sizes)
-    assert len(sent) == min(num_holders, len(sizes))
-    for transfer in plan.transfers:
-        order = [pieces.index(p) for p in transfer.slices]
-        assert order == sorted(order)
-
-
-@given(needs_of_hosts, holders_of_pieces)
-@settings(max_examples=50, deadline=None)
-def test_order_of_holders_does_not_matter(
-    needs: dict[str, tuple[Slice, ...]], holders: dict[str, tuple[str, ...]]
+@given(layouts(), st.integers(1, 3))
+@settings(max_examples=20, deadline=None)
+def test_inventories_from_slots_and_from_keys_agree(
+    layout: Layout, copies: int
 ) -> None:
-    backwards = {key: hosts[::-1] for key, hosts in reversed(holders.items())}
-    assert plan_restore(needs, holders) == plan_restore(needs, backwards)
+    slots = hosts(layout.mesh.num_slots)
+    placement = place(layout, copies)
+    keys = {
+        piece.key: {slots[slot] for slot in found}
+        for piece, found in placement.holders.items()
+    }
+    one, other = inventory_at(placement, slots), inventory_of(layout, keys)
+
+    def plain(inventory):
+        return {
+            leaf: (table.spec, table.holders)
+            for table in inventory.tables
+            for leaf in table.leaves
+        }
+
+    assert one.hosts == other.hosts and plain(one) == plain(other)
 
 
-def test_nothing_moves_when_memory_is_intact() -> None:
-    plan = plan_restore({"a": (piece("w"),)}, {piece("w").key: ("a", "b")})
-    assert plan == RestorePlan(own={"a": (piece("w"),)}, transfers=())
+@given(st.integers(2, 8), st.integers(1, 8), st.integers(1, 12))
+@settings(max_examples=40, deadline=None)
+def test_load_is_within_a_fifth_of_even(holders: int, new: int, leaves: int) -> None:
+    specs = {f"w{i}": () for i in range(leaves)}
+    shape = (4096, 1024)
+    old = layout_of({"replica": holders}, specs, shape=shape)
+    wide = layout_of({"replica": new}, specs, shape=shape)
+    commit, holdings = committed(old, hosts(holders))
+    plan = plan_restore(
+        commit, holdings, wide, slots=hosts(new, 50), alive=hosts(holders)
+    )
+    assert isinstance(plan, RestorePlan)
+    even = leaves * new * 4096 * 1024 * 4 / holders
+    assert len(plan.sent) == holders
+    assert max(plan.sent.values()) <= 1.2 * even
 
 
-def test_unknown_slices_are_missing() -> None:
-    assert plan_restore({"a": (piece("w"),)}, {}) == Missing(slices=(piece("w"),))
+@given(st.integers(2, 4), st.integers(2, 4), st.integers(2, 6), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_load_is_even_over_groups_and_racks(
+    replicas: int, shards: int, racks: int, domains: bool
+) -> None:
+    specs = {f"w{i}": (("fsdp",),) for i in range(4)}
+    shape = (1200, 1024)
+    old = layout_of({"replica": replicas, "fsdp": shards}, specs, shape=shape)
+    commit, holdings = committed(old, hosts(replicas * shards))
+    after = hosts(replicas * shards, 50)
+    names = [*hosts(replicas * shards), *after]
+    plan = plan_restore(
+        commit,
+        holdings,
+        old,
+        slots=after,
+        alive=hosts(replicas * shards),
+        domains={h: f"r{i % racks}" for i, h in enumerate(names)} if domains else None,
+    )
+    assert isinstance(plan, RestorePlan)
+    assert max(plan.sent.values()) <= 1.2 * 4 * 1200 * 1024 * 4 / shards
+
+
+def test_unverified_slices_are_fetched_and_never_sent() -> None:
+    layout = layout_of({"replica": 3, "fsdp": 2}, {"w": (("fsdp",),), "b": ()})
+    bad = layout.slices(0)[0]
+    commit, _ = committed(layout, hosts(6))
+    holdings = inventory_at(place(layout, 1), hosts(6), {"h00": [bad]})
+    assert len(holdings.tables) == 2
+    plan = plan_restore(commit, holdings, layout, slots=hosts(6), alive=hosts(6))
+    assert isinstance(plan, RestorePlan)
+    check(plan, holdings, layout, hosts(6), set(hosts(6)))
+    assert {t.target for t in plan.transfers} == {"h00"}
+    assert {r.moved for t in plan.transfers for r in t.regions} == {bad}
+
+
+def test_a_lone_target_does_not_ask_everybody() -> None:
+    layout = layout_of({"replica": 64}, {"w": ()}, shape=(4096, 1024))
+    slots = ["spare", *hosts(63, 1)]
+    plan = restore(layout, hosts(64), layout, slots, dead=["h00"])
+    assert len(plan.sent) == 16
+    assert max(plan.sent.values()) <= 1.2 * 4096 * 1024 * 4 / 16
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_shares_are_exact_and_level(data: st.DataObject) -> None:
+    num_senders = data.draw(st.integers(1, 24))
+    senders = st.lists(st.integers(0, num_senders - 1), min_size=1, unique=True).map(
+        lambda found: np.array(sorted(found))
+    )
+    demands = data.draw(
+        st.lists(
+            st.builds(
+                lambda n, c: Demand(nbytes=n, candidates=c),
+                st.integers(1, 10**15),
+                senders,
+            ),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    shares = share_out(demands, num_senders, slack=0.0)
+    load = np.zeros(num_senders)
+    for demand, share in zip(demands, shares, strict=True):
+        assert share.sum() == demand.nbytes and (share >= 0).all()
+        load[demand.candidates] += share
+    for demand, share in zip(demands, shares, strict=True):
+        # Who sends could not hand anything to a candidate with much less load.
+        used = load[demand.candidates[share > 0.01 * load.max()]]
+        least = load[demand.candidates].min()
+        assert (used - least <= 0.05 * load.max() + len(demands)).all()

@@ -1,0 +1,135 @@
+"""Layouts, holdings and checks for restores onto another layout."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.inventory import Inventory, inventory_at
+from dtft.checkpoint.partition import partition_of
+from dtft.checkpoint.placement import place
+from dtft.checkpoint.restore import RestorePlan, plan_restore
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout, Slice
+
+Specs = Mapping[str, tuple[tuple[str, ...], ...]]
+
+
+def layout_of(
+    axes: Mapping[str, int],
+    specs: Specs,
+    *,
+    shape: tuple[int, ...] = (24, 12),
+    per_host: int = 1,
+    order: Sequence[int] | None = None,
+) -> Layout:
+    """A layout: axis sizes, and for each leaf its spec; `order` permutes the slots."""
+    num_slots = math.prod(axes.values()) // per_host
+    order = order or range(num_slots)
+    mesh = MeshLayout(
+        axis_names=tuple(axes),
+        axis_sizes=tuple(axes.values()),
+        slots=tuple(order[i // per_host] for i in range(num_slots * per_host)),
+    )
+    return Layout(
+        mesh=mesh,
+        leaves=tuple(
+            Leaf(path=path, shape=shape, dtype="float32", spec=spec)
+            for path, spec in specs.items()
+        ),
+    )
+
+
+def hosts(num: int, first: int = 0) -> list[str]:
+    return [f"h{i:02}" for i in range(first, first + num)]
+
+
+def committed(
+    layout: Layout, slots: Sequence[str], copies: int = 1
+) -> tuple[Commit, Inventory]:
+    """A commit of a layout and what its hosts hold."""
+    commit = Commit(
+        step=7,
+        generation=1,
+        attempt=1,
+        root="",
+        layout=layout.digest,
+        holders=tuple(slots),
+        copies=copies,
+    )
+    return commit, inventory_at(place(layout, copies), slots)
+
+
+def restore(
+    old: Layout,
+    old_slots: Sequence[str],
+    new: Layout,
+    new_slots: Sequence[str],
+    *,
+    copies: int = 1,
+    dead: Sequence[str] = (),
+    domains: Mapping[str, str] | None = None,
+) -> RestorePlan:
+    """A checked plan."""
+    commit, holdings = committed(old, old_slots, copies)
+    alive = set(old_slots) - set(dead)
+    plan = plan_restore(
+        commit, holdings, new, slots=new_slots, alive=alive, domains=domains
+    )
+    assert isinstance(plan, RestorePlan), plan.reason
+    check(plan, holdings, new, new_slots, alive)
+    return plan
+
+
+def check(
+    plan: RestorePlan,
+    holdings: Inventory,
+    new: Layout,
+    slots: Sequence[str],
+    alive: set[str],
+) -> None:
+    """Every needed element exactly once, from a live host that holds it."""
+    held = holders_of(holdings)
+    for slot, host in enumerate(slots):
+        counts = {
+            piece: np.zeros(piece.shape, np.int8)
+            for piece in new.slices(slot)
+            if piece.nbytes
+        }
+        fetched = plan.transfers_to(host)
+        assert [t.source for t in fetched] == sorted({t.source for t in fetched})
+        sources = [(host, plan.own(host)), *((t.source, t.regions) for t in fetched)]
+        for source, regions in sources:
+            for region in regions:
+                assert source in held[region.old]
+                assert source == host or source in alive
+                assert source == host or host not in held[region.old]
+                counts[region.new][within(region.moved, region.new)] += 1
+                assert within(region.moved, region.old) is not None
+        assert all((count == 1).all() for count in counts.values())
+
+
+def within(inner: Slice, outer: Slice) -> tuple[slice, ...]:
+    """The index of a slice in a larger one of the same leaf."""
+    assert (inner.path, inner.dtype) == (outer.path, outer.dtype)
+    assert all(a >= b for a, b in zip(inner.start, outer.start, strict=True))
+    assert all(a <= b for a, b in zip(inner.stop, outer.stop, strict=True))
+    ranges = zip(inner.start, inner.stop, outer.start, strict=True)
+    return tuple(slice(a - base, b - base) for a, b, base in ranges)
+
+
+def holders_of(holdings: Inventory) -> dict[Slice, set[str]]:
+
+    return {
+        partition_of(holdings.layout.mesh, table.spec).slice_of(
+            holdings.layout.leaves[leaf], part
+        ): {holdings.hosts[h] for h in found}
+        for table in holdings.tables
+        for leaf in table.leaves
+        for part, found in enumerate(table.holders)
+    }
+
+
+def routes_of(plan: RestorePlan) -> set[tuple[str, str]]:
+    """(source, target) pairs."""
+    return {(t.source, t.target) for t in plan.transfers}
