@@ -10,21 +10,33 @@ memory copies and raw TCP under the same load.
 import argparse
 import contextlib
 import json
-import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.processes import free_port
 from dtft.elastic.store import Store
 from experiments import report, tier_raw
+from experiments.tier_figures import (
+    FIGURES,
+    Figures,
+    median_figures,
+    restoring_figures,
+    saving_figures,
+    summary,
+)
 from experiments.tier_hosts import AnonymousMemory, OrbaxHosts, OurHosts
 from experiments.tier_report import explain, figure, header, table_rows, targets
-from experiments.tier_task import LAYOUTS, NUM_HOSTS, Task
+from experiments.tier_task import (
+    LAYOUTS,
+    NUM_HOSTS,
+    Task,
+    host_bytes,
+    needed_bytes,
+)
 from experiments.worlds import run_world
 
 SIDES = ("ours", "orbax_p2p")
@@ -37,8 +49,6 @@ MEMORY = Path("/dev/shm")
 WORLD_S = 600.0
 STUCK_S = 90.0
 """Orbax's hosts may wait for each other when a restore fails on one of them."""
-
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,36 +79,38 @@ class Side:
             self._hosts = OrbaxHosts(self._directory, NUM_HOSTS)
 
     def measure(self) -> Figures:
-        """Saves, loses a host, restores."""
-        saved, memory = self._world("save", WORLD_S)
-        found = saving_figures(saved)
-        found["pushed_bytes"] = self._hosts.pushed_bytes
-        found["arena_bytes"] = self._hosts.memory_bytes()
-        off = memory.peaks([tuple(one["off_window"]) for one in saved])
-        on = memory.peaks([tuple(one["on_window"]) for one in saved])
-        found["peak_rss_anon_bytes"] = max(on)
-        found["rss_anon_growth_bytes"] = max(
-            b - a for a, b in zip(off, on, strict=True)
-        )
-        self._hosts.lose(LOST)
-        return found | self._restore(saved)
+        """Saves, loses a host, restores; what fails is recorded as `error`."""
+        found: Figures = dict.fromkeys(FIGURES)
+        try:
+            saved = self._save(found)
+            self._hosts.lose(LOST)
+            self._restore(saved, found)
+        except (TimeoutError, RuntimeError) as error:
+            found["error"] = self._hosts.error or str(error).partition("\n")[0]
+        return found
 
     def close(self) -> None:
         """Ends every process and frees the memory."""
         self._hosts.close()
 
-    def _restore(self, saved: list[Figures]) -> Figures:
-        nothing = {"restore_s": None, "transfer_s": None, "bytes_moved": None}
-        try:
-            restored, memory = self._world("restore", STUCK_S + self._mib / 20)
-        except (TimeoutError, RuntimeError) as error:
-            return {**nothing, "error": str(error).partition("\n")[0]}
-        found = restoring_figures(restored, saved)
-        if "error" in found:
-            return nothing | found
+    def _save(self, found: Figures) -> list[Figures]:
+        saved, memory = self._world("save", WORLD_S)
+        found |= saving_figures(saved)
+        found["pushed_bytes"] = self._hosts.pushed_bytes
+        found["arena_bytes"] = self._hosts.memory_bytes()
+        off = memory.peaks([tuple(one["off_window"]) for one in saved])
+        on = memory.peaks([tuple(one["on_window"]) for one in saved])
+        found["peak_rss_anon_bytes"] = max(on)
+        growths = [b - a for a, b in zip(off, on, strict=True)]
+        found["rss_anon_growth_bytes"] = max(growths)
+        return saved
+
+    def _restore(self, saved: list[Figures], found: Figures) -> None:
+        restored, memory = self._world("restore", STUCK_S + self._mib / 20)
+        found |= restoring_figures(restored, saved)
         windows = [tuple(one["window"]) for one in restored]
         found["restore_peak_rss_anon_bytes"] = max(memory.peaks(windows))
-        return found | self._hosts.restored(LOST)
+        found |= self._hosts.restored(LOST)
 
     def _world(
         self, phase: str, limit_s: float
@@ -133,41 +145,13 @@ class Side:
         return answers, memory
 
 
-def saving_figures(saved: Sequence[Figures]) -> Figures:
-    """Stall, completion and inflation; a step is as slow as its slowest host."""
-
-    def slowest(name: str) -> list[float]:
-        return [max(each) for each in zip(*(one[name] for one in saved), strict=True)]
-
-    off, on = statistics.median(slowest("off_s")), statistics.median(slowest("on_s"))
-    return {
-        "stall_s": statistics.median(slowest("stall_s")[1:]),
-        "save_s": statistics.median(slowest("save_s")[1:]),
-        "step_inflation": on / off,
-        "step_s_off": off,
-        "step_s_on": on,
-        "local_bytes": saved[0]["local_bytes"],
-    }
-
-
-def restoring_figures(restored: Sequence[Figures], saved: Sequence[Figures]) -> Figures:
-    """Seconds from the call to arrays ready on every host, if all bytes are right."""
-    errors = [one["error"] for one in restored if "error" in one]
-    if errors:
-        return {"error": f"{len(errors)} of {len(restored)} hosts: {errors[0]}"}
-    for number, (new, old) in enumerate(zip(restored, saved, strict=True)):
-        if (new["step"], new["digests"]) != (old["step"], old["digests"]):
-            return {"error": f"host {number} got step {new['step']} or other bytes"}
-    begun = min(one["window"][0] for one in restored)
-    ended = max(one["window"][1] for one in restored)
-    return {
-        "restore_s": ended - begun,
-        "constructor_s": max(one["constructor_s"] for one in restored),
-    }
-
-
 def measure_row(layout: str, mib: int, settings: Settings, store: Store) -> Figures:
     """One row: both sides in turns, and the machine's own speed after each turn."""
+    needed, free = needed_bytes(layout, mib), free_bytes()
+    if needed > free:
+        error = f"needs about {needed >> 20} MiB of memory, free are {free >> 20}"
+        blank = {**dict.fromkeys(FIGURES), "error": error}
+        return {"layout": layout, "mib": mib, **{side: blank for side in SIDES}}
     rounds: dict[str, list[Figures]] = {side: [] for side in SIDES}
     for number in range(settings.rounds):
         for side in SIDES if number % 2 == 0 else SIDES[::-1]:
@@ -177,20 +161,33 @@ def measure_row(layout: str, mib: int, settings: Settings, store: Store) -> Figu
             finally:
                 one.close()
             if side == "ours":
-                rounds[side][-1] |= machine_speed(rounds[side][-1])
+                size = host_bytes(layout, mib)
+                rounds[side][-1] |= machine_speed(size, rounds[side][-1])
     medians = {side: median_figures(found) for side, found in rounds.items()}
     return {"layout": layout, "mib": mib, **medians}
 
 
-def machine_speed(ours: Figures) -> Figures:
+def free_bytes() -> int:
+    """Memory that the machine has free, by its own estimate."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("/proc/meminfo has no line MemAvailable")
+
+
+def machine_speed(size: int, ours: Figures) -> Figures:
     """Copies as large as a snapshot; raw TCP as large and as loaded as the restore.
 
     While a lost host fetches, every other host digests its own copy: so do as many
     processes beside the raw connections.
+
+    Args:
+        size: bytes of the state on each host.
+        ours: figures of a round; `flows` is taken out.
     """
-    size = ours["local_bytes"]
     copied = tier_raw.memcpy_bytes_per_s(size, NUM_HOSTS, MEMORY)
     found = {"memcpy_bytes_per_s": copied, "memcpy_s": size / copied}
+    found["local_bytes"] = size
     flows = ours.pop("flows", [])
     if flows:
         loads = [size] * (NUM_HOSTS - 1)
@@ -199,23 +196,6 @@ def machine_speed(ours: Figures) -> Figures:
         found |= {"raw_tcp_bytes_per_s": rate, "raw_tcp_s": sum(flows) / rate}
         found |= {"raw_tcp_unloaded_bytes_per_s": idle}
     return found
-
-
-def median_figures(rounds: Sequence[Figures]) -> Figures:
-    """The median of each number over the rounds; the first error, if there is one.
-
-    >>> median_figures([{"a": 1.0, "b": None}, {"a": 3.0, "b": None}])
-    {'a': 2.0, 'b': None}
-    """
-    keys = dict.fromkeys(key for found in rounds for key in found if key != "flows")
-    medians: Figures = {}
-    for key in keys:
-        values = [found[key] for found in rounds if found.get(key) is not None]
-        if not values or isinstance(values[0], str):
-            medians[key] = values[0] if values else None
-        else:
-            medians[key] = statistics.median(values)
-    return medians
 
 
 @contextlib.contextmanager
@@ -233,23 +213,9 @@ def private_store() -> Iterator[Store]:
             etcd.stop()
 
 
-def summary(rows: Sequence[Figures]) -> Figures:
-    """The JSON object."""
-
-    def median_of(key: str) -> float | None:
-        values = [row["ours"][key] for row in rows if row["ours"].get(key)]
-        return statistics.median(values) if values else None
-
-    return {
-        "raw_tcp_bytes_per_s": median_of("raw_tcp_bytes_per_s"),
-        "memcpy_bytes_per_s": median_of("memcpy_bytes_per_s"),
-        "rows": list(rows),
-    }
-
-
 def main() -> int:
     """Measures; prints the table and the targets; writes them for a full run."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mib", type=int, help="one size only: of the global state")
     parser.add_argument("--json", type=Path, help="write the JSON object here")
     parser.add_argument("--rounds", type=int, default=3)
@@ -269,7 +235,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(summary(rows), indent=1) + "\n")
     show(rows, settings, keep=not options.mib)
-    return 0
+    return 1 if any(row["ours"].get("error") for row in rows) else 0
 
 
 def show(rows: list[Figures], settings: Settings, *, keep: bool) -> None:

@@ -31,6 +31,11 @@ class Hosts(Protocol):
         """New trainers are about to come."""
         ...
 
+    @property
+    def error(self) -> str:
+        """What the tier itself says went wrong, if anything."""
+        ...
+
     def pids(self) -> list[int | None]:
         """Per host the process that keeps its memory, if one does."""
         ...
@@ -43,8 +48,13 @@ class Hosts(Protocol):
         """Bytes of the largest host's arena or files."""
         ...
 
+    @property
+    def pushed_bytes(self) -> int:
+        """Bytes that every save sends between hosts."""
+        ...
+
     def restored(self, number: int) -> dict[str, Any]:
-        """What is known of the lost host's restore: transfer_s, bytes_moved, flows."""
+        """What is known of the lost host's restore: at least `bytes_moved`."""
         ...
 
     def close(self) -> None:
@@ -100,6 +110,11 @@ class OurHosts:
         """See `Hosts.begin`."""
         self._leader.begin_formation()
 
+    @property
+    def error(self) -> str:
+        """See `Hosts.error`."""
+        return self._leader.error
+
     def pids(self) -> list[int | None]:
         """See `Hosts.pids`."""
         return [agent.pid for agent in self._agents]
@@ -118,12 +133,16 @@ class OurHosts:
         return max(_size_of(task.memory) for task in self._tasks)
 
     def restored(self, number: int) -> dict[str, Any]:
-        """See `Hosts.restored`; also what the tier says went wrong."""
+        """See `Hosts.restored`.
+
+        Raises:
+            RuntimeError: the leader says what went wrong.
+        """
         host = self._tasks[number].host
         outcome = self._leader.outcomes.get(host)
         decision = self._leader.decision
         if self._leader.error or outcome is None or decision is None:
-            return {"error": self._leader.error or f"{host} did not restore"}
+            raise RuntimeError(self._leader.error or f"{host} did not restore")
         flows = [
             sum(piece.nbytes for piece in transfer.slices)
             for transfer in decision.transfers
@@ -159,6 +178,11 @@ class OrbaxHosts:
     def begin(self) -> None:
         """See `Hosts.begin`."""
 
+    @property
+    def error(self) -> str:
+        """See `Hosts.error`: the trainers raise."""
+        return ""
+
     def pids(self) -> list[int | None]:
         """See `Hosts.pids`: trainers keep the files themselves."""
         return [None] * self._num_hosts
@@ -178,7 +202,7 @@ class OrbaxHosts:
     def restored(self, number: int) -> dict[str, Any]:
         """See `Hosts.restored`: the files of the step that the host had."""
         del number
-        return {"transfer_s": None, "bytes_moved": self._lost_bytes, "flows": []}
+        return {"bytes_moved": self._lost_bytes}
 
     @property
     def pushed_bytes(self) -> int:

@@ -8,6 +8,7 @@ know states or tiers.
 import multiprocessing
 import os
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,24 +21,25 @@ from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.digest import chunk_digests
 
 CHUNK_BYTES = 4 << 20
-ROUNDS = 3
+ROUNDS = 5
 LIMIT_S = 120.0
 
 
 def memcpy_bytes_per_s(num_bytes: int, processes: int, directory: Path) -> float:
     """Bytes per second of each process, when all copy into shared memory at once.
 
-    The best of three rounds, each as slow as its slowest process.
+    The median of the rounds, each as slow as its slowest process.
     """
     arguments = [(str(directory / f"copy{k}"), num_bytes) for k in range(processes)]
     times = _together([(_copy, a) for a in arguments])
-    return num_bytes / min(max(each) for each in zip(*times, strict=True))
+    slowest = [max(each) for each in zip(*times, strict=True)]
+    return num_bytes / statistics.median(slowest)
 
 
 def tcp_bytes_per_s(flows: Sequence[int], loads: Sequence[int] = ()) -> float:
     """Bytes per second into one process from several, over loopback.
 
-    The best of three rounds.
+    The median of the rounds.
 
     Args:
         flows: bytes that each sending process sends on its own connection.
@@ -56,7 +58,7 @@ def tcp_bytes_per_s(flows: Sequence[int], loads: Sequence[int] = ()) -> float:
     finally:
         for one in listeners:
             one.close()
-    return sum(flows) / min(times[0])
+    return sum(flows) / statistics.median(times[0])
 
 
 def _together(tasks: Sequence[tuple[Callable[..., Any], tuple]]) -> list[list[float]]:

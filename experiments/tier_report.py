@@ -18,7 +18,7 @@ STALL_RATIO = 1 / 5
 MEMCPY_RATIO = 1.3
 MEMORY_RATIO = 0.1
 
-_COLUMNS = (
+_COLUMNS: tuple[tuple[str, str, float, str], ...] = (
     ("stall [ms]", "stall_s", 1e3, ".1f"),
     ("save [s]", "save_s", 1, ".3f"),
     ("step on / off", "step_inflation", 1, ".2f"),
@@ -61,36 +61,34 @@ def targets(rows: Sequence[Row]) -> list[Target]:
 
     Where Orbax could not restore, ours must; there is nothing to divide by.
     """
-    found = []
-    for row in rows:
-        ours, orbax = row["ours"], row["orbax_p2p"]
-        name = f"{row['layout']} {row['mib']} MiB"
-        if orbax["restore_s"] is None:
-            text = "restores (0) where Orbax fails, or not (1)"
-            value = 0.0 if ours["restore_s"] is not None else 1.0
-            found.append(Target(row=name, what=text, value=value, limit=0.0))
-        pairs = (
-            ("restore_s / Orbax's", "restore_s", orbax["restore_s"], RESTORE_RATIO),
-            ("transfer_s / raw TCP", "transfer_s", ours.get("raw_tcp_s"), None),
-            ("stall_s / Orbax's", "stall_s", orbax["stall_s"], STALL_RATIO),
-            ("stall_s / memcpy", "stall_s", ours.get("memcpy_s"), MEMCPY_RATIO),
-            (
-                "anonymous growth / state per host",
-                "rss_anon_growth_bytes",
-                ours["local_bytes"],
-                MEMORY_RATIO,
-            ),
-        )
-        found += [
-            Target(
-                row=name,
-                what=what,
-                value=_ratio(ours.get(key), base),
-                limit=limit or TRANSFER_RATIO,
-            )
-            for what, key, base, limit in pairs
-            if not (base is None and key == "restore_s")
-        ]
+    return [target for row in rows for target in _of(row)]
+
+
+def _of(row: Row) -> list[Target]:
+    ours, orbax = row["ours"], row["orbax_p2p"]
+    name = f"{row['layout']} {row['mib']} MiB"
+    pairs = [
+        ("transfer_s / raw TCP", "transfer_s", ours.get("raw_tcp_s"), TRANSFER_RATIO),
+        ("stall_s / Orbax's", "stall_s", orbax["stall_s"], STALL_RATIO),
+        ("stall_s / memcpy", "stall_s", ours.get("memcpy_s"), MEMCPY_RATIO),
+        (
+            "anonymous growth / state per host",
+            "rss_anon_growth_bytes",
+            ours.get("local_bytes"),
+            MEMORY_RATIO,
+        ),
+    ]
+    if orbax["restore_s"] is not None:
+        base = orbax["restore_s"]
+        pairs.insert(0, ("restore_s / Orbax's", "restore_s", base, RESTORE_RATIO))
+    found = [
+        Target(row=name, what=what, value=_ratio(ours.get(key), base), limit=limit)
+        for what, key, base, limit in pairs
+    ]
+    if orbax["restore_s"] is None:
+        failed = float(ours["restore_s"] is None)
+        what = "restores though Orbax does not (0, else 1)"
+        found.insert(0, Target(row=name, what=what, value=failed, limit=0.0))
     return found
 
 
@@ -109,7 +107,7 @@ def table_rows(rows: Sequence[Row]) -> list[list[object]]:
     for row in rows:
         for side, name in (("ours", "dtft"), ("orbax_p2p", "Orbax p2p")):
             found = row[side]
-            cells = [_cell(found.get(key), *how) for _, key, *how in _COLUMNS]
+            cells = [_cell(found.get(key), by, how) for _, key, by, how in _COLUMNS]
             error = str(found.get("error") or "")[:60].replace("|", "/")
             lines.append([row["layout"], row["mib"], name, *cells, error])
     return lines

@@ -118,6 +118,8 @@ class Orbax:
             raise RuntimeError("latest_step() is None: nothing to restore")
         wanted = self._args.Composite(state=ocp.args.PyTreeRestore(self._abstract))
         found = self._manager.restore(step, args=wanted)
+        if found is None:
+            raise RuntimeError(f"restore({step}) returned nothing")
         return jax.block_until_ready(found.state), step
 
 

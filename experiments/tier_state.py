@@ -65,7 +65,8 @@ def make_state(abstract: dict[str, Any]) -> State:
     def leaf(number: int, struct: Any) -> jax.Array:
         height = struct.shape[0] // NUM_HOSTS
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             start, stop, _ = index[0].indices(struct.shape[0])
             blocks = [
                 np.random.default_rng([number, row]).standard_normal(
@@ -91,14 +92,6 @@ def digests(state: State) -> dict[str, str]:
         path: xxhash.xxh3_128_hexdigest(cpu_buffer(array.addressable_data(0)))
         for path, array in state.items()
     }
-
-
-def local_bytes(abstract: dict[str, Any]) -> int:
-    """Bytes of the state on each host's device."""
-    return sum(
-        int(np.prod(struct.sharding.shard_shape(struct.shape))) * 4
-        for struct in abstract.values()
-    )
 
 
 class Step:

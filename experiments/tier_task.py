@@ -10,6 +10,10 @@ NUM_HOSTS = 4
 COLUMNS = 1024
 LEAVES_PER_KIND = 4
 KINDS = ("params", "mu", "nu")
+COPIES_AT_PEAK = 7
+"""Times that either tier has a host's state in memory at most, devices included."""
+PROCESS_BYTES = 300 << 20
+"""A host's processes without any state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,24 @@ def num_rows(mib: int) -> int:
     if rows < NUM_HOSTS:
         raise ValueError(f"mib={mib} is too small. Allowed: 1 or more. Raise --mib.")
     return rows - rows % NUM_HOSTS
+
+
+def host_bytes(layout: str, mib: int) -> int:
+    """Bytes of the state on each host's device.
+
+    >>> [host_bytes(layout, 48) >> 20 for layout in LAYOUTS]
+    [48, 24, 24]
+    """
+    found = LAYOUTS[layout]
+    sizes = {"replica": found.replica, "fsdp": NUM_HOSTS // found.replica, None: 1}
+    leaf = num_rows(mib) * COLUMNS * 4 * LEAVES_PER_KIND
+    moments = leaf * (len(KINDS) - 1) // sizes[found.moments]
+    return leaf // sizes[found.params] + moments
+
+
+def needed_bytes(layout: str, mib: int) -> int:
+    """Memory that a machine must have free for one side, roughly and at most."""
+    return NUM_HOSTS * (COPIES_AT_PEAK * host_bytes(layout, mib) + PROCESS_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from experiments.tier_state import (
     Step,
     abstract_state,
     digests,
-    local_bytes,
     make_mesh,
     make_state,
 )
@@ -110,8 +109,7 @@ def main(rank: int, num: int, address: str, text: str) -> None:
     mesh = make_mesh(task.layout)
     abstract = abstract_state(mesh, task.layout, task.mib)
     phases = {"save": saving, "restore": restoring}
-    found = phases[task.phase](task, rank, mesh, abstract)
-    worlds.answer({**found, "local_bytes": local_bytes(abstract)})
+    worlds.answer(phases[task.phase](task, rank, mesh, abstract))
 
 
 if __name__ == "__main__":
