@@ -47,7 +47,7 @@ LOST = 1
 """The host whose memory is lost."""
 MEMORY = Path("/dev/shm")
 WORLD_S = 600.0
-STUCK_S = 90.0
+STUCK_S = 300.0
 """Orbax's hosts may wait for each other when a restore fails on one of them."""
 
 
@@ -106,7 +106,7 @@ class Side:
         return saved
 
     def _restore(self, saved: list[Figures], found: Figures) -> None:
-        restored, memory = self._world("restore", STUCK_S + self._mib / 20)
+        restored, memory = self._world("restore", STUCK_S)
         found |= restoring_figures(restored, saved)
         windows = [tuple(one["window"]) for one in restored]
         found["restore_peak_rss_anon_bytes"] = max(memory.peaks(windows))

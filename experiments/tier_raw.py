@@ -65,7 +65,7 @@ def _together(tasks: Sequence[tuple[Callable[..., Any], tuple]]) -> list[list[fl
     """Runs every task in a process; per task its seconds in each round.
 
     Raises:
-        RuntimeError: one of them did not answer in time.
+        RuntimeError: one of them did not answer in time, or ended without.
     """
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(tasks))
@@ -82,6 +82,8 @@ def _together(tasks: Sequence[tuple[Callable[..., Any], tuple]]) -> list[list[fl
             if not pipe[0].poll(LIMIT_S):
                 raise RuntimeError(f"process {number} gave no times in {LIMIT_S} s")
         return [pipe[0].recv() for pipe in pipes]
+    except EOFError as error:
+        raise RuntimeError("a process ended without giving its times") from error
     finally:
         for process in processes:
             process.kill()
