@@ -125,7 +125,7 @@ class Leader:
             return
         self._placement = place(self._layouts[0], self._copies)
         if self._commits:
-            self._tell_all("report", lambda _: {})
+            self._tell_all("report", lambda _: {"epoch": (self._epoch, 1)})
         else:
             self._tell_all("begin", lambda _: self._common())
 
@@ -147,6 +147,8 @@ class Leader:
         if decision.located is None:
             raise RuntimeError(f"memory cannot restore: {decision.passed_over}")
         order = {
+            "generation": self._epoch,
+            "attempt": 1,
             "step": decision.step,
             "digests": dict(decision.located.digests),
             "items": {},

@@ -172,6 +172,8 @@ class Job:
         assert decision.located is not None
         return {
             name: {
+                "generation": EPOCH[0],
+                "attempt": EPOCH[1],
                 "step": decision.step,
                 "digests": decision.located.digests,
                 "items": {"step": decision.step},
