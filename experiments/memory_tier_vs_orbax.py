@@ -10,6 +10,8 @@ memory copies and raw TCP under the same load.
 import argparse
 import contextlib
 import json
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from experiments.tier_task import (
     Task,
     host_bytes,
     needed_bytes,
+    num_rows,
 )
 from experiments.worlds import run_world
 
@@ -61,6 +64,15 @@ class Settings:
     """Saves timed one by one in each round; the first is left out."""
     step_s: float
     """Wanted seconds of a step."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("saves", 2), ("step_s", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(
+                    f"{name}={value} is too small. Allowed: {least} or more. Set "
+                    f"--{name.replace('_', '-')} {least} or more."
+                )
 
 
 class Side:
@@ -218,14 +230,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mib", type=int, help="one size only: of the global state")
     parser.add_argument("--json", type=Path, help="write the JSON object here")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--saves", type=int, default=6)
-    parser.add_argument("--step-s", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=3, help="turns of both sides")
+    parser.add_argument("--saves", type=int, default=6, help="timed in each turn")
+    parser.add_argument("--step-s", type=float, default=0.5, help="seconds of a step")
     options = parser.parse_args()
-    settings = Settings(
-        rounds=options.rounds, saves=max(options.saves, 2), step_s=options.step_s
-    )
-    sizes = {options.mib: tuple(LAYOUTS)} if options.mib else SIZES
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        settings = Settings(
+            rounds=options.rounds, saves=options.saves, step_s=options.step_s
+        )
+        sizes = SIZES
+        if options.mib is not None:
+            sizes = {options.mib: SIZES.get(options.mib, tuple(LAYOUTS))}
+        for mib in sizes:
+            num_rows(mib)
+    except ValueError as error:
+        parser.error(str(error))
     rows = []
     with private_store() as store:
         for mib, layouts in sizes.items():
@@ -234,7 +254,7 @@ def main() -> int:
                 print(json.dumps(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(summary(rows), indent=1) + "\n")
-    show(rows, settings, keep=not options.mib)
+    show(rows, settings, keep=options.mib is None)
     return 1 if any(row["ours"].get("error") for row in rows) else 0
 
 
