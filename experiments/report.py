@@ -1,7 +1,7 @@
-"""What every experiment leaves behind: one table, one figure, and how to repeat them.
+"""What an experiment leaves behind: a table, mostly a figure, and how to repeat them.
 
-Writes `experiments/results/NAME.md` and `NAME.png` and prints the table. Must not know
-what was measured.
+Writes `experiments/results/NAME.md`, `NAME.png` if there is a figure, and prints the
+table. Must not know what was measured.
 """
 
 import os
@@ -26,7 +26,7 @@ def write(
     command: str,
     header: Sequence[str],
     rows: Iterable[Sequence[object]],
-    figure: "Figure",
+    figure: "Figure | None" = None,
     notes: Sequence[str] = (),
     machine: str = "",
 ) -> Path:
@@ -39,7 +39,7 @@ def write(
         header: One text per column.
         rows: One sequence per row; a float is shown with four significant digits, so
             format it yourself where the digits matter.
-        figure: A matplotlib figure.
+        figure: A matplotlib figure, where there is something to draw.
         notes: What the reader must know to judge the table; one paragraph each.
         machine: The machine in words; by default the CPU of this one.
 
@@ -52,12 +52,14 @@ def write(
     lines = table(header, rows)
     print("\n".join(lines), flush=True)
     RESULTS.mkdir(exist_ok=True)
-    figure.savefig(RESULTS / f"{name}.png", dpi=120, bbox_inches="tight")
+    picture = [f"![{title}]({name}.png)"] if figure else []
+    if figure:
+        figure.savefig(RESULTS / f"{name}.png", dpi=120, bbox_inches="tight")
     parts = [
         f"# {title}",
         f"    {command}",
         "\n".join(lines),
-        f"![{title}]({name}.png)",
+        *picture,
         *notes,
         f"Machine: {machine or this_machine()}. {versions()}.",
     ]

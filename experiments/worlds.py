@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ def run_world(
     deadline_s: float,
     prefixes: Sequence[Sequence[str]] | None = None,
     environment: Mapping[str, str] | None = None,
+    started: Callable[[list[int]], None] | None = None,
 ) -> list[Any]:
     """Runs one process per entry of `arguments`; returns their answers by rank.
 
@@ -39,6 +40,7 @@ def run_world(
         deadline_s: for the whole world.
         prefixes: a command to run each process with, for example `ip netns exec NAME`.
         environment: variables set beside those of this process.
+        started: called with the process ids by rank, once all have begun.
 
     Raises:
         RuntimeError: a process failed; with its last lines.
@@ -57,6 +59,8 @@ def run_world(
         for rank, (own, prefix) in enumerate(zip(arguments, prefixes, strict=True)):
             place = (str(rank), str(num), address)
             processes.append(_start(variables, prefix, module, *place, *own))
+        if started is not None:
+            started([process.pid for process in processes])
         _wait(processes, end)
         return [json.loads(p.communicate()[0].splitlines()[-1]) for p in processes]
     finally:

@@ -13,6 +13,8 @@ Buffer = bytes | bytearray | memoryview
 
 DIGEST_BYTES = 16
 """Size of the digest of one chunk."""
+_BLOCK_BYTES = 256 << 10
+"""Copied, then digested while the second-level cache has it: a chunk is too large."""
 
 
 def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
@@ -35,7 +37,7 @@ def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
 def copy_and_digest(
     source: Buffer, destination: bytearray | memoryview, chunk_bytes: int
 ) -> bytes:
-    """Copies a buffer and digests every chunk of the copy while it is in cache.
+    """Copies a buffer and digests the copy, block by block while it is in cache.
 
     Returns:
         The same as `chunk_digests(destination, chunk_bytes)` afterwards.
@@ -54,8 +56,12 @@ def copy_and_digest(
     to_array = np.frombuffer(target, np.uint8)
     digests = []
     for start, stop in _chunks(len(target), chunk_bytes):
-        np.copyto(to_array[start:stop], from_array[start:stop])
-        digests.append(xxhash.xxh3_128_digest(target[start:stop]))
+        state = xxhash.xxh3_128()
+        for low in range(start, stop, _BLOCK_BYTES):
+            high = min(low + _BLOCK_BYTES, stop)
+            np.copyto(to_array[low:high], from_array[low:high])
+            state.update(target[low:high])
+        digests.append(state.digest())
     return b"".join(digests)
 
 

@@ -1,0 +1,193 @@
+"""A job whose hosts are threads: real arenas, sockets, digests, pushes and fetches.
+
+Each host has its own arena and server; the job plays the leader with the pure
+functions that the real leader uses. The devices of this process are the hosts' devices.
+"""
+
+import queue
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dtft.checkpoint.commit import Commit, StepTracker
+from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.placement import place
+from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.snapshot import SnapshotPlan
+from dtft.checkpoint.transport import Credentials, TransportServer
+from dtft.elastic.recovery import Decision, decide, transfers_to
+from dtft.elastic.replication import Inbox, Pusher, serve_fetch, serve_pushes
+from dtft.elastic.restoring import restore_into
+
+CHUNK = 256
+LIMIT_S = 20.0
+EPOCH = (1, 1)
+
+
+class Host:
+    """One host's memory, and the server that its peers reach."""
+
+    def __init__(
+        self, slot: int, layout: Layout, copies: int, path: Path, secret: Credentials
+    ) -> None:
+        self.slot, self._directory = slot, path
+        path.mkdir()
+        self.arrived: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.holder = Holder(
+            layout, slot, place(layout, copies), path=path / "arena", chunk_bytes=CHUNK
+        )
+        inbox = Inbox(
+            epoch=lambda: EPOCH,
+            holder=lambda: self.holder,
+            held=lambda step, source: self.arrived.put((step, source)),
+        )
+        self.server = TransportServer(
+            "127.0.0.1:0",
+            secret,
+            {
+                "push": lambda channel: serve_pushes(channel, inbox),
+                "fetch": lambda channel: serve_fetch(channel, inbox),
+            },
+        )
+
+    def own_bytes(self, step: int, path: str) -> bytes:
+        """What this host holds of one leaf."""
+        (piece,) = (p for p in self.holder.own_slices if p.path == path)
+        return bytes(self.holder.own_slice_view(step, piece))
+
+    def corrupt(self, step: int, path: str, num_bytes: int = 64) -> None:
+        """Overwrites bytes in the middle of one leaf, as the seeds' defect does."""
+        (piece,) = (p for p in self.holder.own_slices if p.path == path)
+        view = self.holder.own_slice_view(step, piece)
+        at = (len(view) - num_bytes) // 2
+        view[at : at + num_bytes] = b"\xff" * num_bytes
+
+    def die(self) -> None:
+        """The host is gone, and its memory with it."""
+        self.server.close()
+        self.holder.close()
+        shutil.rmtree(self._directory)
+
+
+class Job:
+    """Hosts by name, one for each slot at first: h0, h1, ..."""
+
+    def __init__(self, layout: Layout, copies: int, directory: Path) -> None:
+        self.layout, self.copies, self._directory = layout, copies, directory
+        self.credentials = Credentials(job="job", secret=b"s" * 32)
+        self.hosts: dict[str, Host] = {}
+        self.commits: list[Commit] = []
+        self.slots: list[str] = []
+        for slot in range(layout.mesh.num_slots):
+            self.slots.append(f"h{slot}")
+            self._begin(f"h{slot}", slot)
+
+    def _begin(self, name: str, slot: int) -> None:
+        self.hosts[name] = Host(
+            slot, self.layout, self.copies, self._directory / name, self.credentials
+        )
+
+    def lose(self, name: str) -> None:
+        """A host dies; a spare, `NAME-spare`, takes its slot with empty memory."""
+        host = self.hosts.pop(name)
+        host.die()
+        self.slots[host.slot] = f"{name}-spare"
+        self._begin(f"{name}-spare", host.slot)
+
+    def close(self) -> None:
+        for host in self.hosts.values():
+            host.die()
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {name: host.server.address for name, host in self.hosts.items()}
+
+    # ------------------------------------------------------------------ a step
+
+    def save(self, step: int, arrays: Mapping[str, jax.Array]) -> Commit:
+        """Snapshot on every host, replication, commit."""
+        tracker = StepTracker(self.layout, place(self.layout, self.copies), step)
+        for host in self.hosts.values():
+            plan = SnapshotPlan(self.layout, host.slot, CHUNK)
+            extent = host.holder.arena.view(host.holder.begin_stage(step), plan.nbytes)
+            digests = plan.write(arrays, extent)
+            host.holder.staged(step, digests, {"step": step})
+            tracker.staged(host.slot, digests)
+        self._replicate(step, tracker)
+        assert tracker.complete, tracker.missing
+        commit = Commit(
+            step=step,
+            generation=1,
+            attempt=1,
+            root=tracker.root(),
+            layout=self.layout.digest,
+            holders=tuple(self.slots),
+            copies=tracker.placement.effective_copies,
+        )
+        self.commits.insert(0, commit)
+        for host in self.hosts.values():
+            host.holder.drop_before(step, keep={step})
+        return commit
+
+    def _replicate(self, step: int, tracker: StepTracker) -> None:
+        addresses = [self.addresses[name] for name in self.slots]
+        pushers = [
+            Pusher(
+                host.holder,
+                push,
+                addresses[push.target],
+                self.credentials,
+                EPOCH,
+                LIMIT_S,
+            )
+            for host in self.hosts.values()
+            for push in host.holder.outgoing
+        ]
+        for pusher in pushers:
+            pusher.offer(step)
+        for host in self.hosts.values():
+            for _ in host.holder.incoming:
+                _, source = host.arrived.get(timeout=LIMIT_S)
+                tracker.held(source, host.slot)
+        for pusher in pushers:
+            pusher.close()
+
+    # --------------------------------------------------------------- a recovery
+
+    def decide(self, storage_steps: Sequence[int] = ()) -> Decision:
+        """What the leader would restore, from what the hosts verify now."""
+        return decide(
+            commits=self.commits,
+            layout=self.layout,
+            holdings={n: host.holder.holdings()[0] for n, host in self.hosts.items()},
+            slots=self.slots,
+            storage_steps=storage_steps,
+        )
+
+    def orders(self, decision: Decision) -> dict[str, dict[str, Any]]:
+        """What every host is told to do."""
+        assert decision.located is not None
+        return {
+            name: {
+                "generation": EPOCH[0],
+                "attempt": EPOCH[1],
+                "step": decision.step,
+                "digests": decision.located.digests,
+                "items": {"step": decision.step},
+                "transfers": transfers_to(decision.transfers, self.addresses, name),
+            }
+            for name in self.hosts
+        }
+
+    def obey(self, name: str, order: dict[str, Any]) -> dict[str, Any]:
+        """One host fetches what it lacks; what came of it."""
+        holder = self.hosts[name].holder
+        return restore_into(holder, order, name, self.credentials, LIMIT_S)
+
+    def carry_out(self, decision: Decision) -> dict[str, dict[str, Any]]:
+        """Every host does as it is told; per host what came of it."""
+        orders = self.orders(decision)
+        return {name: self.obey(name, order) for name, order in orders.items()}
