@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtft.checkpoint import wire
-from dtft.checkpoint.channel import Channel, ChannelClosed, Header
+from dtft.checkpoint.channel import SILENCE_MS, Channel, ChannelClosed, Header
+from dtft.checkpoint.stream import Stream, TlsStream
 from dtft.checkpoint.wire import Credentials
 
 __all__ = ["Channel", "ChannelClosed", "Credentials", "TransportServer", "connect"]
@@ -53,7 +54,7 @@ def connect(
         raise OSError(
             error.errno, f"cannot connect to peer {address}: {error.strerror}"
         ) from error
-    channel = Channel(connection, address)
+    channel = _channel(connection, address, credentials, server=False)
     try:
         _prove_as_client(channel, credentials, deadline)
         channel.send(hello, timeout_s=deadline - time.monotonic())
@@ -81,17 +82,43 @@ def parse_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def _channel(
+    connection: socket.socket, address: str, credentials: Credentials, *, server: bool
+) -> Channel:
+    if credentials.tls is None:
+        return Channel(Stream(connection, SILENCE_MS), address)
+    stream = TlsStream(connection, SILENCE_MS, credentials.tls, server=server)
+    return Channel(stream, address)
+
+
+def _greet_tls(channel: Channel, deadline: float) -> None:
+    if isinstance(channel.stream, TlsStream):
+        try:
+            channel.stream.greet(deadline)
+        except OSError as error:
+            raise type(error)(
+                f"peer {channel.address}: {error}. Check that all hosts of the job "
+                "are given a certificate (tls), or none."
+            ) from error
+
+
 def _prove_as_client(
     channel: Channel, credentials: Credentials, deadline: float
 ) -> None:
+    _greet_tls(channel, deadline)
     message, own = wire.greeting()
     channel.write(message, deadline=deadline)
     other = wire.read_greeting(channel.read(wire.GREETING_BYTES, deadline=deadline))
-    proof = wire.proof(credentials, "client", own, other)
+    handshake = wire.Handshake(
+        client_nonce=own, server_nonce=other, binding=channel.stream.binding
+    )
+    proof = wire.proof(credentials, "client", handshake)
     channel.write(proof, deadline=deadline)
-    expected = wire.proof(credentials, "server", own, other)
+    expected = wire.proof(credentials, "server", handshake)
     answer = channel.read(wire.PROOF_BYTES, deadline=deadline)
     wire.check_proof(answer, expected, channel.address)
+    to_server, to_client = wire.session_keys(credentials, handshake)
+    channel.protect(to_server, to_client)
 
 
 def _prove_as_server(
@@ -103,18 +130,24 @@ def _prove_as_server(
         AuthenticationError: the client does not know the secret; it has been told.
         WireError: the client speaks something else.
     """
+    _greet_tls(channel, deadline)
     other = wire.read_greeting(channel.read(wire.GREETING_BYTES, deadline=deadline))
     message, own = wire.greeting()
     channel.write(message, deadline=deadline)
+    handshake = wire.Handshake(
+        client_nonce=other, server_nonce=own, binding=channel.stream.binding
+    )
     answer = channel.read(wire.PROOF_BYTES, deadline=deadline)
-    expected = wire.proof(credentials, "client", other, own)
+    expected = wire.proof(credentials, "client", handshake)
     try:
         wire.check_proof(answer, expected, channel.address)
     except wire.AuthenticationError:
         channel.write(wire.REFUSAL, deadline=deadline)
         raise
-    proof = wire.proof(credentials, "server", other, own)
+    proof = wire.proof(credentials, "server", handshake)
     channel.write(proof, deadline=deadline)
+    to_server, to_client = wire.session_keys(credentials, handshake)
+    channel.protect(to_client, to_server)
 
 
 class TransportServer:
@@ -195,7 +228,7 @@ class TransportServer:
                 logger.warning("dropped %s: %s", _text(address), error)
 
     def _admit(self, connection: socket.socket, address: str) -> None:
-        channel = Channel(connection, address)
+        channel = _channel(connection, address, self._credentials, server=True)
         thread = threading.Thread(target=self._serve, args=(channel,), daemon=True)
         with self._lock:
             if self._closed.is_set() or len(self._threads) >= self._max_connections:
@@ -226,7 +259,9 @@ class TransportServer:
     def _welcome(self, channel: Channel) -> Callable[[Channel], None] | None:
         deadline = time.monotonic() + HANDSHAKE_S
         _prove_as_server(channel, self._credentials, deadline)
-        hello, _ = channel.receive(deadline - time.monotonic())
+        hello, _ = channel.receive(
+            deadline - time.monotonic(), max_header=wire.MAX_DATA_HEADER
+        )
         op = hello.get("op")
         handler = self._handlers.get(op) if isinstance(op, str) else None
         if handler is None:
