@@ -11,7 +11,6 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dtft.checkpoint import seal, wire
@@ -91,7 +90,7 @@ class Channel:
         timeout_s: float,
         sink: Sink | None = None,
         *,
-        silence_s: float = SILENCE_S,
+        begin_s: float | None = None,
         max_header: int = wire.MAX_HEADER,
     ) -> tuple[Header, memoryview]:
         """Waits for the next frame.
@@ -100,7 +99,7 @@ class Channel:
             timeout_s: limit for the whole frame.
             sink: asked once per frame, also when the payload is empty, for memory of
                 the payload's size. Without it small payloads get new memory.
-            silence_s: limit between two arrivals within a frame.
+            begin_s: limit for the frame to begin, if that is less.
             max_header: largest header that is accepted, in bytes.
 
         Returns:
@@ -113,33 +112,34 @@ class Channel:
                 closed.
             WireError: the peer sent no valid frame; the channel is closed.
         """
-        limits = _Limits(time.monotonic() + timeout_s, silence_s)
+        now = time.monotonic()
+        wait_s = timeout_s if begin_s is None else min(timeout_s, begin_s)
         with self._use():
-            self._wait(select.POLLIN, limits.deadline, "a frame")
+            self._wait(select.POLLIN, now + wait_s, "a frame")
             try:
-                return self._next_frame(limits, sink, max_header)
+                return self._next_frame(now + timeout_s, sink, max_header)
             except BaseException:
                 self.close()  # what comes next would not be the start of a frame
                 raise
 
     def _next_frame(
-        self, limits: "_Limits", sink: Sink | None, max_header: int
+        self, deadline: float, sink: Sink | None, max_header: int
     ) -> tuple[Header, memoryview]:
         assert self._opener is not None, "no frames before the handshake"
-        start = self._take(seal.FRAME_START_BYTES, limits)
+        start = self._take(seal.FRAME_START_BYTES, deadline)
         header_bytes, payload_bytes = self._opener.start(start)
         if header_bytes > max_header:
             raise wire.WireError(
                 f"peer {self._name} sent a header of {header_bytes} bytes where at "
                 f"most {max_header} are allowed"
             )
-        sealed = self._take(header_bytes + seal.SEAL_BYTES, limits)
+        sealed = self._take(header_bytes + seal.SEAL_BYTES, deadline)
         header = self._opener.header(sealed)
         memory = self._memory_for(header, payload_bytes, sink)
         if memory is None:
-            self._discard(payload_bytes, limits)
+            self._discard(payload_bytes, deadline)
             return header, memoryview(b"")
-        self._fill(memory, limits)
+        self._fill(memory, deadline)
         return header, memory[0] if len(memory) == 1 else memoryview(b"")
 
     def close(self) -> None:
@@ -224,21 +224,22 @@ class Channel:
             ChannelClosed: the connection has ended.
             TimeoutError: the monotonic clock has passed `deadline`.
         """
-        return self._take(size, _Limits(deadline, SILENCE_S))
+        return self._take(size, deadline)
 
-    def _take(self, size: int, limits: "_Limits") -> bytearray:
+    def _take(self, size: int, deadline: float) -> bytearray:
         data = bytearray(size)
-        self._fill([memoryview(data)], limits)
+        self._fill([memoryview(data)], deadline)
         return data
 
-    def _fill(self, memory: Sequence[memoryview], limits: "_Limits") -> None:
+    def _fill(self, memory: Sequence[memoryview], deadline: float) -> None:
         rest = [part for part in memory if len(part)]
         rest.reverse()  # what comes next is at the end
         while rest:
             try:
                 got = self.stream.receive_into(rest[: -_BUFFERS_PER_CALL - 1 : -1])
             except WouldBlock as wait:
-                self._wait(wait.event, limits.next(), "the rest of a frame")
+                silent = min(deadline, time.monotonic() + SILENCE_S)
+                self._wait(wait.event, silent, "the rest of a frame")
                 continue
             except OSError as error:
                 raise self._ended(error) from error
@@ -248,14 +249,14 @@ class Channel:
                 got -= len(rest.pop())
             if got:
                 rest[-1] = rest[-1][got:]
-            if rest and time.monotonic() > limits.deadline:
+            if rest and time.monotonic() > deadline:
                 raise self._late("the rest of a frame")
 
-    def _discard(self, size: int, limits: "_Limits") -> None:
+    def _discard(self, size: int, deadline: float) -> None:
         scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
         while size:
             part = scratch[: min(size, len(scratch))]
-            self._fill([part], limits)
+            self._fill([part], deadline)
             size -= len(part)
 
     def _memory_for(
@@ -279,15 +280,3 @@ class Channel:
                 "Give memory of just that size, or None to discard it."
             )
         return [part.cast("B") if part.nbytes else memoryview(b"") for part in parts]
-
-
-@dataclass(frozen=True)
-class _Limits:
-    """How long one frame may take, and how long it may stand still."""
-
-    deadline: float
-    silence_s: float
-
-    def next(self) -> float:
-        """When the next bytes must be there."""
-        return min(self.deadline, time.monotonic() + self.silence_s)

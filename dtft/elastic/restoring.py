@@ -10,7 +10,7 @@ from typing import Any
 
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.transport import Credentials
-from dtft.elastic.replication import FetchFailed, fetch
+from dtft.elastic.replication import FetchFailed, FetchOrder, fetch
 
 
 def restore_into(
@@ -24,7 +24,7 @@ def restore_into(
 
     Args:
         holder: of the slot in the order.
-        order: step, digests, items and transfers.
+        order: generation, attempt, step, digests, items and transfers.
         host: this host's name.
         credentials: the job's.
         limit_s: deadline of each fetch, in seconds.
@@ -59,9 +59,12 @@ def _fetch_all(
             pool.submit(
                 fetch,
                 holder,
-                order["step"],
-                transfer,
-                order["digests"],
+                FetchOrder(
+                    step=order["step"],
+                    epoch=(order["generation"], order["attempt"]),
+                    transfer=transfer,
+                    digests=order["digests"],
+                ),
                 credentials,
                 limit_s,
             )
