@@ -43,8 +43,11 @@ def connect(
         TimeoutError: not done in time; names the peer.
     """
     deadline = time.monotonic() + timeout_s
+    target = parse_address(address)
+    if timeout_s <= 0:
+        raise TimeoutError(f"peer {address}: no time is left to connect")
     try:
-        connection = socket.create_connection(parse_address(address), timeout_s)
+        connection = socket.create_connection(target, timeout_s)
     except TimeoutError as error:
         raise TimeoutError(
             f"peer {address}: {timeout_s} s connecting without an answer. Check that "

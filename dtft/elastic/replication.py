@@ -60,7 +60,7 @@ class Pusher:
     def _run(self) -> None:
         while (step := self._steps.get()) is not None:
             deadline = time.monotonic() + self._deadline_s
-            while not self._closed.is_set() and not self._try(step):
+            while not self._closed.is_set() and not self._try(step, deadline):
                 if time.monotonic() > deadline:
                     logger.warning("step %d did not reach %s", step, self._address)
                     break
@@ -68,7 +68,7 @@ class Pusher:
         if self._channel is not None:
             self._channel.close()
 
-    def _try(self, step: int) -> bool:
+    def _try(self, step: int, deadline: float) -> bool:
         """Sends one step; False asks for another try."""
         try:
             views = self._holder.own_views(step, self._push)
@@ -77,9 +77,10 @@ class Pusher:
         except KeyError:
             return True  # the step was dropped: a newer commit made it needless
         try:
+            left = deadline - time.monotonic()
             if self._channel is None:
                 self._channel = connect(
-                    self._address, self._credentials, {"op": "push"}, 5.0
+                    self._address, self._credentials, {"op": "push"}, min(left, 5.0)
                 )
             header = {
                 "epoch": self._epoch,
@@ -88,8 +89,8 @@ class Pusher:
                 "digests": digests,
                 "items": items,
             }
-            self._channel.send(header, views, timeout_s=self._deadline_s)
-            reply, _ = self._channel.receive(timeout_s=self._deadline_s)
+            self._channel.send(header, views, timeout_s=left)
+            reply, _ = self._channel.receive(deadline - time.monotonic())
             return bool(reply["done"])
         except (OSError, ChannelClosed, TimeoutError) as error:
             if self._channel is not None:

@@ -23,13 +23,22 @@ EPOCH = (3, 1)
 SIZES = {"big": 12_000, "odd": 1_001, "small": 7, "none": 0}
 
 
-def state(num_slots: int) -> Layout:
-    """Leaves of unlike sizes, each divided over the slots."""
+def divided(num_slots: int) -> Layout:
+    """Leaves of unlike sizes, each divided over the slots: copies must be pushed."""
+    return _layout(num_slots, num_slots, (("slots",),))
+
+
+def replicated(num_slots: int) -> Layout:
+    """The same leaves whole on every slot: every peer can send everything."""
+    return _layout(num_slots, 1, ())
+
+
+def _layout(num_slots: int, parts: int, spec: tuple[tuple[str, ...], ...]) -> Layout:
     mesh = MeshLayout(
-        axis_names=("fsdp",), axis_sizes=(num_slots,), slots=tuple(range(num_slots))
+        axis_names=("slots",), axis_sizes=(num_slots,), slots=tuple(range(num_slots))
     )
     leaves = tuple(
-        Leaf(path=name, shape=(size * num_slots,), dtype="uint8", spec=(("fsdp",),))
+        Leaf(path=name, shape=(size * parts,), dtype="uint8", spec=spec)
         for name, size in SIZES.items()
     )
     return Layout(mesh=mesh, leaves=leaves)
@@ -39,11 +48,10 @@ class Host:
     """One slot's holder, served. Its own bytes are a function of step and slice."""
 
     def __init__(
-        self, folder: Path, slot: int, num_slots: int, credentials: Credentials = JOB
+        self, folder: Path, slot: int, layout: Layout, credentials: Credentials = JOB
     ) -> None:
         """Starts to serve; nothing is held yet."""
-        layout = state(num_slots)
-        copies = place(layout, min(num_slots, 2))
+        copies = place(layout, 2)
         path = folder / f"arena-{slot}"
         self.slot = slot
         self.holder = Holder(layout, slot, copies, path=path, chunk_bytes=CHUNK)
@@ -94,13 +102,13 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(
-    folder: Path, number: int, credentials: Credentials = JOB
+    folder: Path, layout: Layout, credentials: Credentials = JOB
 ) -> Iterator[list[Host]]:
-    """A number of hosts, one per slot."""
+    """One host for each slot."""
     made: list[Host] = []
     try:
-        for slot in range(number):
-            made.append(Host(folder, slot, number, credentials))
+        for slot in range(layout.mesh.num_slots):
+            made.append(Host(folder, slot, layout, credentials))
         yield made
     finally:
         for host in made:
