@@ -49,7 +49,7 @@ class Place:
     """One field of one message."""
 
     connection: int
-    """Number of the connection, in the order in which they came."""
+    """Number of the connection, in the order in which they came, or a later one."""
     direction: Direction
     """From client to server, or back."""
     message: int
@@ -199,11 +199,8 @@ class FaultProxy:
         if fault is None or self.fired.is_set():
             return [message]
         place = fault.place
-        if (place.connection, place.direction, place.message) != (
-            connection,
-            direction,
-            number,
-        ):
+        here = place.direction == direction and place.message == number
+        if not here or connection < place.connection:
             return [message]
         if place.offset + place.size > len(message):
             return [message]  # this run's message is a shorter one
