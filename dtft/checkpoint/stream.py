@@ -154,6 +154,22 @@ class TlsStream(Stream):
         return super().poll(event, timeout_s)
 
 
+def check_tls(tls: Tls) -> None:
+    """Reads certificate and key.
+
+    Raises:
+        ValueError: one is missing or unreadable, or they do not belong together.
+    """
+    try:
+        _context(tls, server=True)
+    except OSError as error:
+        raise ValueError(
+            f"tls.certificate={tls.certificate}, tls.key={tls.key}: {error}. Allowed: "
+            "PEM files that belong together. Make a pair with `openssl req -x509 "
+            "-nodes -newkey ec -pkeyopt ec_paramgen_curve:prime256v1`."
+        ) from error
+
+
 def _context(tls: Tls, server: bool) -> ssl.SSLContext:
     side = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
     context = ssl.SSLContext(side)

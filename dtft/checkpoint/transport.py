@@ -14,7 +14,7 @@ from typing import Any
 
 from dtft.checkpoint import wire
 from dtft.checkpoint.channel import SILENCE_MS, Channel, ChannelClosed, Header
-from dtft.checkpoint.stream import Stream, TlsStream
+from dtft.checkpoint.stream import Stream, TlsStream, check_tls
 from dtft.checkpoint.wire import Credentials
 
 __all__ = ["Channel", "ChannelClosed", "Credentials", "TransportServer", "connect"]
@@ -182,6 +182,8 @@ class TransportServer:
                 f"bind={bind!r} is not an address that peers could connect to. "
                 "Allowed: one of this host's own, such as 10.0.0.5:0. Change --bind."
             )
+        if credentials.tls is not None:
+            check_tls(credentials.tls)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=1024)
         self._listener.settimeout(1.0)

@@ -114,9 +114,13 @@ class FaultProxy:
         while True:
             try:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(self._target, 5)
             except OSError:
                 return
+            try:
+                server = socket.create_connection(self._target, 5)
+            except OSError:
+                _reset(client)
+                continue
             with self._lock:
                 if self._dead:
                     _reset(client)
