@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtft.checkpoint import wire
-from dtft.checkpoint.channel import SILENCE_MS, Channel, ChannelClosed, Header
-from dtft.checkpoint.stream import Stream, TlsStream, check_tls
+from dtft.checkpoint.channel import Channel, ChannelClosed, Header
+from dtft.checkpoint.handshake import open_channel, prove_as_client, prove_as_server
+from dtft.checkpoint.stream import check_tls
 from dtft.checkpoint.wire import Credentials
 
 __all__ = ["Channel", "ChannelClosed", "Credentials", "TransportServer", "connect"]
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 """A client that has not proved itself by then is dropped."""
+MAX_STRANGERS = 256
+"""Clients that have not proved themselves yet; one more, and the oldest is dropped, so
+that strangers cannot keep members out."""
 
 
 def connect(
@@ -57,9 +61,9 @@ def connect(
         raise OSError(
             error.errno, f"cannot connect to peer {address}: {error.strerror}"
         ) from error
-    channel = _channel(connection, address, credentials, server=False)
+    channel = open_channel(connection, address, credentials, server=False)
     try:
-        _prove_as_client(channel, credentials, deadline)
+        prove_as_client(channel, credentials, deadline)
         channel.send(hello, timeout_s=deadline - time.monotonic())
         channel.peer, _ = channel.receive(deadline - time.monotonic())
         if "refused" in channel.peer:
@@ -83,74 +87,6 @@ def parse_address(address: str) -> tuple[str, int]:
             "colon, and 0 to 65535, such as 10.0.0.5:7000. Change the address."
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _channel(
-    connection: socket.socket, address: str, credentials: Credentials, *, server: bool
-) -> Channel:
-    if credentials.tls is None:
-        return Channel(Stream(connection, SILENCE_MS), address)
-    stream = TlsStream(connection, SILENCE_MS, credentials.tls, server=server)
-    return Channel(stream, address)
-
-
-def _greet_tls(channel: Channel, deadline: float) -> None:
-    if isinstance(channel.stream, TlsStream):
-        try:
-            channel.stream.greet(deadline)
-        except OSError as error:
-            raise type(error)(
-                f"peer {channel.address}: {error}. Check that all hosts of the job "
-                "are given a certificate (tls), or none."
-            ) from error
-
-
-def _prove_as_client(
-    channel: Channel, credentials: Credentials, deadline: float
-) -> None:
-    _greet_tls(channel, deadline)
-    message, own = wire.greeting()
-    channel.write(message, deadline=deadline)
-    other = wire.read_greeting(channel.read(wire.GREETING_BYTES, deadline=deadline))
-    handshake = wire.Handshake(
-        client_nonce=own, server_nonce=other, binding=channel.stream.binding
-    )
-    proof = wire.proof(credentials, "client", handshake)
-    channel.write(proof, deadline=deadline)
-    expected = wire.proof(credentials, "server", handshake)
-    answer = channel.read(wire.PROOF_BYTES, deadline=deadline)
-    wire.check_proof(answer, expected, channel.address)
-    to_server, to_client = wire.session_keys(credentials, handshake)
-    channel.protect(to_server, to_client)
-
-
-def _prove_as_server(
-    channel: Channel, credentials: Credentials, deadline: float
-) -> None:
-    """The server's half of the handshake: reads 72 bytes at most, of fixed sizes.
-
-    Raises:
-        AuthenticationError: the client does not know the secret; it has been told.
-        WireError: the client speaks something else.
-    """
-    _greet_tls(channel, deadline)
-    other = wire.read_greeting(channel.read(wire.GREETING_BYTES, deadline=deadline))
-    message, own = wire.greeting()
-    channel.write(message, deadline=deadline)
-    handshake = wire.Handshake(
-        client_nonce=other, server_nonce=own, binding=channel.stream.binding
-    )
-    answer = channel.read(wire.PROOF_BYTES, deadline=deadline)
-    expected = wire.proof(credentials, "client", handshake)
-    try:
-        wire.check_proof(answer, expected, channel.address)
-    except wire.AuthenticationError:
-        channel.write(wire.REFUSAL, deadline=deadline)
-        raise
-    proof = wire.proof(credentials, "server", handshake)
-    channel.write(proof, deadline=deadline)
-    to_server, to_client = wire.session_keys(credentials, handshake)
-    channel.protect(to_client, to_server)
 
 
 class TransportServer:
@@ -192,6 +128,7 @@ class TransportServer:
         self._credentials, self._handlers = credentials, dict(handlers)
         self._max_connections = max_connections
         self._threads: dict[Channel, threading.Thread] = {}
+        self._strangers: dict[Channel, None] = {}  # oldest first
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._acceptor = threading.Thread(
             target=self._accept, name=f"transport {self.address}", daemon=True
@@ -233,7 +170,7 @@ class TransportServer:
                 logger.warning("dropped %s: %s", _text(address), error)
 
     def _admit(self, connection: socket.socket, address: str) -> None:
-        channel = _channel(connection, address, self._credentials, server=True)
+        channel = open_channel(connection, address, self._credentials, server=True)
         thread = threading.Thread(target=self._serve, args=(channel,), daemon=True)
         with self._lock:
             if self._closed.is_set() or len(self._threads) >= self._max_connections:
@@ -244,6 +181,11 @@ class TransportServer:
                 return
             thread.start()
             self._threads[channel] = thread
+            self._strangers[channel] = None
+            crowded = len(self._strangers) > MAX_STRANGERS
+            oldest = next(iter(self._strangers)) if crowded else None
+        if oldest is not None:
+            oldest.close()
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -260,10 +202,13 @@ class TransportServer:
             channel.close()
             with self._lock:
                 self._threads.pop(channel, None)
+                self._strangers.pop(channel, None)
 
     def _welcome(self, channel: Channel) -> Callable[[Channel], None] | None:
         deadline = time.monotonic() + HANDSHAKE_S
-        _prove_as_server(channel, self._credentials, deadline)
+        prove_as_server(channel, self._credentials, deadline)
+        with self._lock:
+            self._strangers.pop(channel, None)
         hello, _ = channel.receive(
             deadline - time.monotonic(), max_header=wire.MAX_DATA_HEADER
         )

@@ -289,6 +289,19 @@ def test_too_many_connections_are_dropped_until_one_ends(serve: Serve) -> None:
                 time.sleep(0.01)
 
 
+def test_a_crowd_of_strangers_does_not_keep_a_member_out(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "MAX_STRANGERS", 3)
+    server = serve(echo=echo)
+    strangers = [raw(server) for _ in range(8)]
+    assert_serves(server)
+    for dropped in strangers[:4]:
+        assert dropped.recv(100) == b""
+    for stranger in strangers:
+        stranger.close()
+
+
 def test_close_ends_connections_and_threads(serve: Serve) -> None:
     before = set(threading.enumerate())
     server = serve(echo=echo)
