@@ -1,4 +1,4 @@
-"""Fetches slices from one peer over several connections, and serves such fetches.
+"""Fetches slices from one peer over several connections; `serving.py` answers.
 
 Bytes go straight into the memory they are wanted in, and count chunk by chunk once
 their digests match. A connection that is cut is made again and goes on after the last
@@ -10,26 +10,26 @@ memory stays bounded on both sides. Must not know steps, arenas or who has what.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dtft.checkpoint import wire
+from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.ranges import Range, Wanted, memory_of, not_right, split
-from dtft.checkpoint.transport import Channel, ChannelClosed, Credentials, connect
+from dtft.checkpoint.serving import no_payload
+from dtft.checkpoint.transport import Channel, Credentials, connect
 
 STREAMS = 4
 """Connections of one fetch, if there is enough for each to do."""
 RANGE_BYTES = 8 << 20
 """What is asked for at a time, unless a chunk is larger."""
-MAX_ANSWER = 256 << 20
-"""Largest answer that a server gives, in bytes; chunks must be smaller."""
 DEPTH = 2
 """Answers on their way on one connection: one is checked while the next arrives."""
 BEGIN_S = 10.0
 """A peer that does not begin to answer for this long is given up and tried again."""
-IDLE_S = 60.0
-"""A server ends a connection on which nothing is asked for this long."""
+READ_S = 30.0
+"""One read of a peer's lent memory takes at most this long."""
 TRIES = 4
 """Attempts of one connection without a byte gained, and of one chunk."""
 _PAUSE_S = 0.05
@@ -66,6 +66,7 @@ def fetch(
     chunk_bytes: int,
     limit_s: float,
     streams: int = STREAMS,
+    nixl: Nixl | None = None,
 ) -> Fetched:
     """Fetches slices from one peer into their memory.
 
@@ -78,12 +79,16 @@ def fetch(
         chunk_bytes: size of the chunks of the digests.
         limit_s: limit for all of it, in seconds.
         streams: most connections at a time.
+        nixl: reads the bytes if the peer has NIXL too, with one connection beside it;
+            the peer's answers carry them otherwise.
 
     Raises:
         FetchError: the peer is gone, lacks a slice, is too late or sent corrupt bytes.
     """
-    work = _Work(wanted, chunk_bytes)
+    work = _Work(wanted, chunk_bytes, nixl)
     asked = {**request, "keys": [one.key for one in wanted]}
+    if nixl is not None:
+        asked, streams = asked | {"nixl": True}, 1
     deadline = time.monotonic() + limit_s
 
     def run() -> None:
@@ -104,8 +109,10 @@ def fetch(
 class _Work:
     """What is still to be done, shared by the connections of one fetch."""
 
-    def __init__(self, wanted: Sequence[Wanted], chunk_bytes: int) -> None:
-        self.wanted, self.chunk_bytes = wanted, chunk_bytes
+    def __init__(
+        self, wanted: Sequence[Wanted], chunk_bytes: int, nixl: Nixl | None
+    ) -> None:
+        self.wanted, self.chunk_bytes, self.nixl = wanted, chunk_bytes, nixl
         sizes = [len(one.memory) for one in wanted]
         self.waiting = deque(split(sizes, chunk_bytes, RANGE_BYTES))
         self.sizes, self.error = sizes, "nothing was tried"
@@ -181,8 +188,11 @@ def _stream(
         gained = [0]
         try:
             with connect(address, credentials, hello, min(left, BEGIN_S)) as channel:
-                _open(channel, asked, work.sizes, deadline)
-                _pump(channel, work, flying, gained, deadline)
+                offer = _open(channel, asked, work.sizes, deadline)
+                if work.nixl is not None and offer:
+                    _read(channel, work, offer, flying, gained, deadline)
+                else:
+                    _pump(channel, work, flying, gained, deadline)
         except FetchError as error:
             work.cut((), tuple(flying), str(error))
             return
@@ -197,7 +207,8 @@ def _stream(
 
 def _open(
     channel: Channel, asked: dict[str, Any], sizes: Sequence[int], deadline: float
-) -> None:
+) -> dict[str, Any] | None:
+    """Says what is wanted; returns what the peer lends, if it does."""
     left = min(deadline - time.monotonic(), BEGIN_S)
     channel.send(asked, timeout_s=left)
     reply, _ = channel.receive(left, max_header=wire.MAX_DATA_HEADER)
@@ -205,6 +216,7 @@ def _open(
         raise FetchError(str(reply["error"]))
     if reply.get("sizes") != list(sizes):
         raise FetchError("the peer's slices have other sizes")
+    return reply.get("nixl")
 
 
 def _pump(
@@ -233,57 +245,30 @@ def _pump(
         gained[0] += _nbytes(flying.popleft())
 
 
-def serve(
-    channel: Channel, find: Callable[[dict[str, Any]], Sequence[memoryview]]
+def _read(
+    channel: Channel,
+    work: _Work,
+    offer: dict[str, Any],
+    flying: deque[Range],
+    gained: list[int],
+    deadline: float,
 ) -> None:
-    """Answers one connection of a peer's `fetch` until the peer ends it.
-
-    Args:
-        channel: the connection.
-        find: from the peer's request, which is not to be trusted, to the slices' bytes.
-
-    Raises:
-        WireError: the peer asks for what it may not.
-    """
-    request, _ = channel.receive(BEGIN_S, _nothing, max_header=wire.MAX_DATA_HEADER)
-    try:
-        views = [view.cast("B") if view.nbytes else view for view in find(request)]
-    except KeyError as error:
-        channel.send({"error": f"not held here: {error}"}, timeout_s=BEGIN_S)
-        return
-    sizes = [view.nbytes for view in views]
-    channel.send({"sizes": sizes}, timeout_s=BEGIN_S)
-    while True:
-        try:
-            asked, _ = channel.receive(
-                IDLE_S, _nothing, max_header=wire.MAX_DATA_HEADER
+    """Reads the lent memory until nothing waits; the peer says that it still holds."""
+    assert work.nixl is not None
+    addresses = offer["addresses"]
+    with (
+        work.nixl.receiving([one.memory for one in work.wanted]),
+        work.nixl.borrow(offer),
+    ):
+        while (range_ := work.next()) is not None:
+            flying.append(range_)
+            work.nixl.read(
+                offer["name"],
+                [(addresses[part.index] + part.start, part.nbytes) for part in range_],
+                memory_of(range_, work.wanted),
+                min(deadline, time.monotonic() + READ_S),
             )
-        except ChannelClosed:
-            return
-        payload = _cut_out(views, asked.get("parts"))
-        channel.send({}, payload, timeout_s=IDLE_S)
-
-
-def _nothing(_: dict[str, Any], size: int) -> None:
-    if size:
-        raise wire.WireError(f"a request has a payload of {size} bytes")
-
-
-def _cut_out(views: Sequence[memoryview], parts: object) -> list[memoryview]:
-    """The bytes that a peer asks for.
-
-    Raises:
-        WireError: they are not inside the slices, or too many.
-    """
-    found, size = [], 0
-    for part in parts if isinstance(parts, list) else [None]:
-        valid = isinstance(part, list) and len(part) == 3
-        if not valid or any(type(number) is not int for number in part):
-            raise wire.WireError("a request's parts are not (slice, start, stop)")
-        index, start, stop = part
-        inside = 0 <= index < len(views) and 0 <= start <= stop <= views[index].nbytes
-        size += stop - start
-        if not inside or size > MAX_ANSWER:
-            raise wire.WireError(f"a request's part {part} is not to be had here")
-        found.append(views[index][start:stop])
-    return found
+            channel.send({"parts": []}, timeout_s=deadline - time.monotonic())
+            channel.receive(deadline - time.monotonic(), no_payload, begin_s=BEGIN_S)
+            work.arrived(flying.popleft())
+            gained[0] += _nbytes(range_)

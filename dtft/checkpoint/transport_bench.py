@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from dtft.checkpoint.digest import chunk_digests
-from dtft.checkpoint.fetch import STREAMS, fetch, serve
+from dtft.checkpoint.fetch import STREAMS, fetch
 from dtft.checkpoint.ranges import Wanted
+from dtft.checkpoint.serving import serve
 from dtft.checkpoint.transport import (
     Channel,
     Credentials,

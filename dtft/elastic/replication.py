@@ -18,6 +18,7 @@ from dtft.checkpoint import wire
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import Push
 from dtft.checkpoint.ranges import Wanted
+from dtft.checkpoint.serving import serve
 from dtft.checkpoint.transport import Channel, ChannelClosed, Credentials, connect
 
 logger = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
             raise KeyError("this host holds nothing")
         return holder.find(step, keys)
 
-    fetching.serve(channel, find)
+    serve(channel, find)
 
 
 class FetchFailed(Exception):
