@@ -167,10 +167,13 @@ class Holder:
         """Where one push may write, and nothing else until `end_receive`.
 
         Returns:
-            The memory; None if another push of the same is under way, or no extent is
-            free. What was verified there before no longer counts.
+            The memory; None if a verified copy is there (nothing overwrites one),
+            another push of the same is under way, or no extent is free.
         """
         with self._lock:
+            known = self._versions.get(step)
+            if known is not None and source in known.hosted_digests:
+                return None
             if (step, source) in self._receiving:
                 return None
             try:
@@ -179,7 +182,6 @@ class Holder:
                 return None
             version = self._versions[step]
             assert version.hosted is not None
-            version.hosted_digests.pop(source, None)
             self._hosted_pool.retain(version.hosted)  # though the step be dropped
             self._receiving[step, source] = version.hosted
             return view

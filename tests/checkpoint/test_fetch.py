@@ -162,6 +162,9 @@ def test_a_repeated_push_does_not_touch_what_was_verified(pair: list[Host]) -> N
         for payload in (body, bytes(len(body))):
             channel.send(header, [payload], timeout_s=5)
             assert channel.receive(5)[0] == {"done": True}
+        other = header | {"digests": [b"?" * 16 for _ in header["digests"]]}
+        channel.send(other, [bytes(len(body))], timeout_s=5)
+        assert channel.receive(5)[0] == {"done": False}
     assert pair[1].wrong() == []
     assert 5 in pair[1].holder.holdings()[0]
 
