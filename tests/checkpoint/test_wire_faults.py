@@ -6,7 +6,7 @@ from tests.checkpoint import wire_faults
 
 
 def test_single_faults_are_detected_or_survived(tmp_path: Path) -> None:
-    tally, wrong = wire_faults.run(240, seed=0, folder=tmp_path, workers=8)
+    tally, wrong = wire_faults.run(200, seed=0, folder=tmp_path, workers=8)
     assert wrong == []
     ends = {result for _, _, result in tally}
     assert ends == {"survived", "detected", "not reached"}
