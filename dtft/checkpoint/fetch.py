@@ -182,7 +182,7 @@ def _stream(
     while tries < TRIES and work.waiting:
         left = deadline - time.monotonic()
         if left <= 0:
-            work.cut((), (), "out of time")
+            work.cut((), (), f"out of time; {work.error}")
             return
         flying: deque[Range] = deque()
         gained = [0]

@@ -5,8 +5,10 @@ memory to peers and reads what peers lend. What a reader needs to know travels o
 authenticated connection of `fetch.py`, which also checks digests and proves that the
 lender still holds its side. Must not know frames, steps or slices.
 
-Whoever can send packets to the fabric's own ports, and has learned a lender's keys,
-reaches the lent memory: use it in networks whose hosts trust one another.
+A read that was given up may still write until NIXL has let go of it: what a failed
+fetch was to fill must not be trusted. Whoever can send packets to the fabric's own
+ports, and has learned a lender's keys, reaches the lent memory: use it in networks
+whose hosts trust one another.
 """
 
 import importlib

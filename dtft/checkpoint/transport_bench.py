@@ -23,6 +23,7 @@ import numpy as np
 
 from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.fetch import STREAMS, fetch
+from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.ranges import Wanted
 from dtft.checkpoint.serving import serve
 from dtft.checkpoint.transport import (
@@ -56,6 +57,8 @@ class TransportBench:
     """Fetches and raw transfers, in turn."""
     tls: Tls | None = None
     """Certificate and key, to measure an encrypted fetch; raw stays plain."""
+    nixl: bool = False
+    """Fetch with NIXL, which must be installed; raw stays TCP."""
 
     def __post_init__(self) -> None:
         for name in ("mib", "num_slices", "chunk_mib", "streams", "rounds"):
@@ -76,6 +79,7 @@ def bench_transport(config: TransportBench) -> dict[str, Any]:
     memory = np.zeros((config.num_slices, config.slice_bytes), np.uint8)
     secret = os.urandom(32)
     seconds: dict[str, list[float]] = {"fetch": [], "raw": []}
+    nixl = Nixl() if config.nixl else None
     with _peer(config, secret) as (address, raw_address, digests):
         wanted = [
             Wanted(key=str(i), memory=memoryview(row).cast("B"), digests=digests[i])
@@ -83,7 +87,7 @@ def bench_transport(config: TransportBench) -> dict[str, Any]:
         ]
         for number in range(config.rounds):
             memory[:] = 0
-            seconds["fetch"].append(_fetch(config, secret, address, wanted))
+            seconds["fetch"].append(_fetch(config, secret, address, wanted, nixl))
             memory[:] = 0
             seconds["raw"].append(_raw(config, raw_address, wanted))
             rates = {name: memory.nbytes / s[-1] / 1e9 for name, s in seconds.items()}
@@ -93,6 +97,7 @@ def bench_transport(config: TransportBench) -> dict[str, Any]:
             )
     figures = summarize(seconds, memory.nbytes)
     figures |= {"streams": config.streams, "tls": config.tls is not None}
+    figures |= {"nixl": config.nixl}
     print(json.dumps(figures, indent=1))
     return figures
 
@@ -120,7 +125,11 @@ def summarize(seconds: dict[str, list[float]], nbytes: int) -> dict[str, Any]:
 
 
 def _fetch(
-    config: TransportBench, secret: bytes, address: str, wanted: Sequence[Wanted]
+    config: TransportBench,
+    secret: bytes,
+    address: str,
+    wanted: Sequence[Wanted],
+    nixl: Nixl | None,
 ) -> float:
     begun = time.monotonic()
     fetch(
@@ -132,6 +141,7 @@ def _fetch(
         chunk_bytes=config.chunk_mib << 20,
         limit_s=LIMIT_S,
         streams=config.streams,
+        nixl=nixl,
     )
     return time.monotonic() - begun
 
@@ -205,8 +215,10 @@ def _serve(config: TransportBench, secret: bytes, pipe: Connection) -> None:
     views = [memoryview(row).cast("B") for row in data]
     credentials = Credentials(job=_JOB, secret=secret, tls=config.tls)
 
+    nixl = Nixl() if config.nixl else None
+
     def answer(channel: Channel) -> None:
-        serve(channel, lambda request: [views[int(key)] for key in request["keys"]])
+        serve(channel, lambda asked: [views[int(k)] for k in asked["keys"]], nixl)
 
     server = TransportServer("127.0.0.1:0", credentials, {"fetch": answer})
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)

@@ -16,6 +16,7 @@ from typing import Any
 from dtft.checkpoint import fetch as fetching
 from dtft.checkpoint import wire
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.placement import Push
 from dtft.checkpoint.ranges import Wanted
 from dtft.checkpoint.serving import serve
@@ -109,7 +110,9 @@ class Inbox:
     epoch: Callable[[], Epoch]
     holder: Callable[[], Holder | None]
     held: Callable[[int, int], None]
-    """Called with (step, source slot) when a push was verified."""
+    """Called with (step, source slot) when a push was verified, once for each."""
+    nixl: Nixl | None = None
+    """Lends memory to peers that fetch with NIXL."""
 
 
 def serve_pushes(channel: Channel, inbox: Inbox) -> None:
@@ -194,16 +197,16 @@ def _receive_push(channel: Channel, inbox: Inbox) -> bool:
     try:
         channel.receive(86400, sink, max_header=wire.MAX_DATA_HEADER)
         (push,) = seen
-        done = known[0] or any(
+        new = any(
             holder.received(push.step, push.source, push.digests, push.items)
             for holder in taken
         )
     finally:
         for holder in taken:
             holder.end_receive(seen[0].step, seen[0].source)
-    if done:
+    if new:
         inbox.held(push.step, push.source)
-    return done or push.epoch < inbox.epoch()  # stale: not to be repeated
+    return new or known[0] or push.epoch < inbox.epoch()  # stale: not to be repeated
 
 
 def _accepting(push: _Announced, size: int, inbox: Inbox) -> Holder | None:
@@ -237,7 +240,7 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
             raise KeyError("this host holds nothing")
         return holder.find(step, keys)
 
-    serve(channel, find)
+    serve(channel, find, inbox.nixl)
 
 
 class FetchFailed(Exception):
@@ -263,7 +266,11 @@ class FetchOrder:
 
 
 def fetch(
-    holder: Holder, order: FetchOrder, credentials: Credentials, limit_s: float
+    holder: Holder,
+    order: FetchOrder,
+    credentials: Credentials,
+    limit_s: float,
+    nixl: Nixl | None = None,
 ) -> int:
     """Fetches own slices from one peer straight into the arena and checks them.
 
@@ -292,6 +299,7 @@ def fetch(
             wanted,
             chunk_bytes=holder.chunk_bytes,
             limit_s=limit_s,
+            nixl=nixl,
         )
     except fetching.FetchError as error:
         corrupt = [f"{host} step {order.step}: {key}" for key in error.corrupt]

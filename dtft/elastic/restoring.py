@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.replication import FetchFailed, FetchOrder, fetch
 
@@ -19,6 +20,7 @@ def restore_into(
     host: str,
     credentials: Credentials,
     limit_s: float,
+    nixl: Nixl | None = None,
 ) -> dict[str, Any]:
     """Carries out the restore part of a leader's order.
 
@@ -28,6 +30,7 @@ def restore_into(
         host: this host's name.
         credentials: the job's.
         limit_s: deadline of each fetch, in seconds.
+        nixl: reads from peers that have NIXL too.
 
     Returns:
         `own` and `peers` (bytes) and `s` (seconds); or `error`, `host` and `corrupt`.
@@ -40,7 +43,7 @@ def restore_into(
         if surprise:
             text = f"own copy of {surprise[0]} is corrupt"
             raise FetchFailed(host, text, surprise)
-        peers = _fetch_all(holder, order, credentials, limit_s)
+        peers = _fetch_all(holder, order, credentials, limit_s, nixl)
     except FetchFailed as error:
         return {"error": str(error), "host": error.host, "corrupt": error.corrupt}
     own = sum(piece.nbytes for piece in holder.own_slices) - peers
@@ -48,7 +51,11 @@ def restore_into(
 
 
 def _fetch_all(
-    holder: Holder, order: dict[str, Any], credentials: Credentials, limit_s: float
+    holder: Holder,
+    order: dict[str, Any],
+    credentials: Credentials,
+    limit_s: float,
+    nixl: Nixl | None,
 ) -> int:
     """Fetches from all peers at once; returns the bytes received."""
     transfers = order["transfers"]
@@ -67,6 +74,7 @@ def _fetch_all(
                 ),
                 credentials,
                 limit_s,
+                nixl,
             )
             for transfer in transfers
         ]
