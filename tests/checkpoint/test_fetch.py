@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint import digest, fetch
@@ -31,6 +31,7 @@ from tests.checkpoint.hosts import (
 @given(
     st.lists(st.integers(0, 100), max_size=20), st.integers(1, 20), st.integers(1, 60)
 )
+@settings(deadline=None)
 def test_ranges_cover_every_byte_once(
     sizes: list[int], chunk_bytes: int, range_bytes: int
 ) -> None:
@@ -48,6 +49,7 @@ def test_ranges_cover_every_byte_once(
 
 
 @given(st.binary(max_size=70), st.integers(1, 9), st.data())
+@settings(deadline=None)
 def test_only_wrong_chunks_are_not_right(
     data: bytes, chunk: int, choose: st.DataObject
 ) -> None:

@@ -27,13 +27,14 @@ def take(opener: Opener, frame: bytes | bytearray) -> dict:
 
 
 @given(st.lists(headers, max_size=4))
+@settings(deadline=None)
 def test_frames_in_order_are_accepted(sent: list[dict]) -> None:
     opener = Opener(b"k")
     assert [take(opener, frame) for frame in frames(*sent)] == sent
 
 
 @given(headers, st.data())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_no_flipped_bit_is_accepted(header: dict, choose: st.DataObject) -> None:
     frame = bytearray(frames(header)[0])
     bit = choose.draw(st.integers(0, 8 * len(frame) - 1))
