@@ -184,6 +184,8 @@ class TransportServer:
             self._strangers[channel] = None
             crowded = len(self._strangers) > MAX_STRANGERS
             oldest = next(iter(self._strangers)) if crowded else None
+            if oldest is not None:
+                del self._strangers[oldest]
         if oldest is not None:
             oldest.close()
 

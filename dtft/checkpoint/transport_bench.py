@@ -82,7 +82,7 @@ def bench_transport(config: TransportBench) -> dict[str, Any]:
     nixl = Nixl() if config.nixl else None
     with _peer(config, secret) as (address, raw_address, digests):
         wanted = [
-            Wanted(key=str(i), memory=memoryview(row).cast("B"), digests=digests[i])
+            Wanted(key=str(i), memory=row.data.cast("B"), digests=digests[i])
             for i, row in enumerate(memory)
         ]
         for number in range(config.rounds):
@@ -212,7 +212,7 @@ def _serve(config: TransportBench, secret: bytes, pipe: Connection) -> None:
     random = np.random.default_rng(0)
     shape = (config.num_slices, config.slice_bytes)
     data = random.integers(0, 256, shape, np.uint8)
-    views = [memoryview(row).cast("B") for row in data]
+    views = [row.data.cast("B") for row in data]
     credentials = Credentials(job=_JOB, secret=secret, tls=config.tls)
 
     nixl = Nixl() if config.nixl else None

@@ -148,15 +148,14 @@ class _Announced:
         """
         digests, items = header.get("digests"), header.get("items")
         step, source = header.get("step"), header.get("source")
-        valid = (
-            type(step) is int
-            and step >= 0
-            and type(source) is int
-            and isinstance(digests, list)
-            and all(isinstance(one, bytes) for one in digests)
-            and isinstance(items, dict)
-        )
-        if not valid:
+        if (
+            type(step) is not int
+            or step < 0
+            or type(source) is not int
+            or not isinstance(digests, list)
+            or any(not isinstance(one, bytes) for one in digests)
+            or not isinstance(items, dict)
+        ):
             raise wire.WireError(
                 f"a push's header is wrong: {sorted(map(str, header))}"
             )

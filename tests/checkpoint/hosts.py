@@ -55,7 +55,7 @@ class Host:
         path = folder / f"arena-{slot}"
         self.slot = slot
         self.holder = Holder(layout, slot, copies, path=path, chunk_bytes=CHUNK)
-        self.epoch = EPOCH
+        self.epoch: tuple[int, int] = EPOCH
         self.held: list[tuple[int, int]] = []
         self.inbox = Inbox(
             epoch=lambda: self.epoch,

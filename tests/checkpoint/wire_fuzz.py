@@ -114,8 +114,12 @@ class Target:
         self.host = host
         host.stage(STEP)
         header, body = push(host, STEP)
-        member = Member(lambda m: (m.frame({"op": "push"}), m.frame(header, body)))
-        self.serve(member.stream)
+
+        def say(member: Member) -> None:
+            member.frame({"op": "push"})
+            member.frame(header, body)
+
+        self.serve(Member(say).stream)
         assert host.held == [(STEP, 0)], "the good push did not arrive"
         self.good = set(host.holder.holdings()[0][STEP])
 
