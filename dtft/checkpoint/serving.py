@@ -80,10 +80,14 @@ def _cut_out(views: Sequence[memoryview], parts: object) -> list[memoryview]:
     Raises:
         WireError: they are not inside the slices, or too many.
     """
-    found, size = [], 0
+    found: list[memoryview] = []
+    size = 0
     for part in parts if isinstance(parts, list) else [None]:
-        valid = isinstance(part, list) and len(part) == 3
-        if not valid or any(type(number) is not int for number in part):
+        if (
+            not isinstance(part, list)
+            or len(part) != 3
+            or any(type(number) is not int for number in part)
+        ):
             raise wire.WireError("a request's parts are not (slice, start, stop)")
         index, start, stop = part
         inside = 0 <= index < len(views) and 0 <= start <= stop <= views[index].nbytes
