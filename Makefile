@@ -4,7 +4,7 @@ PYTHON ?= python3
 STAMP := .venv/.dtft-stamp
 AOT_STAMP := .venv/aot/.dtft-stamp
 
-.PHONY: demo test drills lint bench clean
+.PHONY: demo test drills lint bench nixl clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -42,6 +42,10 @@ bench: $(STAMP)
 	.venv/bin/dtft bench digits_cnn
 	.venv/bin/python benchmarks/optimizer_step.py
 	.venv/bin/python benchmarks/packed_all_reduce.py
+
+# Optional: fetches over RDMA. NIXL declares torch and runs without it.
+nixl: $(STAMP)
+	.venv/bin/pip install -q -c constraints.txt --no-deps nixl nixl-cu12
 
 clean:
 	rm -rf .venv runs dist build .pytest_cache .ruff_cache .hypothesis

@@ -1,28 +1,33 @@
 """One TCP connection between two hosts: sends and receives frames.
 
 Sends from and receives into memory that others own, without copies, and gives every
-wait a deadline. A silent peer is noticed by keepalive. Must not know what frames mean,
-nor who may connect.
+wait a deadline. A silent peer is noticed by keepalive; frames that were changed, lost,
+repeated or reordered by their seals. Must not know what frames mean, nor who may
+connect.
 """
 
 import contextlib
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dtft.checkpoint import wire
+from dtft.checkpoint import seal, wire
+from dtft.checkpoint.stream import Stream, WouldBlock
 
 Buffer = bytes | bytearray | memoryview
 Header = dict[str, Any]
-Sink = Callable[[Header, int], memoryview | None]
-"""From header and payload size to the memory for the payload; None discards it."""
+Memory = memoryview | Sequence[memoryview]
+Sink = Callable[[Header, int], Memory | None]
+"""From header and payload size to the memory for the payload, in one or more parts;
+None discards it."""
 
 SILENCE_MS = 10_000
 """A peer whose kernel acknowledges nothing for this long is gone."""
-_BUFFERS_PER_CALL = 512  # the kernel takes at most 1024
+SILENCE_S = 10.0
+"""A peer that stops for this long in the middle of a frame is given up."""
+_BUFFERS_PER_CALL = 512
 _SCRATCH_BYTES = 1 << 20
 
 
@@ -33,22 +38,21 @@ class ChannelClosed(ConnectionError):
 class Channel:
     """One connection, authenticated. Sending is thread-safe; one thread receives."""
 
-    def __init__(self, connection: socket.socket, address: str) -> None:
-        """Takes over a connected socket; `address` is for messages."""
+    def __init__(self, stream: Stream, address: str) -> None:
+        """Takes over a connected stream; `address` is for messages."""
         self.address = address
         self.peer: Header = {}
         """What the client said in its hello; at the client, the server's answer."""
-        self._socket = connection
+        self.stream = stream
+        self._sealer: seal.Sealer | None = None
+        self._opener: seal.Opener | None = None
         self._sending = threading.Lock()
         self._state = threading.Lock()
         self._users, self._closed = 0, False
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
+
+    def protect(self, send_key: bytes, receive_key: bytes) -> None:
+        """Gives the keys of the seals; before that there are no frames."""
+        self._sealer, self._opener = seal.Sealer(send_key), seal.Opener(receive_key)
 
     def __enter__(self) -> "Channel":
         return self
@@ -69,17 +73,25 @@ class Channel:
         """
         deadline = time.monotonic() + timeout_s
         parts = [memoryview(p).cast("B") for p in payload if memoryview(p).nbytes]
-        head = wire.encode_header(header, sum(map(len, parts)))
+        size = sum(map(len, parts))
+        assert self._sealer is not None, "no frames before the handshake"
         with self._use():
             if not self._sending.acquire(timeout=max(timeout_s, 0)):
                 raise self._late("another thread's send to end")
             try:
+                head = self._sealer.frame(header, size)
                 self.write(head, *parts, deadline=deadline)
+                self._sealer.advance()
             finally:
                 self._sending.release()
 
     def receive(
-        self, timeout_s: float, sink: Sink | None = None
+        self,
+        timeout_s: float,
+        sink: Sink | None = None,
+        *,
+        begin_s: float | None = None,
+        max_header: int = wire.MAX_HEADER,
     ) -> tuple[Header, memoryview]:
         """Waits for the next frame.
 
@@ -87,9 +99,12 @@ class Channel:
             timeout_s: limit for the whole frame.
             sink: asked once per frame, also when the payload is empty, for memory of
                 the payload's size. Without it small payloads get new memory.
+            begin_s: limit for the frame to begin, if that is less.
+            max_header: largest header that is accepted, in bytes.
 
         Returns:
-            The header, and the memory with the payload (empty if discarded).
+            The header, and the memory with the payload (empty if discarded, or if the
+            sink gave it in parts).
 
         Raises:
             ChannelClosed: the connection has ended.
@@ -97,22 +112,35 @@ class Channel:
                 closed.
             WireError: the peer sent no valid frame; the channel is closed.
         """
-        deadline = time.monotonic() + timeout_s
+        now = time.monotonic()
+        wait_s = timeout_s if begin_s is None else min(timeout_s, begin_s)
         with self._use():
-            self._wait(select.POLLIN, deadline, "a frame")
+            self._wait(select.POLLIN, now + wait_s, "a frame")
             try:
-                prefix = self.read(wire.PREFIX_BYTES, deadline=deadline)
-                header_bytes, payload_bytes = wire.decode_prefix(prefix)
-                header = wire.decode_header(self.read(header_bytes, deadline=deadline))
-                memory = self._memory_for(header, payload_bytes, sink)
-                if memory is None:
-                    self._discard(payload_bytes, deadline)
-                    return header, memoryview(b"")
-                self._fill(memory, deadline)
-                return header, memory
+                return self._next_frame(now + timeout_s, sink, max_header)
             except BaseException:
                 self.close()  # what comes next would not be the start of a frame
                 raise
+
+    def _next_frame(
+        self, deadline: float, sink: Sink | None, max_header: int
+    ) -> tuple[Header, memoryview]:
+        assert self._opener is not None, "no frames before the handshake"
+        start = self._take(seal.FRAME_START_BYTES, deadline)
+        header_bytes, payload_bytes = self._opener.start(start)
+        if header_bytes > max_header:
+            raise wire.WireError(
+                f"peer {self._name} sent a header of {header_bytes} bytes where at "
+                f"most {max_header} are allowed"
+            )
+        sealed = self._take(header_bytes + seal.SEAL_BYTES, deadline)
+        header = self._opener.header(sealed)
+        memory = self._memory_for(header, payload_bytes, sink)
+        if memory is None:
+            self._discard(payload_bytes, deadline)
+            return header, memoryview(b"")
+        self._fill(memory, deadline)
+        return header, memory[0] if len(memory) == 1 else memoryview(b"")
 
     def close(self) -> None:
         """Ends the connection; threads that wait on it get ChannelClosed."""
@@ -120,10 +148,9 @@ class Channel:
             if self._closed:
                 return
             self._closed, idle = True, not self._users
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self.stream.end()
         if idle:
-            self._socket.close()
+            self.stream.close()
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[None]:
@@ -139,7 +166,7 @@ class Channel:
                 self._users -= 1
                 last = self._closed and not self._users
             if last:
-                self._socket.close()
+                self.stream.close()
 
     @property
     def _name(self) -> str:
@@ -156,9 +183,7 @@ class Channel:
         )
 
     def _wait(self, event: int, deadline: float, what: str) -> None:
-        poller = select.poll()
-        poller.register(self._socket, event)
-        if not poller.poll(max(deadline - time.monotonic(), 0) * 1000):
+        if not self.stream.poll(event, deadline - time.monotonic()):
             raise self._late(what)
 
     def write(self, *parts: Buffer, deadline: float) -> None:
@@ -173,9 +198,9 @@ class Channel:
         try:
             while at < len(buffers):
                 try:
-                    sent = self._socket.sendmsg(buffers[at : at + _BUFFERS_PER_CALL])
-                except BlockingIOError:
-                    self._wait(select.POLLOUT, deadline, "room to send")
+                    sent = self.stream.send(buffers[at : at + _BUFFERS_PER_CALL])
+                except WouldBlock as wait:
+                    self._wait(wait.event, deadline, "room to send")
                     continue
                 begun = True
                 while sent and sent >= len(buffers[at]):
@@ -199,47 +224,59 @@ class Channel:
             ChannelClosed: the connection has ended.
             TimeoutError: the monotonic clock has passed `deadline`.
         """
+        return self._take(size, deadline)
+
+    def _take(self, size: int, deadline: float) -> bytearray:
         data = bytearray(size)
-        self._fill(memoryview(data), deadline)
+        self._fill([memoryview(data)], deadline)
         return data
 
-    def _fill(self, memory: memoryview, deadline: float) -> None:
-        at = 0
-        while at < len(memory):
+    def _fill(self, memory: Sequence[memoryview], deadline: float) -> None:
+        rest = [part for part in memory if len(part)]
+        rest.reverse()  # what comes next is at the end
+        while rest:
             try:
-                received = self._socket.recv_into(memory[at:])
-            except BlockingIOError:
-                self._wait(select.POLLIN, deadline, "the rest of a frame")
+                got = self.stream.receive_into(rest[: -_BUFFERS_PER_CALL - 1 : -1])
+            except WouldBlock as wait:
+                silent = min(deadline, time.monotonic() + SILENCE_S)
+                self._wait(wait.event, silent, "the rest of a frame")
                 continue
             except OSError as error:
                 raise self._ended(error) from error
-            if not received:
+            if not got:
                 raise self._ended()
-            at += received
-            if at < len(memory) and time.monotonic() > deadline:
+            while got and got >= len(rest[-1]):
+                got -= len(rest.pop())
+            if got:
+                rest[-1] = rest[-1][got:]
+            if rest and time.monotonic() > deadline:
                 raise self._late("the rest of a frame")
 
     def _discard(self, size: int, deadline: float) -> None:
         scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
         while size:
             part = scratch[: min(size, len(scratch))]
-            self._fill(part, deadline)
+            self._fill([part], deadline)
             size -= len(part)
 
     def _memory_for(
         self, header: Header, size: int, sink: Sink | None
-    ) -> memoryview | None:
+    ) -> list[memoryview] | None:
         if sink is None:
             if size > wire.MAX_UNPLACED:
                 raise wire.WireError(
                     f"peer {self._name} sent a payload of {size} bytes where at most "
                     f"{wire.MAX_UNPLACED} are allowed. Give `receive` a sink."
                 )
-            return memoryview(bytearray(size))
+            return [memoryview(bytearray(size))]
         memory = sink(header, size)
-        if memory is not None and memory.nbytes != size:
+        if memory is None:
+            return None
+        parts = [memory] if isinstance(memory, memoryview) else list(memory)
+        given = sum(part.nbytes for part in parts)
+        if given != size:
             raise ValueError(
-                f"sink gave {memory.nbytes} bytes for a payload of {size} from "
-                f"{self._name}. Give memory of just that size, or None to discard it."
+                f"sink gave {given} bytes for a payload of {size} from {self._name}. "
+                "Give memory of just that size, or None to discard it."
             )
-        return memory.cast("B") if memory else memory
+        return [part.cast("B") if part.nbytes else memoryview(b"") for part in parts]

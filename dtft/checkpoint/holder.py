@@ -68,6 +68,8 @@ class Holder:
         self._own_pool = ExtentPool(OWN_VERSIONS, self.own_bytes)
         self._hosted_pool = ExtentPool(HOSTED_VERSIONS, hosted_bytes)
         self._versions: dict[int, _Version] = {}
+        self._receiving: dict[tuple[int, int], int] = {}  # to the extent
+        self._place = dict(zip(self.own_slices, self.own_offsets, strict=True))
         self._lock = threading.RLock()
 
     # ------------------------------------------------------------- own slices
@@ -102,7 +104,7 @@ class Holder:
         """The bytes of the slices that `push` sends, in its order."""
         with self._lock:
             start = self._own_start(step)
-            place = dict(zip(self.own_slices, self.own_offsets, strict=True))
+            place = self._place
             return [self.arena.view(start + place[s], s.nbytes) for s in push.slices]
 
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
@@ -135,9 +137,13 @@ class Holder:
     # ---------------------------------------------------------- hosted slices
 
     def hosted_view(self, step: int, source: int) -> memoryview:
-        """Where the bytes of a push from slot `source` go: side by side, unpadded."""
+        """Where the bytes of a push from slot `source` go: side by side, unpadded.
+
+        Raises:
+            RuntimeError: every extent is in use.
+        """
         with self._lock:
-            version = self._versions.setdefault(step, _Version())
+            version = self._versions.get(step) or _Version()
             if version.hosted is None:
                 version.hosted = self._hosted_pool.acquire()
             if version.hosted is None:
@@ -145,23 +151,63 @@ class Holder:
                     f"no free extent to host step {step} of slot {source}: all "
                     f"{HOSTED_VERSIONS} are in use by {sorted(self._versions)}."
                 )
+            self._versions[step] = version
             start = self._hosted_start + version.hosted * self._hosted_bytes
             size = sum(s.nbytes for s in self.incoming[source].slices)
             return self.arena.view(start + self._hosted_offset[source], size)
+
+    def has_received(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
+        """Whether the very bytes of a push are here already, verified."""
+        with self._lock:
+            version = self._versions.get(step)
+            known = version.hosted_digests.get(source) if version else None
+            return known is not None and known == list(digests)
+
+    def begin_receive(self, step: int, source: int) -> memoryview | None:
+        """Where one push may write, and nothing else until `end_receive`.
+
+        Returns:
+            The memory; None if a verified copy is there (nothing overwrites one),
+            another push of the same is under way, or no extent is free.
+        """
+        with self._lock:
+            known = self._versions.get(step)
+            if known is not None and source in known.hosted_digests:
+                return None
+            if (step, source) in self._receiving:
+                return None
+            try:
+                view = self.hosted_view(step, source)
+            except RuntimeError:
+                return None
+            version = self._versions[step]
+            assert version.hosted is not None
+            self._hosted_pool.retain(version.hosted)  # though the step be dropped
+            self._receiving[step, source] = version.hosted
+            return view
+
+    def end_receive(self, step: int, source: int) -> None:
+        """The push has ended, well or not, and writes no more."""
+        with self._lock:
+            self._hosted_pool.release(self._receiving.pop((step, source)))
 
     def received(
         self, step: int, source: int, digests: Sequence[bytes], items: dict
     ) -> bool:
         """Checks what was written to `hosted_view`; keeps it if every byte is right."""
-        view = self.hosted_view(step, source)
+        with self._lock:
+            version = self._versions.get(step)
+            if version is None or version.hosted is None:
+                return False  # dropped while it was received
+            view = self.hosted_view(step, source)
         pieces = self.incoming[source].slices
         if not _all_good(view, pieces, digests, self.chunk_bytes):
             return False
         with self._lock:
-            if step not in self._versions:
+            if self._versions.get(step) is not version:
                 return False
-            self._versions[step].hosted_digests[source] = list(digests)
-            self._versions[step].items = items
+            version.hosted_digests[source] = list(digests)
+            version.items = items
             return True
 
     # -------------------------------------------------------------- retention
@@ -279,7 +325,7 @@ class Holder:
     def _copy_from_hosted(self, step: int, digests: Mapping[str, bytes]) -> None:
         """A spare that hosted a slice before may own it now."""
         start = self._own_start(step)
-        place = dict(zip(self.own_slices, self.own_offsets, strict=True))
+        place = self._place
         for piece, view, known in list(self._copies(step)):
             if piece in place and known == digests[piece.key]:
                 target = self.arena.view(start + place[piece], piece.nbytes)
@@ -289,8 +335,8 @@ class Holder:
     def own_slice_view(self, step: int, piece: Slice) -> memoryview:
         """Where one own slice of `step` is, to be filled by a fetch."""
         with self._lock:
-            place = dict(zip(self.own_slices, self.own_offsets, strict=True))
-            return self.arena.view(self._own_start(step) + place[piece], piece.nbytes)
+            start = self._own_start(step) + self._place[piece]
+            return self.arena.view(start, piece.nbytes)
 
     def close(self) -> None:
         """Frees the arena's memory."""
@@ -304,6 +350,8 @@ def _all_good(
     digests: Sequence[bytes],
     chunk_bytes: int,
 ) -> bool:
+    if len(pieces) != len(digests):
+        return False
     offset = 0
     for piece, expected in zip(pieces, digests, strict=True):
         if digest.verify(view[offset : offset + piece.nbytes], expected, chunk_bytes):

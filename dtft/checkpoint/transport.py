@@ -14,6 +14,8 @@ from typing import Any
 
 from dtft.checkpoint import wire
 from dtft.checkpoint.channel import Channel, ChannelClosed, Header
+from dtft.checkpoint.handshake import open_channel, prove_as_client, prove_as_server
+from dtft.checkpoint.stream import check_tls
 from dtft.checkpoint.wire import Credentials
 
 __all__ = ["Channel", "ChannelClosed", "Credentials", "TransportServer", "connect"]
@@ -22,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 """A client that has not proved itself by then is dropped."""
+MAX_STRANGERS = 256
+"""Clients that have not proved themselves yet; one more, and the oldest is dropped, so
+that strangers cannot keep members out."""
 
 
 def connect(
@@ -42,8 +47,11 @@ def connect(
         TimeoutError: not done in time; names the peer.
     """
     deadline = time.monotonic() + timeout_s
+    target = parse_address(address)
+    if timeout_s <= 0:
+        raise TimeoutError(f"peer {address}: no time is left to connect")
     try:
-        connection = socket.create_connection(parse_address(address), timeout_s)
+        connection = socket.create_connection(target, timeout_s)
     except TimeoutError as error:
         raise TimeoutError(
             f"peer {address}: {timeout_s} s connecting without an answer. Check that "
@@ -53,9 +61,9 @@ def connect(
         raise OSError(
             error.errno, f"cannot connect to peer {address}: {error.strerror}"
         ) from error
-    channel = Channel(connection, address)
+    channel = open_channel(connection, address, credentials, server=False)
     try:
-        _prove_as_client(channel, credentials, deadline)
+        prove_as_client(channel, credentials, deadline)
         channel.send(hello, timeout_s=deadline - time.monotonic())
         channel.peer, _ = channel.receive(deadline - time.monotonic())
         if "refused" in channel.peer:
@@ -79,42 +87,6 @@ def parse_address(address: str) -> tuple[str, int]:
             "colon, and 0 to 65535, such as 10.0.0.5:7000. Change the address."
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _prove_as_client(
-    channel: Channel, credentials: Credentials, deadline: float
-) -> None:
-    message, own = wire.greeting()
-    channel.write(message, deadline=deadline)
-    other = wire.read_greeting(channel.read(wire.GREETING_BYTES, deadline=deadline))
-    proof = wire.proof(credentials, "client", own, other)
-    channel.write(proof, deadline=deadline)
-    expected = wire.proof(credentials, "server", own, other)
-    answer = channel.read(wire.PROOF_BYTES, deadline=deadline)
-    wire.check_proof(answer, expected, channel.address)
-
-
-def _prove_as_server(
-    channel: Channel, credentials: Credentials, deadline: float
-) -> None:
-    """The server's half of the handshake: reads 72 bytes at most, of fixed sizes.
-
-    Raises:
-        AuthenticationError: the client does not know the secret; it has been told.
-        WireError: the client speaks something else.
-    """
-    other = wire.read_greeting(channel.read(wire.GREETING_BYTES, deadline=deadline))
-    message, own = wire.greeting()
-    channel.write(message, deadline=deadline)
-    answer = channel.read(wire.PROOF_BYTES, deadline=deadline)
-    expected = wire.proof(credentials, "client", other, own)
-    try:
-        wire.check_proof(answer, expected, channel.address)
-    except wire.AuthenticationError:
-        channel.write(wire.REFUSAL, deadline=deadline)
-        raise
-    proof = wire.proof(credentials, "server", other, own)
-    channel.write(proof, deadline=deadline)
 
 
 class TransportServer:
@@ -146,6 +118,8 @@ class TransportServer:
                 f"bind={bind!r} is not an address that peers could connect to. "
                 "Allowed: one of this host's own, such as 10.0.0.5:0. Change --bind."
             )
+        if credentials.tls is not None:
+            check_tls(credentials.tls)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=1024)
         self._listener.settimeout(1.0)
@@ -154,6 +128,7 @@ class TransportServer:
         self._credentials, self._handlers = credentials, dict(handlers)
         self._max_connections = max_connections
         self._threads: dict[Channel, threading.Thread] = {}
+        self._strangers: dict[Channel, None] = {}  # oldest first
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._acceptor = threading.Thread(
             target=self._accept, name=f"transport {self.address}", daemon=True
@@ -195,7 +170,7 @@ class TransportServer:
                 logger.warning("dropped %s: %s", _text(address), error)
 
     def _admit(self, connection: socket.socket, address: str) -> None:
-        channel = Channel(connection, address)
+        channel = open_channel(connection, address, self._credentials, server=True)
         thread = threading.Thread(target=self._serve, args=(channel,), daemon=True)
         with self._lock:
             if self._closed.is_set() or len(self._threads) >= self._max_connections:
@@ -206,6 +181,13 @@ class TransportServer:
                 return
             thread.start()
             self._threads[channel] = thread
+            self._strangers[channel] = None
+            crowded = len(self._strangers) > MAX_STRANGERS
+            oldest = next(iter(self._strangers)) if crowded else None
+            if oldest is not None:
+                del self._strangers[oldest]
+        if oldest is not None:
+            oldest.close()
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -222,11 +204,16 @@ class TransportServer:
             channel.close()
             with self._lock:
                 self._threads.pop(channel, None)
+                self._strangers.pop(channel, None)
 
     def _welcome(self, channel: Channel) -> Callable[[Channel], None] | None:
         deadline = time.monotonic() + HANDSHAKE_S
-        _prove_as_server(channel, self._credentials, deadline)
-        hello, _ = channel.receive(deadline - time.monotonic())
+        prove_as_server(channel, self._credentials, deadline)
+        with self._lock:
+            self._strangers.pop(channel, None)
+        hello, _ = channel.receive(
+            deadline - time.monotonic(), max_header=wire.MAX_DATA_HEADER
+        )
         op = hello.get("op")
         handler = self._handlers.get(op) if isinstance(op, str) else None
         if handler is None:

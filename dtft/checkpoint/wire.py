@@ -1,22 +1,25 @@
 """What travels between hosts: frames, and the handshake before the first of them.
 
 Turns headers into bytes and back, and decides whether a peer knows the job's secret.
-The handshake proves who connects; it hides nothing, and does not protect what follows
-from someone in the path. Pure values: this module must not know sockets or time.
+The handshake proves who connects and makes the keys that `seal.py` protects headers
+with; it hides nothing, which is TLS's work. Pure values: must not know sockets or time.
 """
 
 import hmac
 import secrets
 import struct
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import msgpack
 
 MAGIC = b"DTFT"
-VERSION = 1
+VERSION = 2
 MAX_HEADER = 16 << 20
 """Largest header, packed, in bytes."""
+MAX_DATA_HEADER = 4 << 20
+"""Largest header of a connection that moves slices, and of any hello."""
 MAX_PAYLOAD = 1 << 40
 """Largest payload in bytes; it is only ever received into memory given by a sink."""
 MAX_UNPLACED = 64 << 20
@@ -44,13 +47,25 @@ class AuthenticationError(ConnectionError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tls:
+    """A host's certificate and key (PEM files); it may be signed by itself."""
+
+    certificate: Path
+    """What the host shows to peers that connect."""
+    key: Path
+    """The certificate's private key."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What the hosts of one job share, and nobody else."""
+    """What the hosts of one job share, and nobody else; and how they hide it."""
 
     job: str
     """Name of the job."""
     secret: bytes = field(repr=False)
     """Contents of the secret file."""
+    tls: Tls | None = None
+    """This host's certificate; without it nothing is encrypted. All hosts or none."""
 
     def __post_init__(self) -> None:
         if not self.secret:
@@ -135,17 +150,37 @@ def read_greeting(data: bytes | bytearray) -> bytes:
     return nonce
 
 
+@dataclass(frozen=True, kw_only=True)
+class Handshake:
+    """What both sides know after the greetings."""
+
+    client_nonce: bytes
+    server_nonce: bytes
+    binding: bytes = b""
+    """Hash of the server's certificate under TLS: another one's proofs differ."""
+
+
 def proof(
-    credentials: Credentials,
-    role: Literal["client", "server"],
-    client_nonce: bytes,
-    server_nonce: bytes,
+    credentials: Credentials, role: Literal["client", "server"], handshake: Handshake
 ) -> bytes:
-    """What only a holder of the secret can say, in this role, to these nonces."""
+    """What only a holder of the secret can say, in this role, in this handshake."""
+    return _derive(credentials, role, handshake)
+
+
+def session_keys(credentials: Credentials, handshake: Handshake) -> tuple[bytes, bytes]:
+    """The keys of the frames from client to server, and from server to client."""
+    return (
+        _derive(credentials, "frames to server", handshake),
+        _derive(credentials, "frames to client", handshake),
+    )
+
+
+def _derive(credentials: Credentials, use: str, handshake: Handshake) -> bytes:
     job = credentials.job.encode()
-    bound = b"|".join((b"dtft handshake 1", role.encode(), b"%d" % len(job), job))
-    message = bound + client_nonce + server_nonce  # the nonces have fixed sizes
-    return hmac.digest(credentials.secret, message, "sha256")
+    bound = b"|".join((b"dtft handshake 2", use.encode(), b"%d" % len(job), job))
+    # The nonces have fixed sizes, and so has a binding that is not empty.
+    message = bound + handshake.client_nonce + handshake.server_nonce
+    return hmac.digest(credentials.secret, message + handshake.binding, "sha256")
 
 
 def check_proof(received: bytes | bytearray, expected: bytes, peer: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dtft.checkpoint.transport import Channel, ChannelClosed
+from dtft.checkpoint.wire import WireError
 from dtft.elastic.roles import HostRecord
 
 logger = logging.getLogger(__name__)
@@ -40,12 +41,20 @@ class Peers:
         return tuple(self._channels)
 
     def serve(self, channel: Channel) -> None:
-        """Hears one host until its connection closes; runs on a thread of its own."""
-        host = channel.peer["host"]
+        """Hears one host until its connection closes; runs on a thread of its own.
+
+        Raises:
+            WireError: the peer does not say who it is, or what it reports.
+        """
+        host = channel.peer.get("host")
+        if not isinstance(host, str):
+            raise WireError(f"{channel.address} does not say which host it is")
         self._emit("control", host, channel)
         try:
             while True:
                 message, _ = channel.receive(timeout_s=FOREVER_S)
+                if not isinstance(message.get("op"), str):
+                    raise WireError(f"{host} sent a report without an op")
                 self._emit("report", host, message)
         except (ChannelClosed, TimeoutError, OSError):
             self._emit("control_lost", host, channel)

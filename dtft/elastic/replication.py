@@ -13,9 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtft.checkpoint import digest
+from dtft.checkpoint import fetch as fetching
+from dtft.checkpoint import wire
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.placement import Push
+from dtft.checkpoint.ranges import Wanted
+from dtft.checkpoint.serving import serve
 from dtft.checkpoint.transport import Channel, ChannelClosed, Credentials, connect
 
 logger = logging.getLogger(__name__)
@@ -58,7 +62,7 @@ class Pusher:
     def _run(self) -> None:
         while (step := self._steps.get()) is not None:
             deadline = time.monotonic() + self._deadline_s
-            while not self._closed.is_set() and not self._try(step):
+            while not self._closed.is_set() and not self._try(step, deadline):
                 if time.monotonic() > deadline:
                     logger.warning("step %d did not reach %s", step, self._address)
                     break
@@ -66,7 +70,7 @@ class Pusher:
         if self._channel is not None:
             self._channel.close()
 
-    def _try(self, step: int) -> bool:
+    def _try(self, step: int, deadline: float) -> bool:
         """Sends one step; False asks for another try."""
         try:
             views = self._holder.own_views(step, self._push)
@@ -75,9 +79,10 @@ class Pusher:
         except KeyError:
             return True  # the step was dropped: a newer commit made it needless
         try:
+            left = deadline - time.monotonic()
             if self._channel is None:
                 self._channel = connect(
-                    self._address, self._credentials, {"op": "push"}, 5.0
+                    self._address, self._credentials, {"op": "push"}, min(left, 5.0)
                 )
             header = {
                 "epoch": self._epoch,
@@ -86,8 +91,8 @@ class Pusher:
                 "digests": digests,
                 "items": items,
             }
-            self._channel.send(header, views, timeout_s=self._deadline_s)
-            reply, _ = self._channel.receive(timeout_s=self._deadline_s)
+            self._channel.send(header, views, timeout_s=left)
+            reply, _ = self._channel.receive(deadline - time.monotonic())
             return bool(reply["done"])
         except (OSError, ChannelClosed, TimeoutError) as error:
             if self._channel is not None:
@@ -105,60 +110,136 @@ class Inbox:
     epoch: Callable[[], Epoch]
     holder: Callable[[], Holder | None]
     held: Callable[[int, int], None]
-    """Called with (step, source slot) when a push was verified."""
+    """Called with (step, source slot) when a push was verified, once for each."""
+    nixl: Nixl | None = None
+    """Lends memory to peers that fetch with NIXL."""
 
 
 def serve_pushes(channel: Channel, inbox: Inbox) -> None:
-    """Receives pushes on one connection until it closes."""
+    """Receives pushes on one connection until it closes.
+
+    Raises:
+        WireError: the peer sent what is not a push.
+    """
     while True:
-        holder: Holder | None = None
-
-        def sink(header: dict[str, Any], size: int) -> memoryview | None:
-            nonlocal holder
-            holder = _accepting(header, size, inbox)
-            if holder is None:
-                return None
-            return holder.hosted_view(header["step"], header["source"])
-
         try:
-            header, _ = channel.receive(timeout_s=86400, sink=sink)
+            done = _receive_push(channel, inbox)
         except (ChannelClosed, TimeoutError):
             return
-        done = tuple(header["epoch"]) < inbox.epoch()  # stale: not to be repeated
-        if holder is not None:
-            done = holder.received(
-                header["step"], header["source"], header["digests"], header["items"]
-            )
-            if done:
-                inbox.held(header["step"], header["source"])
         channel.send({"done": done}, timeout_s=10.0)
 
 
-def _accepting(header: Mapping[str, Any], size: int, inbox: Inbox) -> Holder | None:
+@dataclass(frozen=True, kw_only=True)
+class _Announced:
+    """The header of a push; its fields have the right types and nothing else."""
+
+    epoch: Epoch
+    source: int
+    step: int
+    digests: list[bytes]
+    items: dict[str, Any]
+
+    @classmethod
+    def read(cls, header: Mapping[str, Any]) -> "_Announced":
+        """From a peer's header.
+
+        Raises:
+            WireError: a field is missing or not what it should be.
+        """
+        digests, items = header.get("digests"), header.get("items")
+        step, source = header.get("step"), header.get("source")
+        if (
+            type(step) is not int
+            or step < 0
+            or type(source) is not int
+            or not isinstance(digests, list)
+            or any(not isinstance(one, bytes) for one in digests)
+            or not isinstance(items, dict)
+        ):
+            raise wire.WireError(
+                f"a push's header is wrong: {sorted(map(str, header))}"
+            )
+        return cls(
+            epoch=_epoch(header.get("epoch")),
+            source=source,
+            step=step,
+            digests=digests,
+            items=items,
+        )
+
+
+def _epoch(value: object) -> Epoch:
+    pair = list(value) if isinstance(value, list | tuple) else []
+    if len(pair) != 2 or any(type(number) is not int for number in pair):
+        raise wire.WireError("a peer's epoch is not (generation, attempt)")
+    return pair[0], pair[1]
+
+
+def _receive_push(channel: Channel, inbox: Inbox) -> bool:
+    """Receives one push; whether the peer is done with it, well or for ever."""
+    seen: list[_Announced] = []
+    taken: list[Holder] = []
+    known: list[bool] = [False]
+
+    def sink(header: dict[str, Any], size: int) -> memoryview | None:
+        push = _Announced.read(header)
+        seen.append(push)
+        holder = _accepting(push, size, inbox)
+        if holder is None:
+            return None
+        known[0] = holder.has_received(push.step, push.source, push.digests)
+        view = None if known[0] else holder.begin_receive(push.step, push.source)
+        if view is not None:
+            taken.append(holder)
+        return view
+
+    try:
+        channel.receive(86400, sink, max_header=wire.MAX_DATA_HEADER)
+        (push,) = seen
+        new = any(
+            holder.received(push.step, push.source, push.digests, push.items)
+            for holder in taken
+        )
+    finally:
+        for holder in taken:
+            holder.end_receive(seen[0].step, seen[0].source)
+    if new:
+        inbox.held(push.step, push.source)
+    return new or known[0] or push.epoch < inbox.epoch()  # stale: not to be repeated
+
+
+def _accepting(push: _Announced, size: int, inbox: Inbox) -> Holder | None:
     """The holder that takes this push, or None to refuse it."""
     holder = inbox.holder()
-    if holder is None or tuple(header["epoch"]) != inbox.epoch():
+    if holder is None or push.epoch != inbox.epoch():
         return None
-    push = holder.incoming.get(header["source"])
-    if push is None or size != sum(piece.nbytes for piece in push.slices):
+    expected = holder.incoming.get(push.source)
+    if expected is None or size != sum(piece.nbytes for piece in expected.slices):
         return None
     return holder
 
 
 def serve_fetch(channel: Channel, inbox: Inbox) -> None:
-    """Answers one peer's request for slices of a step."""
-    request, _ = channel.receive(timeout_s=10.0)
-    holder = inbox.holder()
-    try:
+    """Answers one connection of a peer that fetches slices of a step.
+
+    Raises:
+        WireError: the peer asks for what it may not.
+    """
+
+    def find(request: Mapping[str, Any]) -> Sequence[memoryview]:
+        step, keys = request.get("step"), request.get("keys")
+        if type(step) is not int or not isinstance(keys, list):
+            raise wire.WireError("a fetch without a step or keys")
+        if any(not isinstance(key, str) for key in keys):
+            raise wire.WireError("a fetch whose keys are not text")
+        if _epoch(request.get("epoch")) < inbox.epoch():
+            raise KeyError("the order to fetch it is older than this host's")
+        holder = inbox.holder()
         if holder is None:
             raise KeyError("this host holds nothing")
-        views = holder.find(request["step"], request["keys"])
-    except KeyError as error:
-        channel.send({"error": f"not held here: {error}"}, timeout_s=10.0)
-        return
-    for key, view in zip(request["keys"], views, strict=True):
-        channel.send({"key": key}, [view], timeout_s=60.0)
-    channel.receive(timeout_s=60.0)  # the receiver has everything
+        return holder.find(step, keys)
+
+    serve(channel, find, inbox.nixl)
 
 
 class FetchFailed(Exception):
@@ -170,45 +251,58 @@ class FetchFailed(Exception):
         self.host, self.corrupt = host, tuple(corrupt)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FetchOrder:
+    """One fetch, as the leader ordered it."""
+
+    step: int
+    epoch: Epoch
+    """Of the order; peers that obey a newer one refuse."""
+    transfer: Mapping[str, Any]
+    """Host and address of the peer, and the keys of the slices."""
+    digests: Mapping[str, bytes]
+    """Digests by key, from the commit."""
+
+
 def fetch(
     holder: Holder,
-    step: int,
-    transfer: Mapping[str, Any],
-    digests: Mapping[str, bytes],
+    order: FetchOrder,
     credentials: Credentials,
-    deadline_s: float,
+    limit_s: float,
+    nixl: Nixl | None = None,
 ) -> int:
     """Fetches own slices from one peer straight into the arena and checks them.
 
     Returns:
-        Bytes received.
+        Bytes of the slices that are there now.
 
     Raises:
         FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
     """
     pieces = {piece.key: piece for piece in holder.own_slices}
-    host, keys = transfer["host"], list(transfer["keys"])
-    received, corrupt = 0, []
+    host = order.transfer["host"]
+    wanted = [
+        Wanted(
+            key=key,
+            memory=holder.own_slice_view(order.step, pieces[key]),
+            digests=order.digests[key],
+        )
+        for key in order.transfer["keys"]
+    ]
     try:
-        channel = connect(transfer["address"], credentials, {"op": "fetch"}, 5.0)
-        try:
-            channel.send({"step": step, "keys": keys}, timeout_s=deadline_s)
-            for key in keys:
-                view = holder.own_slice_view(step, pieces[key])
-                header, payload = channel.receive(
-                    timeout_s=deadline_s,
-                    sink=lambda _, size, v=view: v if size == len(v) else None,
-                )
-                if "error" in header:
-                    raise FetchFailed(host, header["error"])
-                received += len(payload)
-                if digest.verify(view, digests[key], holder.chunk_bytes):
-                    corrupt.append(f"{host} step {step}: {key}")
-            channel.send({"done": True}, timeout_s=10.0)
-        finally:
-            channel.close()
-    except (OSError, ChannelClosed, TimeoutError) as error:
-        raise FetchFailed(host, str(error)) from error
-    if corrupt:
-        raise FetchFailed(host, f"{len(corrupt)} corrupt slices", corrupt)
-    return received
+        fetched = fetching.fetch(
+            order.transfer["address"],
+            credentials,
+            {"op": "fetch"},
+            {"step": order.step, "epoch": order.epoch},
+            wanted,
+            chunk_bytes=holder.chunk_bytes,
+            limit_s=limit_s,
+            nixl=nixl,
+        )
+    except fetching.FetchError as error:
+        corrupt = [f"{host} step {order.step}: {key}" for key in error.corrupt]
+        raise FetchFailed(host, str(error), corrupt) from error
+    if fetched.cuts:
+        logger.info("fetch from %s went on after %d cuts", host, fetched.cuts)
+    return fetched.nbytes

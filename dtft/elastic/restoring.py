@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.transport import Credentials
-from dtft.elastic.replication import FetchFailed, fetch
+from dtft.elastic.replication import FetchFailed, FetchOrder, fetch
 
 
 def restore_into(
@@ -19,15 +20,17 @@ def restore_into(
     host: str,
     credentials: Credentials,
     limit_s: float,
+    nixl: Nixl | None = None,
 ) -> dict[str, Any]:
     """Carries out the restore part of a leader's order.
 
     Args:
         holder: of the slot in the order.
-        order: step, digests, items and transfers.
+        order: generation, attempt, step, digests, items and transfers.
         host: this host's name.
         credentials: the job's.
         limit_s: deadline of each fetch, in seconds.
+        nixl: reads from peers that have NIXL too.
 
     Returns:
         `own` and `peers` (bytes) and `s` (seconds); or `error`, `host` and `corrupt`.
@@ -40,7 +43,7 @@ def restore_into(
         if surprise:
             text = f"own copy of {surprise[0]} is corrupt"
             raise FetchFailed(host, text, surprise)
-        peers = _fetch_all(holder, order, credentials, limit_s)
+        peers = _fetch_all(holder, order, credentials, limit_s, nixl)
     except FetchFailed as error:
         return {"error": str(error), "host": error.host, "corrupt": error.corrupt}
     own = sum(piece.nbytes for piece in holder.own_slices) - peers
@@ -48,7 +51,11 @@ def restore_into(
 
 
 def _fetch_all(
-    holder: Holder, order: dict[str, Any], credentials: Credentials, limit_s: float
+    holder: Holder,
+    order: dict[str, Any],
+    credentials: Credentials,
+    limit_s: float,
+    nixl: Nixl | None,
 ) -> int:
     """Fetches from all peers at once; returns the bytes received."""
     transfers = order["transfers"]
@@ -59,11 +66,15 @@ def _fetch_all(
             pool.submit(
                 fetch,
                 holder,
-                order["step"],
-                transfer,
-                order["digests"],
+                FetchOrder(
+                    step=order["step"],
+                    epoch=(order["generation"], order["attempt"]),
+                    transfer=transfer,
+                    digests=order["digests"],
+                ),
                 credentials,
                 limit_s,
+                nixl,
             )
             for transfer in transfers
         ]

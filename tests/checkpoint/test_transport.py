@@ -59,6 +59,12 @@ def raw(server: TransportServer) -> socket.socket:
     return socket.create_connection(transport.parse_address(server.address), 5)
 
 
+def start_of_frame(channel: Channel, header: dict, payload_bytes: int) -> bytes:
+    """A frame up to its payload, sealed as the next one of the channel."""
+    assert channel._sealer is not None
+    return channel._sealer.frame(header, payload_bytes)
+
+
 def assert_serves(server: TransportServer) -> None:
     with call(server) as channel:
         channel.send({"still": "alive"}, [b"x"], timeout_s=5)
@@ -223,7 +229,7 @@ def test_a_peer_that_does_not_read_ends_a_send(serve: Serve) -> None:
 
 def test_half_a_frame_is_a_timeout_and_closes(serve: Serve) -> None:
     def half(channel: Channel) -> None:
-        channel.write(wire.encode_header({}, 10), deadline=time.monotonic() + 5)
+        channel.write(start_of_frame(channel, {}, 10), deadline=time.monotonic() + 5)
         with pytest.raises(ChannelClosed):
             channel.receive(10)
 
@@ -244,8 +250,8 @@ def test_closing_wakes_a_thread_that_waits(serve: Serve) -> None:
 def test_a_reset_is_channel_closed(serve: Serve) -> None:
     def reset(channel: Channel) -> None:
         linger = struct.pack("ii", 1, 0)
-        channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        channel._socket.close()
+        channel.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        channel.stream.socket.close()
 
     with call(serve(reset=reset), "reset") as channel:
         with pytest.raises(ChannelClosed, match="127.0.0.1:"):
@@ -281,6 +287,19 @@ def test_too_many_connections_are_dropped_until_one_ends(serve: Serve) -> None:
             except ConnectionError:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
+
+
+def test_a_crowd_of_strangers_does_not_keep_a_member_out(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "MAX_STRANGERS", 3)
+    server = serve(echo=echo)
+    strangers = [raw(server) for _ in range(8)]
+    assert_serves(server)
+    for dropped in strangers[:4]:
+        assert dropped.recv(100) == b""
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_close_ends_connections_and_threads(serve: Serve) -> None:
@@ -350,13 +369,13 @@ def test_fuzzed_handshakes(
 def test_fuzzed_frames_from_a_member(
     shared_server: TransportServer, header: dict, choose: st.DataObject, flip: int
 ) -> None:
-    frame = bytearray(wire.encode_header(header, 5) + b"12345")
-    frame[choose.draw(st.integers(0, len(frame) - 1))] ^= flip
-    cut = choose.draw(st.integers(0, len(frame)))
     with call(shared_server) as channel:
+        frame = bytearray(start_of_frame(channel, header, 5) + b"12345")
+        frame[choose.draw(st.integers(0, len(frame) - 1))] ^= flip
+        cut = choose.draw(st.integers(0, len(frame)))
         try:
             channel.write(frame[:cut], deadline=time.monotonic() + 5)
-            channel._socket.shutdown(socket.SHUT_WR)
+            channel.stream.socket.shutdown(socket.SHUT_WR)
             channel.receive(5)
         except OSError as error:  # the server may have hung up at any point
             assert not isinstance(error, TimeoutError)

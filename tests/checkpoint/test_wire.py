@@ -82,30 +82,36 @@ def test_limits_hold_on_both_sides() -> None:
 
 
 def test_other_versions_are_told_to_upgrade() -> None:
-    prefix = struct.pack("<4sB3xIQ", wire.MAGIC, 2, 0, 0)
-    with pytest.raises(WireError, match="version 2 .* Install the same dtft"):
+    prefix = struct.pack("<4sB3xIQ", wire.MAGIC, 9, 0, 0)
+    with pytest.raises(WireError, match="version 9 .* Install the same dtft"):
         wire.decode_prefix(prefix)
 
 
 @given(nonces, nonces)
-def test_proofs_are_bound_to_role_job_secret_and_both_nonces(
+def test_proofs_are_bound_to_role_job_secret_nonces_and_certificate(
     a: bytes, b: bytes
 ) -> None:
+    said = wire.Handshake(client_nonce=a, server_nonce=b)
+    bound = wire.Handshake(client_nonce=a, server_nonce=b, binding=b"c" * 32)
+    swapped = wire.Handshake(client_nonce=b, server_nonce=a)
     proofs = {
-        wire.proof(JOB, "client", a, b),
-        wire.proof(JOB, "server", a, b),
-        wire.proof(Credentials(job="joc", secret=b"secret"), "client", a, b),
-        wire.proof(Credentials(job="job", secret=b"Secret"), "client", a, b),
-        *({wire.proof(JOB, "client", b, a)} if a != b else {b""}),
+        wire.proof(JOB, "client", said),
+        wire.proof(JOB, "server", said),
+        *wire.session_keys(JOB, said),
+        wire.proof(JOB, "client", bound),
+        wire.proof(Credentials(job="joc", secret=b"secret"), "client", said),
+        wire.proof(Credentials(job="job", secret=b"Secret"), "client", said),
+        *({wire.proof(JOB, "client", swapped)} if a != b else {b""}),
     }
-    assert len(proofs) == 5
+    assert len(proofs) == 8
     wire.check_proof(
-        wire.proof(JOB, "client", a, b), wire.proof(JOB, "client", a, b), ""
+        wire.proof(JOB, "client", said), wire.proof(JOB, "client", said), ""
     )
 
 
 def test_wrong_proofs_name_the_peer_and_what_to_check() -> None:
-    expected = wire.proof(JOB, "client", bytes(32), bytes(32))
+    said = wire.Handshake(client_nonce=bytes(32), server_nonce=bytes(32))
+    expected = wire.proof(JOB, "client", said)
     for received, reason in [(b"x" * 32, "wrong proof"), (wire.REFUSAL, "refused")]:
         with pytest.raises(
             AuthenticationError, match=f"10.0.0.5:1 .*{reason}"

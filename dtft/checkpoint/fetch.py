@@ -1,0 +1,274 @@
+"""Fetches slices from one peer over several connections; `serving.py` answers.
+
+Bytes go straight into the memory they are wanted in, and count chunk by chunk once
+their digests match. A connection that is cut is made again and goes on after the last
+verified chunk; a chunk that arrives wrong is asked for again, and is the peer's corrupt
+copy if it stays wrong. At most `DEPTH` answers per connection are on their way, so
+memory stays bounded on both sides. Must not know steps, arenas or who has what.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.checkpoint import wire
+from dtft.checkpoint.nixl import Nixl
+from dtft.checkpoint.ranges import Range, Wanted, memory_of, not_right, split
+from dtft.checkpoint.serving import no_payload
+from dtft.checkpoint.transport import Channel, Credentials, connect
+
+STREAMS = 4
+"""Connections of one fetch, if there is enough for each to do."""
+RANGE_BYTES = 8 << 20
+"""What is asked for at a time, unless a chunk is larger."""
+DEPTH = 2
+"""Answers on their way on one connection: one is checked while the next arrives."""
+BEGIN_S = 10.0
+"""A peer that does not begin to answer for this long is given up and tried again."""
+READ_S = 30.0
+"""One read of a peer's lent memory takes at most this long."""
+TRIES = 4
+"""Attempts of one connection without a byte gained, and of one chunk."""
+_PAUSE_S = 0.05
+
+
+class FetchError(Exception):
+    """Slices could not be had from a peer; says why."""
+
+    def __init__(self, reason: str, corrupt: Sequence[str] = ()) -> None:
+        """Keeps the keys of slices that the peer has, but not intact."""
+        super().__init__(reason)
+        self.corrupt = tuple(corrupt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """What a fetch took."""
+
+    nbytes: int
+    """Size of what is there now, verified."""
+    received: int
+    """Bytes that arrived in whole answers, repeated ones included."""
+    cuts: int
+    """Connections that broke and were made again."""
+
+
+def fetch(
+    address: str,
+    credentials: Credentials,
+    hello: dict[str, Any],
+    request: dict[str, Any],
+    wanted: Sequence[Wanted],
+    *,
+    chunk_bytes: int,
+    limit_s: float,
+    streams: int = STREAMS,
+    nixl: Nixl | None = None,
+) -> Fetched:
+    """Fetches slices from one peer into their memory.
+
+    Args:
+        address: "host:port" of the peer's server.
+        credentials: the job and its secret.
+        hello: chooses the peer's handler; that must be `serve`.
+        request: what the peer's `find` is asked; "keys" is added.
+        wanted: the slices. On failure their memory has unspecified contents.
+        chunk_bytes: size of the chunks of the digests.
+        limit_s: limit for all of it, in seconds.
+        streams: most connections at a time.
+        nixl: reads the bytes if the peer has NIXL too, with one connection beside it;
+            the peer's answers carry them otherwise.
+
+    Raises:
+        FetchError: the peer is gone, lacks a slice, is too late or sent corrupt bytes.
+    """
+    work = _Work(wanted, chunk_bytes, nixl)
+    asked = {**request, "keys": [one.key for one in wanted]}
+    if nixl is not None:
+        asked, streams = asked | {"nixl": True}, 1
+    deadline = time.monotonic() + limit_s
+
+    def run() -> None:
+        _stream(work, address, credentials, hello, asked, deadline)
+
+    others = [
+        threading.Thread(target=run, daemon=True)
+        for _ in range(min(streams, len(work.waiting)) - 1)
+    ]
+    for thread in others:
+        thread.start()
+    run()
+    for thread in others:
+        thread.join()  # each ends by the deadline
+    return work.outcome()
+
+
+class _Work:
+    """What is still to be done, shared by the connections of one fetch."""
+
+    def __init__(
+        self, wanted: Sequence[Wanted], chunk_bytes: int, nixl: Nixl | None
+    ) -> None:
+        self.wanted, self.chunk_bytes, self.nixl = wanted, chunk_bytes, nixl
+        sizes = [len(one.memory) for one in wanted]
+        self.waiting = deque(split(sizes, chunk_bytes, RANGE_BYTES))
+        self.sizes, self.error = sizes, "nothing was tried"
+        self._verified, self._received, self._cuts = 0, 0, 0
+        self._failures: dict[tuple[int, int], int] = {}
+        self._corrupt: dict[str, None] = {}
+        self._lock = threading.Lock()
+
+    def next(self) -> Range | None:
+        """A range to ask for; None if none is waiting."""
+        with self._lock:
+            return self.waiting.popleft() if self.waiting else None
+
+    def arrived(self, range_: Range) -> None:
+        """A whole answer is in memory: what is wrong is asked for again, at most so
+        often that a passing fault is over."""
+        bad = not_right(range_, self.wanted, self.chunk_bytes)
+        with self._lock:
+            self._received += _nbytes(range_)
+            self._verified += _nbytes(range_) - _nbytes(bad)
+            for part in bad:
+                place = (part.index, part.start)
+                self._failures[place] = self._failures.get(place, 0) + 1
+                if self._failures[place] < TRIES:
+                    self.waiting.append((part,))
+                else:
+                    self._corrupt[self.wanted[part.index].key] = None
+
+    def cut(self, begun: Range, others: Sequence[Range], error: str) -> int:
+        """A connection broke; `begun` may be there in part. Returns bytes gained."""
+        bad = not_right(begun, self.wanted, self.chunk_bytes)
+        gained = _nbytes(begun) - _nbytes(bad)
+        with self._lock:
+            self._verified += gained
+            self._cuts += 1
+            self.error = error
+            self.waiting.extendleft(reversed([one for one in (bad, *others) if one]))
+        return gained
+
+    def outcome(self) -> Fetched:
+        """What was fetched, or why not all of it."""
+        if self._corrupt:
+            text = f"{len(self._corrupt)} corrupt slices"
+            raise FetchError(text, tuple(self._corrupt))
+        if self._verified < sum(self.sizes) or self.waiting:
+            raise FetchError(self.error)
+        return Fetched(nbytes=self._verified, received=self._received, cuts=self._cuts)
+
+
+def _nbytes(range_: Range) -> int:
+    return sum(part.nbytes for part in range_)
+
+
+def _stream(
+    work: _Work,
+    address: str,
+    credentials: Credentials,
+    hello: dict[str, Any],
+    asked: dict[str, Any],
+    deadline: float,
+) -> None:
+    """One connection, made again after every cut, until nothing waits any more.
+
+    When it gives up, what it had goes back to `work` for the others.
+    """
+    tries = 0
+    while tries < TRIES and work.waiting:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            work.cut((), (), f"out of time; {work.error}")
+            return
+        flying: deque[Range] = deque()
+        gained = [0]
+        try:
+            with connect(address, credentials, hello, min(left, BEGIN_S)) as channel:
+                offer = _open(channel, asked, work.sizes, deadline)
+                if work.nixl is not None and offer:
+                    _read(channel, work, offer, flying, gained, deadline)
+                else:
+                    _pump(channel, work, flying, gained, deadline)
+        except FetchError as error:
+            work.cut((), tuple(flying), str(error))
+            return
+        except (OSError, TimeoutError) as error:
+            begun = flying.popleft() if flying else ()
+            gained[0] += work.cut(begun, tuple(flying), str(error))
+            if isinstance(error, ConnectionRefusedError):
+                return  # nobody listens there any more
+            tries = 0 if gained[0] else tries + 1
+            time.sleep(min(_PAUSE_S, max(left, 0)))
+
+
+def _open(
+    channel: Channel, asked: dict[str, Any], sizes: Sequence[int], deadline: float
+) -> dict[str, Any] | None:
+    """Says what is wanted; returns what the peer lends, if it does."""
+    left = min(deadline - time.monotonic(), BEGIN_S)
+    channel.send(asked, timeout_s=left)
+    reply, _ = channel.receive(left, max_header=wire.MAX_DATA_HEADER)
+    if "error" in reply:
+        raise FetchError(str(reply["error"]))
+    if reply.get("sizes") != list(sizes):
+        raise FetchError("the peer's slices have other sizes")
+    return reply.get("nixl")
+
+
+def _pump(
+    channel: Channel,
+    work: _Work,
+    flying: deque[Range],
+    gained: list[int],
+    deadline: float,
+) -> None:
+    """Asks and receives until nothing waits; `flying` is what was asked for."""
+    while True:
+        while len(flying) < DEPTH and (range_ := work.next()) is not None:
+            flying.append(range_)
+            parts = [(part.index, part.start, part.stop) for part in range_]
+            channel.send({"parts": parts}, timeout_s=deadline - time.monotonic())
+        if not flying:
+            return
+
+        def sink(_: dict[str, Any], size: int) -> list[memoryview]:
+            if size != _nbytes(flying[0]):
+                raise wire.WireError(f"an answer has {size} bytes, asked were others")
+            return memory_of(flying[0], work.wanted)
+
+        channel.receive(deadline - time.monotonic(), sink, begin_s=BEGIN_S)
+        work.arrived(flying[0])
+        gained[0] += _nbytes(flying.popleft())
+
+
+def _read(
+    channel: Channel,
+    work: _Work,
+    offer: dict[str, Any],
+    flying: deque[Range],
+    gained: list[int],
+    deadline: float,
+) -> None:
+    """Reads the lent memory until nothing waits; the peer says that it still holds."""
+    assert work.nixl is not None
+    addresses = offer["addresses"]
+    with (
+        work.nixl.receiving([one.memory for one in work.wanted]),
+        work.nixl.borrow(offer),
+    ):
+        while (range_ := work.next()) is not None:
+            flying.append(range_)
+            work.nixl.read(
+                offer["name"],
+                [(addresses[part.index] + part.start, part.nbytes) for part in range_],
+                memory_of(range_, work.wanted),
+                min(deadline, time.monotonic() + READ_S),
+            )
+            channel.send({"parts": []}, timeout_s=deadline - time.monotonic())
+            channel.receive(deadline - time.monotonic(), no_payload, begin_s=BEGIN_S)
+            work.arrived(flying.popleft())
+            gained[0] += _nbytes(range_)

@@ -1,0 +1,159 @@
+"""Hosts without trainers: holders in shared memory behind real servers, for tests.
+
+A host serves pushes and fetches with the handlers that agents use; its state is made of
+leaves of unlike sizes, chunks are small so that few bytes make many of them.
+"""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dtft.checkpoint.digest import chunk_digests
+from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.placement import place
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.transport import Channel, Credentials, TransportServer
+from dtft.elastic.replication import FetchOrder, Inbox, serve_fetch, serve_pushes
+
+JOB = Credentials(job="job", secret=b"s" * 32)
+CHUNK = 256
+EPOCH = (3, 1)
+SIZES = {"big": 12_000, "odd": 1_001, "small": 7, "none": 0}
+
+
+def divided(num_slots: int) -> Layout:
+    """Leaves of unlike sizes, each divided over the slots: copies must be pushed."""
+    return _layout(num_slots, num_slots, (("slots",),))
+
+
+def replicated(num_slots: int) -> Layout:
+    """The same leaves whole on every slot: every peer can send everything."""
+    return _layout(num_slots, 1, ())
+
+
+def _layout(num_slots: int, parts: int, spec: tuple[tuple[str, ...], ...]) -> Layout:
+    mesh = MeshLayout(
+        axis_names=("slots",), axis_sizes=(num_slots,), slots=tuple(range(num_slots))
+    )
+    leaves = tuple(
+        Leaf(path=name, shape=(size * parts,), dtype="uint8", spec=spec)
+        for name, size in SIZES.items()
+    )
+    return Layout(mesh=mesh, leaves=leaves)
+
+
+class Host:
+    """One slot's holder, served. Its own bytes are a function of step and slice."""
+
+    def __init__(
+        self, folder: Path, slot: int, layout: Layout, credentials: Credentials = JOB
+    ) -> None:
+        """Starts to serve; nothing is held yet."""
+        copies = place(layout, 2)
+        path = folder / f"arena-{slot}"
+        self.slot = slot
+        self.holder = Holder(layout, slot, copies, path=path, chunk_bytes=CHUNK)
+        self.epoch: tuple[int, int] = EPOCH
+        self.held: list[tuple[int, int]] = []
+        self.inbox = Inbox(
+            epoch=lambda: self.epoch,
+            holder=lambda: self.holder,
+            held=lambda step, source: self.held.append((step, source)),
+        )
+        self.server = TransportServer(
+            "127.0.0.1:0",
+            credentials,
+            {
+                "push": lambda channel: serve_pushes(channel, self.inbox),
+                "fetch": lambda channel: serve_fetch(channel, self.inbox),
+                "echo": echo,
+            },
+        )
+        self.address = self.server.address
+
+    def stage(self, step: int) -> None:
+        """Writes and digests this slot's bytes of a step, as a trainer does."""
+        start, digests = self.holder.begin_stage(step), []
+        for piece, offset in zip(
+            self.holder.own_slices, self.holder.own_offsets, strict=True
+        ):
+            data = content(step, piece.key, piece.nbytes)
+            self.holder.arena.view(start + offset, piece.nbytes)[:] = data
+            digests.append(chunk_digests(data, CHUNK))
+        self.holder.staged(step, digests, {"step": step})
+
+    def wrong(self) -> list[str]:
+        """Copies that count as verified, but are not what their owner staged."""
+        good, bad = self.holder.holdings()
+        for step, keys in good.items():
+            views = self.holder.find(step, list(keys))
+            for key, view in zip(keys, views, strict=True):
+                if bytes(view) != content(step, key, view.nbytes):
+                    bad.append(f"silent: step {step}: {key}")
+        return bad
+
+    def close(self) -> None:
+        """Ends the server and frees the memory."""
+        self.server.close()
+        self.holder.close()
+
+
+@contextlib.contextmanager
+def hosts(
+    folder: Path, layout: Layout, credentials: Credentials = JOB
+) -> Iterator[list[Host]]:
+    """One host for each slot."""
+    made: list[Host] = []
+    try:
+        for slot in range(layout.mesh.num_slots):
+            made.append(Host(folder, slot, layout, credentials))
+        yield made
+    finally:
+        for host in made:
+            host.close()
+
+
+def content(step: int, key: str, size: int) -> bytes:
+    """What a slice holds at a step."""
+    return random.Random(f"{step} {key}").randbytes(size)
+
+
+def digests_of(host: Host, step: int) -> dict[str, bytes]:
+    """Digests of the slices that a host owns at a step, whether or not it has them."""
+    return {
+        piece.key: chunk_digests(content(step, piece.key, piece.nbytes), CHUNK)
+        for piece in host.holder.own_slices
+    }
+
+
+def order_after_loss(
+    lost: Host, peer: Host, step: int, address: str = ""
+) -> FetchOrder:
+    """The first host's memory is overwritten; what it must fetch from the second."""
+    lost.holder.keep_only(set())
+    lost.holder.arena.view(0, lost.holder.arena.size)[:] = b"?" * lost.holder.arena.size
+    digests = digests_of(lost, step)
+    missing = lost.holder.begin_restore(step, digests, {})
+    transfer = {
+        "host": f"host-{peer.slot}",
+        "address": address or peer.address,
+        "keys": [piece.key for piece in missing],
+    }
+    return FetchOrder(step=step, epoch=EPOCH, transfer=transfer, digests=digests)
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    """Waits for what another thread does; fails when it does not come."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def echo(channel: Channel) -> None:
+    """Sends every frame back."""
+    while True:
+        header, payload = channel.receive(10)
+        channel.send(header, [payload], timeout_s=10)

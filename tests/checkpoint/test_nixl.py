@@ -1,0 +1,129 @@
+"""NIXL: bytes read out of a peer's memory, over UCX on loopback if it is installed."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dtft.checkpoint.digest import chunk_digests
+from dtft.checkpoint.fetch import FetchError, fetch
+from dtft.checkpoint.nixl import Nixl
+from dtft.checkpoint.ranges import Wanted
+from dtft.checkpoint.serving import serve
+from dtft.checkpoint.transport import TransportServer
+from tests.checkpoint.hosts import CHUNK, JOB, content
+
+INSTALLED = importlib.util.find_spec("nixl") is not None
+SIZES = (200_000, 0, 777)
+LENDER = "import tests.checkpoint.test_nixl as t; t.lend()"
+
+
+def test_without_nixl_the_error_says_how_to_get_it() -> None:
+    if INSTALLED:
+        pytest.skip("NIXL is installed")
+    with pytest.raises(ImportError, match="--no-deps"):
+        Nixl()
+
+
+def lend(nixl: bool = True) -> None:
+    """Serves slices until stdin ends; runs in a process of its own."""
+    views = [memoryview(content(1, str(i), size)) for i, size in enumerate(SIZES)]
+    agent = Nixl() if nixl else None
+    answers: list[int] = []
+
+    def answer(channel) -> None:
+        send = channel.send
+
+        def counted(header, payload=(), *, timeout_s) -> None:
+            answers.append(sum(len(part) for part in payload))
+            send(header, payload, timeout_s=timeout_s)
+
+        channel.send = counted
+        serve(channel, lambda request: views, agent)
+
+    server = TransportServer("127.0.0.1:0", JOB, {"fetch": answer})
+    print(server.address, flush=True)
+    for line in sys.stdin:
+        if line == "sent\n":
+            print(sum(answers), flush=True)
+    os._exit(0)  # NIXL's threads may not end
+
+
+def wanted() -> list[Wanted]:
+    return [
+        Wanted(
+            key=str(i),
+            memory=memoryview(bytearray(size)),
+            digests=chunk_digests(content(1, str(i), size), CHUNK),
+        )
+        for i, size in enumerate(SIZES)
+    ]
+
+
+def fetched(address: str, slices: list[Wanted], nixl: Nixl | None) -> int:
+    return fetch(
+        address,
+        JOB,
+        {"op": "fetch"},
+        {},
+        slices,
+        chunk_bytes=CHUNK,
+        limit_s=30.0,
+        nixl=nixl,
+    ).nbytes
+
+
+@pytest.mark.skipif(not INSTALLED, reason="NIXL is not installed")
+def test_slices_are_read_from_another_process() -> None:
+    environment = os.environ | {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR"}
+    os.environ.setdefault("UCX_TLS", "tcp")
+    process = subprocess.Popen(
+        [sys.executable, "-c", LENDER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    killer = threading.Timer(50, process.kill)
+    killer.start()
+    try:
+        address = process.stdout.readline().strip()
+        nixl = Nixl()
+        for _ in range(2):  # a peer can be read from again
+            slices = wanted()
+            assert fetched(address, slices, nixl) == sum(SIZES)
+            for one in slices:
+                assert one.memory == content(1, one.key, len(one.memory))
+        process.stdin.write("sent\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "0\n"  # no byte of them over the channel
+        process.kill()
+        process.wait(10)
+        begun = time.monotonic()
+        with pytest.raises(FetchError):
+            fetched(address, wanted(), nixl)
+        assert time.monotonic() - begun < 30
+    finally:
+        killer.cancel()
+        process.kill()
+        process.wait(10)
+        process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.mark.skipif(not INSTALLED, reason="NIXL is not installed")
+def test_a_peer_without_nixl_answers_over_tcp() -> None:
+    views = [memoryview(content(1, str(i), size)) for i, size in enumerate(SIZES)]
+    server = TransportServer(
+        "127.0.0.1:0", JOB, {"fetch": lambda channel: serve(channel, lambda _: views)}
+    )
+    try:
+        assert fetched(server.address, wanted(), Nixl()) == sum(SIZES)
+    finally:
+        server.close()
