@@ -58,11 +58,14 @@ class CommitLog(Protocol):
 class MemoryCommitLog:
     """A CommitLog inside one process."""
 
+    keep: int | None = None
+    """How many of the newest commits it remembers; None: all."""
     _commits: list[Commit] = field(default_factory=list)
 
     def append(self, commit: Commit) -> None:
-        """Records a commit."""
-        self._commits.insert(0, commit)
+        """Records a commit, in place of an earlier one of the same step."""
+        others = [known for known in self._commits if known.step != commit.step]
+        self._commits = [commit, *others][: self.keep]
 
     def commits(self) -> tuple[Commit, ...]:
         """The recorded commits, newest first."""
