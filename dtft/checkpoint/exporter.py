@@ -174,7 +174,8 @@ def _view(memory: mmap.mmap, piece: Slice, offset: int) -> np.ndarray:
 class Saver(Protocol):
     """What writes steps; the fields of a "save" message are its arguments."""
 
-    def save(self, **fields: Any) -> int:
+    @property
+    def save(self) -> Callable[..., int]:
         """Writes one step, waits for it, and returns its bytes."""
         ...
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from dtft import _jax_internals
 from dtft.checkpoint import digest
+from dtft.checkpoint.fingerprint import is_packed
 from dtft.checkpoint.record import LeafRecord
 
 _PYTHON = {"bool": bool, "int": int, "float": float}
@@ -61,10 +62,16 @@ def _start(shard: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _host_bytes(array: jax.Array) -> memoryview:
     on_cpu = next(iter(array.devices())).platform == "cpu"
     # Numbers of less than a byte may lie packed on the device, numpy unpacks them.
-    packed = array.dtype.name.endswith(("int2", "int4", "fn4"))
-    if array.size and on_cpu and not packed:
+    plain = not is_packed(array.dtype) and _is_row_major(array)
+    if array.size and on_cpu and plain:
         return _jax_internals.cpu_buffer(array)
     return np.asarray(array).reshape(-1).view(np.uint8).data
+
+
+def _is_row_major(array: jax.Array) -> bool:
+    layout = getattr(array.format, "layout", None)
+    order = getattr(layout, "major_to_minor", None)
+    return order is None or tuple(order) == tuple(range(array.ndim))
 
 
 # ------------------------------------------------------------------------- placing

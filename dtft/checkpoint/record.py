@@ -1,22 +1,22 @@
 """What one save holds: which items, which leaves, and how they make up the trees.
 
-Turns Orbax's save and restore arguments into plain records (as JSON beside the bytes)
-and a flat list of leaves, and back into the trees that stock Orbax would return. Must
-not know where the bytes are, nor steps.
+Turns the arguments of `save` into a plain record (as JSON beside the bytes) and a flat
+list of leaves. Must not know where the bytes are, nor steps.
 """
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.checkpoint.tree import listed
+from dtft.checkpoint.structure import Structure, build, escaped, shifted, structure_of
 
 DEFAULT = "default"
 """Orbax's name for the only item of a checkpoint that has no names."""
@@ -26,10 +26,6 @@ RESERVED = (DEFAULT, RECORD, "metrics")
 
 Kind = Literal["array", "key", "numpy", "scalar", "bool", "int", "float"]
 """jax array, jax PRNG key, numpy array, numpy scalar, Python scalars."""
-
-Structure = Sequence[Any]
-"""("d", {name: structure}), ("l", [structure]), ("x", leaf number), ("t",) for an empty
-tuple, ("n",) for None and other empty nodes: what Orbax makes of a tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,26 +76,9 @@ class Record:
         ]
         return cls(**{**raw, "leaves": tuple(leaves)})
 
-    def tree(self, name: str, values: Sequence[Any]) -> Any:
+    def tree(self, name: str, values: Sequence[Any] | Mapping[int, Any]) -> Any:
         """The tree of one item, as stock Orbax returns it, with `values` as leaves."""
         return build(self.structures[name], values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a restore asks of one item; `targets` by leaf number of the record."""
-
-    targets: Mapping[int, Any] = field(default_factory=dict)
-    """The leaf that the user's tree has there."""
-    order: tuple[int, ...] = ()
-    """Leaf numbers in the order of the user's tree."""
-    treedef: Any = None
-    """The user's tree; None for the tree that stock Orbax returns."""
-    fallback: Any = None
-    """Sharding for targets that state none."""
-
-
-# -------------------------------------------------------------------------- saving
 
 
 def record_of(
@@ -127,10 +106,10 @@ def record_of(
             continue
         tree = _standard_tree(name, item)
         leaves, treedef = jax.tree_util.tree_flatten(tree)
-        relative, paths = _structure(treedef)
-        structures[name] = _shifted(relative, len(values))
+        relative, paths = structure_of(treedef)
+        structures[name] = shifted(relative, len(values))
         for path, leaf in zip(paths, leaves, strict=True):
-            records.append(_leaf_record(f"{_escape(name)}/{path}", leaf))
+            records.append(_leaf_record(f"{escaped(name)}/{path}", leaf))
         values += leaves
     record = Record(
         default=default,
@@ -171,7 +150,7 @@ def _leaf_record(path: str, leaf: Any) -> LeafRecord:
                 f"leaf {path!r} spans processes ({leaf.sharding}). Allowed: arrays of "
                 "this process. In a job of many processes `dtft agent` is needed."
             )
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = jax.eval_shape(jax.random.key_data, leaf)
             impl = str(jax.random.key_impl(leaf))
             return LeafRecord(
@@ -233,83 +212,6 @@ def _number(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
-# --------------------------------------------------------------------- structures
-
-
-@functools.lru_cache(maxsize=32)
-def _structure(treedef: Any) -> tuple[Structure, tuple[str, ...]]:
-    """What Orbax makes of a tree, and the path of each leaf in tree order."""
-    numbers = treedef.unflatten(range(treedef.num_leaves))
-    structure = _encoded(ocp.tree.serialize_tree(numbers, keep_empty_nodes=True))
-    paths: list[str] = [""] * treedef.num_leaves
-    names: dict[str, tuple[str, ...]] = {}
-    for keys, number in _leaves(structure):
-        other = names.setdefault(".".join(keys), keys)
-        if other != keys:
-            raise ValueError(
-                f"leaves {'/'.join(other)!r} and {'/'.join(keys)!r} have one name in "
-                'Orbax, which joins keys by ".". Rename one of them.'
-            )
-        paths[number] = "/".join(map(_escape, keys))
-    return structure, tuple(paths)
-
-
-def _encoded(node: Any) -> Structure:
-    if isinstance(node, Mapping):
-        return "d", {str(name): _encoded(child) for name, child in node.items()}
-    if isinstance(node, list) or (isinstance(node, tuple) and len(node)):
-        return "l", [_encoded(child) for child in node]
-    if isinstance(node, int):
-        return "x", node
-    return ("t",) if type(node) is tuple else ("n",)
-
-
-def _leaves(
-    structure: Structure, keys: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], int]]:
-    if structure[0] == "x":
-        yield keys, structure[1]
-    elif structure[0] == "d":
-        for name, child in structure[1].items():
-            yield from _leaves(child, (*keys, name))
-    elif structure[0] == "l":
-        for index, child in enumerate(structure[1]):
-            yield from _leaves(child, (*keys, str(index)))
-
-
-def _shifted(structure: Structure, by: int) -> Structure:
-    return _mapped(structure, lambda number: ("x", number + by))
-
-
-def _mapped(structure: Structure, leaf: Any) -> Structure:
-    if structure[0] == "x":
-        return leaf(structure[1])
-    if structure[0] == "d":
-        return "d", {k: _mapped(v, leaf) for k, v in structure[1].items()}
-    if structure[0] == "l":
-        return "l", [_mapped(child, leaf) for child in structure[1]]
-    return structure
-
-
-def build(structure: Structure, values: Any) -> Any:
-    """The tree of a structure with `values[number]` as leaves.
-
-    >>> build(("d", {"a": ("l", [("x", 1), ("t",)]), "b": ("n",)}), ["zero", "one"])
-    {'a': ['one', ()], 'b': None}
-    """
-    if structure[0] == "x":
-        return values[structure[1]]
-    if structure[0] == "d":
-        return {name: build(child, values) for name, child in structure[1].items()}
-    if structure[0] == "l":
-        return [build(child, values) for child in structure[1]]
-    return () if structure[0] == "t" else None
-
-
-def _escape(name: str) -> str:
-    return name.replace("%", "%25").replace("/", "%2F")
-
-
 @functools.lru_cache(maxsize=8)
 def _layout(leaves: tuple[LeafRecord, ...]) -> Layout:
     return Layout(
@@ -317,79 +219,4 @@ def _layout(leaves: tuple[LeafRecord, ...]) -> Layout:
         leaves=tuple(
             Leaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype) for leaf in leaves
         ),
-    )
-
-
-# ------------------------------------------------------------------------ restoring
-
-
-def wanted_of(record: Record, args: Any) -> dict[str, Wanted | None]:
-    """What Orbax's arguments ask of a save, by item; None for an item that is JSON.
-
-    Raises:
-        ValueError: the arguments or the user's tree do not fit the save.
-    """
-    names = [*record.structures, *record.json_items]
-    if record.default:
-        if isinstance(args, ocp.args.Composite):
-            raise ValueError(
-                "args is Composite, but one item without a name was saved. Give "
-                "ocp.args.StandardRestore(tree)."
-            )
-        items = {DEFAULT: args}
-    elif args is None:
-        items = dict.fromkeys(names)
-    elif isinstance(args, ocp.args.Composite):
-        items = dict(args.items())
-    else:
-        raise ValueError(
-            f"args is {type(args).__name__}, but named items were saved: "
-            f"{listed(names)}. Give ocp.args.Composite(name=...)."
-        )
-    return {name: _wanted(record, name, item) for name, item in items.items()}
-
-
-def _wanted(record: Record, name: str, item: Any) -> Wanted | None:
-    if name in record.json_items:
-        if item is None or isinstance(item, ocp.args.JsonRestore):
-            return None
-    elif name not in record.structures:
-        names = [*record.structures, *record.json_items]
-        raise ValueError(f"item {name!r} was not saved. There are: {listed(names)}.")
-    elif item is None:
-        return Wanted()
-    elif isinstance(item, ocp.args.StandardRestore):
-        return _standard_wanted(record, name, item)
-    right = "JsonRestore" if name in record.json_items else "StandardRestore"
-    raise ValueError(
-        f"args of item {name!r} is {type(item).__name__}. Allowed: ocp.args.{right}."
-    )
-
-
-def _standard_wanted(record: Record, name: str, item: Any) -> Wanted:
-    if not item.strict or item.support_layout:
-        raise ValueError(
-            f"StandardRestore of item {name!r} has strict=False or support_layout=True,"
-            " which would change what was saved. Leave them out."
-        )
-    if item.item is None:
-        return Wanted(fallback=item.fallback_sharding)
-    leaves, treedef = jax.tree_util.tree_flatten(item.item)
-    paths = [f"{_escape(name)}/{path}" for path in _structure(treedef)[1]]
-    mine = [number for _, number in _leaves(record.structures[name])]
-    saved = {record.leaves[number].path: number for number in mine}
-    if set(saved) != set(paths):
-        missing = [path for path in paths if path not in saved]
-        unexpected = [path for path in saved if path not in set(paths)]
-        raise ValueError(
-            f"the tree does not fit item {name!r}: it has {len(paths)} leaves, saved "
-            f"were {len(saved)}. Not saved: {listed(missing)}. Saved but not in the "
-            f"tree: {listed(unexpected)}. Give a tree of the saved structure."
-        )
-    order = tuple(saved[path] for path in paths)
-    return Wanted(
-        targets=dict(zip(order, leaves, strict=True)),
-        order=order,
-        treedef=treedef,
-        fallback=item.fallback_sharding,
     )

@@ -1,16 +1,14 @@
 """The public checkpoint manager: every saved step in memory, some of them in storage.
 
 Has the shape of Orbax's `AbstractCheckpointManager`, so that a loop written for
-`ocp.CheckpointManager` swaps it in. Decides which copy of a step a restore reads; must
-not know how steps are laid out in memory or reach storage.
+`ocp.CheckpointManager` swaps it in. Brings the parts together under one lock; must not
+know how steps are laid out in memory, reach storage, or are read back.
 """
 
 import atexit
-import copy
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +16,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from dtft.checkpoint import placing
 from dtft.checkpoint.options import ReplicatedOptions, best, is_due
-from dtft.checkpoint.record import DEFAULT, Record, Wanted, record_of, wanted_of
+from dtft.checkpoint.reading import Reader
+from dtft.checkpoint.record import record_of
 from dtft.checkpoint.storing import Storing
-from dtft.checkpoint.tree import listed
-from dtft.checkpoint.versions import Corrupt, Versions
+from dtft.checkpoint.versions import Versions
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +77,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         self._storing = Storing(
             self._directory, self._options, self._versions, self._condition
         )
+        self._reader = Reader(self._versions, self._storing)
         self._closed, self._owner = False, os.getpid()
         atexit.register(self._close_at_exit)
 
@@ -101,7 +99,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         with self._condition:
             if read:
                 self._storing.reload()
-            return sorted({*self._versions.steps, *self._storing.steps})
+            return self._reader.steps()
 
     def latest_step(self) -> int | None:
         """The newest step on offer, or None."""
@@ -166,7 +164,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         with self._condition:
             if step in self.all_steps():
                 raise StepAlreadyExistsError(
-                    f"step={step} exists already: {listed(self._offered())}. Allowed: "
+                    f"step={step} exists already: {self._reader.offered}. Allowed: "
                     "a step that does not. Call delete(step) first."
                 )
             version = self._versions.write(step, record, values)
@@ -194,45 +192,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         """
         self._refuse_closed()
         with self._condition:
-            while True:
-                chosen = self._chosen(step)
-                if chosen not in self._versions.steps:
-                    return self._from_storage(chosen, args)
-                try:
-                    return self._from_memory(chosen, args)
-                except Corrupt as error:
-                    if chosen not in self._storing.steps and step is not None:
-                        raise
-                    logger.warning("%s", error)
-
-    def _from_memory(self, step: int, args: Any) -> Any:
-        wanted = wanted_of(self._versions.get(step).record, args)
-        version, values = self._versions.read(step)
-        record = version.record
-        found = copy.deepcopy(dict(record.json_items))
-        return _result(record, values, found, wanted, version.shardings)
-
-    def _from_storage(self, step: int, args: Any) -> Any:
-        stored = self._storing.stored
-        found = stored.record(step)
-        if found is None:
-            return stored.stock(step, args)
-        record, prints = found
-        wanted = wanted_of(record, args)
-        values, items = stored.read(step, record, prints, wanted)
-        return _result(record, values, items, wanted, [None] * len(values))
-
-    def _chosen(self, step: int | None) -> int:
-        chosen = self.latest_step() if step is None else step
-        if chosen is None or chosen not in self.all_steps():
-            raise FileNotFoundError(
-                f"step={step} is neither in memory nor in {self._directory}. There "
-                f"are: {listed(self._offered())}."
-            )
-        return chosen
-
-    def _offered(self) -> list[str]:
-        return [str(step) for step in self.all_steps()]
+            return self._reader.restore(step, args)
 
     # ----------------------------------------------------------------- metadata
 
@@ -243,33 +203,17 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         a step that stock Orbax wrote it is what stock Orbax gives.
         """
         with self._condition:
-            step = self._chosen(step)
-            if step in self._versions.steps:
-                version = self._versions.get(step)
-                return _metadata(version.record, version.shardings)
-            found = self._storing.stored.record(step)
-            if found is not None:
-                return _metadata(found[0], [None] * len(found[0].leaves))
-            with self._storing.stored.manager() as manager:
-                return manager.item_metadata(step)
+            return self._reader.item_metadata(step)
 
     def metadata(self, step: int | None = None) -> Any:
         """Orbax's metadata of a step, or of the directory without `step`."""
         with self._condition:
-            if step is not None and self._chosen(step) in self._versions.steps:
-                record = self._versions.get(step).record
-                return ocp.metadata.StepMetadata(
-                    item_metadata=self.item_metadata(step),
-                    metrics=record.metrics or {},
-                    custom_metadata=record.custom_metadata or {},
-                )
-            with self._storing.stored.manager() as manager:
-                return manager.metadata(step)
+            return self._reader.metadata(step)
 
     def metrics(self, step: int) -> Any:
         """The metrics that were saved with a step, or None."""
         with self._condition:
-            return self._storing.metrics(self._chosen(step))
+            return self._storing.metrics(self._reader.chosen(step))
 
     # ---------------------------------------------------------- waiting and ending
 
@@ -300,7 +244,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         """
         self._refuse_closed()
         with self._condition:
-            self._chosen(step)
+            self._reader.chosen(step)
             self._storing.delete(step)
             if step in self._versions.steps:
                 self._versions.drop(step)
@@ -338,42 +282,3 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
             raise ValueError(
                 f"the manager of {self._directory} is closed. Make a new one."
             )
-
-
-def _result(
-    record: Record,
-    values: Sequence[Any],
-    json_items: Mapping[str, Any],
-    wanted: Mapping[str, Wanted | None],
-    shardings: Sequence[Any],
-) -> Any:
-    """What the user gets: an item, or a Composite of them."""
-    items: dict[str, Any] = {}
-    for name, item in wanted.items():
-        if item is None:
-            items[name] = json_items[name]
-            continue
-        numbers = jax.tree.leaves(record.tree(name, range(len(values))))
-        leaves: dict[int, Any] = {}
-        for number in numbers:
-            sharding = item.fallback or shardings[number]
-            leaves[number] = placing.as_wanted(
-                values[number],
-                record.leaves[number],
-                item.targets.get(number),
-                sharding,
-            )
-        if item.treedef is None:
-            items[name] = record.tree(name, leaves)
-        else:
-            items[name] = item.treedef.unflatten([leaves[n] for n in item.order])
-    return items[DEFAULT] if record.default else ocp.args.Composite(**items)
-
-
-def _metadata(record: Record, shardings: Sequence[Any]) -> Any:
-    structs = [
-        placing.struct_of(leaf, sharding)
-        for leaf, sharding in zip(record.leaves, shardings, strict=True)
-    ]
-    items = {name: record.tree(name, structs) for name in record.structures}
-    return items[DEFAULT] if record.default else ocp.args.Composite(**items)

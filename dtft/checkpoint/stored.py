@@ -15,9 +15,10 @@ from etils import epath
 
 from dtft.checkpoint import placing
 from dtft.checkpoint.fingerprint import fingerprints
-from dtft.checkpoint.record import RECORD, Kind, LeafRecord, Record, Wanted
+from dtft.checkpoint.record import DEFAULT, RECORD, Kind, LeafRecord, Record
 from dtft.checkpoint.storage import CheckpointUnreadable
 from dtft.checkpoint.tree import listed
+from dtft.checkpoint.wanted import Wanted
 
 _NUMBERS: Mapping[Kind, Any] = {"bool": False, "int": 0, "float": 0.0}
 
@@ -128,6 +129,16 @@ class StoredSteps:
             read_only=read_only, create=False, save_interval_steps=0, best_fn=best_fn
         )
         return ocp.CheckpointManager(self.directory, options=options)
+
+    def stock_metadata(self, step: int) -> Any:
+        """What stock Orbax says of the items of a step that it wrote."""
+        unnamed = (self.directory / str(step) / DEFAULT).exists()
+        with ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(read_only=True, create=False),
+            item_handlers=ocp.StandardCheckpointHandler() if unnamed else None,
+        ) as manager:
+            return manager.item_metadata(step)
 
     def _read(self, step: int, args: Mapping[str, Any]) -> Any:
         path = self.directory / str(step)

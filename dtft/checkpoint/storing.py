@@ -102,8 +102,8 @@ class Storing:
             else:
                 self._failure = StorageFailed(
                     f"step {version.step} did not reach storage in "
-                    f"{self.stored.directory}: {_short(error)}. Steps stored before are as "
-                    "they were; the next one that is due is tried again."
+                    f"{self.stored.directory}: {_short(error)}. Steps stored before "
+                    "are as they were; the next one that is due is tried again."
                 )
                 logger.warning("%s", self._failure)
             self._begin()

@@ -58,7 +58,7 @@ def odd_state() -> dict[str, Any]:
             np.array(NANS).view(np.float32), NamedSharding(first, PartitionSpec())
         ),
         "optax": adam,
-        "deep": [Moments(jnp.int32(7), (np.int8(-3), None)), {}, (), {"a/b": True}],
+        "deep": [Moments(jnp.int32(7), (np.array(-3, np.int8), None)), {}, (), {"a/b": True}],
         "zero": np.full((2, 3), -0.0, ml_dtypes.bfloat16),
         "wide": np.array([2**62 + 1, -1]),
         "strided": np.arange(12.0).reshape(3, 4)[:, ::2],
@@ -79,7 +79,7 @@ def bits(tree: Any) -> list[tuple[Any, ...]]:
     found = []
     for leaf in jax.tree.leaves(tree):
         kind = "jax" if isinstance(leaf, jax.Array) else type(leaf).__name__
-        if kind == "jax" and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if kind == "jax" and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             kind, leaf = str(leaf.dtype), jax.random.key_data(leaf)
         host = np.asarray(leaf)
         found.append((kind, host.dtype, host.shape, host.tobytes()))
