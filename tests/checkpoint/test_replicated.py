@@ -58,7 +58,12 @@ def odd_state() -> dict[str, Any]:
             np.array(NANS).view(np.float32), NamedSharding(first, PartitionSpec())
         ),
         "optax": adam,
-        "deep": [Moments(jnp.int32(7), (np.array(-3, np.int8), None)), {}, (), {"a/b": True}],
+        "deep": [
+            Moments(jnp.int32(7), (np.array(-3, np.int8), None)),
+            {},
+            (),
+            {"a/b": True},
+        ],
         "zero": np.full((2, 3), -0.0, ml_dtypes.bfloat16),
         "wide": np.array([2**62 + 1, -1]),
         "strided": np.arange(12.0).reshape(3, 4)[:, ::2],
