@@ -58,14 +58,15 @@ class CommitLog(Protocol):
 class MemoryCommitLog:
     """A CommitLog inside one process."""
 
-    keep: int | None = None
-    """How many of the newest commits it remembers; None: all."""
     _commits: list[Commit] = field(default_factory=list)
 
     def append(self, commit: Commit) -> None:
-        """Records a commit, in place of an earlier one of the same step."""
-        others = [known for known in self._commits if known.step != commit.step]
-        self._commits = [commit, *others][: self.keep]
+        """Records a commit."""
+        self._commits.insert(0, commit)
+
+    def forget(self, step: int) -> None:
+        """Drops the commits of a step whose bytes are not kept any more."""
+        self._commits = [known for known in self._commits if known.step != step]
 
     def commits(self) -> tuple[Commit, ...]:
         """The recorded commits, newest first."""

@@ -26,7 +26,7 @@ class ReplicatedOptions:
     """Steps that storage keeps: the newest; with `best_fn` the best, and the newest one
     beyond them. None: all."""
     memory_to_keep: int = 1
-    """Steps that memory keeps; it needs room for two more while it works."""
+    """Steps that memory keeps, those saved last; it needs room for two more."""
     best_fn: Callable[[Any], float] | None = None
     """From the metrics given to `save` to the number that tells the best step."""
     best_mode: Literal["max", "min"] = "max"

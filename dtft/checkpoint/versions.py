@@ -72,12 +72,12 @@ class Version:
 
 
 class Versions:
-    """The newest `keep` committed steps. Not thread-safe."""
+    """The `keep` steps that were committed last. Not thread-safe."""
 
     def __init__(self, *, keep: int, chunk_bytes: int) -> None:
         """Reserves nothing before the first step shows how much is needed."""
         self._keep, self._chunk_bytes = keep, chunk_bytes
-        self._log = MemoryCommitLog(keep=keep)
+        self._log = MemoryCommitLog()
         self._versions: dict[int, Version] = {}
         self._free: list[Extent] = []
 
@@ -91,7 +91,7 @@ class Versions:
         return self._versions[step]
 
     def write(self, step: int, record: Record, values: Sequence[Any]) -> Version:
-        """Copies a step into memory and commits it; the values may go afterwards.
+        """Copies a new step into memory and commits it; the values may go afterwards.
 
         Whatever goes wrong, the steps that were there stay.
 
@@ -107,10 +107,8 @@ class Versions:
         except BaseException:
             self._release(extent)
             raise
-        if step in self._versions:
-            self.drop(step)
         self._versions[step] = version
-        for old in self.steps[: -self._keep]:
+        for old in list(self._versions)[: -self._keep]:
             self.drop(old)
         return version
 
@@ -167,6 +165,7 @@ class Versions:
 
     def drop(self, step: int) -> None:
         """Forgets a step; its memory is used again unless it is pinned."""
+        self._log.forget(step)
         self._release(self._versions.pop(step).extent)
 
     def pin(self, version: Version) -> None:

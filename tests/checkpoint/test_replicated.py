@@ -270,6 +270,10 @@ def test_steps_follow_orbaxs_rules(tmp_path: Path) -> None:
     assert manager.all_steps() == [5, 7]
     assert manager.save(8, args=Save(state), force=True)
     assert manager.latest_step() == 8
+    assert manager.save(6, args=Save({"w": jnp.zeros(2)}), force=True)
+    assert manager.all_steps() == [6, 7, 8]  # those saved last
+    assert manager.restore(6)["w"].tolist() == [0, 0]
+    assert manager.restore(7)["w"].tolist() == [1, 1]
     with pytest.raises(FileNotFoundError):
         manager.delete(10)
     assert ocp.AbstractCheckpointManager in type(manager).__mro__
@@ -397,8 +401,6 @@ def test_it_goes_on_where_stock_orbax_stopped(tmp_path: Path) -> None:
     state = {"w": jnp.arange(4.0), "n": 3}
     with ocp.CheckpointManager(tmp_path / "run") as stock:
         stock.save(7, args=Save(state), metrics=None)
-    manager = memory_only(tmp_path / "none")
-    manager.close()
     manager = ReplicatedCheckpointManager(tmp_path / "run")
     assert manager.all_steps() == [7] and not manager.should_save(7)
     assert bits(manager.restore(args=Restore(state))) == bits(state)
