@@ -69,7 +69,7 @@ def _host_bytes(array: jax.Array) -> memoryview:
 
 
 def _is_row_major(array: jax.Array) -> bool:
-    layout = getattr(array.format, "layout", None)
+    layout = getattr(getattr(array, "format", None), "layout", None)
     order = getattr(layout, "major_to_minor", None)
     return order is None or tuple(order) == tuple(range(array.ndim))
 

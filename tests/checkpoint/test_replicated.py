@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.checkpoint import Corrupt, ReplicatedCheckpointManager, ReplicatedOptions
@@ -466,3 +467,11 @@ def test_nothing_is_left_in_shared_memory(tmp_path: Path, how: str) -> None:
 def test_importing_the_package_is_light() -> None:
     code = "import sys, dtft.checkpoint; assert not {'jax', 'orbax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+
+
+def test_an_array_with_another_order_in_memory_is_not_transposed(manager: Any) -> None:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    turned = jax.jit(lambda x: x * 1, out_shardings=Format(Layout((1, 0)), here))
+    w = turned(jnp.arange(6.0).reshape(2, 3))
+    manager.save(1, args=Save({"w": w}))
+    assert manager.restore(1)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
