@@ -64,6 +64,10 @@ class MemoryCommitLog:
         """Records a commit."""
         self._commits.insert(0, commit)
 
+    def forget(self, step: int) -> None:
+        """Drops the commits of a step whose bytes are not kept any more."""
+        self._commits = [known for known in self._commits if known.step != step]
+
     def commits(self) -> tuple[Commit, ...]:
         """The recorded commits, newest first."""
         return tuple(self._commits)

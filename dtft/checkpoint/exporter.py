@@ -13,9 +13,10 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import jax
 import numpy as np
@@ -76,7 +77,7 @@ class ArenaExporter:
         self._arena = Path(opening.arena)
         self._tier = StorageTier(opening.directory, max_to_keep=opening.max_to_keep)
 
-    def save(self, step: int, extent_offset: int, items: dict[str, Any]) -> int:
+    def save(self, *, step: int, extent_offset: int, items: dict[str, Any]) -> int:
         """Writes one step and waits for it; returns this slot's bytes in the extent."""
         # Mapped for each save: an agent may replace a file by one of another size.
         with open(self._arena, "rb") as file:
@@ -170,13 +171,22 @@ def _view(memory: mmap.mmap, piece: Slice, offset: int) -> np.ndarray:
     return raw.view(dtype).reshape(piece.shape)
 
 
+class Saver(Protocol):
+    """What writes steps; the fields of a "save" message are its arguments."""
+
+    @property
+    def save(self) -> Callable[..., int]:
+        """Writes one step, waits for it, and returns its bytes."""
+        ...
+
+
 class Server:
     """Answers messages; one save at a time, and none beyond its limit."""
 
-    def __init__(self, out: TextIO) -> None:
-        """Answers go to `out`."""
-        self._out = out
-        self._exporter: ArenaExporter | None = None
+    def __init__(self, out: TextIO, opener: Callable[[dict[str, Any]], Saver]) -> None:
+        """Answers go to `out`; `opener` gets the fields of the first message."""
+        self._out, self._opener = out, opener
+        self._exporter: Saver | None = None
         self._failure = "no message {'op': 'open'} came before"
 
     def answer(self, message: dict[str, Any]) -> None:
@@ -203,7 +213,7 @@ class Server:
         fields.pop("op", None)
         fields.pop("timeout_s", None)
         if message.get("op") == "open":
-            self._exporter = ArenaExporter(Opening(**fields))
+            self._exporter = self._opener(fields)
             return {}
         if message.get("op") != "save":
             raise ValueError(
@@ -212,9 +222,7 @@ class Server:
         if self._exporter is None:
             raise RuntimeError(f"storage is not open: {self._failure}")
         begun = time.monotonic()
-        written = self._exporter.save(
-            fields["step"], fields["extent_offset"], fields["items"]
-        )
+        written = self._exporter.save(**fields)
         return {"seconds": time.monotonic() - begun, "bytes": written}
 
     def _write(self, reply: dict[str, Any]) -> None:
@@ -246,17 +254,17 @@ def _read(messages: queue.Queue[dict[str, Any]]) -> None:
         os._exit(code)
 
 
-def main() -> None:
-    """Serves until told to close."""
+def serve(opener: Callable[[dict[str, Any]], Saver]) -> None:
+    """Answers messages on stdin until told to close."""
     logging.getLogger("absl").setLevel(logging.WARNING)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not mix with the answers
     messages: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read, args=(messages,), daemon=True).start()
-    server = Server(out)
+    server = Server(out, opener)
     while True:
         server.answer(messages.get())
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda fields: ArenaExporter(Opening(**fields)))

@@ -47,6 +47,7 @@ def _host_words(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         return array
     if array.dtype.kind == "c":
         return _host_words(np.stack([np.real(array), np.imag(array)]))
+    array = array.astype(_whole_bytes(array.dtype), copy=False)
     size = array.dtype.itemsize
     if size > 4:
         return np.ascontiguousarray(array)[..., None].view(np.uint32)
@@ -63,9 +64,27 @@ def _words(array: jax.Array) -> jax.Array:
         return jnp.stack([_words(array.real), _words(array.imag)])
     if array.dtype == jnp.bool_:
         return array.astype(jnp.uint32)
+    array = array.astype(_whole_bytes(array.dtype))
     bits = array.dtype.itemsize * 8
     words = jax.lax.bitcast_convert_type(array, f"uint{min(bits, 32)}")
     return words.astype(jnp.uint32)
+
+
+def is_packed(dtype: np.dtype) -> bool:
+    """Whether numbers are smaller than a byte, so that devices may pack them."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits < 8
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
+
+
+def _whole_bytes(dtype: np.dtype) -> np.dtype:
+    """A dtype for the same values whose numbers are whole bytes."""
+    if not is_packed(dtype):
+        return dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(np.float32)
+    signed = jnp.issubdtype(dtype, jnp.signedinteger)
+    return np.dtype(np.int8 if signed else np.uint8)
 
 
 def _sum(words: jax.Array) -> jax.Array:

@@ -43,7 +43,7 @@ class AgentGone(RuntimeError):
     """The agent of this trainer has ended; so must the trainer."""
 
 
-class ReplicatedCheckpointManager:
+class AgentCheckpointManager:
     """Every saved step in several hosts' memory; see the module's text."""
 
     def __init__(

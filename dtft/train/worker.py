@@ -74,12 +74,12 @@ class AgentRuntime:
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """The state and items that the leader chose, or None at the very start."""
-        from dtft.checkpoint.manager import ReplicatedCheckpointManager, RestoreArgs
+        from dtft.checkpoint.manager import AgentCheckpointManager, RestoreArgs
         from dtft.checkpoint.tree import from_paths, to_paths
         from dtft.train.step import layout_of
 
         layout = layout_of(abstract_state, range(self.num_slots), self._resolved)
-        self._manager = ReplicatedCheckpointManager(
+        self._manager = AgentCheckpointManager(
             self._link,
             layout,
             slot=self.slot,

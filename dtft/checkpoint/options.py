@@ -1,0 +1,133 @@
+"""What a user sets on the checkpoint manager, and what follows from it.
+
+Decides from step numbers and metrics alone: is a step saved, does it go to storage,
+which stored steps go, which is the best. Pure; must not know arrays, memory or files.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicatedOptions:
+    """Intervals, retention and limits; names as in Orbax where the meaning is Orbax's.
+
+    >>> ReplicatedOptions(max_to_keep=0)
+    Traceback (most recent call last):
+    ValueError: max_to_keep=0 would keep nothing. Allowed: 1 or more, or None for all.
+    """
+
+    save_interval_steps: int = 1
+    """`save` takes steps that are a multiple of this into memory, and the first."""
+    storage_interval_steps: int = 100
+    """A saved step goes to storage when a multiple of this was reached or passed."""
+    max_to_keep: int | None = 3
+    """Steps that storage keeps: the newest; with `best_fn` the best, and the newest one
+    beyond them. None: all."""
+    memory_to_keep: int = 1
+    """Steps that memory keeps, those saved last; it needs room for two more."""
+    best_fn: Callable[[Any], float] | None = None
+    """From the metrics given to `save` to the number that tells the best step."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest number is the best."""
+    chunk_bytes: int = 4 << 20
+    """Every so many bytes have a digest of their own."""
+    storage_timeout_s: float = 300.0
+    """Limit of one write to storage; training never waits for it, `close` does."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_to_keep", "memory_to_keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                tail = ", or None for all" if name == "max_to_keep" else ""
+                raise ValueError(
+                    f"{name}={value} would keep nothing. Allowed: 1 or more{tail}."
+                )
+        for name in (
+            "save_interval_steps",
+            "storage_interval_steps",
+            "chunk_bytes",
+            "storage_timeout_s",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not positive. Allowed: above 0. "
+                    f"Set ReplicatedOptions({name}=...)."
+                )
+        if self.best_mode not in ("max", "min"):
+            raise ValueError(
+                f"best_mode={self.best_mode!r} is not known. Allowed: 'max', 'min'."
+            )
+
+    def score(self, metrics: Any) -> float | None:
+        """The higher the better, whatever `best_mode` is; None without metrics."""
+        if self.best_fn is None or metrics is None:
+            return None
+        value = float(self.best_fn(metrics))
+        return value if self.best_mode == "max" else -value
+
+
+def is_due(options: ReplicatedOptions, step: int, latest: int | None) -> bool:
+    """Whether `save` takes a step, as Orbax decides it.
+
+    >>> options = ReplicatedOptions(save_interval_steps=5)
+    >>> [is_due(options, step, latest) for step, latest in [(3, None), (4, 3), (5, 3)]]
+    [True, False, True]
+    """
+    if latest is None:
+        return True
+    return step > latest and step % options.save_interval_steps == 0
+
+
+def is_storage_due(
+    options: ReplicatedOptions, step: int, last_stored: int | None
+) -> bool:
+    """Whether a saved step goes to storage.
+
+    >>> options = ReplicatedOptions(storage_interval_steps=10)
+    >>> [is_storage_due(options, 12, last) for last in (None, 9, 10)]
+    [True, True, False]
+    """
+    if last_stored is None:
+        return True
+    interval = options.storage_interval_steps
+    return step // interval > last_stored // interval
+
+
+def superfluous(
+    options: ReplicatedOptions,
+    stored: Collection[int],
+    scores: Mapping[int, float | None],
+) -> tuple[int, ...]:
+    """The stored steps that go, ascending. The newest never does: it is the one to
+    go on from. Steps without a score are never the best.
+
+    >>> superfluous(ReplicatedOptions(max_to_keep=2), [1, 2, 3], {})
+    (1,)
+    >>> by_loss = ReplicatedOptions(max_to_keep=1, best_fn=float, best_mode="min")
+    >>> superfluous(by_loss, [1, 2, 3], {1: -0.1, 2: -0.5, 3: -0.2})
+    (2,)
+    """
+    if options.max_to_keep is None:
+        return ()
+    order = sorted(stored)
+    newest = order[-1:]
+    if options.best_fn is not None:
+        order.sort(key=lambda step: (_rank(scores.get(step)), step))
+    return tuple(sorted(set(order[: -options.max_to_keep]) - set(newest)))
+
+
+def best(steps: Collection[int], scores: Mapping[int, float | None]) -> int | None:
+    """The step with the best score, the newest of equal ones; None if none has one.
+
+    >>> best([1, 2, 3], {1: 0.5, 2: 0.9}), best([1], {})
+    (2, None)
+    """
+    rated = [step for step in steps if scores.get(step) is not None]
+    return max(rated, key=lambda step: (_rank(scores[step]), step), default=None)
+
+
+def _rank(score: float | None) -> float:
+    """NaN, like no score at all, is never the best."""
+    return float("-inf") if score is None or score != score else score

@@ -1,0 +1,205 @@
+"""Leaves as bytes, and back into what the user wants: array, key, number.
+
+Decides how each kind of leaf is copied out safely before the next step donates it, and
+what it becomes on restore, bit for bit. Knows JAX and numpy; must not know steps,
+memory, files or trees.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from dtft import _jax_internals
+from dtft.checkpoint import digest
+from dtft.checkpoint.fingerprint import is_packed
+from dtft.checkpoint.record import LeafRecord
+
+_PYTHON = {"bool": bool, "int": int, "float": float}
+
+
+# ------------------------------------------------------------------------- copying
+
+
+def copy_out(value: Any, record: LeafRecord, target: memoryview, chunk: int) -> bytes:
+    """Copies a leaf into `target` and returns its digests.
+
+    Neither a reference nor a view stays: np.asarray of a CPU array would keep one, and
+    a view silently cancels donation.
+    """
+    if record.kind == "key":
+        value = jax.random.key_data(value)
+    if not isinstance(value, jax.Array):
+        array = np.ascontiguousarray(np.asarray(value, np.dtype(record.dtype)))
+        source = array.reshape(-1).view(np.uint8).data
+        return digest.copy_and_digest(source, target, chunk)
+    parts = {_start(shard, value.shape): shard for shard in value.addressable_shards}
+    if len(parts) == 1:
+        (shard,) = parts.values()
+        return digest.copy_and_digest(_host_bytes(shard.data), target, chunk)
+    whole = as_array(target, record)
+    for shard in parts.values():
+        part = np.frombuffer(_host_bytes(shard.data), np.uint8)
+        whole[shard.index] = part.view(whole.dtype).reshape(shard.data.shape)
+    return digest.chunk_digests(target, chunk)
+
+
+def as_array(view: memoryview, record: LeafRecord) -> np.ndarray:
+    """The bytes of a leaf as an array; no copy."""
+    dtype = np.dtype(record.dtype)
+    if not view.nbytes:
+        return np.zeros(record.shape, dtype)
+    return np.frombuffer(view, np.uint8).view(dtype).reshape(record.shape)
+
+
+def _start(shard: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(
+        part.indices(size)[0] for part, size in zip(shard.index, shape, strict=True)
+    )
+
+
+def _host_bytes(array: jax.Array) -> memoryview:
+    on_cpu = next(iter(array.devices())).platform == "cpu"
+    # Numbers of less than a byte may lie packed on the device, numpy unpacks them.
+    plain = not is_packed(array.dtype) and _is_row_major(array)
+    if array.size and on_cpu and plain:
+        return _jax_internals.cpu_buffer(array)
+    return np.asarray(array).reshape(-1).view(np.uint8).data
+
+
+def _is_row_major(array: jax.Array) -> bool:
+    layout = getattr(getattr(array, "format", None), "layout", None)
+    order = getattr(layout, "major_to_minor", None)
+    return order is None or tuple(order) == tuple(range(array.ndim))
+
+
+# ------------------------------------------------------------------------- placing
+
+
+def as_wanted(
+    value: np.ndarray | jax.Array, record: LeafRecord, target: Any, sharding: Any
+) -> Any:
+    """What the user gets for a leaf.
+
+    Args:
+        value: the bytes as an array; it may be a view on memory that changes later.
+        record: what was saved.
+        target: the user's leaf (array, struct, number), or None for what was saved.
+        sharding: for an array whose target states none.
+
+    Raises:
+        ValueError: the target has another shape or dtype.
+    """
+    kind = _kind(target, record)
+    if kind in ("array", "key"):
+        sharding = getattr(target, "sharding", None) or sharding
+        if target is not None and kind == "array":
+            value = _fitting(value, record, target)
+        array = _on_devices(value, sharding, record)
+        if kind == "key":
+            array = jax.random.wrap_key_data(array, impl=record.impl)
+            array = jax.device_put(array, sharding) if sharding else array
+            _refuse_other(array, record, target)
+        return array
+    if kind in _PYTHON:
+        number = np.asarray(value)
+        if number.shape != ():
+            raise _differs(record, target)
+        found = number.item()
+        if type(found) is not _PYTHON[kind]:
+            raise _differs(record, target)
+        return found
+    if target is not None:
+        value = _fitting(value, record, target)
+    array = np.array(value, copy=True, order="C")
+    return array[()] if kind == "scalar" else array
+
+
+def _kind(target: Any, record: LeafRecord) -> str:
+    if target is None:
+        return record.kind
+    if record.kind == "key":
+        return "key"
+    if type(target) in (bool, int, float):
+        return type(target).__name__
+    if isinstance(target, np.generic):
+        return "scalar"
+    if isinstance(target, np.ndarray):
+        return "numpy"
+    if hasattr(target, "shape") and hasattr(target, "dtype"):
+        same = (tuple(target.shape), target.dtype) == (record.shape, record.dtype)
+        unplaced = getattr(target, "sharding", None) is None
+        return record.kind if same and unplaced else "array"
+    raise ValueError(
+        f"the tree has {target!r:.60} ({type(target).__name__}) for leaf "
+        f"{record.path!r}. Allowed: jax.ShapeDtypeStruct, arrays and numbers."
+    )
+
+
+def _fitting(value: Any, record: LeafRecord, target: Any) -> Any:
+    """A Python number has no dtype of its own: it takes the target's if it fits."""
+    if record.kind in _PYTHON and tuple(target.shape) == ():
+        host = np.asarray(value)
+        cast = host.astype(target.dtype)
+        if cast.astype(host.dtype).tobytes() == host.tobytes():
+            return cast
+    if tuple(target.shape) != record.shape or target.dtype != np.dtype(record.dtype):
+        raise _differs(record, target)
+    return value
+
+
+def _refuse_other(array: jax.Array, record: LeafRecord, target: Any) -> None:
+    if target is None:
+        return
+    same_shape = tuple(getattr(target, "shape", (None,))) == array.shape
+    if not same_shape or getattr(target, "dtype", None) != array.dtype:
+        raise _differs(record, target)
+
+
+def _differs(record: LeafRecord, target: Any) -> ValueError:
+    saved = f"{record.impl or record.dtype}{list(record.shape)} ({record.kind})"
+    shape = list(getattr(target, "shape", ()))
+    wanted = f"{getattr(target, 'dtype', type(target).__name__)}{shape}"
+    return ValueError(
+        f"leaf {record.path!r}: saved was {saved}, the tree has {wanted}. Restore it "
+        "with the shape and dtype that it had, and convert it afterwards."
+    )
+
+
+def _on_devices(value: Any, sharding: Any, record: LeafRecord) -> jax.Array:
+    sharding = sharding or default_sharding()
+    if isinstance(value, jax.Array):
+        array = value if value.sharding == sharding else jax.device_put(value, sharding)
+    else:
+        # True copies: a device array may alias aligned host memory, and the memory
+        # here is written again while the array is still in use.
+        array = jax.make_array_from_callback(
+            value.shape, sharding, lambda index: np.array(value[index], copy=True)
+        )
+    refuse_narrowed(array.dtype, record, value.dtype)
+    return array
+
+
+def refuse_narrowed(found: Any, record: LeafRecord, expected: Any = None) -> None:
+    """Raises ValueError if jax has narrowed a 64-bit leaf."""
+    expected = np.dtype(record.dtype) if expected is None else expected
+    if found != expected:
+        raise ValueError(
+            f"leaf {record.path!r} is {expected}, which jax would make {found}. Set "
+            "jax_enable_x64, or restore it into a numpy array."
+        )
+
+
+def struct_of(record: LeafRecord, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a leaf as the user sees it."""
+    struct = jax.ShapeDtypeStruct(record.shape, np.dtype(record.dtype))
+    if record.kind == "key":
+        wrap = functools.partial(jax.random.wrap_key_data, impl=record.impl)
+        struct = jax.eval_shape(wrap, struct)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
+
+def default_sharding() -> jax.sharding.Sharding:
+    """Where arrays go for which nobody states a sharding."""
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

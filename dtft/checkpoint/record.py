@@ -1,0 +1,222 @@
+"""What one save holds: which items, which leaves, and how they make up the trees.
+
+Turns the arguments of `save` into a plain record (as JSON beside the bytes) and a flat
+list of leaves. Must not know where the bytes are, nor steps.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.structure import Structure, build, escaped, shifted, structure_of
+
+DEFAULT = "default"
+"""Orbax's name for the only item of a checkpoint that has no names."""
+RECORD = "dtft"
+"""The item in which the record itself travels to storage."""
+RESERVED = (DEFAULT, RECORD, "metrics")
+
+Kind = Literal["array", "key", "numpy", "scalar", "bool", "int", "float"]
+"""jax array, jax PRNG key, numpy array, numpy scalar, Python scalars."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafRecord:
+    """One leaf as bytes."""
+
+    path: str
+    """Item and keys, joined by "/"."""
+    kind: Kind
+    """What the user gave."""
+    shape: tuple[int, ...]
+    """Shape of the bytes; of a key, that of its data."""
+    dtype: str
+    """Numpy (or ml_dtypes) name of the dtype of the bytes."""
+    impl: str = ""
+    """Of a PRNG key the implementation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One save, without the bytes."""
+
+    default: bool
+    """Whether it is one item without a name."""
+    structures: Mapping[str, Structure]
+    """Item name to the tree of its leaves, which are counted over all items."""
+    json_items: Mapping[str, Any]
+    """Item name to JSON value."""
+    leaves: tuple[LeafRecord, ...]
+    metrics: Any = None
+    custom_metadata: Any = None
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The leaves as a layout of one slot that owns each of them whole."""
+        return _layout(self.leaves)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; inverse of `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "Record":
+        """Reads what `to_json` made."""
+        leaves = [
+            LeafRecord(**{**leaf, "shape": tuple(leaf["shape"])})
+            for leaf in raw["leaves"]
+        ]
+        return cls(**{**raw, "leaves": tuple(leaves)})
+
+    def tree(self, name: str, values: Sequence[Any] | Mapping[int, Any]) -> Any:
+        """The tree of one item, as stock Orbax returns it, with `values` as leaves."""
+        return build(self.structures[name], values)
+
+
+def record_of(
+    args: Any, metrics: Any = None, custom_metadata: Any = None
+) -> tuple[Record, list[Any]]:
+    """What Orbax's arguments ask to save, and the leaves as they are.
+
+    Raises:
+        ValueError: arguments, leaves or names that cannot be saved; says which.
+    """
+    default = not isinstance(args, ocp.args.Composite)
+    items = {DEFAULT: args} if default else dict(args.items())
+    structures: dict[str, Structure] = {}
+    json_items: dict[str, Any] = {}
+    records: list[LeafRecord] = []
+    values: list[Any] = []
+    for name, item in items.items():
+        if not default and name in RESERVED:
+            raise ValueError(
+                f"args has the item {name!r}. Not allowed: {', '.join(RESERVED)}. "
+                "Rename it."
+            )
+        if isinstance(item, ocp.args.JsonSave):
+            json_items[name] = _as_json(f"item {name!r}", item.item)
+            continue
+        tree = _standard_tree(name, item)
+        leaves, treedef = jax.tree_util.tree_flatten(tree)
+        relative, paths = structure_of(treedef)
+        structures[name] = shifted(relative, len(values))
+        for path, leaf in zip(paths, leaves, strict=True):
+            records.append(_leaf_record(f"{escaped(name)}/{path}", leaf))
+        values += leaves
+    record = Record(
+        default=default,
+        structures=structures,
+        json_items=json_items,
+        leaves=tuple(records),
+        metrics=_as_json("metrics", metrics),
+        custom_metadata=_as_json("custom_metadata", custom_metadata),
+    )
+    return record, values
+
+
+def _standard_tree(name: str, item: Any) -> Any:
+    if not isinstance(item, ocp.args.StandardSave):
+        raise ValueError(
+            f"args of item {name!r} is {type(item).__name__}. Allowed: "
+            "ocp.args.StandardSave, ocp.args.JsonSave, and ocp.args.Composite of them. "
+            "Give trees as ocp.args.StandardSave(tree)."
+        )
+    if item.save_args is not None or item.custom_metadata is not None:
+        raise ValueError(
+            f"StandardSave of item {name!r} has save_args or custom_metadata, which "
+            "are not used here. Leave them out; `save` takes custom_metadata."
+        )
+    tree = item.item
+    if tree is None or jax.tree_util.treedef_is_leaf(jax.tree.structure(tree)):
+        raise ValueError(
+            f"StandardSave of item {name!r} holds {type(tree).__name__}, not a tree. "
+            'Allowed: a tree of leaves. Give {"value": ...}.'
+        )
+    return tree
+
+
+def _leaf_record(path: str, leaf: Any) -> LeafRecord:
+    if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_addressable:
+            raise ValueError(
+                f"leaf {path!r} spans processes ({leaf.sharding}). Allowed: arrays of "
+                "this process. In a job of many processes `dtft agent` is needed."
+            )
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = jax.eval_shape(jax.random.key_data, leaf)
+            impl = str(jax.random.key_impl(leaf))
+            return LeafRecord(
+                path=path, kind="key", shape=data.shape, dtype="uint32", impl=impl
+            )
+        return LeafRecord(
+            path=path, kind="array", shape=leaf.shape, dtype=leaf.dtype.name
+        )
+    if isinstance(leaf, np.ndarray | np.generic):
+        _refuse_odd_dtype(path, leaf.dtype)
+        kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
+        return LeafRecord(path=path, kind=kind, shape=leaf.shape, dtype=leaf.dtype.name)
+    return _python_record(path, leaf)
+
+
+def _python_record(path: str, leaf: Any) -> LeafRecord:
+    if type(leaf) is bool:
+        return LeafRecord(path=path, kind="bool", shape=(), dtype="bool")
+    if type(leaf) is int and -(2**63) <= leaf < 2**63:
+        return LeafRecord(path=path, kind="int", shape=(), dtype="int64")
+    if type(leaf) is float:
+        return LeafRecord(path=path, kind="float", shape=(), dtype="float64")
+    raise ValueError(
+        f"leaf {path!r} is {leaf!r:.60} ({type(leaf).__name__}). Allowed: jax arrays, "
+        "numpy arrays and scalars, bool, float, and int of 64 bits. Put anything else "
+        "into an item of its own with ocp.args.JsonSave."
+    )
+
+
+def _refuse_odd_dtype(path: str, dtype: np.dtype) -> None:
+    try:
+        plain = np.dtype(dtype.name).itemsize == dtype.itemsize and not dtype.hasobject
+    except TypeError:
+        plain = False
+    if not plain or dtype.kind in "USMm":
+        raise ValueError(
+            f"leaf {path!r} has dtype {dtype}. Allowed: numbers and bool. Convert it, "
+            "or put it into an item of its own with ocp.args.JsonSave."
+        )
+
+
+def _as_json(what: str, value: Any) -> Any:
+    """A detached copy, and what storage would give back."""
+    if value is None:
+        return None
+    try:
+        return json.loads(json.dumps(value, default=_number))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{what} is not JSON: {error}. Allowed: dicts with str keys, lists, str, "
+            "numbers, bool, None. Convert it."
+        ) from error
+
+
+def _number(value: Any) -> Any:
+    """Metrics are often scalar arrays."""
+    if getattr(value, "shape", None) == ():
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+@functools.lru_cache(maxsize=8)
+def _layout(leaves: tuple[LeafRecord, ...]) -> Layout:
+    return Layout(
+        mesh=MeshLayout(axis_names=("host",), axis_sizes=(1,), slots=(0,)),
+        leaves=tuple(
+            Leaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype) for leaf in leaves
+        ),
+    )

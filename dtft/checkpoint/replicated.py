@@ -1,0 +1,284 @@
+"""The public checkpoint manager: every saved step in memory, some of them in storage.
+
+Has the shape of Orbax's `AbstractCheckpointManager`, so that a loop written for
+`ocp.CheckpointManager` swaps it in. Brings the parts together under one lock; must not
+know how steps are laid out in memory, reach storage, or are read back.
+"""
+
+import atexit
+import logging
+import os
+import threading
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+from dtft.checkpoint.options import ReplicatedOptions, best, is_due
+from dtft.checkpoint.reading import Reader
+from dtft.checkpoint.record import record_of
+from dtft.checkpoint.storing import Storing
+from dtft.checkpoint.versions import Versions
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
+    """Saves every step into memory in the time of a copy, and restores from there.
+
+    `save` returns when the bytes are copied: the arrays may be donated to the next
+    step. Every `storage_interval_steps` a process of its own writes a step to
+    `directory`, where stock Orbax reads it as if `ocp.CheckpointManager` had written
+    it; so does `close`, which also runs when the interpreter exits. The steps on offer
+    are those in memory and those in storage. Every byte restored was checked against a
+    digest, and is the byte that was saved.
+
+    >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
+    >>> state = {"w": jnp.arange(3.0), "step": 0}
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     options = ReplicatedOptions(memory_to_keep=2)
+    ...     manager = ReplicatedCheckpointManager(directory, options=options)
+    ...     for step in range(3):
+    ...         saved = manager.save(step, args=ocp.args.StandardSave(state))
+    ...     found = manager.restore(2, args=ocp.args.StandardRestore(state))
+    ...     steps = manager.all_steps()
+    ...     manager.close()
+    >>> steps[-2:], found["w"].tolist(), found["step"]
+    ([1, 2], [0.0, 1.0, 2.0], 0)
+    """
+
+    def __init__(
+        self, directory: epath.PathLike, *, options: ReplicatedOptions | None = None
+    ) -> None:
+        """Lists the directory; memory is reserved by the first save.
+
+        Args:
+            directory: of the storage tier; may hold steps that stock Orbax wrote.
+            options: intervals, retention and limits.
+
+        Raises:
+            ValueError: this is one process of several.
+        """
+        if jax.distributed.is_initialized() and jax.process_count() > 1:
+            raise ValueError(
+                f"this is one of {jax.process_count()} processes. Allowed: a process "
+                "of its own. Jobs of several hosts run under `dtft launch` or `dtft "
+                "agent`, which keep every step in several hosts' memory."
+            )
+        text = os.fspath(directory)
+        self._directory = epath.Path(text if "://" in text else os.path.abspath(text))
+        self._options = options or ReplicatedOptions()
+        self._condition = threading.Condition()
+        self._versions = Versions(
+            keep=self._options.memory_to_keep, chunk_bytes=self._options.chunk_bytes
+        )
+        self._storing = Storing(
+            self._directory, self._options, self._versions, self._condition
+        )
+        self._reader = Reader(self._versions, self._storing)
+        self._closed, self._owner = False, os.getpid()
+        atexit.register(self._close_at_exit)
+
+    def __enter__(self) -> "ReplicatedCheckpointManager":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------- steps
+
+    @property
+    def directory(self) -> epath.Path:
+        """The directory of the storage tier."""
+        return self._directory
+
+    def all_steps(self, read: bool = False) -> list[int]:
+        """The steps on offer, ascending; `read` lists the directory again."""
+        with self._condition:
+            if read:
+                self._storing.reload()
+            return self._reader.steps()
+
+    def latest_step(self) -> int | None:
+        """The newest step on offer, or None."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The step on offer with the best metrics; without `best_fn` the newest."""
+        if self._options.best_fn is None:
+            return self.latest_step()
+        with self._condition:
+            steps = self.all_steps()
+            return best(steps, self._storing.scores(set(steps)))
+
+    def reload(self) -> None:
+        """Lists the directory again, in case someone else has changed it."""
+        self.all_steps(read=True)
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether the machine is about to be taken away, as JAX knows it."""
+        return ocp.utils.reached_preemption(step)
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save` takes this step: see `ReplicatedOptions`."""
+        latest = self.latest_step()
+        if is_due(self._options, step, latest):
+            return True
+        return (latest is None or step > latest) and self.reached_preemption(step)
+
+    # --------------------------------------------------------------------- save
+
+    def save(
+        self,
+        step: int,
+        *,
+        args: Any,
+        metrics: Any = None,
+        force: bool = False,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> bool:
+        """Copies a step into memory; the arrays may be donated when this returns.
+
+        Storage that fails is logged and told by `check_for_errors`, never here.
+
+        Args:
+            step: the step.
+            args: `ocp.args.StandardSave`, or `Composite` of it and `JsonSave`.
+            metrics: for `best_fn`, as JSON values or scalars.
+            force: save even if `should_save` says no.
+            custom_metadata: JSON values that `metadata` gives back.
+
+        Returns:
+            Whether the step was saved.
+
+        Raises:
+            ValueError: the step exists, or `args` cannot be saved; says why.
+            OSError: there is no memory for it. What was saved before stays.
+        """
+        self._refuse_closed()
+        if not force and not self.should_save(step):
+            return False
+        record, values = record_of(args, metrics, custom_metadata)
+        with self._condition:
+            if step in self.all_steps():
+                raise StepAlreadyExistsError(
+                    f"step={step} exists already: {self._reader.offered}. Allowed: "
+                    "a step that does not. Call delete(step) first."
+                )
+            version = self._versions.write(step, record, values)
+            self._storing.committed(version, at_once=self.reached_preemption(step))
+        return True
+
+    # ------------------------------------------------------------------ restore
+
+    def restore(self, step: int | None = None, *, args: Any = None) -> Any:
+        """A step as it was saved, bit for bit, onto the shardings of `args`.
+
+        Memory is read first. A copy there with a wrong byte is refused, and storage is
+        read; without `step`, the next older step if storage has not got that one.
+
+        Args:
+            step: one of `all_steps()`; None for the newest.
+            args: `ocp.args.StandardRestore` or `Composite`, as for stock Orbax. Without
+                it arrays come back onto the sharding that they had.
+
+        Raises:
+            FileNotFoundError: there is no step, or not this one.
+            ValueError: `args` does not fit what was saved; or (`Corrupt`) the only copy
+                of `step` is damaged.
+            CheckpointUnreadable: the step is in storage, but cannot be read.
+        """
+        self._refuse_closed()
+        with self._condition:
+            return self._reader.restore(step, args)
+
+    # ----------------------------------------------------------------- metadata
+
+    def item_metadata(self, step: int) -> Any:
+        """Shape, dtype and (in memory) sharding of every leaf, in the saved tree.
+
+        Leaves are jax.ShapeDtypeStruct, so the result serves as a restore's target; of
+        a step that stock Orbax wrote it is what stock Orbax gives.
+        """
+        with self._condition:
+            return self._reader.item_metadata(step)
+
+    def metadata(self, step: int | None = None) -> Any:
+        """Orbax's metadata of a step, or of the directory without `step`."""
+        with self._condition:
+            return self._reader.metadata(step)
+
+    def metrics(self, step: int) -> Any:
+        """The metrics that were saved with a step, or None."""
+        with self._condition:
+            return self._storing.metrics(self._reader.chosen(step))
+
+    # ---------------------------------------------------------- waiting and ending
+
+    def wait_until_finished(self) -> None:
+        """Waits until storage has what was due; memory has every step at once.
+
+        Raises:
+            StorageFailed: a write to storage failed.
+        """
+        with self._condition:
+            self._storing.wait()
+
+    def check_for_errors(self) -> None:
+        """Raises StorageFailed, once, if a write to storage has failed."""
+        with self._condition:
+            self._storing.check()
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a step is being written to storage."""
+        with self._condition:
+            return self._storing.is_writing
+
+    def delete(self, step: int) -> None:
+        """Removes a step from memory and from storage.
+
+        Raises:
+            FileNotFoundError: there is no such step.
+        """
+        self._refuse_closed()
+        with self._condition:
+            self._reader.chosen(step)
+            self._storing.delete(step)
+            if step in self._versions.steps:
+                self._versions.drop(step)
+
+    def close(self) -> None:
+        """Brings the newest step to storage, then gives all memory back.
+
+        Raises:
+            StorageFailed: it did not get there; the memory is given back all the same.
+        """
+        with self._condition:
+            if self._closed:
+                return
+            self._closed = True
+            atexit.unregister(self._close_at_exit)
+        try:
+            with self._condition:
+                self._storing.write_newest()
+                self._storing.wait()
+        finally:
+            self._storing.end()
+            with self._condition:
+                self._versions.close()
+
+    def _close_at_exit(self) -> None:
+        if os.getpid() != self._owner:
+            return  # a forked child
+        try:
+            self.close()
+        except Exception:
+            logger.exception("closing the checkpoint manager failed")
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ValueError(
+                f"the manager of {self._directory} is closed. Make a new one."
+            )

@@ -1,0 +1,184 @@
+"""Reads back what `tree_exporter.py` or stock Orbax wrote to a directory.
+
+A step with a record is read leaf by leaf, checked against its fingerprints, and made
+what the user wants; a step without one is Orbax's own, and Orbax reads it. Must not
+know memory, other processes, or who asks.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from dtft.checkpoint import placing
+from dtft.checkpoint.fingerprint import fingerprints
+from dtft.checkpoint.record import DEFAULT, RECORD, Kind, LeafRecord, Record
+from dtft.checkpoint.storage import CheckpointUnreadable
+from dtft.checkpoint.tree import listed
+from dtft.checkpoint.wanted import Wanted
+
+_NUMBERS: Mapping[Kind, Any] = {"bool": False, "int": 0, "float": 0.0}
+
+
+class StoredSteps:
+    """The steps in one directory, for reading."""
+
+    def __init__(self, directory: epath.Path) -> None:
+        """Touches nothing."""
+        self.directory = directory
+
+    def steps(self) -> tuple[int, ...]:
+        """The complete steps, ascending."""
+        return tuple(sorted(ocp.utils.checkpoint_steps(self.directory)))
+
+    def record(self, step: int) -> tuple[Record, dict[str, str]] | None:
+        """Record and fingerprints of a step; None if stock Orbax wrote it.
+
+        Raises:
+            CheckpointUnreadable: there is one, but it cannot be read.
+        """
+        if not (self.directory / str(step) / RECORD).exists():
+            return None
+        beside = self._read(step, {RECORD: ocp.args.JsonRestore()})[RECORD]
+        try:
+            return Record.from_json(beside["record"]), beside["fingerprints"]
+        except (TypeError, KeyError) as error:
+            raise self._unreadable(step, error) from error
+
+    def read(
+        self,
+        step: int,
+        record: Record,
+        prints: Mapping[str, str],
+        wanted: Mapping[str, Wanted | None],
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The leaves of the wanted items, each checked, and the wanted JSON items.
+
+        Args:
+            step: the step.
+            record: its record.
+            prints: its fingerprints.
+            wanted: item name to what is wanted of it, or None for JSON.
+
+        Returns:
+            Arrays by leaf number (None for leaves nobody wants), and the JSON values.
+
+        Raises:
+            CheckpointUnreadable: the step cannot be read, or is corrupt.
+        """
+        numbers = range(len(record.leaves))
+        trees = {
+            name: jax.tree.leaves(record.tree(name, numbers))
+            for name, item in wanted.items()
+            if item is not None
+        }
+        values: list[Any] = [None] * len(record.leaves)
+        for name, mine in trees.items():
+            for number in mine:
+                values[number] = _abstract(record.leaves[number], number, wanted[name])
+        args = {
+            name: ocp.args.JsonRestore()
+            if item is None
+            else ocp.args.StandardRestore(record.tree(name, values))
+            for name, item in wanted.items()
+        }
+        found = self._read(step, args)
+        for name, mine in trees.items():
+            full = [number for number in mine if values[number] is not None]
+            leaves = jax.tree.leaves(found[name])
+            for number, value in zip(full, leaves, strict=True):
+                values[number] = _plain(record.leaves[number], value)
+        self._check(step, record, prints, values)
+        for number in (number for mine in trees.values() for number in mine):
+            if values[number] is None:
+                values[number] = placing.as_array(
+                    memoryview(b""), record.leaves[number]
+                )
+        return values, {name: found[name] for name in wanted if name not in trees}
+
+    def _check(
+        self,
+        step: int,
+        record: Record,
+        prints: Mapping[str, str],
+        values: Sequence[Any],
+    ) -> None:
+        plain = {
+            leaf.path: value
+            for leaf, value in zip(record.leaves, values, strict=True)
+            if value is not None
+        }
+        actual = fingerprints(plain)
+        bad = [path for path in plain if actual[path] != prints.get(path)]
+        if bad:
+            raise self._unreadable(step, ValueError(f"corrupt leaves: {listed(bad)}"))
+
+    def stock(self, step: int, args: Any) -> Any:
+        """A step without a record, as stock Orbax restores it."""
+        with self.manager() as manager:
+            return manager.restore(step, args=args)
+
+    def manager(
+        self, *, read_only: bool = True, best_fn: Any = None
+    ) -> ocp.CheckpointManager:
+        """A stock manager of the directory, to look or to delete."""
+        options = ocp.CheckpointManagerOptions(
+            read_only=read_only, create=False, save_interval_steps=0, best_fn=best_fn
+        )
+        return ocp.CheckpointManager(self.directory, options=options)
+
+    def stock_metadata(self, step: int) -> Any:
+        """What stock Orbax says of the items of a step that it wrote."""
+        unnamed = (self.directory / str(step) / DEFAULT).exists()
+        with ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(read_only=True, create=False),
+            item_handlers=ocp.StandardCheckpointHandler() if unnamed else None,
+        ) as manager:
+            return manager.item_metadata(step)
+
+    def _read(self, step: int, args: Mapping[str, Any]) -> Any:
+        path = self.directory / str(step)
+        handler = ocp.CompositeCheckpointHandler()
+        try:
+            with ocp.Checkpointer(handler) as checkpointer:
+                return checkpointer.restore(path, args=ocp.args.Composite(**args))
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+
+    def _unreadable(self, step: int, error: Exception) -> CheckpointUnreadable:
+        others = [str(other) for other in self.steps() if other != step]
+        reason = str(error).partition("\n")[0]
+        return CheckpointUnreadable(
+            f"{self.directory / str(step)} exists but cannot be read "
+            f"({type(error).__name__}: {reason}). Nothing was changed. Restore another "
+            f"step ({listed(others)}), or move the directory away."
+        )
+
+
+def _abstract(leaf: LeafRecord, number: int, wanted: Wanted | None) -> Any:
+    """What Orbax is asked for: the kind that was saved, where the user wants it."""
+    assert wanted is not None
+    dtype = np.dtype(leaf.dtype)
+    if 0 in leaf.shape:
+        return None
+    if leaf.kind in _NUMBERS:
+        return _NUMBERS[leaf.kind]
+    if leaf.kind in ("numpy", "scalar"):
+        return np.broadcast_to(np.zeros((), dtype), leaf.shape)  # no memory
+    target = wanted.targets.get(number)
+    sharding = getattr(target, "sharding", None) or wanted.fallback
+    return placing.struct_of(leaf, sharding or placing.default_sharding())
+
+
+def _plain(leaf: LeafRecord, value: Any) -> Any:
+    """The array whose bytes were saved."""
+    if leaf.kind == "key":
+        return jax.random.key_data(value)
+    if not isinstance(value, jax.Array):
+        return np.asarray(value, np.dtype(leaf.dtype))
+    placing.refuse_narrowed(value.dtype, leaf)
+    return value

@@ -1,0 +1,129 @@
+"""Writes the steps of one process's memory to storage as stock Orbax would: a process.
+
+``python -m dtft.checkpoint.tree_exporter`` speaks as `exporter.py` does. It sees the
+memory as read-only views and saves the user's own trees under the user's own names,
+with a record beside them (kinds of leaves, empty arrays, fingerprints). Must not know
+training, nor when a step is due.
+"""
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from dtft.checkpoint.exporter import serve
+from dtft.checkpoint.fingerprint import fingerprints
+from dtft.checkpoint.placing import as_array
+from dtft.checkpoint.record import RECORD, LeafRecord, Record
+from dtft.checkpoint.slices import offsets_of
+
+
+class TreeExporter:
+    """Steps of one process, one at a time."""
+
+    def __init__(self, *, directory: str, scored: bool, save_limit_s: float) -> None:
+        """Opens a directory for writing.
+
+        Args:
+            directory: where the steps are; made by the first save.
+            scored: whether saves carry metrics, which Orbax then writes.
+            save_limit_s: limit of the asynchronous part of one save.
+        """
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_enable_x64", True)  # or 64-bit leaves would be narrowed
+        self._manager = ocp.CheckpointManager(
+            directory,
+            options=ocp.CheckpointManagerOptions(
+                cleanup_tmp_directories=True,
+                # Orbax writes metrics only if there is a function of them; which steps
+                # go is decided by the process that has the user's function.
+                best_fn=(lambda metrics: 0.0) if scored else None,
+                async_options=ocp.options.AsyncOptions(
+                    timeout_secs=round(save_limit_s)
+                ),
+            ),
+        )
+
+    def save(
+        self, *, step: int, memory: str, record: dict[str, Any], delete: list[int]
+    ) -> int:
+        """Writes one step in place of what is there, then deletes others.
+
+        Args:
+            step: the step.
+            memory: path of the memory, leaves side by side as `offsets_of` lays them.
+            record: the `Record` as JSON.
+            delete: steps that go once this one is complete.
+
+        Returns:
+            The bytes of the leaves.
+        """
+        saved = Record.from_json(record)
+        with open(Path(memory), "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        pieces = saved.layout.slices(0)
+        offsets, _ = offsets_of(pieces)
+        values = [
+            _value(leaf, memoryview(mapped)[offset : offset + piece.nbytes])
+            for leaf, piece, offset in zip(saved.leaves, pieces, offsets, strict=True)
+        ]
+        self._manager.reload()
+        self._remove([step])
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(**_items(saved, values)),
+            metrics=saved.metrics,
+            custom_metadata=saved.custom_metadata,
+            force=True,
+        )
+        self._manager.wait_until_finished()
+        self._remove(delete)
+        return sum(piece.nbytes for piece in pieces)
+
+    def _remove(self, steps: list[int]) -> None:
+        for step in set(steps) & set(self._manager.all_steps()):
+            self._manager.delete(step)
+
+
+def _items(record: Record, values: list[Any]) -> dict[str, Any]:
+    items: dict[str, Any] = {
+        name: ocp.args.StandardSave(record.tree(name, values))
+        for name in record.structures
+    }
+    for name, value in record.json_items.items():
+        items[name] = ocp.args.JsonSave(value)
+    beside = {"record": record.to_json(), "fingerprints": prints(record, values)}
+    return items | {RECORD: ocp.args.JsonSave(beside)}
+
+
+def _value(leaf: LeafRecord, view: memoryview) -> Any:
+    """A leaf as it is given to Orbax; None for an empty array, which it refuses."""
+    array = as_array(view, leaf)
+    if not array.size:
+        return None
+    if leaf.kind in ("bool", "int", "float"):
+        return array.item()
+    if leaf.kind == "array":
+        return jax.device_put(array)
+    if leaf.kind == "key":
+        return jax.random.wrap_key_data(jax.device_put(array), impl=leaf.impl)
+    return array
+
+
+def prints(record: Record, values: list[Any]) -> dict[str, str]:
+    """A fingerprint for every leaf that is not empty, by path."""
+    plain: dict[str, Any] = {}
+    for leaf, value in zip(record.leaves, values, strict=True):
+        if leaf.kind == "key":
+            plain[leaf.path] = jax.random.key_data(value)
+        elif value is not None:
+            is_jax = isinstance(value, jax.Array)
+            plain[leaf.path] = value if is_jax else np.asarray(value, leaf.dtype)
+    return fingerprints(plain)
+
+
+if __name__ == "__main__":
+    serve(lambda fields: TreeExporter(**fields))

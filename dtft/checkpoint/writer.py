@@ -1,0 +1,123 @@
+"""This process's end of its storage exporter: one step at a time, on its own thread.
+
+Starts `tree_exporter.py`, hands it a step, and reports how it went. Storage may be
+slow, full or broken; nothing here may hold up or end training. Must not know which
+step is due, nor what a step is.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from etils import epath
+
+START_S = 60.0
+"""What an exporter may take beyond the limit of a write: its imports."""
+
+Done = Callable[[str | None], None]
+"""Called once for each write, from another thread: None, or why it failed."""
+
+
+class StorageWriter:
+    """At most one exporter process, started by the first write."""
+
+    def __init__(
+        self, directory: epath.Path, *, scored: bool, timeout_s: float
+    ) -> None:
+        """Starts nothing yet."""
+        self._timeout_s = timeout_s
+        self._opening = {
+            "op": "open",
+            "directory": str(directory),
+            "scored": scored,
+            "save_limit_s": timeout_s,
+        }
+        self._process: subprocess.Popen[str] | None = None
+        self._thread: threading.Thread | None = None
+        self._lock, self._closed = threading.Lock(), False
+
+    def write(self, done: Done, **fields: Any) -> None:
+        """Begins to write a step; the one before must be done."""
+        self._thread = threading.Thread(
+            target=self._write, args=(done, fields), name="dtft storage", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the process at once; a write under way fails."""
+        with self._lock:
+            self._closed = True
+            self._end()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+        self._close_pipes()
+
+    def _write(self, done: Done, fields: dict[str, Any]) -> None:
+        error = None
+        try:
+            answer = self._exchange({"op": "save", **fields})
+            if not answer["ok"]:
+                error = answer["error"]
+        except (OSError, ValueError) as problem:
+            error = f"the exporter ended: {problem}"
+        if error is not None:
+            with self._lock:
+                self._end()  # the next write starts afresh
+        done(error)
+
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        # The exporter ends itself at its own limit, which comes first unless it hangs.
+        timer = threading.Timer(self._timeout_s + START_S, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(message | {"timeout_s": self._timeout_s}))
+            process.stdin.write("\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                answer = json.loads(line)
+                if answer["op"] == "save":
+                    return answer
+        finally:
+            timer.cancel()
+        raise OSError(f"code {process.wait(timeout=10)}")
+
+    def _running(self) -> subprocess.Popen[str]:
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                return self._process
+            self._end()
+            self._close_pipes()
+            if self._closed:
+                raise OSError("the manager was closed")
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-m", "dtft.checkpoint.tree_exporter"],
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(self._opening) + "\n")
+        return process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=10)
+
+    def _close_pipes(self) -> None:
+        """Only when no thread can be reading from them."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(OSError):  # what could not be sent any more
+                process.stdin.close()
+            process.stdout.close()
