@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     job(made)
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--json", help="write the figures here")
+    _checkpoint(commands)
     return parser
 
 
@@ -63,6 +64,33 @@ class _Help(argparse.Action):
         if getattr(namespace, "config", None) is None:
             parser.exit()
         namespace.help = True
+
+
+def _checkpoint(commands: Any) -> None:
+    group = commands.add_parser("checkpoint", help="look at checkpoints")
+    actions = group.add_subparsers(dest="action", required=True)
+
+    def action(name: str, help_text: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=help_text, allow_abbrev=False)
+        made.add_argument(
+            "directory", metavar="DIR", nargs="?", help="storage or run directory"
+        )
+        made.add_argument("--store", metavar="HOST:PORT", help="etcd of a live job")
+        made.add_argument("--job", help="name of the live job")
+        made.add_argument("--secret-file", help="default: $DTFT_SECRET_FILE")
+        made.add_argument("--json", action="store_true", help="print JSON")
+        made.set_defaults(step=None, to=None)
+        return made
+
+    def step(made: argparse.ArgumentParser) -> None:
+        made.add_argument("--step", type=int, help="default: the newest")
+
+    action("ls", "steps, sizes, holders, copies, health")
+    step(action("show", "the leaves of a step, or the holders of its slices"))
+    step(action("verify", "read everything again and compare digests"))
+    made = action("export", "write a live job's newest commit; or copy a stored step")
+    step(made)
+    made.add_argument("--to", metavar="DIR", help="where a stored step is copied to")
 
 
 def _count(text: str) -> int:
@@ -80,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     they do not know either.
     """
     options, overrides = _parser().parse_known_args(arguments)
-    if options.help:
+    if getattr(options, "help", None):
         overrides.append("--help")
     from dtft.train import commands
 

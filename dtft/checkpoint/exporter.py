@@ -5,6 +5,7 @@ answers one per line on stdout. The exporting hosts' processes form a CPU world 
 own and see the arena as read-only views. Must not know training, peers or commits.
 """
 
+import contextlib
 import json
 import logging
 import mmap
@@ -250,7 +251,8 @@ def _read(messages: queue.Queue[dict[str, Any]]) -> None:
             messages.put(message)
         code = 0
     finally:
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the log's disk may be full
+            sys.stderr.flush()
         os._exit(code)
 
 

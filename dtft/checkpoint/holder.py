@@ -265,6 +265,16 @@ class Holder:
                         good.setdefault(step, {})[piece.key] = expected
         return good, bad
 
+    def steps(self) -> tuple[int, ...]:
+        """The steps of which something is held, ascending."""
+        with self._lock:
+            return tuple(sorted(self._versions))
+
+    def copies(self, step: int) -> list[tuple[str, memoryview, bytes]]:
+        """Slice key, bytes and recorded digest of every copy of `step`, not read."""
+        with self._lock:
+            return [(piece.key, view, d) for piece, view, d in self._copies(step)]
+
     def find(self, step: int, keys: Sequence[str]) -> list[memoryview]:
         """Views of the named slices of `step`, from own or hosted copies.
 

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from dtft.checkpoint.fingerprint import fingerprints
+from dtft.checkpoint.opened import OpenedDirectory
 from dtft.checkpoint.tree import listed, nested, to_paths
 
 _ENTRIES = frozenset({"items", "empty", "fingerprints"})
@@ -54,16 +55,9 @@ class StorageTier:
             )
         self.directory = Path(directory).absolute()
         self._read_only = read_only
-        self._options = _options(max_to_keep, timeout_s, read_only)
-        self._opened: ocp.CheckpointManager | None = None
-
-    @property
-    def _manager(self) -> ocp.CheckpointManager:
-        if self._opened is None:
-            self._opened = ocp.CheckpointManager(
-                self.directory, options=self._options, item_handlers=_handlers()
-            )
-        return self._opened
+        self._opened = OpenedDirectory(
+            self.directory, _options(max_to_keep, timeout_s, read_only)
+        )
 
     # ---------------------------------------------------------------------- write
 
@@ -105,20 +99,16 @@ class StorageTier:
             "empty": empty,
             "fingerprints": fingerprints(full),
         }
-        if step in self._manager.all_steps():
-            self._manager.delete(step)
-        self._manager.save(
+        self._opened.save(
             step,
-            args=ocp.args.Composite(
+            ocp.args.Composite(
                 state=ocp.args.StandardSave(state), items=ocp.args.JsonSave(saved)
             ),
-            force=True,
         )
 
     def wait_until_finished(self) -> None:
         """Waits until the last save is complete; raises what went wrong in it."""
-        if self._opened is not None:
-            self._opened.wait_until_finished()
+        self._opened.wait_until_finished()
 
     # ----------------------------------------------------------------------- read
 
@@ -165,6 +155,14 @@ class StorageTier:
             for path, (shape, dtype) in sorted(leaves.items())
         }
 
+    def leaves(self, step: int) -> dict[str, tuple[tuple[int, ...], np.dtype, str]]:
+        """Shape, dtype and fingerprint ("" if empty) of every leaf; reads no values."""
+        saved = self._json(step)
+        return {
+            path: (shape, dtype, saved["fingerprints"].get(path, ""))
+            for path, (shape, dtype) in self._saved_leaves(step, saved).items()
+        }
+
     def items(self, step: int) -> dict[str, Any]:
         """What was saved beside the arrays of a step."""
         return self._json(step)["items"]
@@ -179,9 +177,7 @@ class StorageTier:
 
     def close(self) -> None:
         """Waits for a save under way and lets go of the directory."""
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+        self._opened.close()
 
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
@@ -205,7 +201,7 @@ class StorageTier:
         self, step: int, saved: dict[str, Any]
     ) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         try:
-            metadata = self._manager.item_metadata(step)["state"]
+            metadata = self._opened.manager.item_metadata(step)["state"]
             leaves = {
                 path: (tuple(leaf.shape), np.dtype(leaf.dtype))
                 for path, leaf in to_paths(getattr(metadata, "tree", metadata)).items()
@@ -233,7 +229,7 @@ class StorageTier:
 
     def _read(self, step: int, **args: Any) -> Any:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**args))
+            return self._opened.manager.restore(step, args=ocp.args.Composite(**args))
         except Exception as error:
             raise self._unreadable(step, error) from error
 
@@ -254,11 +250,6 @@ def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
         return tier.load_numpy(step)
     finally:
         tier.close()
-
-
-def _handlers() -> dict[str, Any]:
-    state, items = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
-    return {"state": state, "items": items}
 
 
 def _options(

@@ -13,13 +13,16 @@ import queue
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from typing import Any
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.transport import Channel, Credentials, TransportServer
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.demands import serve_export
 from dtft.elastic.entry import check_job, refuse_taken_name
 from dtft.elastic.follower import Follower
+from dtft.elastic.inspection import serve_inspection
 from dtft.elastic.journal import Journal
 from dtft.elastic.leader import Leader
 from dtft.elastic.membership import Membership, View
@@ -86,6 +89,8 @@ class Agent:
                     "push": lambda channel: serve_pushes(channel, inbox),
                     "fetch": lambda channel: serve_fetch(channel, inbox),
                     "control": self._peers.serve,
+                    "inspect": lambda c: serve_inspection(c, config, inbox),
+                    "export": lambda c: serve_export(c, config, self._emit),
                 },
             )
         except OSError as error:
@@ -312,6 +317,12 @@ class Agent:
 
     def _on_own_order(self, message: dict[str, Any]) -> None:
         self._obey(message)
+
+    def _on_export_wanted(self, answer: Callable[[dict[str, Any]], None]) -> None:
+        if self._leader is None:
+            answer({"error": f"{self._config.host} does not lead the job"})
+        else:
+            self._leader.export_wanted(answer)
 
     def _on_committing(self, step: int) -> None:
         self._board.set("committing", step)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.processes import die_with_parent, free_port
+from dtft.elastic.processes import die_with_parent, free_port, open_log
 
 
 class Coordinator:
@@ -25,7 +25,7 @@ class Coordinator:
 
     def _spawn(self) -> subprocess.Popen:
         log_path = self._config.run_directory / "logs" / f"{self._config.host}.jax.log"
-        with open(log_path, "ab") as log:
+        with open_log(log_path) as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "dtft.elastic.coordination"],
                 stdin=subprocess.PIPE,

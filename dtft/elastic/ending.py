@@ -9,7 +9,7 @@ import json
 
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.journal import Journal, storage_steps
+from dtft.elastic.journal import Journal, steps_seen
 from dtft.elastic.records import Records
 from dtft.elastic.roster import Roster
 from dtft.elastic.rounds import Rounds
@@ -67,7 +67,7 @@ class Ending:
             self._end_with_what_is_stored()
 
     def _stored(self) -> int:
-        return max(storage_steps(self._config.storage_directory), default=0)
+        return max(steps_seen(self._config.storage_directory), default=0)
 
     def _end_with_what_is_stored(self) -> None:
         stored = self._stored()
@@ -93,9 +93,9 @@ class Ending:
         last = max(round_.finished.values())
         if ledger is None or ledger.committed < last or ledger.exporting is not None:
             return
-        if last in storage_steps(self._config.storage_directory):
+        if last in steps_seen(self._config.storage_directory):
             self.end("stopped" if self._records.view.stop else "done", step=last)
-        elif ledger.export_failures < EXPORT_FAILURES:
+        elif ledger.export_failures(last) < EXPORT_FAILURES:
             ledger.export(last)
         else:
             self.end("error", f"step {last} could not be written to storage", last)

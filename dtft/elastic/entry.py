@@ -20,6 +20,11 @@ class JobMismatch(ValueError):
     """This host's secret or config is not the job's, or its name is taken."""
 
 
+def proof_of(secret: bytes, job: str) -> str:
+    """What is kept in the store so that another secret is noticed; not the secret."""
+    return hmac.new(secret, job.encode(), hashlib.sha256).hexdigest()
+
+
 def refuse_taken_name(store: Store, config: AgentConfig) -> None:
     """Waits for the lease of a former host of this name to run out, or refuses.
 
@@ -45,9 +50,7 @@ def check_job(membership: Membership, config: AgentConfig) -> None:
         StoreUnavailable: the store does not answer.
         JobMismatch: one of them differs.
     """
-    secret_proof = hmac.new(
-        config.secret, config.job.encode(), hashlib.sha256
-    ).hexdigest()
+    secret_proof = proof_of(config.secret, config.job)
     mine = {"secret": secret_proof, "config": config.config_digest}
     found = json.loads(membership.claim_job(json.dumps(mine).encode()))
     if not hmac.compare_digest(found["secret"], secret_proof):

@@ -36,6 +36,7 @@ from dtft.elastic.store import (
     LeaseGone,
     Put,
     Resync,
+    StoreFull,
     StoreUnavailable,
     check_changes,
 )
@@ -165,9 +166,28 @@ class EtcdStore:
                 failures += 1
 
     def compact(self, revision: int) -> None:
-        """Forgets the history before `revision`; servers do so by themselves."""
+        """See `Store.compact`."""
         body = {"revision": str(revision), "physical": True}
         self._call("compact", "kv/compaction", body, retry=False)
+
+    def reclaim(self) -> None:
+        """See `Store.reclaim`: compacts, shrinks the file, takes the alarm back."""
+        _, revision = self.list("/dtft/none/")
+        try:
+            self.compact(revision)
+        except StoreUnavailable as error:  # compacted so far already
+            logger.info("%s", error)
+        self._call("defragment", "maintenance/defragment", {}, retry=False)
+        raised = self._call("alarm", "maintenance/alarm", {"action": "GET"})
+        for alarm in raised.get("alarms", []):
+            if alarm.get("alarm") == "NOSPACE":
+                body = {"action": "DEACTIVATE", **alarm}
+                self._call("alarm", "maintenance/alarm", body, retry=False)
+
+    def database_bytes(self) -> tuple[int, int]:
+        """Size of the database file, and how much of it is in use."""
+        reply = self._call("status", "maintenance/status", {})
+        return int(reply["dbSize"]), int(reply.get("dbSizeInUse", 0))
 
     def status(self) -> str:
         """See `Store.status`; `version_warning` tells what to think of it."""
@@ -245,6 +265,8 @@ class EtcdStore:
             return LeaseGone(f"store {self._address}: {operation}: {message}")
         if code == _INVALID_ARGUMENT:
             return ValueError(f"store {self._address}: {operation}: {message}")
+        if "database space exceeded" in str(message):
+            return StoreFull(f"store {self._address}: {operation}: {message}")
         return self._unavailable(operation, message)
 
     def _unavailable(self, operation: str, cause: object) -> StoreUnavailable:

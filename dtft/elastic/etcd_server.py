@@ -40,13 +40,21 @@ def etcd_binary() -> Path:
 class EmbeddedEtcd:
     """One etcd process on loopback, in its own process group."""
 
-    def __init__(self, directory: Path, client_port: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        client_port: int = 0,
+        *,
+        quota_bytes: int = _QUOTA_BYTES,
+    ) -> None:
         """Starts nothing yet.
 
         Args:
             directory: gets `etcd.log`, and `etcd-data` while the store is in use.
             client_port: where to listen; 0 picks a free port.
+            quota_bytes: size of the database beyond which it takes no writes.
         """
+        self._quota_bytes = quota_bytes
         self._log = directory / "etcd.log"
         self._data = directory / "etcd-data"
         self._client_port = client_port or free_port()
@@ -109,7 +117,9 @@ class EmbeddedEtcd:
             f"--initial-cluster=dtft={peer}",
             "--auto-compaction-mode=revision",
             f"--auto-compaction-retention={_KEPT_REVISIONS}",
-            f"--quota-backend-bytes={_QUOTA_BYTES}",
+            f"--quota-backend-bytes={self._quota_bytes}",
+            # Entries that are kept in memory, for members that this one has not.
+            "--snapshot-count=5000",
             "--experimental-watch-progress-notify-interval=5s",
             "--log-level=warn",
             # The data outlives the process, not the machine: no need to wait for disks.

@@ -4,8 +4,10 @@ Starts it, hands it one step at a time and reports how it went. Storage may be s
 broken: nothing here may hold up training, so every failure is only reported.
 """
 
+import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ from typing import Any
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.processes import die_with_parent
+from dtft.elastic.processes import die_with_parent, open_log
 
 
 class Exporter:
@@ -25,10 +27,13 @@ class Exporter:
     def __init__(
         self, opening: dict[str, Any], log_path: Path, emit: Callable[..., None]
     ) -> None:
-        """Starts the process and opens the storage directory named in `opening`."""
-        self.opening = opening
+        """Starts the process and opens the storage directory named in `opening`.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        with open(log_path, "ab") as log:
+        with open_log(log_path) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dtft.checkpoint.exporter"],
                 env=environment,
@@ -39,39 +44,47 @@ class Exporter:
                 preexec_fn=die_with_parent,
             )
         self._emit = emit
-        threading.Thread(target=self._hear, daemon=True).start()
-        self._send({"op": "open", **opening})
+        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        for target in (self._speak, self._hear):
+            threading.Thread(target=target, daemon=True).start()
+        self._messages.put({"op": "open", **opening})
 
-    def save(self, step: int, extent_offset: int, items: dict[str, Any]) -> None:
-        """Begins to write one step."""
-        self._send(
+    def save(
+        self, step: int, extent_offset: int, items: dict[str, Any], limit_s: float
+    ) -> None:
+        """Begins to write one step, which is given up after `limit_s` seconds."""
+        self._messages.put(
             {
                 "op": "save",
                 "step": step,
                 "extent_offset": extent_offset,
                 "items": items,
+                "timeout_s": limit_s,
             }
         )
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _speak(self) -> None:
+        """Writes on a thread: a process that is stuck does not read, and pipes fill."""
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        except OSError:
-            pass  # its end is reported by `_hear`
+        with contextlib.suppress(OSError):  # its end is reported by `_hear`
+            with self._process.stdin as pipe:
+                while (message := self._messages.get()) is not None:
+                    pipe.write(json.dumps(message) + "\n")
+                    pipe.flush()
 
     def _hear(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._emit("exporter", self, json.loads(line))
+        with self._process.stdout as answers:
+            for line in answers:
+                self._emit("exporter", self, json.loads(line))
+        self._messages.put(None)
         error = f"exporter ended with code {self._process.wait()}"
         self._emit("exporter", self, {"ok": False, "error": error, "ended": True})
 
     def close(self) -> None:
-        """Ends the process at once."""
+        """Ends the process, and does not wait: storage that hangs may hold it."""
+        self._messages.put(None)
         self._process.kill()
-        self._process.wait(timeout=10)
 
 
 class ExportDesk:
@@ -88,26 +101,40 @@ class ExportDesk:
         self._config, self._board = config, board
         self._emit, self._exported = emit, exported
         self._exporter: Exporter | None = None
+        self._world: tuple[dict[str, Any], int] | None = None
         self._pinned: dict[int, tuple[Holder, int]] = {}
 
     def begin(self, holder: Holder, order: dict[str, Any]) -> None:
-        """Begins to write one committed step."""
+        """Begins to write one committed step.
+
+        A step still in writing is given up: the leader orders one export at a time, so
+        it has heard of a failure on another host that this host's part waits for.
+        """
         step = order["step"]
-        if step in self._pinned:
-            return
+        if self._pinned:
+            self.close()
         try:
             self._pinned[step] = holder, holder.pin(step)
         except KeyError:
             self._exported(step, False, f"{self._config.host} has dropped step {step}")
             return
-        self._open(holder, order)
-        assert self._exporter is not None
+        try:
+            exporter = self._open(holder, order)
+        except OSError as error:
+            self._let_go(step)
+            self._exported(step, False, f"no exporter on {self._config.host}: {error}")
+            return
         self._board.set("exporting", step)
         items = {**holder.items(step), "config": holder.layout.config}
-        self._exporter.save(step, holder.own_offset(step), items)
+        offset = holder.own_offset(step)
+        exporter.save(step, offset, items, self._config.timeouts.export)
 
-    def _open(self, holder: Holder, order: dict[str, Any]) -> None:
-        """Keeps the exporter of the last step if its world is the same."""
+    def _open(self, holder: Holder, order: dict[str, Any]) -> Exporter:
+        """Keeps the exporter of the last step if its world is the same.
+
+        After a failure none of a world's processes is kept, on any host: the old ones
+        would wait for one that is gone.
+        """
         opening = {
             "directory": str(self._config.storage_directory),
             "max_to_keep": self._config.storage_keep,
@@ -119,22 +146,26 @@ class ExportDesk:
             "slot": order["slot"],
             "devices": len(holder.layout.mesh.positions(order["slot"])),
         }
-        if self._exporter is not None and self._exporter.opening == opening:
-            return
+        world = opening, order["failures"]
+        if self._exporter is not None and self._world == world:
+            return self._exporter
         if self._exporter is not None:
             self._exporter.close()
+            self._exporter = None
         logs = self._config.run_directory / "logs"
         path = logs / f"{self._config.host}.exporter.log"
-        self._exporter = Exporter(opening, path, self._emit)
+        self._exporter, self._world = Exporter(opening, path, self._emit), world
+        return self._exporter
 
     def answer(self, exporter: Exporter, message: dict[str, Any]) -> None:
         """The exporter has written a step, failed, or ended."""
         if exporter is not self._exporter or message.get("op") == "open":
             return
-        ok = bool(message.get("ok"))
-        for step in list(self._pinned):
+        ok, error = bool(message.get("ok")), message.get("error", "")
+        meant = [message["step"]] if "step" in message else list(self._pinned)
+        for step in [step for step in meant if step in self._pinned]:
             self._let_go(step)
-            self._exported(step, ok, message.get("error", ""))
+            self._exported(step, ok, error)
         if not ok:
             self.close()
 

@@ -281,6 +281,9 @@ class Follower:
         """Begins to write a committed step to storage, from the arena."""
         if self._copies.holder is not None:
             self._exports.begin(self._copies.holder, order)
+        else:
+            text = f"{self._config.host} holds nothing"
+            self._exported(order["step"], False, text)
 
     def exporter_says(self, exporter: Exporter, message: dict[str, Any]) -> None:
         """The exporter has written a step, failed, or ended."""

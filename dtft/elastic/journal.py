@@ -3,33 +3,57 @@
 Also reads which steps storage holds (finished directories only). Decides nothing.
 """
 
+import contextlib
 import dataclasses
 import json
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from dtft.elastic.recovery import RecoveryReport
 
+KEPT_EVENTS = 10_000
+"""Events kept in memory while they cannot be written."""
+
 
 class Journal:
-    """The run's event log; appended to by whichever host leads."""
+    """The run's event log; appended to by whichever host leads.
+
+    A disk that is full or read-only holds up nothing: events wait in memory, and what
+    is said is still said.
+    """
 
     def __init__(self, run_directory: Path, host: str) -> None:
         """Events go to `events.jsonl` in the run directory."""
         self._path, self._host = run_directory / "events.jsonl", host
+        self._waiting: deque[str] = deque(maxlen=KEPT_EVENTS)
         self.last_commit = 0
 
     def say(self, text: str) -> None:
         """Prints one line for people, and records it."""
-        print(f"dtft: {text}", flush=True)
+        _tell(text)
         self.event("message", text=text)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Appends one event with the wall-clock time."""
         record = {"time": time.time(), "event": kind, "by": self._host, **fields}
-        with open(self._path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        late = bool(self._waiting)
+        self._waiting.append(json.dumps(record) + "\n")
+        # A line may have been torn when the disk became full: what follows begins anew.
+        text = "\n" * late + "".join(self._waiting)
+        try:
+            with open(self._path, "a") as file:
+                file.write(text)
+        except OSError as error:
+            if not late:
+                _tell(
+                    f"{self._path} cannot be written ({error.strerror}); training goes "
+                    "on, events wait in memory. Free space there, or mount it for "
+                    "writing"
+                )
+            return
+        self._waiting.clear()
 
     def committed(self, step: int) -> None:
         """Remembers and records a commit."""
@@ -41,7 +65,12 @@ class Journal:
         fields = dataclasses.asdict(report)
         fields["steps_lost"] = report.steps_lost
         self.event("recovery", detected=detected, ended=ended, **fields)
-        print(f"dtft: {report.line()}", flush=True)
+        _tell(report.line())
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # stdout may be a file on a full disk
+        print(f"dtft: {text}", flush=True)
 
 
 def read_events(run_directory: Path) -> list[dict[str, Any]]:
@@ -61,3 +90,11 @@ def storage_steps(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+
+
+def steps_seen(directory: Path) -> list[int]:
+    """As `storage_steps`; none where storage cannot be read: the leader goes on."""
+    try:
+        return storage_steps(directory)
+    except OSError:
+        return []

@@ -13,6 +13,7 @@ from typing import Any
 from dtft.checkpoint.commit import Divergence
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.demands import Answer, Demands
 from dtft.elastic.ending import Ending
 from dtft.elastic.forming import death, report_of
 from dtft.elastic.journal import Journal
@@ -20,6 +21,7 @@ from dtft.elastic.membership import Membership, View
 from dtft.elastic.records import Records
 from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.rounds import Rounds
+from dtft.elastic.storage_health import StorageHealth
 
 START_FAILURES = 3
 """So often may trainers die after one and the same restore."""
@@ -41,7 +43,11 @@ class Leader:
         self._config, self._emit, self._journal = config, emit, journal
         self._records = Records(membership, view, emit, journal, config.store)
         self._roster = Roster(time.monotonic(), config.timeouts.connect)
-        self._rounds = Rounds(config, self._records, self._roster, emit, send, journal)
+        self._health = StorageHealth(config.storage_directory)
+        self._demands = Demands()
+        self._rounds = Rounds(
+            config, self._records, self._roster, emit, send, journal, self._health
+        )
         self._ending = Ending(
             config, self._records, self._rounds, self._roster, journal
         )
@@ -215,9 +221,26 @@ class Leader:
         if outcome is None:
             return
         self._journal.event("export", step=step, ok=outcome, error=error)
-        if not outcome:
-            self._journal.say(f"storage: step {step} was not written ({error})")
+        if outcome:
+            self._records.put("stored", step, "stored", str(step))
+            self._say(self._health.succeeded(step))
+        else:
+            self._say(self._health.failed(step, host, error, time.monotonic()))
+        self._demands.outcome(step, outcome, error)
         self._ending.exported()
+
+    def export_wanted(self, answer: Answer) -> None:
+        """Somebody wants the newest commit in storage: the next one is written."""
+        ledger = self._rounds.ledger
+        if ledger is None or self._rounds.phase != "running" or self._rounds.frozen:
+            text = f"the job does not train now ({self._rounds.phase}); ask again later"
+            answer({"error": text})
+        else:
+            self._demands.add(ledger.committed, answer)
+
+    def _say(self, line: str | None) -> None:
+        if line:
+            self._journal.say(line)
 
     # --------------------------------------------------------------- the store
 
@@ -233,6 +256,10 @@ class Leader:
             self._emit("committing", 0)
             self._journal.committed(value.step)
             self._rounds.ledger.written(value)
+            if self._demands:
+                self._rounds.ledger.export(value.step)
+            if (due := self._rounds.ledger.overdue) is not None:
+                self._say(self._health.overdue(due, time.monotonic()))
             self._rounds.gathered()
             self._ending.conclude()
 
@@ -246,6 +273,8 @@ class Leader:
         """Enforces the deadlines; every one names who is late."""
         rounds = self._rounds
         rounds.gathered()
+        if rounds.ledger and (silent := rounds.ledger.silent_export()):
+            self._on_exported(silent[1], silent[0], False, "TimeoutError: no answer")
         round_ = rounds.current
         if round_ is None or rounds.frozen or time.monotonic() < rounds.deadline:
             return
@@ -253,6 +282,8 @@ class Leader:
             for host in sorted(self._roster.connected - set(round_.replies)):
                 self._roster.evict(host)
                 self.lost(host, "it did not answer in time")
+        elif rounds.phase == "storage":
+            rounds.look_again()
         elif rounds.phase == "preparing":
             late = set(rounds.assignment.slots if rounds.assignment else ())
             names = ", ".join(sorted(late - round_.running))
@@ -266,5 +297,6 @@ class Leader:
 
     def close(self) -> None:
         """Hands over to whoever leads next."""
+        self._demands.close()
         self._records.close()
         self._rounds.close()

@@ -4,6 +4,7 @@ Turns reports into commits, releases and export orders. Does not know how a form
 came about, nor how a commit gets into the store.
 """
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dtft.checkpoint.commit import Commit, StepTracker
@@ -12,6 +13,10 @@ from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.roles import Assignment
+from dtft.elastic.storage_health import StorageHealth
+
+GRACE_S = 30.0
+"""An exporter gives up by itself; one that is still silent so much later has hung."""
 
 
 class Ledger:
@@ -27,6 +32,8 @@ class Ledger:
         export_addresses: Mapping[str, str],
         record: Callable[[Commit], None],
         send: Callable[..., None],
+        health: StorageHealth,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the ledger of a formation.
 
@@ -38,10 +45,13 @@ class Ledger:
             export_addresses: host to the host:port at which it would lead an export.
             record: queues the write of a commit.
             send: send(host, op, **fields).
+            health: of storage; says when an export may be tried again.
+            clock: in seconds.
         """
         self._config, self.layout, self._assignment = config, layout, assignment
         self._export_addresses = export_addresses
         self._record, self._send = record, send
+        self._health, self._clock = health, clock
         self.placement = place(layout, config.copies)
         self._trackers: dict[int, StepTracker] = {}
         self.pending: Commit | None = None
@@ -50,8 +60,12 @@ class Ledger:
         self.stop_at: int | None = None
         self.stopping = False
         self._export: tuple[int, set[str]] | None = None
+        self._export_until = 0.0
         self._exported = stored
-        self.export_failures = 0
+        self._failures = 0
+        self._failed: dict[int, int] = {}
+        self.overdue: int | None = None
+        """The newest step that was due while another was still being written."""
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
         """A slot has staged a step; raises Divergence."""
@@ -103,12 +117,18 @@ class Ledger:
             self.pending = None
         self.committed = max(self.committed, commit.step)
         self._release(commit.step, committed=True)
+        self._export_if_due(commit.step)
+
+    def _export_if_due(self, step: int) -> None:
         interval = self._config.storage_interval
-        due = (
-            commit.step // interval > self._exported // interval if interval else False
-        )
-        if due or (interval and not self._exported):
-            self.export(commit.step)
+        if not interval:
+            return
+        last = self._exported if self._export is None else self._export[0]
+        due = step // interval > last // interval
+        if self._export is not None:
+            self.overdue = step if due else self.overdue
+        elif (due or not self._exported) and self._health.may_try(self._clock()):
+            self.export(step)
 
     def _release(self, step: int, *, committed: bool) -> None:
         for host in self._assignment.slots:
@@ -148,7 +168,9 @@ class Ledger:
                 return False
             mine = self._assignment.slots[slot]
             hosts.append(mine if mine in able else able[0])
-        self._export = (step, set(hosts))
+        self._export, self.overdue = (step, set(hosts)), None
+        self._health.begun(step, self._clock())
+        self._export_until = self._clock() + self._config.timeouts.export + GRACE_S
         for rank, host in enumerate(hosts):
             self._send(
                 host,
@@ -158,6 +180,7 @@ class Ledger:
                 rank=rank,
                 world=len(hosts),
                 coordinator=self._export_addresses[hosts[0]] if len(hosts) > 1 else "",
+                failures=self._failures,
             )
         return True
 
@@ -167,10 +190,22 @@ class Ledger:
             return None
         if not ok:
             self._export = None
-            self.export_failures += 1
+            self._failures += 1
+            self._failed[step] = self._failed.get(step, 0) + 1
             return False
         self._export[1].discard(host)
         if self._export[1]:
             return None
-        self._export, self._exported, self.export_failures = None, step, 0
+        self._export, self._exported = None, step
+        self._failed.clear()
         return True
+
+    def silent_export(self) -> tuple[int, str] | None:
+        """The step that was not answered for in time, and by which hosts."""
+        if self._export is None or self._clock() < self._export_until:
+            return None
+        return self._export[0], ", ".join(sorted(self._export[1]))
+
+    def export_failures(self, step: int) -> int:
+        """So often was a step not written to storage."""
+        return self._failed.get(step, 0)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from dtft.checkpoint.commit import Commit
 from dtft.elastic.roles import Assignment, HostRecord
-from dtft.elastic.store import Compare, Delete, KeyValue, Put, Store, StoreUnavailable
+from dtft.elastic.store import Compare, Delete, Put, Store, StoreUnavailable
+from dtft.elastic.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,54 @@ class View:
     leader_lease: int = 0
     assignment: Assignment | None = None
     assignment_revision: int = 0
+    stored: int = 0
+    """The newest step that was ever written to storage."""
     stop: bool = False
     result: str | None = None
     """JSON of the job's end, once it has ended."""
+
+
+def job_key(job: str, name: str) -> str:
+    """The full key of a name in a job.
+
+    >>> job_key("mine", "m/leader")
+    '/dtft/mine/m/leader'
+    """
+    return f"/dtft/{job}/{name}"
+
+
+def read_view(store: Store, job: str) -> tuple[View, int]:
+    """What the store says of a job, and the revision that this is of."""
+    prefix = job_key(job, "m/")
+    pairs, revision = store.list(prefix)
+    found = {pair.key.removeprefix(prefix): pair for pair in pairs}
+    hosts, leases = {}, {}
+    for name, pair in found.items():
+        if name.startswith("hosts/"):
+            record = HostRecord.from_json(pair.value)
+            hosts[record.host], leases[record.host] = record, pair.lease
+    leader, assignment = found.get("leader"), found.get("assignment")
+    result, stored = found.get("result"), found.get("stored")
+    view = View(
+        hosts=hosts,
+        leases=leases,
+        leader=leader.value.decode() if leader else None,
+        leader_revision=leader.create_revision if leader else 0,
+        leader_lease=leader.lease if leader else 0,
+        assignment=Assignment.from_json(assignment.value) if assignment else None,
+        assignment_revision=assignment.mod_revision if assignment else 0,
+        stored=int(stored.value) if stored else 0,
+        stop="stop" in found,
+        result=result.value.decode() if result else None,
+    )
+    return view, revision
+
+
+def read_commits(store: Store, job: str) -> tuple[Commit, ...]:
+    """The recorded commits of a job, newest first."""
+    pair = store.get(job_key(job, "c/commits"))
+    lines = pair.value.decode().splitlines() if pair else []
+    return tuple(Commit.from_json(line) for line in lines)
 
 
 class Membership:
@@ -55,14 +101,16 @@ class Membership:
             emit: receives ("view", View) and ("store", bool up) from threads.
         """
         self._store, self._record, self._emit = store, record, emit
-        self._prefix, self._lease_s = f"/dtft/{job}/", lease_s
+        self._job, self._lease_s = job, lease_s
+        self.upkeep = Upkeep(store)
+        """Of the history that the leader's writes leave behind."""
         self._lease = 0
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def key(self, name: str) -> str:
         """The full key of a name in this job."""
-        return self._prefix + name
+        return job_key(self._job, name)
 
     def start(self) -> None:
         """Registers this host and begins to watch.
@@ -110,30 +158,9 @@ class Membership:
                 self._stop.wait(0.2)
 
     def _refresh(self) -> int:
-        pairs, revision = self._store.list(self.key("m/"))
-        self._emit("view", self._parse(pairs))
+        view, revision = read_view(self._store, self._job)
+        self._emit("view", view)
         return revision
-
-    def _parse(self, pairs: list[KeyValue]) -> View:
-        found = {pair.key.removeprefix(self.key("m/")): pair for pair in pairs}
-        hosts, leases = {}, {}
-        for name, pair in found.items():
-            if name.startswith("hosts/"):
-                record = HostRecord.from_json(pair.value)
-                hosts[record.host], leases[record.host] = record, pair.lease
-        leader, assignment = found.get("leader"), found.get("assignment")
-        result = found.get("result")
-        return View(
-            hosts=hosts,
-            leases=leases,
-            leader=leader.value.decode() if leader else None,
-            leader_revision=leader.create_revision if leader else 0,
-            leader_lease=leader.lease if leader else 0,
-            assignment=Assignment.from_json(assignment.value) if assignment else None,
-            assignment_revision=assignment.mod_revision if assignment else 0,
-            stop="stop" in found,
-            result=result.value.decode() if result else None,
-        )
 
     def campaign(self) -> None:
         """Tries to become leader; the watch tells who did."""
@@ -169,9 +196,7 @@ class Membership:
 
     def commits(self) -> tuple[Commit, ...]:
         """The recorded commits, newest first."""
-        pair = self._store.get(self.key("c/commits"))
-        lines = pair.value.decode().splitlines() if pair else []
-        return tuple(Commit.from_json(line) for line in lines)
+        return read_commits(self._store, self._job)
 
     def commit_change(self, commits: tuple[Commit, ...]) -> Put:
         """The write that records these commits."""

@@ -139,11 +139,15 @@ class MemoryStore:
             yield batch  # outside the lock
 
     def compact(self, revision: int) -> None:
-        """Forgets the history before `revision`, as etcd does now and then."""
+        """See `Store.compact`."""
         with self._changed:
             self._compacted = max(self._compacted, revision)
             while self._history and self._history[0][0] < revision:
                 self._history.popleft()
+
+    def reclaim(self) -> None:
+        """See `Store.reclaim`; this store has no quota."""
+        self.compact(self._revision)
 
     def status(self) -> str:
         """See `Store.status`."""

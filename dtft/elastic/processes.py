@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a forked child must not
 _PR_SET_PDEATHSIG = 1
@@ -25,6 +26,17 @@ def die_with_parent() -> None:
     child's own children are not covered.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """A log file to append to; where it cannot be opened, one that keeps nothing.
+
+    A disk that is full or read-only must not keep a process from being started.
+    """
+    try:
+        return open(path, "ab")
+    except OSError:
+        return open(os.devnull, "ab")
 
 
 def free_port() -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from dtft.checkpoint.commit import Commit
 from dtft.elastic.journal import Journal
 from dtft.elastic.membership import Membership, View
-from dtft.elastic.store import Put, StoreUnavailable
+from dtft.elastic.store import Put, StoreFull, StoreUnavailable
 
 RETRY_S = 0.1
 KEPT_COMMITS = 2
@@ -110,9 +110,18 @@ class Records:
 
     def _write(self, label: str, value: Any, change: Put) -> None:
         view = self.view
-        self._writer.write(
-            label, value, lambda: self._membership.fenced(view, [change])
-        )
+        self._writer.write(label, value, lambda: self._fenced(view, change))
+
+    def _fenced(self, view: View, change: Put) -> bool:
+        """One write on the writer's thread, and the upkeep that it makes necessary."""
+        upkeep = self._membership.upkeep
+        try:
+            allowed = self._membership.fenced(view, [change])
+        except StoreFull:
+            upkeep.reclaim()
+            raise
+        upkeep.wrote(len(change.value))
+        return allowed
 
     def answered(self, label: str) -> None:
         """A write got through: the store is there."""

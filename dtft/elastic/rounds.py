@@ -14,13 +14,18 @@ from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.coordinator import Coordinator
 from dtft.elastic.forming import Round, assign, export_addresses, next_round, orders
-from dtft.elastic.journal import Journal, storage_steps
+from dtft.elastic.journal import Journal, steps_seen
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment, HostRecord, fill_slots
 from dtft.elastic.roster import Roster, lost
+from dtft.elastic.storage_health import StorageHealth
 
-Phase = Literal["idle", "gathering", "waiting", "assigning", "preparing", "running"]
+Phase = Literal[
+    "idle", "gathering", "waiting", "storage", "assigning", "preparing", "running"
+]
+STORAGE_PAUSE_S = 5.0
+"""While storage is needed and away, it is looked for this often."""
 
 
 class Rounds:
@@ -44,10 +49,11 @@ class Rounds:
         emit: Callable[..., None],
         send: Callable[..., None],
         journal: Journal,
+        health: StorageHealth,
     ) -> None:
         """Begins nothing yet, but has a coordination service wait."""
         self._config, self._records, self._roster = config, records, roster
-        self._send, self._journal = send, journal
+        self._send, self._journal, self._health = send, journal, health
         self._coordinator = Coordinator(config, emit)
         self._counter = 0
         self._failures: dict[int, int] = {}
@@ -59,6 +65,7 @@ class Rounds:
         self.assignment: Assignment | None = None
         self.ledger: Ledger | None = None
         self.frozen = False
+        self._storage_missed = False
 
     def form(self, reason: str) -> None:
         """Begins a new formation, or one more attempt at it."""
@@ -113,20 +120,43 @@ class Rounds:
         self.enter("waiting", float("inf"))
 
     def _assign(self, round_: Round, filled: list[HostRecord]) -> None:
-        round_.assignment, round_.decision = assign(
+        assignment, decision = assign(
             round_,
             filled,
             previous=self.previous,
             commits=self._records.commits,
-            storage_steps=storage_steps(self._config.storage_directory),
+            storage_steps=steps_seen(self._config.storage_directory),
             quarantined=self._quarantined,
         )
+        if decision.source == "init" and self._records.view.stored:
+            self._wait_for_storage(decision.passed_over)
+            return
+        round_.assignment, round_.decision = assignment, decision
+        self._storage_missed = False
         if round_.assignment.rung == 3:
             self._explain_storage(round_.decision.passed_over, round_.assignment)
         self.enter("assigning", self._config.timeouts.restore)
         self._records.put(
             "assignment", round_.ballot, "assignment", round_.assignment.to_json()
         )
+
+    def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
+        """Storage had a step and shows none: the job must not begin anew unasked."""
+        if not self._storage_missed:
+            self._storage_missed = True
+            for reason in reasons:
+                self._journal.say(f"memory cannot restore {reason}")
+            self._journal.say(
+                f"storage {self._config.storage_directory} had step "
+                f"{self._records.view.stored} and shows no step now: the job waits for "
+                "it. Mount it again or put it back; to begin anew use another --job"
+            )
+        self.enter("storage", STORAGE_PAUSE_S)
+
+    def look_again(self) -> None:
+        """Decides again from what the hosts have said, for storage may be back."""
+        self.enter("gathering", self._config.timeouts.restore)
+        self.gathered()
 
     def _explain_storage(self, reasons: tuple[str, ...], chosen: Assignment) -> None:
         for reason in reasons:
@@ -172,10 +202,11 @@ class Rounds:
             self._config,
             layout,
             assignment,
-            stored=max(storage_steps(self._config.storage_directory), default=0),
+            stored=max(steps_seen(self._config.storage_directory), default=0),
             export_addresses=export_addresses(self.current, assignment, view.hosts),
             record=self._records.commit,
             send=self._send,
+            health=self._health,
         )
         self.ledger.stopping = view.stop
 

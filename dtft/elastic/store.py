@@ -17,6 +17,10 @@ class StoreUnavailable(Exception):
     """The store did not confirm a call: it may or may not have been applied."""
 
 
+class StoreFull(StoreUnavailable):
+    """The store takes no writes: its quota is used up. `Store.reclaim` may help."""
+
+
 class LeaseGone(StoreUnavailable):
     """A write named a lease that has expired or never was; nothing was applied.
 
@@ -184,6 +188,14 @@ class Store(Protocol):
             start_revision: first revision wanted; 0 is whatever comes after now.
             stop: ends the iteration.
         """
+        ...
+
+    def compact(self, revision: int) -> None:
+        """Forgets what keys were before `revision`; what they are now stays."""
+        ...
+
+    def reclaim(self) -> None:
+        """Makes room in a store that raised StoreFull; forgets all history."""
         ...
 
     def status(self) -> str:

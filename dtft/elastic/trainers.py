@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dtft.checkpoint.link import Link, LinkClosed, listen
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.processes import die_with_parent
+from dtft.elastic.processes import die_with_parent, open_log
 
 Emit = Callable[..., None]
 
@@ -90,7 +90,7 @@ class TrainerPool:
             link.send("start", **trainer.start)
 
     def _spawn(self) -> Trainer:
-        with open(self._log_path, "ab") as log:
+        with open_log(self._log_path) as log:
             process = subprocess.Popen(
                 self._command,
                 env=self._environment,

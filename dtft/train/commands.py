@@ -235,7 +235,19 @@ def _bench(options: Namespace, overrides: list[str]) -> int:
     return bench(experiment, options, arguments)
 
 
+def _checkpoint(options: Namespace, overrides: list[str]) -> int:
+    from dtft.train import checkpoint_commands
+
+    if overrides:
+        raise UserError(
+            f"unknown arguments: {' '.join(overrides)}. See `dtft checkpoint "
+            f"{options.action} --help`."
+        )
+    return checkpoint_commands.run(options, lambda: _secret(options))
+
+
 _COMMANDS = {
+    "checkpoint": _checkpoint,
     "train": _train,
     "config": _config,
     "launch": _launch,

@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import dtft
+from dtft.train.disk import Disk
 from dtft.train.experiment import Experiment
 from dtft.train.runtime import Runtime
 from dtft.train.step import Program
@@ -35,13 +36,14 @@ class RunLog:
         self._leading = runtime.is_leading
         self._metrics = self._samples = self._board = self._bar = None
         self._ended, self._completed = "", False
+        self._disk = Disk(runtime.run_directory)
 
     def __enter__(self) -> Self:
         """Prints the banner and opens the files."""
         log, runtime = self._experiment.log, self._runtime
         if self._leading:
-            self._metrics = open(runtime.run_directory / "metrics.jsonl", "a")
-            if log.tensorboard:
+            self._metrics = self._disk.opened(runtime.run_directory / "metrics.jsonl")
+            if log.tensorboard and self._disk.has_room():
                 self._board = _tensorboard(
                     runtime.run_directory / "tensorboard", self._start
                 )
@@ -51,9 +53,8 @@ class RunLog:
                 self._bar = _Bar(self._start, self._experiment.stop.steps)
         if log.sample_ids:
             folder = runtime.run_directory / "samples"
-            folder.mkdir(exist_ok=True)
             name = f"slot{runtime.slot}-g{runtime.generation}-a{runtime.attempt}.jsonl"
-            self._samples = open(folder / name, "a")
+            self._samples = self._disk.opened(folder / name)
         return self
 
     def __exit__(
@@ -65,7 +66,7 @@ class RunLog:
         """Closes the files and prints how it ended; unfinished, how to resume."""
         for resource in (self._bar, self._metrics, self._samples, self._board):
             if resource is not None:
-                resource.close()
+                self._disk.attempt(resource.close)
         if self._leading:
             if self._ended:
                 print(self._ended, flush=True)
@@ -84,7 +85,7 @@ class RunLog:
             "rows": list(rows),
             "ids": list(ids),
         }
-        print(json.dumps(record), file=self._samples, flush=True)
+        self._append(json.dumps(record), self._samples)
 
     def write(self, records: Sequence[Record]) -> None:
         """Writes those of `records` that are due."""
@@ -102,7 +103,8 @@ class RunLog:
             return
         seconds = round(time.monotonic() - self._began, 3)
         path = self._runtime.run_directory / "summary.json"
-        path.write_text(dumps({**summary, "wall_s": seconds}, indent=1) + "\n")
+        text = dumps({**summary, "wall_s": seconds}, indent=1) + "\n"
+        self._disk.attempt(lambda: path.write_text(text))
         self._completed = summary["completed"]
         stop, head = self._experiment.stop, "done"
         if not self._completed:
@@ -115,6 +117,10 @@ class RunLog:
             if isinstance(value, float)
         ]
         self._ended = "  ".join([f"{head} at step {summary['step']}", *values])
+
+    def _append(self, line: str, file: TextIO | None) -> None:
+        if file is not None:
+            self._disk.attempt(lambda: print(line, file=file, flush=True))
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         now = time.monotonic()
@@ -134,15 +140,16 @@ class RunLog:
             **values,
             **timing,
         }
-        print(dumps(record), file=self._metrics, flush=True)
-        if self._board is not None:
+        self._append(dumps(record), self._metrics)
+        # TensorBoard's writer would die of a full disk and then block whoever adds.
+        if self._board is not None and self._disk.has_room():
             for name, value in {**values, **timing}.items():
                 self._board.add_scalar(name, value, step)
         line = log_line(
             step, self._experiment.stop.steps, values, seconds, unit, per_step
         )
         if self._bar is None:
-            print(line, flush=True)
+            self._append(line, sys.stdout)
         else:
             self._bar.show(step, line)
 
@@ -217,8 +224,16 @@ def write_config(run_directory: Path, resolved: str, command: Sequence[str]) -> 
     """Writes the resolved config, and beside it the command line and versions."""
     record = {"command": list(command), "versions": versions()}
     run_directory.mkdir(parents=True, exist_ok=True)
-    (run_directory / "config.json").write_text(resolved + "\n")
-    (run_directory / "command.json").write_text(json.dumps(record, indent=1) + "\n")
+    _replace(run_directory / "config.json", resolved + "\n")
+    _replace(run_directory / "command.json", json.dumps(record, indent=1) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: a full disk must not leave an empty one."""
+    if not path.exists() or path.read_text() != text:
+        fresh = path.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.replace(path)
 
 
 def dumps(record: Mapping[str, Any], indent: int | None = None) -> str:

@@ -194,13 +194,15 @@ def _train(
     start: dict[str, Any],
     arguments: Sequence[str],
 ) -> None:
+    from dtft.train.disk import Disk
     from dtft.train.logs import write_config
     from dtft.train.loop import run
 
     resume = os.environ.get("DTFT_RESUME_COMMAND", f"dtft agent {' '.join(arguments)}")
     runtime = AgentRuntime(experiment, link, start, resume)
     if runtime.is_leading:
-        write_config(runtime.run_directory, to_json(experiment), resume.split())
+        where, config = runtime.run_directory, to_json(experiment)
+        Disk(where).attempt(lambda: write_config(where, config, resume.split()))
     result = run(experiment, runtime)
     sys.stdout.flush()
     link.send("finished", step=result.step, summary=runtime.summary)

@@ -54,9 +54,11 @@ class Desk:
         self.known[host] = _record(host)
         self.look()
 
-    def look(self, *, stop: bool = False) -> None:
+    def look(self, *, stop: bool = False, stored: int = 0) -> None:
         hosts = dict(self.known)
-        view = View(hosts=hosts, leader="a", leader_revision=1, stop=stop)
+        view = View(
+            hosts=hosts, leader="a", leader_revision=1, stop=stop, stored=stored
+        )
         self.leader.see(view)
 
     def answer(self, host: str) -> None:
@@ -113,5 +115,32 @@ def test_a_stop_before_anything_is_trained_ends_at_once(tmp_path: Path) -> None:
         desk.look(stop=True)
         last = read_events(tmp_path)[-1]
         assert (last["event"], last["status"], last["step"]) == ("end", "stopped", 0)
+    finally:
+        desk.leader.close()
+
+
+def test_storage_that_vanished_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtft.elastic.rounds.STORAGE_PAUSE_S", 0.0)
+    desk = Desk(tmp_path)
+    try:
+        desk.register("b")
+        desk.look(stored=40)
+        desk.leader.connected("b")
+        desk.answer("a")
+        desk.answer("b")
+        desk.leader.tick()
+        desk.leader.tick()
+        said = [e["text"] for e in read_events(tmp_path) if e["event"] == "message"]
+        (line,) = [text for text in said if "shows no step now" in text]
+        assert f"{tmp_path}/checkpoints had step 40" in line
+        assert "assignment" not in desk.events()
+        (tmp_path / "checkpoints" / "40").mkdir(parents=True)
+        desk.leader.tick()
+        assert desk.leader._rounds.phase == "assigning"
+        round_ = desk.leader._rounds.current
+        assert round_ is not None and round_.assignment is not None
+        assert (round_.assignment.source, round_.assignment.step) == ("storage", 40)
     finally:
         desk.leader.close()

@@ -8,9 +8,10 @@ import pytest
 
 from dtft.checkpoint.commit import Commit
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.ledger import Ledger
+from dtft.elastic.ledger import GRACE_S, Ledger
 from dtft.elastic.records import Writer
 from dtft.elastic.roles import Assignment
+from dtft.elastic.storage_health import FIRST_PAUSE_S, StorageHealth
 from dtft.elastic.store import StoreUnavailable
 from tests.elastic.test_recovery import HOSTS, layout, value
 
@@ -21,6 +22,7 @@ class Desk:
     def __init__(self, replica: int, fsdp: int, **changes: Any) -> None:
         state = layout(replica, fsdp)
         self.state, self.sent, self.recorded = state, [], []
+        self.health, self.now = StorageHealth("/nowhere"), 0.0
         slots = HOSTS[: state.mesh.num_slots]
         config = AgentConfig(
             job="j",
@@ -51,6 +53,8 @@ class Desk:
             export_addresses={host: f"{host}:9" for host in slots},
             record=self.recorded.append,
             send=lambda host, op, **fields: self.sent.append((host, op, fields)),
+            health=self.health,
+            clock=lambda: self.now,
         )
 
     def stage(self, step: int) -> None:
@@ -61,6 +65,11 @@ class Desk:
     def hold(self, step: int) -> None:
         for push in self.ledger.placement.pushes:
             self.ledger.held(step, push.source, push.target)
+
+    def commit(self, step: int) -> None:
+        self.stage(step)
+        self.hold(step)
+        self.ledger.written(self.recorded[-1])
 
     def ops(self, op: str) -> list[tuple[str, dict]]:
         return [(host, fields) for host, found, fields in self.sent if found == op]
@@ -113,15 +122,42 @@ def test_hosts_that_are_left_export_for_those_that_are_gone():
     assert not desk.ledger.export_from(12, {"h0", "h2"})
 
 
-def test_a_failed_export_is_counted_and_does_not_block_the_next():
+def test_a_failed_export_is_tried_again_after_a_pause():
     desk = Desk(2, 1, storage_interval=1)
-    desk.stage(11)
-    desk.ledger.written(desk.recorded[-1])
+    desk.commit(11)
     assert desk.ledger.export_answer("h0", 11, False) is False
-    assert desk.ledger.export_failures == 1
-    desk.stage(12)
-    desk.ledger.written(desk.recorded[-1])
-    assert desk.ledger.exporting == 12
+    desk.health.failed(11, "h0", "full", desk.now)
+    assert desk.ledger.export_failures(11) == 1 and desk.ledger.export_failures(12) == 0
+    desk.commit(12)
+    assert desk.ledger.exporting is None
+    desk.now += FIRST_PAUSE_S
+    desk.commit(13)
+    assert desk.ledger.exporting == 13
+    assert [fields["failures"] for _, fields in desk.ops("export")] == [0, 1]
+
+
+def test_a_step_due_while_another_is_written_is_overdue():
+    desk = Desk(2, 1, storage_interval=5)
+    desk.commit(15)
+    desk.commit(19)
+    assert desk.ledger.exporting == 15 and desk.ledger.overdue is None
+    desk.commit(20)
+    assert desk.ledger.overdue == 20
+    desk.ledger.export_answer("h0", 15, True)
+    desk.commit(21)
+    assert desk.ledger.exporting == 21 and desk.ledger.overdue is None
+
+
+def test_an_export_that_nobody_answers_is_given_up():
+    desk = Desk(1, 2, storage_interval=1)
+    desk.commit(11)
+    desk.ledger.export_answer("h0", 11, True)
+    desk.now += 300
+    assert desk.ledger.silent_export() is None
+    desk.now += GRACE_S
+    assert desk.ledger.silent_export() == (11, "h1")
+    assert desk.ledger.export_answer("h1", 11, False) is False
+    assert desk.ledger.silent_export() is None
 
 
 @pytest.mark.parametrize("interval", [1, 4])

@@ -1,0 +1,110 @@
+"""One storage directory as Orbax sees it: opened late, given up if it moved or failed.
+
+A directory can vanish while a step is written (an unmounted file system, a rename), and
+Orbax then makes a new one of the same name with half of the step in it. So a step is
+only given its name while the directory is the one in which the step was begun. Must not
+know what is saved.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+
+class StorageMoved(OSError):
+    """The storage directory is not the one in which a step was begun."""
+
+
+class OpenedDirectory:
+    """The Orbax manager of one directory, opened at its first use.
+
+    After a save that failed it is opened anew, because the old manager counts the step
+    that is not there and would drop an older one for it.
+    """
+
+    def __init__(self, directory: Path, options: ocp.CheckpointManagerOptions) -> None:
+        """Touches nothing yet."""
+        self.directory, self._options = directory, options
+        self._opened: ocp.CheckpointManager | None = None
+        self._home: tuple[int, int] | None = None
+        self._saving: int | None = None
+
+    @property
+    def manager(self) -> ocp.CheckpointManager:
+        """The manager; opens the directory if need be."""
+        if self._opened is None:
+            self._opened = ocp.CheckpointManager(
+                self.directory, options=self._options, item_handlers=self._handlers()
+            )
+            self._home = _identity(self.directory)
+        return self._opened
+
+    def _handlers(self) -> dict[str, Any]:
+        state, items = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
+        finalize = items.finalize
+
+        def checked(directory: Any) -> None:
+            # Called when all bytes are written and before the step gets its name. An
+            # override in a class of ours would be named in the checkpoint's metadata.
+            self._check_home()
+            finalize(directory)
+
+        items.finalize = checked  # pyright: ignore[reportAttributeAccessIssue]
+        return {"state": state, "items": items}
+
+    def _check_home(self) -> None:
+        if _identity(self.directory) != self._home:
+            raise StorageMoved(
+                f"{self.directory} was replaced or unmounted while step {self._saving} "
+                "was being written; the step is left out"
+            )
+
+    def save(self, step: int, args: ocp.args.Composite) -> None:
+        """Begins to write a step, in place of one of the same number."""
+        if self._opened is not None and _identity(self.directory) != self._home:
+            self._forget()
+        manager, self._saving = self.manager, step
+        try:
+            if step in manager.all_steps():
+                manager.delete(step)
+            manager.save(step, args=args, force=True)
+        except BaseException:
+            self._forget()
+            raise
+
+    def wait_until_finished(self) -> None:
+        """Waits until the last save is complete; raises what went wrong in it."""
+        if self._opened is None:
+            return
+        try:
+            self._opened.wait_until_finished()
+        except BaseException:
+            self._forget()
+            raise
+        self._saving = None
+
+    def _forget(self) -> None:
+        """Lets go after a failure and frees what the unfinished step takes."""
+        self._opened, step, self._saving = None, self._saving, None
+        if step is not None and jax.process_index() == 0:
+            for path in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Waits for a save under way and lets go of the directory."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """What a directory is, whatever it is called; None if there is none."""
+    try:
+        found = os.stat(directory)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

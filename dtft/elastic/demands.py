@@ -1,0 +1,58 @@
+"""People who asked the leader to write the newest commit to storage, and their answer.
+
+Must not know how a step gets there.
+"""
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from dtft.checkpoint.transport import Channel
+from dtft.elastic.config import AgentConfig
+
+Answer = Callable[[dict[str, Any]], None]
+
+
+class Demands:
+    """Who waits for an export, and since which commit. Used by the event loop."""
+
+    def __init__(self) -> None:
+        """Nobody waits."""
+        self._waiting: list[tuple[int, Answer]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, committed: int, answer: Answer) -> None:
+        """Somebody wants step `committed` or a later one."""
+        self._waiting.append((committed, answer))
+
+    def outcome(self, step: int, ok: bool, error: str) -> None:
+        """A step was written to storage, or not."""
+        reply = {"step": step} if ok else {"error": error}
+        for committed, answer in self._waiting:
+            if step >= committed:
+                answer(reply)
+        self._waiting = [one for one in self._waiting if one[0] > step]
+
+    def close(self) -> None:
+        """Tells all who still wait that nothing will come."""
+        for _, answer in self._waiting:
+            answer({"error": "this host does not lead any more; ask again"})
+        self._waiting.clear()
+
+
+def serve_export(
+    channel: Channel, config: AgentConfig, emit: Callable[..., None]
+) -> None:
+    """Has the leader asked for an export, and answers when it is over."""
+    channel.receive(timeout_s=10.0)
+    answers: queue.Queue[dict[str, Any]] = queue.Queue()
+    emit("export_wanted", answers.put)
+    limit_s = config.timeouts.export + config.timeouts.stage
+    try:
+        reply = answers.get(timeout=limit_s)
+    except queue.Empty:
+        reply = {"error": f"no step was written within {limit_s:.0f} s"}
+    channel.send(reply, timeout_s=10.0)
+    channel.receive(timeout_s=10.0)  # the caller has it

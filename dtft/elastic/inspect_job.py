@@ -1,0 +1,189 @@
+"""Looks at a live job from outside: the store's records and every host's holdings.
+
+Joins nothing and writes nothing; whoever looks must know the job's secret. Must not
+know how the findings are shown.
+"""
+
+import hmac
+import json
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.health import CommitHealth, commit_health, worth_showing
+from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.transport import Credentials, connect
+from dtft.elastic.entry import JobMismatch, proof_of
+from dtft.elastic.membership import View, job_key, read_commits, read_view
+from dtft.elastic.roles import HostRecord
+from dtft.elastic.store import Store
+
+CONNECT_S = 5.0
+LOOK_S = 30.0
+VERIFY_S = 600.0
+"""How long a host may take to read all its copies."""
+EXPORT_S = 900.0
+TRIES = 20
+VERIFY_TRIES = 8
+"""Steps go on while one looks: so often is looked for one that all hosts still have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostState:
+    """What one host answered."""
+
+    record: HostRecord
+    slot: int = -1
+    """The slot whose slices it owns; -1 for none (a spare)."""
+    arena_bytes: int = 0
+    held: Mapping[int, Mapping[str, bytes]] = field(default_factory=dict)
+    """Step to slice key to digest."""
+    corrupt: tuple[str, ...] = ()
+    """Copies that were read and are wrong; they are not in `held`."""
+    unread: tuple[int, ...] = ()
+    """Steps that were dropped before they were read."""
+    layout: str = ""
+    storage_directory: str = ""
+    error: str = ""
+    """Why it did not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """What a job looks like at one moment."""
+
+    job: str
+    store: str
+    view: View
+    hosts: tuple[HostState, ...]
+    commits: tuple[CommitHealth, ...]
+    """Newest first, without those that were dropped for newer ones."""
+
+    @property
+    def telling(self) -> bool:
+        """Whether it does not show hosts between two steps: looking again may help."""
+        if not self.commits or any(host.corrupt for host in self.hosts):
+            return True
+        unread = {step for host in self.hosts for step in host.unread}
+        healthy = {it.step for it in self.commits if it.state == "healthy"}
+        return bool(healthy - unread)
+
+    @property
+    def storage_directory(self) -> str:
+        """Where the job writes checkpoints, as its hosts call it; "" if none told."""
+        told = [host.storage_directory for host in self.hosts]
+        return next((directory for directory in told if directory), "")
+
+
+class Observer:
+    """Somebody who knows a job's secret and asks."""
+
+    def __init__(self, store: Store, address: str, job: str, secret: bytes) -> None:
+        """Checks that there is such a job and that the secret is its own.
+
+        Raises:
+            StoreUnavailable: the store does not answer.
+            ValueError: there is no such job; names those there are.
+            JobMismatch: the secret is another.
+        """
+        self._store, self._address, self._job = store, address, job
+        found = store.get(job_key(job, "m/fingerprint"))
+        if found is None:
+            raise ValueError(
+                f"--job {job!r}: the store at {address} has no such job. It has: "
+                f"{', '.join(_jobs(store)) or 'none'}."
+            )
+        known = json.loads(found.value)["secret"]
+        if not hmac.compare_digest(known, proof_of(secret, job)):
+            raise JobMismatch(
+                f"the secret of --secret-file is not that of job {job!r} at {address}: "
+                "copy the job's secret file (job.secret in the run directory of "
+                "`dtft launch`)."
+            )
+        self._credentials = Credentials(job=job, secret=secret)
+
+    def look(self, *, verify: bool = False) -> JobState:
+        """Asks every host what it holds; with `verify` every copy is read again."""
+        state = self._look_once(verify)
+        for _ in range(VERIFY_TRIES if verify else TRIES):
+            if state.telling:
+                break
+            time.sleep(0.02)
+            state = self._look_once(verify)
+        return state
+
+    def _look_once(self, verify: bool) -> JobState:
+        view, _ = read_view(self._store, self._job)
+        commits = {commit.step: commit for commit in self._commits()}
+        records = [view.hosts[name] for name in sorted(view.hosts)]
+        with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
+            hosts = tuple(pool.map(lambda record: self._ask(record, verify), records))
+        commits |= {commit.step: commit for commit in self._commits()}
+        layouts = [host.layout for host in hosts if host.layout]
+        layout = Layout.from_json(layouts[0]) if layouts else None
+        holdings = {host.record.host: host.held for host in hosts}
+        found = [commit_health(it, layout, holdings) for it in commits.values()]
+        return JobState(
+            job=self._job,
+            store=self._address,
+            view=view,
+            hosts=hosts,
+            commits=tuple(worth_showing(found)),
+        )
+
+    def _commits(self) -> tuple[Commit, ...]:
+        return read_commits(self._store, self._job)
+
+    def _ask(self, record: HostRecord, verify: bool) -> HostState:
+        limit_s = VERIFY_S if verify else LOOK_S
+        try:
+            reply = self._call(record, "inspect", {"verify": verify}, limit_s)
+        except (OSError, TimeoutError) as error:
+            return HostState(record=record, error=str(error))
+        return HostState(
+            record=record,
+            slot=reply["slot"],
+            arena_bytes=reply["arena_bytes"],
+            held=reply.get("held", {}),
+            corrupt=tuple(reply.get("corrupt", ())),
+            unread=tuple(reply.get("unread", ())),
+            layout=reply["layout"],
+            storage_directory=reply["storage_directory"],
+        )
+
+    def _call(
+        self, record: HostRecord, op: str, request: dict[str, Any], limit_s: float
+    ) -> dict[str, Any]:
+        hello = {"op": op}
+        with connect(record.address, self._credentials, hello, CONNECT_S) as channel:
+            channel.send(request, timeout_s=CONNECT_S)
+            reply, _ = channel.receive(timeout_s=limit_s)
+            channel.send({"done": True}, timeout_s=CONNECT_S)
+        return reply
+
+    def export(self) -> int:
+        """Has the leader write the newest commit to storage; returns its step.
+
+        Raises:
+            RuntimeError: it could not; says why.
+        """
+        view, _ = read_view(self._store, self._job)
+        leader = view.hosts.get(view.leader or "")
+        if leader is None:
+            raise RuntimeError(f"job {self._job!r} has no leader at the moment.")
+        try:
+            reply = self._call(leader, "export", {}, EXPORT_S)
+        except (OSError, TimeoutError) as error:
+            raise RuntimeError(f"leader {leader.host}: {error}") from error
+        if "error" in reply:
+            raise RuntimeError(f"leader {leader.host}: {reply['error']}")
+        return reply["step"]
+
+
+def _jobs(store: Store) -> list[str]:
+    """Names of the jobs in a store."""
+    pairs, _ = store.list("/dtft/")
+    return sorted({pair.key.split("/")[2] for pair in pairs})

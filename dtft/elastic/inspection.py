@@ -1,0 +1,49 @@
+"""Answers people who ask what a host holds and whether it is right; changes nothing.
+
+Runs on the threads of the transport's connections, so that the event loop waits for
+nobody who looks. Must not know what is made of the answers.
+"""
+
+from typing import Any
+
+from dtft.checkpoint.audit import audit
+from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.transport import Channel
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.replication import Inbox
+
+ANSWER_S = 10.0
+
+
+def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> None:
+    """Answers one question: {"verify": bool}."""
+    request, _ = channel.receive(timeout_s=ANSWER_S)
+    holder = inbox.holder()
+    reply: dict[str, Any] = {
+        "epoch": inbox.epoch(),
+        "slot": holder.slot if holder else -1,
+        "layout": holder.layout.to_json() if holder else "",
+        "arena_bytes": holder.path.stat().st_size if holder else 0,
+        "storage_directory": str(config.storage_directory),
+    }
+    reply |= _held(holder, verify=bool(request.get("verify"))) if holder else {}
+    channel.send(reply, timeout_s=ANSWER_S)
+    channel.receive(timeout_s=ANSWER_S)  # the caller has everything
+
+
+def _held(holder: Holder, *, verify: bool) -> dict[str, Any]:
+    """What is recorded at this moment; with `verify` without what is read and wrong."""
+    held = {
+        step: {key: known for key, _, known in holder.copies(step)}
+        for step in holder.steps()
+    }
+    corrupt: list[str] = []
+    unread: list[int] = []
+    for step in held if verify else ():
+        found = audit(holder, step)
+        if found is None:
+            unread.append(step)  # training went on and dropped it
+            continue
+        held[step] = found[0]
+        corrupt += [f"step {step}: {key}" for key in found[1]]
+    return {"held": held, "corrupt": corrupt, "unread": unread}

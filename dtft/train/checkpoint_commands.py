@@ -1,0 +1,215 @@
+"""`dtft checkpoint ls|show|verify|export` on a storage directory or on a live job.
+
+Each command makes one record (printed as it is with --json) and lines for people from
+that record alone. Where things are found out is `checkpoint.inspect_storage` and
+`elastic.inspect_job`.
+"""
+
+import contextlib
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtft.checkpoint import inspect_storage
+from dtft.checkpoint.health import CommitHealth
+from dtft.checkpoint.tables import size_text, table
+from dtft.train.checkpoint_text import (
+    Record,
+    job_lines,
+    job_record,
+    storage_lines,
+    verify_lines,
+)
+
+if TYPE_CHECKING:
+    from dtft.elastic.inspect_job import JobState, Observer
+
+Printed = tuple[Record, list[str], int]
+"""The record, the lines for people, the exit code."""
+
+
+def run(options: Namespace, secret: Callable[[], bytes]) -> int:
+    """Runs one command; `secret` reads the job's secret file.
+
+    Raises:
+        ValueError: wrong input, no such job, or another secret.
+        FileNotFoundError: no such directory.
+    """
+    on_job = bool(options.store or options.job)
+    if on_job == bool(options.directory) or (on_job and not options.job):
+        raise ValueError(
+            "give either DIR (a storage or run directory), or both --store HOST:PORT "
+            "and --job NAME (with --secret-file FILE) for a live job."
+        )
+    if on_job:
+        with _observer(options, secret()) as observer:
+            record, lines, code = _ON_JOB[options.action](options, observer)
+    else:
+        directory = inspect_storage.checkpoints_in(options.directory)
+        record, lines, code = _ON_DIRECTORY[options.action](options, directory)
+    print(json.dumps(record, indent=1) if options.json else "\n".join(lines))
+    return code
+
+
+# ------------------------------------------------------------- a storage directory
+
+
+def _ls_directory(options: Namespace, directory: Path) -> Printed:
+    steps, unfinished = inspect_storage.list_steps(directory)
+    record = {
+        "directory": str(directory),
+        "steps": [vars(found) for found in steps],
+        "unfinished": unfinished,
+    }
+    return record, storage_lines(record), 0
+
+
+def _show_directory(options: Namespace, directory: Path) -> Printed:
+    _use_cpu()
+    step = inspect_storage.pick(directory, options.step)
+    leaves, items = inspect_storage.describe(directory, step)
+    record = {
+        "directory": str(directory),
+        "step": step,
+        "leaves": [vars(leaf) for leaf in leaves],
+        "items": items,
+    }
+    total = sum(leaf.num_bytes for leaf in leaves)
+    rows = [
+        (leaf.path, leaf.dtype, list(leaf.shape), size_text(leaf.num_bytes))
+        for leaf in leaves
+    ]
+    lines = [f"step {step}: {len(leaves)} leaves, {size_text(total)}"]
+    lines += table(("leaf", "dtype", "shape", "size"), rows)
+    shown = {name: value for name, value in items.items() if name != "config"}
+    lines += [f"item {name}: {json.dumps(value)}" for name, value in shown.items()]
+    return record, lines, 0
+
+
+def _verify_directory(options: Namespace, directory: Path) -> Printed:
+    _use_cpu()
+    steps = [found.step for found in inspect_storage.list_steps(directory)[0]]
+    if options.step is not None or not steps:
+        steps = [inspect_storage.pick(directory, options.step)]
+    found = inspect_storage.verify(directory, steps)
+    record = {"directory": str(directory), "problems": found}
+    lines = [
+        f"step {step}: {text or 'every leaf is right'}" for step, text in found.items()
+    ]
+    return record, lines, int(any(found.values()))
+
+
+def _export_directory(options: Namespace, directory: Path) -> Printed:
+    if not options.to:
+        raise ValueError("--to DIR is missing: where shall the step be copied to?")
+    _use_cpu()
+    step = inspect_storage.pick(directory, options.step)
+    written = inspect_storage.copy(directory, step, Path(options.to))
+    record = {"step": step, "directory": options.to, "num_bytes": written}
+    return record, [f"step {step} copied to {options.to} ({size_text(written)})"], 0
+
+
+# --------------------------------------------------------------------- a live job
+
+
+def _ls_job(options: Namespace, observer: "Observer") -> Printed:
+    state = observer.look()
+    record = job_record(state)
+    directory = Path(state.storage_directory or "/nonexistent")
+    record["storage"] = None
+    if directory.is_dir():
+        record["storage"] = _ls_directory(options, directory)[0]
+    return record, job_lines(record), 0
+
+
+def _show_job(options: Namespace, observer: "Observer") -> Printed:
+    commit = _chosen(observer.look(), options.step)
+    record = {
+        "step": commit.step,
+        "health": commit.state,
+        "problem": commit.problem,
+        "slices": [vars(piece) for piece in commit.slices],
+    }
+    rows = [
+        (
+            piece.key,
+            size_text(piece.num_bytes),
+            len(piece.hosts),
+            ", ".join(piece.hosts),
+        )
+        for piece in commit.slices
+    ]
+    lines = [f"step {commit.step}: {commit.state} {commit.problem}".rstrip()]
+    return record, lines + table(("slice", "size", "copies", "hosts"), rows), 0
+
+
+def _chosen(state: "JobState", step: int | None) -> CommitHealth:
+    found = {commit.step: commit for commit in state.commits}
+    if not found:
+        raise ValueError(f"job {state.job!r} has committed nothing yet.")
+    if step is not None and step not in found:
+        known = ", ".join(map(str, found))
+        raise ValueError(
+            f"--step {step} is not in the memory of job {state.job!r}. It has: {known}."
+        )
+    return state.commits[0] if step is None else found[step]
+
+
+def _verify_job(options: Namespace, observer: "Observer") -> Printed:
+    record = job_record(observer.look(verify=True))
+    lines, well = verify_lines(record)
+    return record, lines, int(not well)
+
+
+def _export_job(options: Namespace, observer: "Observer") -> Printed:
+    if options.to or options.step is not None:
+        raise ValueError(
+            "--to and --step are for DIR: a live job writes its newest commit to its "
+            "own storage directory. Copy it from there with `dtft checkpoint export "
+            "DIR --to DIR`."
+        )
+    step = observer.export()
+    directory = observer.look().storage_directory
+    record = {"step": step, "directory": directory}
+    return record, [f"step {step} was written to {directory or 'storage'}"], 0
+
+
+@contextlib.contextmanager
+def _observer(options: Namespace, secret: bytes) -> "Iterator[Observer]":
+    from dtft.elastic.etcd import EtcdStore
+    from dtft.elastic.inspect_job import Observer
+    from dtft.elastic.store import StoreUnavailable
+
+    store = EtcdStore(options.store or "")
+    try:
+        yield Observer(store, options.store, options.job, secret)
+    except StoreUnavailable as error:
+        raise ValueError(f"--store {options.store}: {error}") from error
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    finally:
+        store.close()
+
+
+def _use_cpu() -> None:
+    """Reads on the CPU whatever devices there are, and 64-bit values as they are."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_x64", True)
+
+
+_ON_DIRECTORY: dict[str, Callable[[Namespace, Path], Printed]] = {
+    "ls": _ls_directory,
+    "show": _show_directory,
+    "verify": _verify_directory,
+    "export": _export_directory,
+}
+_ON_JOB: "dict[str, Callable[[Namespace, Observer], Printed]]" = {
+    "ls": _ls_job,
+    "show": _show_job,
+    "verify": _verify_job,
+    "export": _export_job,
+}

@@ -1,0 +1,60 @@
+"""An exporter process spoken to line by line, and what to open it with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from dtft.checkpoint.slices import Layout
+from tests.checkpoint.states import extent, state
+
+OFFSET = 4096
+
+
+class Process:
+    """One exporter, spoken to line by line."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dtft.checkpoint.exporter"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def send(self, **message: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.kill()
+        self.process.wait(timeout=10)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+
+def opening(
+    tmp_path: Path, layout: Layout, rank: int, slot: int, **changes: Any
+) -> Any:
+    arena = tmp_path / f"arena-{slot}"
+    arena.write_bytes(bytes(OFFSET) + extent(layout, slot, state()))
+    return {
+        "op": "open",
+        "directory": str(tmp_path / "storage"),
+        "max_to_keep": 2,
+        "rank": rank,
+        "world": 1,
+        "coordinator": "",
+        "layout": layout.to_json(),
+        "arena": str(arena),
+        "slot": slot,
+        "devices": len(layout.mesh.positions(slot)),
+        **changes,
+    }

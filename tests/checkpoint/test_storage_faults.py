@@ -1,0 +1,222 @@
+"""Storage that is full, read-only, gone or slow: real file systems, real Orbax.
+
+Whatever happens, the exporter answers, every step that is offered can be read, and the
+next step is written once storage is well again.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.storage import StorageTier, load_numpy
+from tests.checkpoint.exporting import Process
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount"),
+]
+
+MIB = 1 << 20
+LAYOUT = Layout(
+    mesh=MeshLayout(axis_names=("replica",), axis_sizes=(1,), slots=(0,)),
+    leaves=tuple(
+        Leaf(path=f"w{i}", shape=(MIB // 4,), dtype="float32", spec=())
+        for i in range(6)
+    ),
+)
+BLKIO = Path("/sys/fs/cgroup/blkio")
+SLOW_BYTES_PER_S = 256 << 10
+
+
+def run(*command: object) -> str:
+    words = [str(word) for word in command]
+    return subprocess.run(
+        words, check=True, capture_output=True, text=True, timeout=20
+    ).stdout.strip()
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MiB of its own."""
+    directory = tmp_path / "storage"
+    directory.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=64m", "dtft-test", directory)
+    yield directory
+    while os.path.ismount(directory):
+        run("umount", "-l", directory)
+
+
+@pytest.fixture
+def start(tmp_path: Path, storage: Path) -> Iterator[Callable[[], "Exporting"]]:
+    started: list[Exporting] = []
+
+    def make() -> Exporting:
+        started.append(Exporting(tmp_path, storage))
+        return started[-1]
+
+    yield make
+    for one in started:
+        one.end()
+
+
+class Exporting(Process):
+    """An exporter of 6 MiB of random state, opened."""
+
+    def __init__(self, tmp_path: Path, storage: Path) -> None:
+        super().__init__()
+        self.arena = tmp_path / "arena"
+        if not self.arena.exists():
+            self.arena.write_bytes(np.random.default_rng(0).bytes(6 * MIB))
+        self.send(
+            op="open",
+            directory=str(storage),
+            max_to_keep=3,
+            rank=0,
+            world=1,
+            coordinator="",
+            layout=LAYOUT.to_json(),
+            arena=str(self.arena),
+            slot=0,
+            devices=1,
+        )
+        assert self.answer() == {"op": "open", "ok": True}
+
+    def begin(self, step: int, **fields: Any) -> None:
+        self.send(op="save", step=step, extent_offset=0, items={}, **fields)
+
+    def save(self, step: int) -> dict[str, Any]:
+        self.begin(step)
+        return self.answer()
+
+
+def offered(storage: Path, arena: Path) -> tuple[int, ...]:
+    """The steps that are offered, each of them read and compared."""
+    steps = StorageTier(storage, read_only=True).all_steps()
+    for step in steps:
+        found = load_numpy(storage, step)
+        together = b"".join(found[f"w{i}"].tobytes() for i in range(6))
+        assert together == arena.read_bytes(), step
+    return steps
+
+
+def unfinished(storage: Path) -> list[str]:
+    names = [path.name for path in storage.iterdir() if not path.name.isdigit()]
+    return sorted(set(names) - {"lost+found"})
+
+
+def test_full(storage: Path, start: Callable[[], Exporting]) -> None:
+    exporter = start()
+    assert exporter.save(1)["ok"]
+    run("mount", "-o", "remount,size=9m", storage)
+    for step in (2, 3):
+        answer = exporter.save(step)
+        assert not answer["ok"] and "No space left" in answer["error"], answer
+        assert offered(storage, exporter.arena) == (1,)
+        assert unfinished(storage) == []  # what was written is given back
+    run("mount", "-o", "remount,size=64m", storage)
+    assert exporter.save(4)["ok"] and exporter.save(5)["ok"]
+    assert offered(storage, exporter.arena) == (1, 4, 5)
+
+
+def test_read_only(storage: Path, start: Callable[[], Exporting]) -> None:
+    exporter = start()
+    assert exporter.save(1)["ok"]
+    run("mount", "-o", "remount,ro", storage)
+    answer = exporter.save(2)
+    assert not answer["ok"] and "Read-only file system" in answer["error"], answer
+    assert offered(storage, exporter.arena) == (1,)
+    run("mount", "-o", "remount,rw", storage)
+    assert exporter.save(3)["ok"]
+    assert offered(storage, exporter.arena) == (1, 3)
+
+
+def vanish(exporter: Exporting, storage: Path, step: int, act: Callable) -> Any:
+    """Takes the directory away while a step is written: the process is held then."""
+    exporter.begin(step)
+    end = time.monotonic() + 30
+    while not (storage / f"{step}.orbax-checkpoint-tmp").exists():
+        if (storage / str(step)).exists():
+            break
+        assert time.monotonic() < end
+    exporter.process.send_signal(signal.SIGSTOP)
+    act()
+    exporter.process.send_signal(signal.SIGCONT)
+    return exporter.answer()
+
+
+@pytest.mark.parametrize("how", ["unmounted", "renamed"])
+def test_vanishing_while_a_step_is_written(
+    tmp_path: Path, start: Callable[[], Exporting], how: str
+) -> None:
+    exporter = start()
+    storage = tmp_path / "storage"
+    away = tmp_path / "away"
+    away.mkdir()
+
+    def leave() -> None:
+        run("mount", "--move" if how == "renamed" else "--bind", storage, away)
+        while os.path.ismount(storage):
+            run("umount", "-l", storage)
+
+    assert exporter.save(1)["ok"]
+    answer = vanish(exporter, storage, 2, leave)
+    try:
+        assert not answer["ok"], answer
+        assert str(storage) in answer["error"]
+        assert offered(storage, exporter.arena) == ()
+        run("mount", "--bind", away, storage)  # it is back
+        assert offered(storage, exporter.arena) == (1,)
+        answer = exporter.save(3)
+        assert answer["ok"], answer
+        assert offered(storage, exporter.arena) == (1, 3)
+    finally:
+        run("umount", "-l", away)
+
+
+@pytest.fixture
+def slow_group(tmp_path: Path, storage: Path) -> Iterator[Path]:
+    """A control group whose members write slowly to `storage`, now a disk."""
+    if not (BLKIO / "blkio.throttle.write_bps_device").exists():
+        pytest.skip("needs the blkio controller of cgroup v1 to slow a disk down")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(64 * MIB)
+    run("mkfs.ext2", "-q", image)
+    group = BLKIO / f"dtft-test-{os.getpid()}"
+    loop = run("losetup", "--find", "--show", image)
+    try:
+        run("mount", "-o", "sync", loop, storage)  # over the tmpfs
+        number = os.stat(loop).st_rdev
+        group.mkdir()
+        rule = f"{os.major(number)}:{os.minor(number)} {SLOW_BYTES_PER_S}"
+        (group / "blkio.throttle.write_bps_device").write_text(rule)
+        yield group
+    finally:
+        if group.exists():
+            group.rmdir()
+        run("umount", "-l", storage)
+        run("losetup", "--detach", loop)
+
+
+def test_slow(storage: Path, slow_group: Path, start: Callable[[], Exporting]) -> None:
+    exporter = start()
+    assert exporter.save(1)["ok"]
+    (slow_group / "cgroup.procs").write_text(str(exporter.process.pid))
+    exporter.begin(2, timeout_s=2)  # 6 MiB would take 24 s
+    answer = exporter.answer()
+    assert not answer["ok"] and "TimeoutError: 2 s" in answer["error"], answer
+    assert exporter.process.wait(timeout=60) == 1
+    assert offered(storage, exporter.arena) == (1,)
+    assert unfinished(storage) == ["2.orbax-checkpoint-tmp"]
+    another = start()  # in no group: as fast as ever
+    assert another.save(3)["ok"]
+    assert offered(storage, exporter.arena) == (1, 3)
+    assert unfinished(storage) == []

@@ -1,0 +1,124 @@
+"""One host's part in exports, with a real exporter process."""
+
+import os
+import queue
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.checkpoint.board import Board
+from dtft.checkpoint.digest import chunk_digests
+from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.placement import place
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.storage import StorageTier
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.exports import ExportDesk
+
+LAYOUT = Layout(
+    mesh=MeshLayout(axis_names=("replica",), axis_sizes=(1,), slots=(0,)),
+    leaves=(Leaf(path="w", shape=(64,), dtype="float32", spec=()),),
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> AgentConfig:
+    return AgentConfig(
+        job="j",
+        host="h0",
+        store="s:1",
+        secret=b"x" * 16,
+        num_slots=1,
+        trainer_command=(),
+        run_directory=tmp_path / "run",  # without its folder for logs
+        config_digest="",
+    )
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Any:
+    made = Holder(
+        LAYOUT, 0, place(LAYOUT, 1), path=tmp_path / "arena", chunk_bytes=4096
+    )
+    for step in (1, 2):
+        offset = made.begin_stage(step)
+        memory = made.arena.view(offset, 256)
+        memory[:] = bytes([step]) * 256
+        made.staged(step, [chunk_digests(memory, 4096)], {"step": step})
+    yield made
+    made.close()
+
+
+class Host:
+    """The event loop of an agent, as far as exports need one."""
+
+    def __init__(self, config: AgentConfig, tmp_path: Path) -> None:
+        self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.told: list[tuple[int, bool, str]] = []
+        self.desk = ExportDesk(
+            config,
+            Board(tmp_path / "board", create=True),
+            lambda *event: self.events.put(event),
+            lambda *outcome: self.told.append(outcome),
+        )
+
+    def order(self, holder: Holder, step: int, failures: int = 0) -> None:
+        fields = {"slot": 0, "rank": 0, "world": 1, "coordinator": ""}
+        self.desk.begin(holder, {"step": step, "failures": failures, **fields})
+
+    def until_told(self, count: int) -> None:
+        end = time.monotonic() + 150
+        while len(self.told) < count:
+            _, exporter, message = self.events.get(timeout=end - time.monotonic())
+            self.desk.answer(exporter, message)
+
+    def until_ended(self) -> None:
+        while not self.events.get(timeout=20)[2].get("ended"):
+            pass
+
+
+@pytest.mark.timeout(170)
+def test_an_export_that_hangs_is_given_up_for_the_next_order(
+    tmp_path: Path, config: AgentConfig, holder: Holder
+) -> None:
+    host = Host(config, tmp_path)
+    try:
+        host.order(holder, 1)
+        host.until_told(1)
+        assert host.told == [(1, True, "")]
+        hung = _exporters()
+        for pid in hung:
+            os.kill(pid, signal.SIGSTOP)
+        host.order(holder, 2)
+        host.order(holder, 2, failures=1)  # as the leader does when a host has failed
+        host.until_told(2)
+        assert host.told[1:] == [(2, True, "")]
+        assert not set(hung) & set(_exporters())
+    finally:
+        host.desk.close()
+    host.until_ended()
+    tier = StorageTier(config.storage_directory, read_only=True)
+    assert [(s, tier.items(s)["step"]) for s in tier.all_steps()] == [(1, 1), (2, 2)]
+    tier.close()
+
+
+def _exporters() -> list[int]:
+    """Exporter processes of this test that have not ended."""
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    found = [int(pid) for task in children for pid in task.read_text().split()]
+    return [
+        pid
+        for pid in found
+        if "checkpoint.exporter" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+
+
+def test_a_step_that_was_dropped_is_told(
+    tmp_path: Path, config: AgentConfig, holder: Holder
+) -> None:
+    host = Host(config, tmp_path)
+    host.order(holder, 9)
+    assert host.told == [(9, False, "h0 has dropped step 9")]

@@ -1,0 +1,92 @@
+"""A store with a small quota takes commits without end."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+import dtft.elastic.upkeep as upkeep_module
+from benchmarks.etcd_commits import run
+from dtft.elastic.etcd import EtcdStore
+from dtft.elastic.etcd_server import EmbeddedEtcd
+from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.store import StoreFull
+from dtft.elastic.upkeep import PERIOD_BYTES, PERIOD_WRITES, RECLAIM_PAUSE_S, Upkeep
+
+QUOTA = 8 << 20
+
+
+class Counting(MemoryStore):
+    """Writes down how it was kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compacted: list[int] = []
+        self.reclaimed = 0
+
+    def compact(self, revision: int) -> None:
+        self.compacted.append(revision)
+        super().compact(revision)
+
+    def reclaim(self) -> None:
+        self.reclaimed += 1
+
+
+def test_between_one_and_two_periods_of_history_are_kept() -> None:
+    store = Counting()
+    upkeep = Upkeep(store)
+    for number in range(1, 4 * PERIOD_WRITES + 1):
+        store.put("/k", b"v")
+        upkeep.wrote(1)
+        kept = number - (store.compacted[-1] - 1 if store.compacted else 0)
+        assert kept <= 2 * PERIOD_WRITES
+    assert len(store.compacted) == 3
+    upkeep.wrote(PERIOD_BYTES)  # large writes make a period by themselves
+    assert len(store.compacted) == 4
+
+
+def test_a_store_is_not_made_smaller_again_and_again() -> None:
+    now = [0.0]
+    store = Counting()
+    upkeep = Upkeep(store, lambda: now[0])
+    upkeep.reclaim()
+    upkeep.reclaim()
+    assert store.reclaimed == 1
+    now[0] += RECLAIM_PAUSE_S
+    upkeep.reclaim()
+    assert store.reclaimed == 2
+
+
+@pytest.mark.timeout(200)
+def test_commits_of_many_hosts_stay_within_the_quota(tmp_path: Path) -> None:
+    # 30 KiB a commit, of which two are kept: without upkeep 150 of them fill 8 MiB.
+    found = run(220, QUOTA, 2000, tmp_path, every=20)
+    assert found["recorded"] == 220
+    assert found["largest_database_bytes"] < QUOTA / 2
+
+
+@pytest.mark.timeout(200)
+def test_a_full_store_is_made_to_take_commits_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(upkeep_module, "PERIOD_BYTES", 1 << 40)
+    monkeypatch.setattr(upkeep_module, "PERIOD_WRITES", 1 << 40)
+    found = run(170, QUOTA, 2000, tmp_path, every=1000)
+    assert found["recorded"] == 170
+    assert "the store is full" in caplog.text
+
+
+def test_a_full_store_says_so(tmp_path: Path) -> None:
+    etcd = EmbeddedEtcd(tmp_path, quota_bytes=1 << 20)
+    etcd.start()
+    store = EtcdStore(etcd.address)
+    with contextlib.closing(store):
+        try:
+            etcd.wait_ready()
+            with pytest.raises(StoreFull, match="database space exceeded"):
+                for _ in range(100):
+                    store.put("/k", b"x" * 100_000)
+            store.reclaim()
+            store.put("/k", b"x" * 100_000)
+        finally:
+            etcd.stop()

@@ -1,0 +1,113 @@
+"""`dtft checkpoint` on a storage directory, and its errors."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import pytest
+
+from dtft.checkpoint.storage import StorageTier
+from dtft.cli import main
+from tests.checkpoint.states import same_bits, state
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main(["checkpoint", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    with jax.enable_x64(False):  # the command reads 64-bit values as they are
+        yield call
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    """A run directory with steps 5 and 9, and what an export left behind."""
+    directory = tmp_path / "run" / "checkpoints"
+    tier = StorageTier(directory)
+    for step in (5, 9):
+        arrays = {path: jax.numpy.asarray(value) for path, value in state().items()}
+        tier.save(step, arrays, {"step": step, "position": 96 * step})
+    tier.close()
+    (directory / "12.orbax-checkpoint-tmp").mkdir()
+    return directory
+
+
+def test_ls_and_show(run: Run, storage: Path) -> None:
+    code, text, _ = run("ls", storage.parent)
+    assert code == 0 and "2 checkpoints" in text
+    assert "unfinished, not offered: 12.orbax-checkpoint-tmp" in text
+    code, text, _ = run("ls", storage, "--json")
+    found = json.loads(text)
+    assert [step["step"] for step in found["steps"]] == [5, 9]
+    assert all(step["num_bytes"] > 200 for step in found["steps"])
+    code, text, _ = run("show", storage)
+    assert code == 0 and "step 9: 8 leaves" in text and "item position: 864" in text
+    code, text, _ = run("show", storage, "--step", "5", "--json")
+    leaves: dict[str, Any] = {it["path"]: it for it in json.loads(text)["leaves"]}
+    assert leaves["params/w"]["shape"] == [8, 6]
+    assert leaves["params/bf16"]["dtype"] == "bfloat16"
+    assert len(leaves["params/w"]["fingerprint"]) == 16
+
+
+def test_verify_names_the_step_that_is_damaged(run: Run, storage: Path) -> None:
+    code, text, _ = run("verify", storage)
+    assert code == 0 and text.count("every leaf is right") == 2
+    files = [path for path in (storage / "9" / "state").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    good = largest.read_bytes()
+    place = len(good) // 2
+    largest.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+    code, text, _ = run("verify", storage)
+    assert code == 1 and "step 5: every leaf is right" in text
+    assert f"step 9: {storage}/9 exists but cannot be read" in text
+
+
+def test_export_is_read_by_stock_orbax(run: Run, storage: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    code, text, _ = run("export", storage, "--step", "5", "--to", target)
+    assert code == 0 and f"step 5 copied to {target}" in text
+    with ocp.CheckpointManager(target) as manager:
+        assert manager.latest_step() == 5
+        restored = manager.restore(
+            5,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(), items=ocp.args.JsonRestore()
+            ),
+        )
+    assert same_bits(restored["state"]["params"]["w"], state()["params/w"])
+    assert restored["items"]["items"]["position"] == 480
+    code, _, error = run("export", storage, "--step", "5", "--to", target)
+    assert code == 2 and "has step 5 already" in error
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (("ls", "/nowhere"), "DIR /nowhere: there is no such directory"),
+        (("ls",), "give either DIR"),
+        (("ls", "/tmp", "--job", "j"), "give either DIR"),
+        (("ls", "--store", "s:1"), "both --store HOST:PORT and --job"),
+        (("ls", "/tmp", "--colour"), "unknown arguments: --colour"),
+    ],
+)
+def test_wrong_input_is_one_clear_error(
+    run: Run, arguments: tuple[str, ...], hint: str
+) -> None:
+    code, _, error = run(*arguments)
+    assert code == 2 and hint in error and error.count("\n") == 1, error
+
+
+def test_a_step_that_is_not_there_names_those_that_are(run: Run, storage: Path) -> None:
+    code, _, error = run("show", storage, "--step", "6")
+    assert code == 2 and "It has: 5, 9." in error
+    code, _, error = run("export", storage)
+    assert code == 2 and "--to DIR is missing" in error
