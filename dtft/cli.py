@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of the moment in a step")
     made.add_argument("--control", help="reuse an undisturbed run's directory")
     made.add_argument("--json", help="write the record here")
-    made = command("bench", "wall time per step, memory tier off and on")
+    made = command("bench", "wall time per step, memory tier off and on; or transport")
     job(made)
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--json", help="write the figures here")
@@ -91,6 +91,9 @@ def _checkpoint(commands: Any) -> None:
     made = action("export", "write a live job's newest commit; or copy a stored step")
     step(made)
     made.add_argument("--to", metavar="DIR", help="where a stored step is copied to")
+    made = actions.add_parser("odds", help="how likely several losses are survived")
+    made.add_argument("--hosts", type=_count, required=True, help="hosts of the job")
+    made.add_argument("--copies", type=_count, default=2, help="of every slice")
 
 
 def _count(text: str) -> int:

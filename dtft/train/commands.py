@@ -231,8 +231,23 @@ def _drill(options: Namespace, overrides: list[str]) -> int:
 def _bench(options: Namespace, overrides: list[str]) -> int:
     from dtft.train.bench import bench
 
+    if options.config == "transport":
+        return _bench_transport(options, overrides)
     experiment, arguments = _for_clusters(options, overrides)
     return bench(experiment, options, arguments)
+
+
+def _bench_transport(options: Namespace, overrides: list[str]) -> int:
+    import tyro
+
+    from dtft.checkpoint.transport_bench import TransportBench, bench_transport
+
+    arguments = [*overrides, "--rounds", str(options.rounds)]
+    config = tyro.cli(TransportBench, args=arguments, prog="dtft bench transport")
+    figures = bench_transport(config)
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
 
 
 def _checkpoint(options: Namespace, overrides: list[str]) -> int:
@@ -243,6 +258,11 @@ def _checkpoint(options: Namespace, overrides: list[str]) -> int:
             f"unknown arguments: {' '.join(overrides)}. See `dtft checkpoint "
             f"{options.action} --help`."
         )
+    if options.action == "odds":
+        from dtft.checkpoint.odds import odds_table
+
+        print(odds_table(options.hosts, options.copies))
+        return 0
     return checkpoint_commands.run(options, lambda: _secret(options))
 
 
