@@ -5,6 +5,7 @@ next step is written once storage is well again.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -55,11 +56,11 @@ def storage(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, storage: Path) -> Iterator[Callable[[], "Exporting"]]:
+def start(tmp_path: Path, storage: Path) -> Iterator[Callable[..., "Exporting"]]:
     started: list[Exporting] = []
 
-    def make() -> Exporting:
-        started.append(Exporting(tmp_path, storage))
+    def make(directory: Path = storage) -> Exporting:
+        started.append(Exporting(tmp_path, directory))
         return started[-1]
 
     yield make
@@ -152,31 +153,39 @@ def vanish(exporter: Exporting, storage: Path, step: int, act: Callable) -> Any:
     return exporter.answer()
 
 
-@pytest.mark.parametrize("how", ["unmounted", "renamed"])
 def test_vanishing_while_a_step_is_written(
-    tmp_path: Path, start: Callable[[], Exporting], how: str
+    tmp_path: Path, storage: Path, start: Callable[..., Exporting]
 ) -> None:
-    exporter = start()
-    storage = tmp_path / "storage"
-    away = tmp_path / "away"
+    inner, away = storage / "inner", tmp_path / "away"
     away.mkdir()
 
-    def leave() -> None:
-        run("mount", "--move" if how == "renamed" else "--bind", storage, away)
-        while os.path.ismount(storage):
-            run("umount", "-l", storage)
+    def unmount() -> None:
+        run("mount", "--bind", storage, away)  # keeps it to bring it back
+        run("umount", "-l", storage)
 
-    assert exporter.save(1)["ok"]
-    answer = vanish(exporter, storage, 2, leave)
+    def bring_back() -> None:
+        run("mount", "--bind", away, storage)
+
+    def restore_name() -> None:
+        shutil.rmtree(inner, ignore_errors=True)  # Orbax has made it again
+        inner.with_name("renamed").rename(inner)
+
+    exporter = start(inner)
     try:
-        assert not answer["ok"], answer
-        assert str(storage) in answer["error"]
-        assert offered(storage, exporter.arena) == ()
-        run("mount", "--bind", away, storage)  # it is back
-        assert offered(storage, exporter.arena) == (1,)
-        answer = exporter.save(3)
-        assert answer["ok"], answer
-        assert offered(storage, exporter.arena) == (1, 3)
+        for step, leave, back in (
+            (2, unmount, bring_back),
+            (5, lambda: inner.rename(inner.with_name("renamed")), restore_name),
+        ):
+            assert exporter.save(step - 1)["ok"]
+            before = offered(inner, exporter.arena)
+            answer = vanish(exporter, inner, step, leave)
+            assert not answer["ok"] and str(inner) in answer["error"], answer
+            assert offered(inner, exporter.arena) == ()
+            back()
+            assert offered(inner, exporter.arena) == before
+            answer = exporter.save(step + 1)
+            assert answer["ok"], answer
+            assert offered(inner, exporter.arena) == (*before, step + 1)[-3:]
     finally:
         run("umount", "-l", away)
 

@@ -35,7 +35,7 @@ def test_a_live_job_is_looked_at_and_exported(tmp_path: Path) -> None:
         [
             *(sys.executable, "-m", "dtft.cli", "launch", "digits_cnn"),
             *("--log.tensorboard", "False", "--hosts", "2", "--run-dir", str(run)),
-            *("--stop.steps", "100000", *memory()),
+            *("--stop.steps", "100000", "--timeouts.stop", "50", *memory()),
             *("--checkpoint.storage_interval", "100000"),
         ],
         cwd=REPOSITORY,

@@ -45,7 +45,7 @@ def test_training_goes_on_while_storage_is_full(run: Path) -> None:
         [
             *(sys.executable, "-m", "dtft.cli", "launch", "digits_cnn"),
             *("--log.tensorboard", "False", "--hosts", "2", "--run-dir", str(run)),
-            *("--stop.steps", "100000", *memory()),
+            *("--stop.steps", "100000", "--timeouts.stop", "50", *memory()),
             *("--checkpoint.storage_interval", "5"),
         ],
         cwd=REPOSITORY,

@@ -1,0 +1,160 @@
+"""A job looked at from outside: real holders and sockets, no trainers."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.digest import chunk_digests, digest_root
+from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.placement import place
+from dtft.checkpoint.transport import Credentials, TransportServer
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.demands import Demands, serve_export
+from dtft.elastic.entry import JobMismatch, proof_of
+from dtft.elastic.inspect_job import Observer
+from dtft.elastic.inspection import serve_inspection
+from dtft.elastic.membership import job_key
+from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.replication import Inbox
+from dtft.elastic.roles import HostRecord
+from dtft.train.checkpoint_text import job_lines, job_record, verify_lines
+from tests.elastic.test_recovery import layout
+
+SECRET = b"0123456789abcdef"
+STATE = layout(2, 1)
+CHUNK = 4096
+
+
+class Job:
+    """Two hosts that hold step 7, as the store tells of them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store, self.holders = MemoryStore(), []
+        self.servers: list[TransportServer] = []
+        self.demands = Demands()
+        self._put("m/fingerprint", json.dumps({"secret": proof_of(SECRET, "j")}))
+        self._put("m/leader", "h1")
+        digests: dict[str, bytes] = {}
+        for slot in range(2):
+            digests |= self._host(directory, slot)
+        commit = Commit(
+            step=7,
+            generation=1,
+            attempt=1,
+            root=digest_root(digests.items()),
+            layout=STATE.digest,
+            holders=("h0", "h1"),
+            copies=2,
+        )
+        self._put("c/commits", commit.to_json())
+
+    def _put(self, name: str, text: str) -> None:
+        self.store.put(job_key("j", name), text.encode())
+
+    def _host(self, directory: Path, slot: int) -> dict[str, bytes]:
+        config = AgentConfig(
+            job="j",
+            host=f"h{slot}",
+            store="s:1",
+            secret=SECRET,
+            num_slots=2,
+            trainer_command=(),
+            run_directory=directory,
+            config_digest="",
+        )
+        path = directory / f"arena-{slot}"
+        holder = Holder(STATE, slot, place(STATE, 2), path=path, chunk_bytes=CHUNK)
+        start = holder.begin_stage(7)
+        pieces = zip(holder.own_slices, holder.own_offsets, strict=True)
+        digests = {
+            piece.key: chunk_digests(
+                holder.arena.view(start + offset, piece.nbytes), CHUNK
+            )
+            for piece, offset in pieces
+        }
+        holder.staged(7, list(digests.values()), {})
+        self.holders.append(holder)
+        inbox = Inbox(epoch=lambda: (1, 1), holder=lambda: holder, held=lambda *_: None)
+
+        def emit(kind: str, answer) -> None:
+            self.demands.add(7, answer)
+            self.demands.outcome(6, True, "")  # an older step: not what was asked for
+            self.demands.outcome(8, slot == 1, "No space left on device")
+
+        server = TransportServer(
+            "127.0.0.1:0",
+            Credentials(job="j", secret=SECRET),
+            {
+                "inspect": lambda channel: serve_inspection(channel, config, inbox),
+                "export": lambda channel: serve_export(channel, config, emit),
+            },
+        )
+        self.servers.append(server)
+        record = HostRecord(
+            host=f"h{slot}",
+            address=server.address,
+            incarnation="x",
+            joined_ns=0,
+            pid=1,
+        )
+        self._put(f"m/hosts/h{slot}", record.to_json())
+        return digests
+
+    def observer(self, job: str = "j", secret: bytes = SECRET) -> Observer:
+        return Observer(self.store, "s:1", job, secret)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+        for holder in self.holders:
+            holder.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with contextlib.closing(Job(tmp_path)) as made:
+        yield made
+
+
+def test_a_healthy_job_is_read_and_every_copy_is_right(job: Job) -> None:
+    record = job_record(job.observer().look())
+    (commit,) = record["commits"]
+    assert (commit["health"], commit["copies"]) == ("healthy", [2, 2])
+    assert [host["slot"] for host in record["hosts"]] == [0, 1]
+    text = "\n".join(job_lines(record))
+    assert "2-2 of 2" in text and "is not seen from here" in text
+    assert json.loads(json.dumps(record)) == record
+    lines, well = verify_lines(job_record(job.observer().look(verify=True)))
+    assert well and "step 7: healthy" in lines[0]
+
+
+def test_a_corrupt_copy_and_a_silent_host_are_named(job: Job) -> None:
+    holder = job.holders[0]
+    holder.arena.view(holder.own_offset(7), 8)[3] ^= 1
+    lines, well = verify_lines(job_record(job.observer().look(verify=True)))
+    assert not well and lines[0].startswith("corrupt copy: h0 step 7: ")
+    assert any("degraded" in line for line in lines)
+    job.servers[1].close()
+    lines, well = verify_lines(job_record(job.observer().look(verify=True)))
+    assert not well and "no answer: h1" in lines
+
+
+def test_the_leader_is_asked_to_export(job: Job) -> None:
+    assert job.observer().export() == 8
+    job.store.put(job_key("j", "m/leader"), b"h0")
+    with pytest.raises(RuntimeError, match="leader h0: No space left"):
+        job.observer().export()
+    job.store.delete(job_key("j", "m/leader"))
+    with pytest.raises(RuntimeError, match="has no leader"):
+        job.observer().export()
+
+
+def test_wrong_secret_and_wrong_name(job: Job) -> None:
+    with pytest.raises(JobMismatch, match="is not that of job 'j'"):
+        job.observer(secret=b"another secret...")
+    with pytest.raises(ValueError, match="has no such job. It has: j"):
+        job.observer(job="k")
