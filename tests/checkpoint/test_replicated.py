@@ -437,6 +437,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.timeout(180)  # two processes that import jax
 @pytest.mark.parametrize("how", ["exits", "killed"])
 def test_nothing_is_left_in_shared_memory(tmp_path: Path, how: str) -> None:
     child = subprocess.Popen(
@@ -451,7 +452,7 @@ def test_nothing_is_left_in_shared_memory(tmp_path: Path, how: str) -> None:
         if how == "killed":
             child.send_signal(signal.SIGKILL)
         child.stdin.close()
-        code = child.wait(timeout=50)
+        code = child.wait(timeout=150)
         child.stdout.close()
     finally:
         child.kill()
