@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from dtft.checkpoint.link import Link
-from dtft.checkpoint.manager import ReplicatedCheckpointManager, RestoreArgs, SaveArgs
+from dtft.checkpoint.manager import AgentCheckpointManager, RestoreArgs, SaveArgs
 from experiments.tier_agent import CHUNK_BYTES, LIMIT_S, socket_of
 from experiments.tier_state import State, slices_of
 
@@ -42,7 +42,7 @@ class Ours:
     def __init__(self, directory: Path, rank: int, abstract: dict[str, Any]) -> None:
         """Connects to the agent; a state to restore is fetched before this returns."""
         self._abstract = abstract
-        self._manager = ReplicatedCheckpointManager(
+        self._manager = AgentCheckpointManager(
             Link.connect(socket_of(directory, rank), LIMIT_S),
             slices_of(abstract),
             slot=rank,
