@@ -57,7 +57,7 @@ def moves(draw: st.DrawFn) -> tuple[Layout, list[str], Layout, list[str], set[st
 
 
 @given(moves(), st.integers(1, 3), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_byte_exactly_once_from_live_holders(
     move: tuple[Layout, list[str], Layout, list[str], set[str]],
     copies: int,
