@@ -1,7 +1,7 @@
-"""Optimizers as optax transforms. Needs jax and optax, nothing else of dtft.
+"""Optimizers as optax transforms. Importing it loads jax and optax, no more of dtft.
 
 What communicates between replicas (`dtft.optim.sync`) needs `dtft.collectives` too; its
-names are here as well, and load on first use.
+names are here as well, and load on first use. Shampoo loads it with its first root.
 """
 
 import importlib

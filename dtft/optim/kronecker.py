@@ -1,7 +1,8 @@
 """Kronecker-factored statistics of arrays: cut into blocks, measured, and inverted.
 
-Decides how an array becomes matrices and computes on them, all pure. Knows jax only;
-must not know optimizers' states, meshes or collectives.
+Decides how an array becomes matrices and computes on them, all pure. Knows jax, and
+how `dtft.collectives` factors a batch in turn; must not know optimizers' states or
+meshes.
 
 Legend: B blocks, M rows and N columns of a block, K one of the two; X, Y dims of the
 whole matrix.
