@@ -92,8 +92,8 @@ def _checkpoint(commands: Any) -> None:
     step(made)
     made.add_argument("--to", metavar="DIR", help="where a stored step is copied to")
     made = actions.add_parser("odds", help="how likely several losses are survived")
-    made.add_argument("--hosts", type=_count, required=True, help="hosts of the job")
-    made.add_argument("--copies", type=_count, default=2, help="of every slice")
+    made.add_argument("--hosts", type=int, required=True, help="hosts of the job")
+    made.add_argument("--copies", type=int, default=2, help="of every slice")
 
 
 def _count(text: str) -> int:

@@ -15,16 +15,10 @@ def audit(holder: Holder, step: int) -> tuple[dict[str, bytes], list[str]] | Non
         Slice key to digest of each good copy, and the keys of bad ones; None if the
         step was dropped or replaced before all was read.
     """
-    good: dict[str, bytes] = {}
-    bad: list[str] = []
     copies = holder.copies(step)
-    for key, view, expected in copies:
-        if digest.verify(view, expected, holder.chunk_bytes):
-            bad.append(key)
-        else:
-            good[key] = expected
+    found = digest.check_copies(copies, holder.chunk_bytes)
     known = [(key, expected) for key, _, expected in copies]
     now = [(key, expected) for key, _, expected in holder.copies(step)]
     if not copies or now[: len(known)] != known:
         return None
-    return good, bad
+    return found

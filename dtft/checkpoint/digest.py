@@ -85,6 +85,29 @@ def verify(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[int, ...]:
     )
 
 
+def check_copies(
+    copies: Iterable[tuple[str, Buffer, bytes]], chunk_bytes: int
+) -> tuple[dict[str, bytes], list[str]]:
+    """Reads copies, given as (key, bytes, digests that they should have).
+
+    Returns:
+        Key to digests of each good copy, and the keys of bad ones.
+
+    >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
+    >>> found = check_copies([("a", b"abcdef", good), ("b", b"abXdef", good)], 2)
+    >>> list(found[0]), found[1]
+    (['a'], ['b'])
+    """
+    good: dict[str, bytes] = {}
+    bad: list[str] = []
+    for key, content, expected in copies:
+        if verify(content, expected, chunk_bytes):
+            bad.append(key)
+        else:
+            good[key] = expected
+    return good, bad
+
+
 def digest_root(entries: Iterable[tuple[str, bytes]]) -> str:
     """One hex digest over the digests of many slices, whatever their order.
 

@@ -13,13 +13,9 @@ from typing import Any
 
 from dtft.checkpoint import digest
 from dtft.checkpoint.arena import Arena, ExtentPool
+from dtft.checkpoint.arena_map import HOSTED_VERSIONS, OWN_VERSIONS, ArenaMap
 from dtft.checkpoint.placement import Placement, Push
-from dtft.checkpoint.slices import Layout, Slice, offsets_of
-
-OWN_VERSIONS = 4
-"""Last commit, replicated but not yet committed, being staged, being exported."""
-HOSTED_VERSIONS = 3
-"""As above, without the export: storage gets every slice from an owner."""
+from dtft.checkpoint.slices import Layout, Slice
 
 
 @dataclass(kw_only=True)
@@ -53,23 +49,13 @@ class Holder:
         self.layout, self.slot, self.placement = layout, slot, placement
         self.path, self.chunk_bytes = path, chunk_bytes
         self.own_slices = layout.slices(slot)
-        self.own_offsets, self.own_bytes = offsets_of(self.own_slices)
-        self.incoming = {p.source: p for p in placement.pushes if p.target == slot}
         self.outgoing = tuple(p for p in placement.pushes if p.source == slot)
-        self._hosted_offset: dict[int, int] = {}
-        hosted_bytes = 0
-        for source, push in self.incoming.items():
-            self._hosted_offset[source] = hosted_bytes
-            hosted_bytes += offsets_of(push.slices)[1]
-        self._hosted_bytes = hosted_bytes
-        self._hosted_start = OWN_VERSIONS * self.own_bytes
-        total = self._hosted_start + HOSTED_VERSIONS * hosted_bytes
-        self.arena = Arena.create(path, max(total, 1))
-        self._own_pool = ExtentPool(OWN_VERSIONS, self.own_bytes)
-        self._hosted_pool = ExtentPool(HOSTED_VERSIONS, hosted_bytes)
+        self.map = ArenaMap.of(layout, slot, placement)
+        self.arena = Arena.create(path, max(self.map.size, 1))
+        self._own_pool = ExtentPool(OWN_VERSIONS, self.map.own_bytes)
+        self._hosted_pool = ExtentPool(HOSTED_VERSIONS, self.map.hosted_bytes)
         self._versions: dict[int, _Version] = {}
         self._receiving: dict[tuple[int, int], int] = {}  # to the extent
-        self._place = dict(zip(self.own_slices, self.own_offsets, strict=True))
         self._lock = threading.RLock()
 
     # ------------------------------------------------------------- own slices
@@ -92,7 +78,7 @@ class Holder:
                     f"no free extent for step {step}: all {OWN_VERSIONS} hold steps "
                     f"{sorted(self._versions)} that are still needed."
                 )
-            return version.own * self.own_bytes
+            return self.map.own_start(version.own)
 
     def staged(self, step: int, digests: Sequence[bytes], items: dict) -> None:
         """Records that the trainer has written all own slices of `step`."""
@@ -103,9 +89,7 @@ class Holder:
     def own_views(self, step: int, push: Push) -> list[memoryview]:
         """The bytes of the slices that `push` sends, in its order."""
         with self._lock:
-            start = self._own_start(step)
-            place = self._place
-            return [self.arena.view(start + place[s], s.nbytes) for s in push.slices]
+            return [self._own_view(step, piece) for piece in push.slices]
 
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
         """Digests of some of the own slices of a staged step."""
@@ -118,7 +102,7 @@ class Holder:
     def own_offset(self, step: int) -> int:
         """Arena offset of the own extent of `step`."""
         with self._lock:
-            return self._own_start(step)
+            return self.map.own_start(self._own_extent(step))
 
     def all_own_digests(self, step: int) -> list[bytes]:
         """Digests of all own slices of a staged or restored step."""
@@ -129,10 +113,13 @@ class Holder:
         with self._lock:
             return self._versions[step].items
 
-    def _own_start(self, step: int) -> int:
+    def _own_extent(self, step: int) -> int:
         extent = self._versions[step].own
         assert extent is not None
-        return extent * self.own_bytes
+        return extent
+
+    def _own_view(self, step: int, piece: Slice) -> memoryview:
+        return self.arena.view(*self.map.own_range(self._own_extent(step), piece))
 
     # ---------------------------------------------------------- hosted slices
 
@@ -152,9 +139,7 @@ class Holder:
                     f"{HOSTED_VERSIONS} are in use by {sorted(self._versions)}."
                 )
             self._versions[step] = version
-            start = self._hosted_start + version.hosted * self._hosted_bytes
-            size = sum(s.nbytes for s in self.incoming[source].slices)
-            return self.arena.view(start + self._hosted_offset[source], size)
+            return self.arena.view(*self.map.hosted_range(version.hosted, source))
 
     def has_received(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
         """Whether the very bytes of a push are here already, verified."""
@@ -200,8 +185,11 @@ class Holder:
             if version is None or version.hosted is None:
                 return False  # dropped while it was received
             view = self.hosted_view(step, source)
-        pieces = self.incoming[source].slices
-        if not _all_good(view, pieces, digests, self.chunk_bytes):
+        pieces = self.map.incoming[source].slices
+        if len(pieces) != len(digests):
+            return False
+        copies = ((p.key, v, d) for p, v, d in _side_by_side(view, pieces, digests))
+        if digest.check_copies(copies, self.chunk_bytes)[1]:
             return False
         with self._lock:
             if self._versions.get(step) is not version:
@@ -258,11 +246,10 @@ class Holder:
         bad: list[str] = []
         with self._lock:
             for step in self._versions:
-                for piece, view, expected in self._copies(step):
-                    if digest.verify(view, expected, self.chunk_bytes):
-                        bad.append(f"step {step}: {piece.key}")
-                    else:
-                        good.setdefault(step, {})[piece.key] = expected
+                found = digest.check_copies(self.copies(step), self.chunk_bytes)
+                if found[0]:
+                    good[step] = found[0]
+                bad += [f"step {step}: {key}" for key in found[1]]
         return good, bad
 
     def steps(self) -> tuple[int, ...]:
@@ -282,7 +269,7 @@ class Holder:
             KeyError: a slice is not held here for that step.
         """
         with self._lock:
-            here = {p.key: v for p, v, _ in self._copies(step)}
+            here = {key: view for key, view, _ in self.copies(step)}
             return [here[key] for key in keys]
 
     def _copies(self, step: int) -> Iterator[tuple[Slice, memoryview, bytes]]:
@@ -290,19 +277,16 @@ class Holder:
         if version is None:
             return
         if version.own is not None and version.own_digests is not None:
-            start = version.own * self.own_bytes
-            own = zip(
-                self.own_slices, self.own_offsets, version.own_digests, strict=True
-            )
-            for piece, offset, expected in own:
-                yield piece, self.arena.view(start + offset, piece.nbytes), expected
+            yield from self._own_copies(step, version.own_digests)
         for source, digests in version.hosted_digests.items():
-            view, offset = self.hosted_view(step, source), 0
-            for piece, expected in zip(
-                self.incoming[source].slices, digests, strict=True
-            ):
-                yield piece, view[offset : offset + piece.nbytes], expected
-                offset += piece.nbytes
+            pieces = self.map.incoming[source].slices
+            yield from _side_by_side(self.hosted_view(step, source), pieces, digests)
+
+    def _own_copies(
+        self, step: int, digests: Sequence[bytes]
+    ) -> Iterator[tuple[Slice, memoryview, bytes]]:
+        for piece, expected in zip(self.own_slices, digests, strict=True):
+            yield piece, self._own_view(step, piece), expected
 
     # ---------------------------------------------------------------- restore
 
@@ -327,26 +311,22 @@ class Holder:
             self.staged(step, expected, items)
             return [
                 piece
-                for piece, view, good in self._copies(step)
-                if piece in self.layout.slices(self.slot)
-                and digest.verify(view, good, self.chunk_bytes)
+                for piece, view, good in self._own_copies(step, expected)
+                if digest.verify(view, good, self.chunk_bytes)
             ]
 
     def _copy_from_hosted(self, step: int, digests: Mapping[str, bytes]) -> None:
         """A spare that hosted a slice before may own it now."""
-        start = self._own_start(step)
-        place = self._place
         for piece, view, known in list(self._copies(step)):
-            if piece in place and known == digests[piece.key]:
-                target = self.arena.view(start + place[piece], piece.nbytes)
+            if piece in self.map.own and known == digests[piece.key]:
+                target = self._own_view(step, piece)
                 if digest.verify(target, known, self.chunk_bytes):
                     target[:] = view
 
     def own_slice_view(self, step: int, piece: Slice) -> memoryview:
         """Where one own slice of `step` is, to be filled by a fetch."""
         with self._lock:
-            start = self._own_start(step) + self._place[piece]
-            return self.arena.view(start, piece.nbytes)
+            return self._own_view(step, piece)
 
     def close(self) -> None:
         """Frees the arena's memory."""
@@ -354,17 +334,10 @@ class Holder:
         self.arena.unlink()
 
 
-def _all_good(
-    view: memoryview,
-    pieces: Sequence[Slice],
-    digests: Sequence[bytes],
-    chunk_bytes: int,
-) -> bool:
-    if len(pieces) != len(digests):
-        return False
+def _side_by_side(
+    view: memoryview, pieces: Sequence[Slice], digests: Sequence[bytes]
+) -> Iterator[tuple[Slice, memoryview, bytes]]:
     offset = 0
     for piece, expected in zip(pieces, digests, strict=True):
-        if digest.verify(view[offset : offset + piece.nbytes], expected, chunk_bytes):
-            return False
+        yield piece, view[offset : offset + piece.nbytes], expected
         offset += piece.nbytes
-    return True

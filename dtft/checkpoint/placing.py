@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtft import _jax_internals
 from dtft.checkpoint import digest
-from dtft.checkpoint.fingerprint import is_packed
+from dtft.checkpoint.host_bytes import host_bytes
 from dtft.checkpoint.record import LeafRecord
 
 _PYTHON = {"bool": bool, "int": int, "float": float}
@@ -37,10 +36,10 @@ def copy_out(value: Any, record: LeafRecord, target: memoryview, chunk: int) -> 
     parts = {_start(shard, value.shape): shard for shard in value.addressable_shards}
     if len(parts) == 1:
         (shard,) = parts.values()
-        return digest.copy_and_digest(_host_bytes(shard.data), target, chunk)
+        return digest.copy_and_digest(host_bytes(shard.data), target, chunk)
     whole = as_array(target, record)
     for shard in parts.values():
-        part = np.frombuffer(_host_bytes(shard.data), np.uint8)
+        part = np.frombuffer(host_bytes(shard.data), np.uint8)
         whole[shard.index] = part.view(whole.dtype).reshape(shard.data.shape)
     return digest.chunk_digests(target, chunk)
 
@@ -57,21 +56,6 @@ def _start(shard: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(
         part.indices(size)[0] for part, size in zip(shard.index, shape, strict=True)
     )
-
-
-def _host_bytes(array: jax.Array) -> memoryview:
-    on_cpu = next(iter(array.devices())).platform == "cpu"
-    # Numbers of less than a byte may lie packed on the device, numpy unpacks them.
-    plain = not is_packed(array.dtype) and _is_row_major(array)
-    if array.size and on_cpu and plain:
-        return _jax_internals.cpu_buffer(array)
-    return np.asarray(array).reshape(-1).view(np.uint8).data
-
-
-def _is_row_major(array: jax.Array) -> bool:
-    layout = getattr(getattr(array, "format", None), "layout", None)
-    order = getattr(layout, "major_to_minor", None)
-    return order is None or tuple(order) == tuple(range(array.ndim))
 
 
 # ------------------------------------------------------------------------- placing

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from dtft import _jax_internals
 from dtft.checkpoint import digest
+from dtft.checkpoint.host_bytes import host_bytes
 from dtft.checkpoint.slices import Layout, Slice, offsets_of
 
 
@@ -40,7 +40,7 @@ class SnapshotPlan:
         digests = []
         for piece, offset in zip(self.slices, self.offsets, strict=True):
             target = extent[offset : offset + piece.nbytes]
-            source = _host_bytes(_shard_of(arrays[piece.path], piece))
+            source = host_bytes(_shard_of(arrays[piece.path], piece))
             digests.append(digest.copy_and_digest(source, target, self._chunk_bytes))
         return digests
 
@@ -87,12 +87,6 @@ def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
         f"slice {piece.key} is not on this host's devices: the state's sharding "
         f"{array.sharding} differs from the layout that was announced."
     )
-
-
-def _host_bytes(array: jax.Array) -> memoryview:
-    if array.size and next(iter(array.devices())).platform == "cpu":
-        return _jax_internals.cpu_buffer(array)
-    return np.asarray(array).reshape(-1).view(np.uint8).data
 
 
 def _global_array(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dtft.checkpoint.commit import Commit, Holdings, Located, locate
 from dtft.checkpoint.exact import ExactTransfer, Missing, plan_exact
 from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.tables import size_text
 from dtft.elastic.roles import Source
 
 
@@ -104,9 +105,9 @@ class RecoveryReport:
     def line(self) -> str:
         """The one line printed after a recovery."""
         where = {
-            "memory": f"{_size(self.bytes_from_peers)} from peers' memory, "
-            f"{_size(self.bytes_from_own_memory)} from own memory",
-            "storage": f"{_size(self.bytes_from_storage)} from storage",
+            "memory": f"{size_text(self.bytes_from_peers)} from peers' memory, "
+            f"{size_text(self.bytes_from_own_memory)} from own memory",
+            "storage": f"{size_text(self.bytes_from_storage)} from storage",
             "init": "the initial state (storage holds no step yet)",
         }[self.source]
         corrupt = (
@@ -121,15 +122,6 @@ class RecoveryReport:
             f"training again {self.total_s:.2f} s after it was noticed; "
             f"{self.processes_restarted} processes restarted"
         )
-
-
-def _size(num_bytes: int) -> str:
-    value, unit = float(num_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def transfers_to(

@@ -213,7 +213,7 @@ def _accepting(push: _Announced, size: int, inbox: Inbox) -> Holder | None:
     holder = inbox.holder()
     if holder is None or push.epoch != inbox.epoch():
         return None
-    expected = holder.incoming.get(push.source)
+    expected = holder.map.incoming.get(push.source)
     if expected is None or size != sum(piece.nbytes for piece in expected.slices):
         return None
     return holder

@@ -17,7 +17,7 @@ def number(name: str, value: Any) -> float | None:
     Raises:
         ValueError: no number at all.
     """
-    if isinstance(value, Tracer) or getattr(value, "ndim", 0):
+    if _is_unknown(value):
         return None
     try:
         return float(value)
@@ -78,7 +78,7 @@ def whole(name: str, value: Any) -> int | None:
     Raises:
         ValueError: not a whole number.
     """
-    if isinstance(value, Tracer) or getattr(value, "ndim", 0):
+    if _is_unknown(value):
         return None
     try:
         return operator.index(value)
@@ -97,10 +97,5 @@ def check_moment_dtype(name: str, dtype: Any) -> None:
         )
 
 
-def check_decay_mask(weight_decay: Any, mask: Any) -> None:
-    """A mask without a decay would be ignored."""
-    if mask is not None and weight_decay is None:
-        raise ValueError(
-            "weight_decay_mask has no effect with weight_decay=None. Set weight_decay, "
-            "or leave the mask out."
-        )
+def _is_unknown(value: Any) -> bool:
+    return isinstance(value, Tracer) or bool(getattr(value, "ndim", 0))

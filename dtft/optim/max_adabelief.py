@@ -287,10 +287,23 @@ def max_adabelief(
     belief = scale_by_max_belief(
         b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov, debias_max=debias_max
     )
-    checks.check_decay_mask(weight_decay, weight_decay_mask)
-    decay = (
-        []
-        if weight_decay is None
-        else [optax.add_decayed_weights(weight_decay, weight_decay_mask)]
-    )
+    decay = decoupled_decay(weight_decay, weight_decay_mask)
     return optax.chain(belief, *decay, optax.scale_by_learning_rate(learning_rate))
+
+
+def decoupled_decay(
+    weight_decay: float | jax.Array | None, mask: Any
+) -> list[optax.GradientTransformation]:
+    """The link of a chain that decays weights; none for None.
+
+    Raises:
+        ValueError: a mask without a decay would be ignored.
+    """
+    if weight_decay is None and mask is not None:
+        raise ValueError(
+            "weight_decay_mask has no effect with weight_decay=None. Set weight_decay, "
+            "or leave the mask out."
+        )
+    if weight_decay is None:
+        return []
+    return [optax.add_decayed_weights(weight_decay, mask)]

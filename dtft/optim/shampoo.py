@@ -19,7 +19,7 @@ import jax
 import optax
 
 from dtft.optim import checks
-from dtft.optim.max_adabelief import max_belief_phases
+from dtft.optim.max_adabelief import decoupled_decay, max_belief_phases
 from dtft.optim.shampoo_steps import Exchange, ShampooSteps
 
 
@@ -187,12 +187,7 @@ def shampoo(
         statistics_every=statistics_every,
         exchange=exchange,
     )
-    checks.check_decay_mask(weight_decay, weight_decay_mask)
-    decay = (
-        []
-        if weight_decay is None
-        else [optax.add_decayed_weights(weight_decay, weight_decay_mask)]
-    )
+    decay = decoupled_decay(weight_decay, weight_decay_mask)
     return optax.chain(scaled, *decay, optax.scale_by_learning_rate(learning_rate))
 
 

@@ -242,6 +242,12 @@ def _bench_transport(options: Namespace, overrides: list[str]) -> int:
 
     from dtft.checkpoint.transport_bench import TransportBench, bench_transport
 
+    for name in ("hosts", "run_dir"):
+        if (value := getattr(options, name)) is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')} {value}: `dtft bench transport` has one "
+                "peer process and no run. Leave it out."
+            )
     arguments = [*overrides, "--rounds", str(options.rounds)]
     config = tyro.cli(TransportBench, args=arguments, prog="dtft bench transport")
     figures = bench_transport(config)

@@ -76,9 +76,7 @@ class Host:
     def stage(self, step: int) -> None:
         """Writes and digests this slot's bytes of a step, as a trainer does."""
         start, digests = self.holder.begin_stage(step), []
-        for piece, offset in zip(
-            self.holder.own_slices, self.holder.own_offsets, strict=True
-        ):
+        for piece, offset in self.holder.map.own.items():
             data = content(step, piece.key, piece.nbytes)
             self.holder.arena.view(start + offset, piece.nbytes)[:] = data
             digests.append(chunk_digests(data, CHUNK))

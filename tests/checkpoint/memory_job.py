@@ -149,7 +149,7 @@ class Job:
         for pusher in pushers:
             pusher.offer(step)
         for host in self.hosts.values():
-            for _ in host.holder.incoming:
+            for _ in host.holder.map.incoming:
                 _, source = host.arrived.get(timeout=LIMIT_S)
                 tracker.held(source, host.slot)
         for pusher in pushers:

@@ -146,7 +146,7 @@ def test_a_silent_peer_ends_at_the_deadline(pair: list[Host]) -> None:
 
 
 def announce(host: Host, source: int, step: int) -> tuple[dict, bytes, Push]:
-    push = host.holder.incoming[source]
+    push = host.holder.map.incoming[source]
     parts = [content(step, piece.key, piece.nbytes) for piece in push.slices]
     header = {
         "epoch": EPOCH,

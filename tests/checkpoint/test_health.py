@@ -53,10 +53,10 @@ def test_an_audit_finds_a_flipped_bit_and_leaves_out_what_is_dropped(
     holder = Holder(state, 0, place(state, 1), path=tmp_path / "arena", chunk_bytes=64)
     try:
         begin = holder.begin_stage(3)
-        memory = holder.arena.view(begin, holder.own_bytes)
+        memory = holder.arena.view(begin, holder.map.own_bytes)
         digests = [
             chunk_digests(memory[at : at + piece.nbytes], 64)
-            for piece, at in zip(holder.own_slices, holder.own_offsets, strict=True)
+            for piece, at in holder.map.own.items()
         ]
         holder.staged(3, digests, {})
         assert holder.steps() == (3,)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from dtft.checkpoint.arena_map import OWN_VERSIONS
 from dtft.checkpoint.digest import chunk_digests
-from dtft.checkpoint.holder import OWN_VERSIONS, Holder
+from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from tests.elastic.test_recovery import layout
@@ -24,7 +25,7 @@ def content(step: int, key: str, size: int) -> bytes:
 
 def stage(held: Holder, step: int) -> None:
     start, digests = held.begin_stage(step), []
-    for piece, offset in zip(held.own_slices, held.own_offsets, strict=True):
+    for piece, offset in held.map.own.items():
         data = content(step, piece.key, piece.nbytes)
         held.arena.view(start + offset, piece.nbytes)[:] = data
         digests.append(chunk_digests(data, CHUNK))
@@ -96,12 +97,12 @@ def test_the_last_commit_stays_until_the_next_is_safe(pair):
 def test_a_pinned_step_keeps_its_bytes_while_others_come_and_go(pair):
     a, _ = pair
     stage(a, 1)
-    extent, before = a.pin(1), bytes(a.arena.view(a.own_offset(1), a.own_bytes))
+    extent, before = a.pin(1), bytes(a.arena.view(a.own_offset(1), a.map.own_bytes))
     start = a.own_offset(1)
     for step in range(2, 12):
         stage(a, step)
         a.drop_before(step, keep=set())
-    assert bytes(a.arena.view(start, a.own_bytes)) == before
+    assert bytes(a.arena.view(start, a.map.own_bytes)) == before
     a.unpin(extent)
     with pytest.raises(KeyError):
         a.pin(1)

@@ -149,7 +149,7 @@ class Target:
 
 def push(host: Host, step: int) -> tuple[dict[str, Any], bytes]:
     """A good push of slot 0 to the host."""
-    pieces = host.holder.incoming[0].slices
+    pieces = host.holder.map.incoming[0].slices
     parts = [content(step, piece.key, piece.nbytes) for piece in pieces]
     digests = [chunk_digests(part, CHUNK) for part in parts]
     header = {"epoch": EPOCH, "source": 0, "step": step, "digests": digests}

@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,41 @@ def dtft(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[st
 def memory() -> tuple[str, str]:
     """Puts arenas where the running test checks that nothing is left behind."""
     return "--checkpoint.arena_directory", os.environ["DTFT_TEST_MEMORY"]
+
+
+class Launched:
+    """A `dtft launch` that runs; its output once it has ended."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.output = process, ""
+
+    @property
+    def runs(self) -> bool:
+        return self.process.poll() is None
+
+
+@contextmanager
+def launched(run: Path, *options: str) -> Iterator[Launched]:
+    """A job of two hosts that trains until the block ends, and must then end well."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "dtft.cli", "launch", "digits_cnn"),
+            *("--log.tensorboard", "False", "--hosts", "2", "--run-dir", str(run)),
+            *("--stop.steps", "100000", "--timeouts.stop", "50", *memory(), *options),
+        ],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    job = Launched(process)
+    try:
+        yield job
+    finally:
+        process.send_signal(signal.SIGINT)
+        job.output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, job.output
 
 
 def drill(directory: Path, *arguments: str) -> dict[str, Any]:

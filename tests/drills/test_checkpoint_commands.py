@@ -2,16 +2,13 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from dtft.elastic.journal import read_events, storage_steps
-from tests.drills.harness import REPOSITORY, dtft, memory
+from tests.drills.harness import dtft, launched
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
 
@@ -31,29 +28,12 @@ def store_and_job(run: Path) -> list[str]:
 
 def test_a_live_job_is_looked_at_and_exported(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "dtft.cli", "launch", "digits_cnn"),
-            *("--log.tensorboard", "False", "--hosts", "2", "--run-dir", str(run)),
-            *("--stop.steps", "100000", "--timeouts.stop", "50", *memory()),
-            *("--checkpoint.storage_interval", "100000"),
-        ],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    with launched(run, "--checkpoint.storage_interval", "100000") as job:
         end = time.monotonic() + 240
         while not storage_steps(run / "checkpoints"):
-            assert time.monotonic() < end and process.poll() is None
+            assert time.monotonic() < end and job.runs
             time.sleep(0.1)
         ask(run, tmp_path)
-    finally:
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
 
 
 def ask(run: Path, tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
 """A live job whose storage becomes full, and is well again."""
 
+import contextlib
 import os
 import re
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtft.elastic.journal import read_events, storage_steps
-from tests.drills.harness import REPOSITORY, memory
+from tests.drills.harness import launched
 
 pytestmark = [
     pytest.mark.drill,
@@ -40,20 +39,13 @@ def until(ready: Callable[[], object], limit_s: float = 120.0) -> None:
         time.sleep(0.1)
 
 
+def fill(path: Path) -> None:
+    with open(path, "wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while ballast.write(bytes(1 << 16)):
+            pass
+
+
 def test_training_goes_on_while_storage_is_full(run: Path) -> None:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "dtft.cli", "launch", "digits_cnn"),
-            *("--log.tensorboard", "False", "--hosts", "2", "--run-dir", str(run)),
-            *("--stop.steps", "100000", "--timeouts.stop", "50", *memory()),
-            *("--checkpoint.storage_interval", "5"),
-        ],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
     checkpoints = run / "checkpoints"
 
     def events(kind: str) -> list[dict]:
@@ -62,24 +54,16 @@ def test_training_goes_on_while_storage_is_full(run: Path) -> None:
     def failures() -> int:
         return sum(not event["ok"] for event in events("export"))
 
-    try:
+    with launched(run, "--checkpoint.storage_interval", "5") as job:
         until(lambda: storage_steps(checkpoints))
-        with open(checkpoints / "ballast", "wb", buffering=0) as ballast:
-            try:
-                while ballast.write(bytes(1 << 16)):
-                    pass
-            except OSError:
-                pass
+        fill(checkpoints / "ballast")
         until(lambda: failures() >= 2)
         kept, committed = storage_steps(checkpoints), len(events("commit"))
         assert kept
         until(lambda: len(events("commit")) > committed + 20)
         (checkpoints / "ballast").unlink()
         until(lambda: max(storage_steps(checkpoints)) > max(kept))
-    finally:
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    output = job.output
     assert not events("recovery"), output
     told = re.findall(r"storage: step \d+ was not written to .* by host-", output)
     assert 1 <= len(told) <= 1 + failures().bit_length()

@@ -69,7 +69,7 @@ class Job:
         path = directory / f"arena-{slot}"
         holder = Holder(STATE, slot, place(STATE, 2), path=path, chunk_bytes=CHUNK)
         start = holder.begin_stage(7)
-        pieces = zip(holder.own_slices, holder.own_offsets, strict=True)
+        pieces = holder.map.own.items()
         digests = {
             piece.key: chunk_digests(
                 holder.arena.view(start + offset, piece.nbytes), CHUNK
