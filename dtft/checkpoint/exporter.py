@@ -23,8 +23,10 @@ import jax
 import numpy as np
 
 from dtft.checkpoint.export_plan import ExportWorld, export_world
+from dtft.checkpoint.job_layout import record_in
 from dtft.checkpoint.slices import Layout, Slice, offsets_of, slice_at
 from dtft.checkpoint.storage import StorageTier
+from dtft.checkpoint.tree_tier import TreeTier
 
 JOIN_S = 60
 """The processes of one export start within this time of each other, or give up."""
@@ -76,7 +78,7 @@ class ArenaExporter:
         offsets, self._nbytes = offsets_of(pieces)
         self._offsets = dict(zip(pieces, offsets, strict=True))
         self._arena = Path(opening.arena)
-        self._tier = StorageTier(opening.directory, max_to_keep=opening.max_to_keep)
+        self._tier = _tier(opening, self._layout)
 
     def save(self, *, step: int, extent_offset: int, items: dict[str, Any]) -> int:
         """Writes one step and waits for it; returns this slot's bytes in the extent."""
@@ -111,6 +113,13 @@ class ArenaExporter:
                 dtype=np.dtype(leaf.dtype),
             )
         return arrays
+
+
+def _tier(opening: Opening, layout: Layout) -> StorageTier | TreeTier:
+    directory, keep = opening.directory, opening.max_to_keep
+    if record_in(layout, {}) is not None:
+        return TreeTier(directory, layout, max_to_keep=keep)
+    return StorageTier(directory, max_to_keep=keep)
 
 
 def _check(opening: Opening, world: ExportWorld, needed: int) -> None:

@@ -40,7 +40,7 @@ class RestoreArgs:
 
 
 class AgentGone(RuntimeError):
-    """The agent of this trainer has ended; so must the trainer."""
+    """The agent of this process has ended, or has let go of it; says why."""
 
 
 class AgentCheckpointManager:
@@ -49,26 +49,26 @@ class AgentCheckpointManager:
     def __init__(
         self,
         link: Link,
-        layout: Layout,
+        layout: Layout | None,
         *,
         slot: int,
         chunk_bytes: int,
         storage_directory: Path,
         deadline_s: float,
     ) -> None:
-        """Announces the layout and waits for what the agent was told to restore.
+        """Announces the layout, if it is known, as `announce` does.
 
         Raises:
             TimeoutError: the agent did not answer in time.
             AgentGone: the agent has ended.
         """
         self._link, self._deadline_s = link, deadline_s
-        self._plan = SnapshotPlan(layout, slot, chunk_bytes)
+        self._slot, self._chunk_bytes = slot, chunk_bytes
         self._storage_directory = storage_directory
         self._condition = threading.Condition()
         self._order: dict[str, Any] | None = None
         self._extent: dict[str, Any] | None = None
-        self._gone = False
+        self._gone, self._farewell = False, "this host's agent has ended"
         self._released = self._committed = self._saved = 0
         self._stop_at: int | None = None
         self._arena: Arena | None = None
@@ -76,11 +76,23 @@ class AgentCheckpointManager:
         self.stalls_s: list[float] = []
         """Seconds that each `save` held up the training thread."""
         threading.Thread(target=self._hear, daemon=True).start()
-        link.send("layout", layout=layout.to_json())
+        if layout is not None:
+            self.announce(layout)
+
+    def announce(self, layout: Layout) -> None:
+        """Tells the layout and waits for what the agent was told to restore.
+
+        Raises:
+            TimeoutError: the agent did not answer in time.
+            AgentGone: the agent has ended.
+        """
+        self._plan = SnapshotPlan(layout, self._slot, self._chunk_bytes)
+        self._send("layout", layout=layout.to_json())
         self._wait(lambda: self._order is not None, "the agent's restore order")
         assert self._order is not None
         self._arena = Arena.attach(Path(self._order["arena"]))
-        self._released = self._committed = self._saved = self._order["step"]
+        step = -1 if self._order["source"] == "init" else self._order["step"]
+        self._released = self._committed = self._saved = step
 
     # ------------------------------------------------------------- the agent's end
 
@@ -108,24 +120,30 @@ class AgentCheckpointManager:
                 self._committed = max(self._committed, message["step"])
             self._stop_at = message["stop_at"]
 
-    def _wait(self, ready: Any, what: str) -> None:
+    def _wait(self, ready: Any, what: str, limit_s: float | None = None) -> None:
+        limit_s = limit_s or self._deadline_s
         with self._condition:
-            self._condition.wait_for(
-                lambda: self._gone or ready(), timeout=self._deadline_s
-            )
+            self._condition.wait_for(lambda: self._gone or ready(), timeout=limit_s)
             if self._gone:
-                raise AgentGone("this host's agent has ended")
+                raise AgentGone(self._farewell)
             if not ready():
                 raise TimeoutError(
-                    f"{self._deadline_s:.0f} s waiting for {what}; "
-                    "limit: timeouts.start"
+                    f"{limit_s:.0f} s waiting for {what}; limit: timeouts.start"
                 )
+
+    def _send(self, op: str, **fields: Any) -> None:
+        try:
+            self._link.send(op, **fields)
+        except LinkClosed as error:
+            with self._condition:  # the last words may still be on their way here
+                self._condition.wait_for(lambda: self._gone, timeout=1.0)
+            raise AgentGone(self._farewell) from error
 
     # ------------------------------------------------------------- Orbax's shape
 
     def latest_step(self) -> int | None:
         """The newest step that can be restored: commits, else what was restored."""
-        return self._committed or None
+        return self._committed if self._committed > 0 else None
 
     def all_steps(self) -> tuple[int, ...]:
         """Steps on offer: the last commit and what storage holds, ascending."""
@@ -134,7 +152,7 @@ class AgentCheckpointManager:
             stored = set(storage.all_steps())
         finally:
             storage.close()
-        return tuple(sorted(stored | ({self._committed} - {0})))
+        return tuple(sorted(stored | ({self._committed} - {-1, 0})))
 
     def save(self, step: int, *, args: SaveArgs) -> bool:
         """Copies a step into this host's arena; the rest happens elsewhere.
@@ -143,12 +161,12 @@ class AgentCheckpointManager:
         """
         begun = time.monotonic()
         self._extent = None
-        self._link.send("stage", step=step)
+        self._send("stage", step=step)
         self._wait(lambda: self._extent is not None, f"room for step {step}")
         assert self._extent is not None and self._arena is not None
         view = self._arena.view(self._extent["offset"], self._plan.nbytes)
         digests = self._plan.write(args.arrays, view)
-        self._link.send("staged", step=step, digests=digests, items=dict(args.items))
+        self._send("staged", step=step, digests=digests, items=dict(args.items))
         self._saved = step
         self.stalls_s.append(time.monotonic() - begun)
         return True

@@ -6,6 +6,7 @@ not know steps, agents, peers or commits.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,11 +28,14 @@ class SnapshotPlan:
         self.offsets, self.nbytes = offsets_of(self.slices)
         self._chunk_bytes = chunk_bytes
 
-    def write(self, arrays: Mapping[str, jax.Array], extent: memoryview) -> list[bytes]:
+    def write(
+        self, arrays: Mapping[str, jax.Array | np.ndarray], extent: memoryview
+    ) -> list[bytes]:
         """Copies every slice into `extent`.
 
         Args:
-            arrays: leaf path to global array, all ready.
+            arrays: leaf path to global array, all ready; or to a numpy array of which
+                every process has all.
             extent: at least `nbytes` bytes of an arena.
 
         Returns:
@@ -40,7 +44,7 @@ class SnapshotPlan:
         digests = []
         for piece, offset in zip(self.slices, self.offsets, strict=True):
             target = extent[offset : offset + piece.nbytes]
-            source = host_bytes(_shard_of(arrays[piece.path], piece))
+            source = _bytes_of(arrays[piece.path], piece)
             digests.append(digest.copy_and_digest(source, target, self._chunk_bytes))
         return digests
 
@@ -49,8 +53,10 @@ class SnapshotPlan:
         extent: memoryview,
         digests: Sequence[bytes],
         abstract: Mapping[str, jax.ShapeDtypeStruct],
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Any]:
         """Builds the global arrays from an extent, checking every digest.
+
+        A leaf whose struct has no sharding becomes a numpy array.
 
         Raises:
             ValueError: names the first slice whose bytes do not match.
@@ -79,6 +85,12 @@ def _bounds(
     return tuple(r[0] for r in ranges), tuple(r[1] for r in ranges)
 
 
+def _bytes_of(array: jax.Array | np.ndarray, piece: Slice) -> memoryview:
+    if isinstance(array, np.ndarray):
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return host_bytes(_shard_of(array, piece))
+
+
 def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
     for shard in array.addressable_shards:
         if _bounds(shard.index, array.shape) == (piece.start, piece.stop):
@@ -91,9 +103,11 @@ def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
 
 def _global_array(
     struct: jax.ShapeDtypeStruct, views: Mapping[tuple, np.ndarray]
-) -> jax.Array:
+) -> jax.Array | np.ndarray:
     sharding = struct.sharding
-    assert sharding is not None
+    if sharding is None:
+        (whole,) = views.values()
+        return whole.copy()
     indices = sharding.addressable_devices_indices_map(struct.shape)
     # A true copy: a device array may alias aligned host memory, and the arena's
     # extent will be written again while the array is still in use.

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from dtft.checkpoint.exporter import serve
-from dtft.checkpoint.fingerprint import fingerprints
 from dtft.checkpoint.placing import as_array
-from dtft.checkpoint.record import RECORD, LeafRecord, Record
+from dtft.checkpoint.record import LeafRecord, Record
 from dtft.checkpoint.slices import offsets_of
+from dtft.checkpoint.tree_tier import items_of
 
 
 class TreeExporter:
@@ -74,7 +73,7 @@ class TreeExporter:
         self._remove([step])
         self._manager.save(
             step,
-            args=ocp.args.Composite(**_items(saved, values)),
+            args=ocp.args.Composite(**items_of(saved, values)),
             metrics=saved.metrics,
             custom_metadata=saved.custom_metadata,
             force=True,
@@ -86,17 +85,6 @@ class TreeExporter:
     def _remove(self, steps: list[int]) -> None:
         for step in set(steps) & set(self._manager.all_steps()):
             self._manager.delete(step)
-
-
-def _items(record: Record, values: list[Any]) -> dict[str, Any]:
-    items: dict[str, Any] = {
-        name: ocp.args.StandardSave(record.tree(name, values))
-        for name in record.structures
-    }
-    for name, value in record.json_items.items():
-        items[name] = ocp.args.JsonSave(value)
-    beside = {"record": record.to_json(), "fingerprints": prints(record, values)}
-    return items | {RECORD: ocp.args.JsonSave(beside)}
 
 
 def _value(leaf: LeafRecord, view: memoryview) -> Any:
@@ -111,18 +99,6 @@ def _value(leaf: LeafRecord, view: memoryview) -> Any:
     if leaf.kind == "key":
         return jax.random.wrap_key_data(jax.device_put(array), impl=leaf.impl)
     return array
-
-
-def prints(record: Record, values: list[Any]) -> dict[str, str]:
-    """A fingerprint for every leaf that is not empty, by path."""
-    plain: dict[str, Any] = {}
-    for leaf, value in zip(record.leaves, values, strict=True):
-        if leaf.kind == "key":
-            plain[leaf.path] = jax.random.key_data(value)
-        elif value is not None:
-            is_jax = isinstance(value, jax.Array)
-            plain[leaf.path] = value if is_jax else np.asarray(value, leaf.dtype)
-    return fingerprints(plain)
 
 
 if __name__ == "__main__":

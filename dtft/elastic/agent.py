@@ -56,6 +56,9 @@ LEADER_EVENTS = {
 class Agent:
     """Runs until the job has a result, or this host is told to leave."""
 
+    leader_class: type[Leader] = Leader
+    follower_class: Callable[..., Follower] = Follower
+
     def __init__(self, config: AgentConfig, store: Store) -> None:
         """Creates this host's memory directory and listens; joins nothing yet."""
         refuse_taken_name(store, config)
@@ -63,8 +66,7 @@ class Agent:
         self._events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self._incarnation = secrets.token_hex(8)
         self._credentials = Credentials(job=config.job, secret=config.secret)
-        shutil.rmtree(config.memory_directory, ignore_errors=True)
-        config.memory_directory.mkdir(parents=True, mode=0o700)
+        self._prepare_memory()
         (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
         self._board = Board(config.memory_directory / "board", create=True)
         self._view = View()
@@ -77,7 +79,7 @@ class Agent:
             self._emit,
         )
         self._peers = Peers(self._emit)
-        self._follower = Follower(
+        self._follower = self.follower_class(
             config, self._credentials, self._board, self._emit, self._report
         )
         inbox = self._follower.inbox()
@@ -99,7 +101,7 @@ class Agent:
             raise ValueError(
                 f"--bind {config.bind}: {error.strerror}. Give an address of this host."
             ) from error
-        record = HostRecord(
+        self._record = HostRecord(
             host=config.host,
             address=self._server.address,
             incarnation=self._incarnation,
@@ -107,8 +109,12 @@ class Agent:
             pid=os.getpid(),
         )
         self._membership = Membership(
-            store, config.job, record, config.timeouts.lease, self._emit
+            store, config.job, self._record, config.timeouts.lease, self._emit
         )
+
+    def _prepare_memory(self) -> None:
+        shutil.rmtree(self._config.memory_directory, ignore_errors=True)
+        self._config.memory_directory.mkdir(parents=True, mode=0o700)
 
     def _emit(self, *event: Any) -> None:
         self._events.put(event)
@@ -126,7 +132,7 @@ class Agent:
             JobMismatch: the secret or the config differs from the job's.
         """
         try:
-            check_job(self._membership, self._config)
+            check_job(self._store, self._config)
             self._membership.start()
             self._follower.warm()
             return self._loop()
@@ -218,7 +224,7 @@ class Agent:
                 return
             self._depose()
         logger.info("leading, term %d", view.leader_revision)
-        self._leader = Leader(
+        self._leader = self.leader_class(
             self._config,
             self._membership,
             view,
@@ -279,13 +285,15 @@ class Agent:
         op = message["op"]
         fields = {key: value for key, value in message.items() if key != "op"}
         if op == "reform":
-            self._follower.reform(tuple(fields["ballot"]))
+            self._follower.reform(**{**fields, "ballot": tuple(fields["ballot"])})
         elif op == "prepare":
             self._follower.prepare({**fields, "ballot": tuple(fields["ballot"])})
         elif op == "release":
             self._follower.release(**fields)
         elif op == "export":
             self._follower.export(fields)
+        else:
+            self._follower.pass_on(op, **fields)
 
     # --------------------------------------------------- from peers (as leader)
 

@@ -9,11 +9,13 @@ import json
 import time
 
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.membership import Membership
+from dtft.elastic.membership import claim, job_key
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import Store
 
 PAUSE_S = 0.1
+SERVED = "--serve-only"
+"""What a job of the user's own processes has in place of the digest of a config."""
 
 
 class JobMismatch(ValueError):
@@ -43,7 +45,7 @@ def refuse_taken_name(store: Store, config: AgentConfig) -> None:
         time.sleep(PAUSE_S)
 
 
-def check_job(membership: Membership, config: AgentConfig) -> None:
+def check_job(store: Store, config: AgentConfig) -> None:
     """Compares this host's secret and config with those of the job, or sets them.
 
     Raises:
@@ -52,11 +54,25 @@ def check_job(membership: Membership, config: AgentConfig) -> None:
     """
     secret_proof = proof_of(config.secret, config.job)
     mine = {"secret": secret_proof, "config": config.config_digest}
-    found = json.loads(membership.claim_job(json.dumps(mine).encode()))
+    key = job_key(config.job, "m/fingerprint")
+    found = json.loads(claim(store, key, json.dumps(mine).encode()))
     if not hmac.compare_digest(found["secret"], secret_proof):
         raise JobMismatch(
             f"the secret of --secret-file is not that of job {config.job!r} "
             f"at {config.store}: copy the job's secret file to this host."
+        )
+    if found["config"].startswith(SERVED) != config.served:
+        mine, theirs = ("with", "without") if config.served else ("without", "with")
+        raise JobMismatch(
+            f"job {config.job!r} at {config.store} was begun {theirs} --serve-only, "
+            f"this agent is started {mine} it. Start every agent of a job alike, or "
+            "use another --job."
+        )
+    if config.served and found["config"] != config.config_digest:
+        raise JobMismatch(
+            f"job {config.job!r} at {config.store} was begun with {found['config']}, "
+            f"this agent has {config.config_digest}. Start every agent alike, or use "
+            "another --job."
         )
     if found["config"] != config.config_digest:
         raise JobMismatch(

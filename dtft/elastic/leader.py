@@ -30,6 +30,8 @@ START_FAILURES = 3
 class Leader:
     """Forms and re-forms the job; see the module's text."""
 
+    rounds_class: type[Rounds] = Rounds
+
     def __init__(
         self,
         config: AgentConfig,
@@ -41,11 +43,12 @@ class Leader:
     ) -> None:
         """Takes over. `send(host, op, **fields)` reaches any connected host."""
         self._config, self._emit, self._journal = config, emit, journal
+        self._send = send
         self._records = Records(membership, view, emit, journal, config.store)
         self._roster = Roster(time.monotonic(), config.timeouts.connect)
         self._health = StorageHealth(config.storage_directory)
         self._demands = Demands()
-        self._rounds = Rounds(
+        self._rounds = self.rounds_class(
             config, self._records, self._roster, emit, send, journal, self._health
         )
         self._ending = Ending(
@@ -124,16 +127,20 @@ class Leader:
         ballot = tuple(message.pop("ballot", ()))
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "fatal":
-            self._ending.end("error", message["message"], code=message.get("code", 2))
+            self._fail(message["message"], message.get("code", 2))
         elif round_ is not None and ballot == round_.ballot:
             try:
                 getattr(self, f"_on_{op}")(host, **message)
             except Divergence as error:
-                self._ending.end("error", str(error))
+                self._fail(str(error))
         elif op == "trainer_exit" and self._rounds.phase == "gathering":
             assert round_ is not None and previous is not None
             slots = previous.slots  # it died beside what began this round
             round_.reasons.append(death(slots, host, message["code"]))
+
+    def _fail(self, message: str, code: int = 1) -> None:
+        """What has happened would happen again: the job ends."""
+        self._ending.end("error", message, code=code)
 
     def _on_holdings(self, host: str, **reply: Any) -> None:
         assert self._rounds.current is not None
@@ -163,8 +170,7 @@ class Leader:
         if ledger is None and assignment is not None:
             self._rounds.open_ledger(announced, assignment)
         elif ledger and ledger.layout.digest != announced.digest:
-            text = f"{host} announced another state layout than its peers"
-            self._ending.end("error", text)
+            self._fail(f"{host} announced another state layout than its peers")
 
     def _on_running(self, host: str, bytes_from_storage: int, **_: Any) -> None:
         round_ = self._rounds.current
@@ -221,6 +227,9 @@ class Leader:
         if outcome is None:
             return
         self._journal.event("export", step=step, ok=outcome, error=error)
+        self._export_ended(host, step, outcome, error)
+
+    def _export_ended(self, host: str, step: int, outcome: bool, error: str) -> None:
         if outcome:
             self._records.put("stored", step, "stored", str(step))
             self._say(self._health.succeeded(step))

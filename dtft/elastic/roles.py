@@ -27,6 +27,10 @@ class HostRecord:
     """Wall-clock time of registration; spares are taken in this order."""
     pid: int
     """Process id of the agent, for people who look for it."""
+    process: int = -1
+    """Index of the user's process that is attached to the agent, -1 for none."""
+    attached_ns: int = 0
+    """Wall-clock time at which it attached; another one for every process."""
 
     def to_json(self) -> str:
         """JSON; inverse of `from_json`."""

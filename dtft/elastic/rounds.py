@@ -12,8 +12,15 @@ from typing import Literal
 
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.coordinator import Coordinator
-from dtft.elastic.forming import Round, assign, export_addresses, next_round, orders
+from dtft.elastic.coordinator import Coordinator, NoCoordinator
+from dtft.elastic.forming import (
+    Round,
+    assign,
+    export_addresses,
+    main_reason,
+    next_round,
+    orders,
+)
 from dtft.elastic.journal import Journal, steps_seen
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
@@ -54,7 +61,8 @@ class Rounds:
         """Begins nothing yet, but has a coordination service wait."""
         self._config, self._records, self._roster = config, records, roster
         self._send, self._journal, self._health = send, journal, health
-        self._coordinator = Coordinator(config, emit)
+        service = NoCoordinator if config.served else Coordinator
+        self._coordinator = service(config, emit)
         self._counter = 0
         self._failures: dict[int, int] = {}
         self._quarantined: set[int] = set()
@@ -65,12 +73,18 @@ class Rounds:
         self.assignment: Assignment | None = None
         self.ledger: Ledger | None = None
         self.frozen = False
-        self._storage_missed = False
+        self._storage_missed = self._fatal = False
 
-    def form(self, reason: str) -> None:
-        """Begins a new formation, or one more attempt at it."""
+    def form(self, reason: str, *, fatal: bool = False) -> None:
+        """Begins a new formation, or one more attempt at it.
+
+        Args:
+            reason: what has happened.
+            fatal: it would happen again to the same processes.
+        """
         if self.frozen:
             return
+        self._fatal = fatal
         self._counter += 1
         ballot = (self._records.view.leader_revision, self._counter)
         self.current = next_round(self.current, ballot, reason, time.time())
@@ -85,7 +99,9 @@ class Rounds:
     def ask(self, host: str) -> None:
         """Has a host stand down and say what it holds."""
         assert self.current is not None
-        self._send(host, "reform", ballot=self.current.ballot)
+        reason = main_reason(self.current.reasons)
+        told = {"reason": reason, "fatal": self._fatal}
+        self._send(host, "reform", ballot=self.current.ballot, **told)
 
     def enter(self, phase: Phase, limit_s: float) -> None:
         """Awaits something else, or the next of the same, for `limit_s` seconds."""
@@ -100,15 +116,18 @@ class Rounds:
             return
         if self.ledger is not None and self.ledger.pending is not None:
             return  # a complete step is still to be recorded; this is called again then
-        old = self.previous
-        slots = zip(old.slots, old.incarnations, strict=True) if old else ()
-        usable = self._roster.usable(hosts)
-        filled = fill_slots(list(slots), usable, self._config.num_slots)
+        filled = self._filled(self._roster.usable(hosts))
         present = [record for record in filled if record is not None]
         if len(present) < len(filled):
             self._wait_for_hosts([s for s, host in enumerate(filled) if host is None])
         else:
             self._assign(round_, present)
+
+    def _filled(self, usable: list[HostRecord]) -> tuple[HostRecord | None, ...]:
+        """The host of each slot, None where there is none."""
+        old = self.previous
+        slots = zip(old.slots, old.incarnations, strict=True) if old else ()
+        return fill_slots(list(slots), usable, self._config.num_slots)
 
     def _wait_for_hosts(self, empty: list[int]) -> None:
         self._journal.say(
@@ -202,7 +221,7 @@ class Rounds:
             self._config,
             layout,
             assignment,
-            stored=max(steps_seen(self._config.storage_directory), default=0),
+            stored=max(steps_seen(self._config.storage_directory), default=-1),
             export_addresses=export_addresses(self.current, assignment, view.hosts),
             record=self._records.commit,
             send=self._send,
