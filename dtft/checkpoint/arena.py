@@ -16,6 +16,8 @@ DEFAULT_DIRECTORY = Path("/dev/shm")
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14 and newer, which `mmap` does not name."""
+_LOWEST = 19
+"""Niceness of the thread that maps pages."""
 _PIECE = 32 << 20
 """Mapped at a time, so that `close` need not wait for all of it."""
 
@@ -98,17 +100,21 @@ class Arena:
         return memoryview(self._memory)[offset : offset + nbytes]
 
     def prefault(self) -> threading.Thread:
-        """Maps every page into this process now, on a thread of its own.
+        """Maps every page into this process, while nothing else wants the cores.
 
         Memory that is reserved is still mapped page by page when it is first used,
         which makes a first copy several times slower than later ones. Saves only time:
         where the kernel cannot do it, pages come when they are used.
+
+        Returns:
+            The thread that does it.
         """
         thread = threading.Thread(target=self._map_pages, daemon=True)
         thread.start()
         return thread
 
     def _map_pages(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
         madvise = ctypes.CDLL(None).madvise  # called without the interpreter lock
         for offset in range(0, self.size, _PIECE):
             try:

@@ -68,7 +68,7 @@ class Copies:
         needed = ArenaMap.of(layout, 0, place(layout, self._config.copies)).size
         path = self._config.memory_directory / "reserve"
         arena = Arena.create(path, max(needed, 1))
-        arena.prefault().join()
+        arena.prefault()
         return arena
 
     def _take_reserve(self) -> Arena | None:
