@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from dtft.checkpoint import wire
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.checkpoint.snapshot import SnapshotPlan
+from dtft.checkpoint.snapshot import CorruptCopy, SnapshotPlan
 from dtft.checkpoint.storage import StorageTier
 from dtft.checkpoint.transport import Credentials, connect
 from dtft.checkpoint.wire import AuthenticationError
