@@ -114,7 +114,7 @@ def test_silent_corruption_of_the_last_copy_is_never_restored(start: Start) -> N
     decision = job.decide()
     assert (decision.source, decision.rung) == ("init", 3)
     assert "no verified copy left" in decision.passed_over[0]
-    with pytest.raises(ValueError, match=r"w\[0:4096\]:float32 does not match its dig"):
+    with pytest.raises(CorruptCopy, match=r"w\[0:4096\]:float32 does not match its"):
         loaded(job, "h1", 1)
 
 
