@@ -158,7 +158,12 @@ class Follower:
         if "fatal" in outcome:
             self._report("fatal", message=outcome["fatal"])
         elif "error" in outcome:
-            self._report("prepare_failed", ballot=self._ballot, **outcome)
+            self._report(
+                "prepare_failed",
+                ballot=self._ballot,
+                error=outcome["error"],
+                corrupt=outcome["corrupt"],
+            )
         else:
             formation.restored = outcome
             self._report(

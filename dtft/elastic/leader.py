@@ -6,6 +6,7 @@ steps, `Ending` ends the job, `Records` reads and writes the store. Holds no sta
 its successor could not learn again from the store and the hosts.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,12 @@ from dtft.elastic.forming import death, report_of
 from dtft.elastic.journal import Journal
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.records import Records
+from dtft.elastic.reports import fault_of, misfit
 from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.storage_health import StorageHealth
+
+logger = logging.getLogger(__name__)
 
 START_FAILURES = 3
 """So often may trainers die after one and the same restore."""
@@ -119,21 +123,34 @@ class Leader:
     # ----------------------------------------------------------------- reports
 
     def hears(self, host: str, message: dict[str, Any]) -> None:
-        """A report of some host; those of an older ballot are refused."""
-        op = message.pop("op")
+        """A report of some host; wrong ones and those of an older ballot are refused."""
+        if self._refused(host, fault_of(message)):
+            return
+        op = message["op"]
         ballot = tuple(message.pop("ballot", ()))
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "fatal":
             self._ending.end("error", message["message"], code=message.get("code", 2))
         elif round_ is not None and ballot == round_.ballot:
+            slots = round_.assignment.slots if round_.assignment else ()
+            ledger = self._rounds.ledger
+            layout = ledger.layout if ledger is not None else None
+            if self._refused(host, misfit(host, message, slots, layout)):
+                return
+            del message["op"]
             try:
                 getattr(self, f"_on_{op}")(host, **message)
             except Divergence as error:
                 self._ending.end("error", str(error))
         elif op == "trainer_exit" and self._rounds.phase == "gathering":
-            assert round_ is not None and previous is not None
-            slots = previous.slots  # it died beside what began this round
+            assert round_ is not None
+            slots = previous.slots if previous else ()  # it died beside what began this
             round_.reasons.append(death(slots, host, message["code"]))
+
+    def _refused(self, host: str, reason: str | None) -> bool:
+        if reason is not None:
+            logger.warning("a report of %s is dropped: %s", host, reason)
+        return reason is not None
 
     def _on_holdings(self, host: str, **reply: Any) -> None:
         assert self._rounds.current is not None

@@ -69,11 +69,15 @@ class Ledger:
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
         """A slot has staged a step; raises Divergence."""
+        if step <= self.committed:
+            return
         self._tracker(step).staged(slot, digests)
         self._conclude(step)
 
     def held(self, step: int, source: int, target: int) -> None:
-        """A push has arrived and was verified."""
+        """A push has arrived and was verified; those of a commit are no news here."""
+        if step <= self.committed:
+            return
         self._tracker(step).held(source, target)
         self._conclude(step)
 
