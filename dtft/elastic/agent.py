@@ -20,7 +20,7 @@ from dtft.checkpoint.board import Board
 from dtft.checkpoint.transport import Channel, Credentials, TransportServer
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import serve_export
-from dtft.elastic.entry import check_job, refuse_taken_name
+from dtft.elastic.entry import check_domain, check_job, refuse_taken_name
 from dtft.elastic.follower import Follower
 from dtft.elastic.inspection import serve_inspection
 from dtft.elastic.journal import Journal
@@ -105,6 +105,7 @@ class Agent:
             incarnation=self._incarnation,
             joined_ns=time.time_ns(),
             pid=os.getpid(),
+            domain=config.domain,
         )
         self._membership = Membership(
             store, config.job, record, config.timeouts.lease, self._emit
@@ -127,6 +128,7 @@ class Agent:
         """
         try:
             check_job(self._membership, self._config)
+            check_domain(self._store, self._config)
             self._membership.start()
             self._follower.warm()
             return self._loop()

@@ -32,6 +32,8 @@ class AgentConfig:
     """Where the arenas lie: a memory file system."""
     bind: str = "127.0.0.1:0"
     """host:port the transport listens on."""
+    domain: str = ""
+    """Label of this host's failure domains: "power=p1,rack=r7", or nothing."""
     copies: int = 2
     """Copies every slice shall have."""
     interval: int = 1

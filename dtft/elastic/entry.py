@@ -8,8 +8,9 @@ import hmac
 import json
 import time
 
+from dtft.checkpoint.domains import from_labels
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.membership import Membership
+from dtft.elastic.membership import Membership, read_view
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import Store
 
@@ -41,6 +42,21 @@ def refuse_taken_name(store: Store, config: AgentConfig) -> None:
                 f"{config.job!r} has it (process {pid}). Give another name."
             )
         time.sleep(PAUSE_S)
+
+
+def check_domain(store: Store, config: AgentConfig) -> None:
+    """Compares this host's failure domains with those of the hosts that are there.
+
+    Raises:
+        StoreUnavailable: the store does not answer.
+        JobMismatch: the labels do not fit together.
+    """
+    records = read_view(store, config.job)[0].hosts.values()
+    labels = {record.host: record.domain for record in records}
+    try:
+        from_labels({**labels, config.host: config.domain})
+    except ValueError as error:
+        raise JobMismatch(f"--domain of {config.host}: {error}") from error
 
 
 def check_job(membership: Membership, config: AgentConfig) -> None:

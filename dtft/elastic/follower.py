@@ -139,7 +139,8 @@ class Follower:
     def _restore_memory(self, formation: Formation) -> None:
         order = formation.order
         try:
-            holder = self._copies.hold(Layout.from_json(order["layout"]), order["slot"])
+            layout = Layout.from_json(order["layout"])
+            holder = self._copies.hold(layout, order["slot"], order["domains"])
             outcome = restore_into(
                 holder,
                 order,
@@ -232,7 +233,8 @@ class Follower:
                 return
         else:
             try:
-                self._copies.hold(layout, order["slot"]).keep_only(set())
+                slot, domains = order["slot"], order["domains"]
+                self._copies.hold(layout, slot, domains).keep_only(set())
             except OSError as error:
                 self._report("fatal", message=str(error))
                 return

@@ -19,6 +19,7 @@ from dtft.checkpoint.transport import Credentials, connect
 from dtft.elastic.entry import JobMismatch, proof_of
 from dtft.elastic.membership import View, job_key, read_commits, read_view
 from dtft.elastic.roles import HostRecord
+from dtft.elastic.spread import Surroundings
 from dtft.elastic.store import Store
 
 CONNECT_S = 5.0
@@ -61,6 +62,8 @@ class JobState:
     hosts: tuple[HostState, ...]
     commits: tuple[CommitHealth, ...]
     """Newest first, without those that were dropped for newer ones."""
+    copies: tuple[int, int, str] = (0, 0, "")
+    """Copies asked for, effective copies, and why they differ; 0 if not known."""
 
     @property
     def telling(self) -> bool:
@@ -125,13 +128,20 @@ class Observer:
         layouts = [host.layout for host in hosts if host.layout]
         layout = Layout.from_json(layouts[0]) if layouts else None
         holdings = {host.record.host: host.held for host in hosts}
-        found = [commit_health(it, layout, holdings) for it in commits.values()]
+        seen = Surroundings.of(view)
+        found = [
+            commit_health(
+                commit, layout, holdings, placed=seen.placed, domains=seen.names
+            )
+            for commit in commits.values()
+        ]
         return JobState(
             job=self._job,
             store=self._address,
             view=view,
             hosts=hosts,
             commits=tuple(worth_showing(found)),
+            copies=seen.copies(layout),
         )
 
     def _commits(self) -> tuple[Commit, ...]:

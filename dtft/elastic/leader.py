@@ -123,7 +123,7 @@ class Leader:
     # ----------------------------------------------------------------- reports
 
     def hears(self, host: str, message: dict[str, Any]) -> None:
-        """A report of some host; wrong ones and those of an older ballot are refused."""
+        """A report of a host; wrong ones and those of an older ballot are refused."""
         if self._refused(host, fault_of(message)):
             return
         op = message["op"]
