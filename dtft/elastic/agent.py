@@ -284,6 +284,8 @@ class Agent:
             self._follower.reform(tuple(fields["ballot"]))
         elif op == "prepare":
             self._follower.prepare({**fields, "ballot": tuple(fields["ballot"])})
+        elif op == "replicate":
+            self._follower.replicate(**{**fields, "ballot": tuple(fields["ballot"])})
         elif op == "release":
             self._follower.release(**fields)
         elif op == "export":

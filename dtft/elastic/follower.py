@@ -239,11 +239,25 @@ class Follower:
                 self._report("fatal", message=str(error))
                 return
         formation.announced = True
-        formation.pushers = self._copies.pushers(
-            order["addresses"], self._credentials, formation.epoch
-        )
+        self._start_pushers(formation)
         self._report("layout", ballot=self._ballot, layout=layout.to_json())
         self._hand_over(formation)
+
+    def _start_pushers(self, formation: Formation) -> None:
+        if not formation.pushers:
+            formation.pushers = self._copies.pushers(
+                formation.order["addresses"], self._credentials, formation.epoch
+            )
+
+    def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
+        """Sends the slices of a restored step again to peers that lack them."""
+        formation = self._formation
+        if formation is None or ballot != self._ballot:
+            return
+        self._start_pushers(formation)
+        for pusher in formation.pushers:
+            if pusher.target in targets:
+                pusher.offer(step)
 
     def _stage(self, holder: Holder, step: int) -> None:
         try:

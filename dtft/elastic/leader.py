@@ -19,6 +19,7 @@ from dtft.elastic.ending import Ending
 from dtft.elastic.forming import death, report_of
 from dtft.elastic.journal import Journal
 from dtft.elastic.membership import Membership, View
+from dtft.elastic.mender import Mender
 from dtft.elastic.records import Records
 from dtft.elastic.reports import fault_of, misfit
 from dtft.elastic.roster import Roster, lost, registered_anew
@@ -52,6 +53,7 @@ class Leader:
         self._rounds = Rounds(
             config, self._records, self._roster, emit, send, journal, self._health
         )
+        self._mender = Mender(journal, send)
         self._ending = Ending(
             config, self._records, self._rounds, self._roster, journal
         )
@@ -173,6 +175,7 @@ class Leader:
         round_.prepared[host] = outcome
         if len(round_.prepared) == self._config.num_slots:
             round_.restore_s = time.time() - round_.restore_begun
+            self._mender.begin(round_, self.view)
 
     def _on_layout(self, host: str, layout: str) -> None:
         announced = Layout.from_json(layout)
@@ -209,6 +212,7 @@ class Leader:
             self._rounds.ledger.staged(slot, step, digests)
 
     def _on_held(self, host: str, step: int, source: int, target: int) -> None:
+        self._mender.held(self._rounds.current, step, source, target)
         if self._rounds.ledger is not None:
             self._rounds.ledger.held(step, source, target)
 
@@ -272,6 +276,7 @@ class Leader:
         elif label == "commit" and self._rounds.ledger is not None:
             self._emit("committing", 0)
             self._journal.committed(value.step)
+            self._mender.committed(self._rounds.current, value.step)
             self._rounds.ledger.written(value)
             if self._demands:
                 self._rounds.ledger.export(value.step)
