@@ -29,6 +29,11 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument(
             "--domain-file", metavar="FILE", help="lines: HOST power=NAME rack=NAME"
         )
+        text = "PEM file: connections between hosts are encrypted"
+        made.add_argument("--tls-cert", metavar="FILE", help=text)
+        made.add_argument("--tls-key", metavar="FILE", help="PEM file: its private key")
+        text = "fetch with NIXL (RDMA) where both hosts have it"
+        made.add_argument("--nixl", action="store_true", help=text)
 
     made = command("train", "one process, all local devices, memory tier off")
     made.add_argument("--run-dir", help="run directory; an old one is resumed")
@@ -37,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     job(made)
     safety(made)
     made.add_argument("--spares", type=_count, default=0, help="hosts that wait")
+    text = "encrypt, with a certificate that is made for this job"
+    made.add_argument("--tls", action="store_true", help=text)
     made = command("agent", "one host of a job; start one per machine")
     job(made)
     safety(made)

@@ -62,7 +62,9 @@ class Agent:
         self._config, self._store = config, store
         self._events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self._incarnation = secrets.token_hex(8)
-        self._credentials = Credentials(job=config.job, secret=config.secret)
+        self._credentials = Credentials(
+            job=config.job, secret=config.secret, tls=config.tls
+        )
         shutil.rmtree(config.memory_directory, ignore_errors=True)
         config.memory_directory.mkdir(parents=True, mode=0o700)
         (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)

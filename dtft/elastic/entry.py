@@ -68,11 +68,18 @@ def check_job(membership: Membership, config: AgentConfig) -> None:
     """
     secret_proof = proof_of(config.secret, config.job)
     mine = {"secret": secret_proof, "config": config.config_digest}
+    mine |= {"tls": config.tls is not None}
     found = json.loads(membership.claim_job(json.dumps(mine).encode()))
     if not hmac.compare_digest(found["secret"], secret_proof):
         raise JobMismatch(
             f"the secret of --secret-file is not that of job {config.job!r} "
             f"at {config.store}: copy the job's secret file to this host."
+        )
+    if found.get("tls", False) != mine["tls"]:
+        has = "encrypts its connections" if found.get("tls") else "does not use TLS"
+        raise JobMismatch(
+            f"job {config.job!r} {has}: give --tls-cert and --tls-key on all hosts of "
+            "a job, or on none."
         )
     if found["config"] != config.config_digest:
         raise JobMismatch(

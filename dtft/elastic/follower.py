@@ -12,6 +12,7 @@ from typing import Any
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.nixl import started
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
@@ -63,6 +64,7 @@ class Follower:
             emit,
         )
         self._copies = Copies(config)
+        self._nixl = started() if config.nixl else None
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
         self._exports = ExportDesk(config, board, emit, self._exported)
@@ -78,6 +80,7 @@ class Follower:
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
             held=lambda step, source: self._emit("held", self.epoch, step, source),
+            nixl=self._nixl,
         )
 
     def warm(self) -> None:
@@ -147,6 +150,7 @@ class Follower:
                 self._config.host,
                 self._credentials,
                 self._config.timeouts.restore,
+                self._nixl,
             )
         except OSError as error:
             outcome = {"fatal": str(error)}

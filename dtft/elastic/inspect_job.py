@@ -16,6 +16,7 @@ from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.health import CommitHealth, commit_health, worth_showing
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials, connect
+from dtft.checkpoint.wire import Tls
 from dtft.elastic.entry import JobMismatch, proof_of
 from dtft.elastic.membership import View, job_key, read_commits, read_view
 from dtft.elastic.roles import HostRecord
@@ -99,14 +100,15 @@ class Observer:
                 f"--job {job!r}: the store at {address} has no such job. It has: "
                 f"{', '.join(_jobs(store)) or 'none'}."
             )
-        known = json.loads(found.value)["secret"]
-        if not hmac.compare_digest(known, proof_of(secret, job)):
+        known = json.loads(found.value)
+        if not hmac.compare_digest(known["secret"], proof_of(secret, job)):
             raise JobMismatch(
                 f"the secret of --secret-file is not that of job {job!r} at {address}: "
                 "copy the job's secret file (job.secret in the run directory of "
                 "`dtft launch`)."
             )
-        self._credentials = Credentials(job=job, secret=secret)
+        tls = Tls() if known.get("tls") else None
+        self._credentials = Credentials(job=job, secret=secret, tls=tls)
 
     def look(self, *, verify: bool = False) -> JobState:
         """Asks every host what it holds; with `verify` every copy is read again."""

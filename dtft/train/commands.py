@@ -87,8 +87,9 @@ def _launch(options: Namespace, overrides: list[str]) -> int:
     resume = shlex.join(
         ["dtft", "launch", options.config, *given, "--spares", str(options.spares)]
         + ["--hosts", str(experiment.cluster.hosts), "--run-dir", str(directory)]
-        + flags
+        + [*flags, *["--tls"] * options.tls]
     )
+    flags += host_flags.own_certificate(options, directory)
     arguments = [options.config, *overrides, *extra, *flags]
     settings = cluster_options(experiment, arguments, options.spares, directory)
     settings.environment["DTFT_RESUME_COMMAND"] = resume

@@ -4,13 +4,16 @@ Reads and checks what they name, so that a mistake ends in one line before anyth
 started. Must not start anything itself.
 """
 
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.domains import parse_file, parse_label
+from dtft.checkpoint.stream import check_tls
+from dtft.checkpoint.wire import Tls
 
-PATHS = ("domain_file",)
+PATHS = ("domain_file", "tls_cert", "tls_key")
 """Flags that `launch` and `drill` hand on to every agent; each names a file."""
 
 
@@ -26,7 +29,55 @@ def handed_on(options: Namespace) -> list[str]:
             flags += [f"--{name.replace('_', '-')}", str(Path(given).resolve())]
     if options.domain_file:
         _domains_in(options.domain_file)
-    return flags
+    tls_of(options)
+    return flags + ["--nixl"] * options.nixl
+
+
+def tls_of(options: Namespace) -> Tls | None:
+    """The certificate of --tls-cert and --tls-key, read once to see that it is good.
+
+    Raises:
+        ValueError: one of them is missing, or they cannot be read or used together.
+    """
+    if not options.tls_cert and not options.tls_key:
+        return None
+    if not options.tls_cert or not options.tls_key:
+        raise ValueError(
+            "--tls-cert FILE and --tls-key FILE belong together: give both, or neither."
+        )
+    tls = Tls(certificate=Path(options.tls_cert), key=Path(options.tls_key))
+    try:
+        check_tls(tls)
+    except ValueError as error:
+        raise ValueError(f"--tls-cert, --tls-key: {error}") from error
+    return tls
+
+
+def own_certificate(options: Namespace, directory: Path) -> list[str]:
+    """For --tls: flags that name a certificate made for this run, which signs itself.
+
+    It keeps what travels between hosts from being read on the way. Who is at the other
+    end is proved by the job's secret, not by the certificate.
+
+    Raises:
+        ValueError: --tls-cert is given too, or `openssl` cannot make one.
+    """
+    if not options.tls:
+        return []
+    if options.tls_cert:
+        raise ValueError("give either --tls or --tls-cert and --tls-key, not both.")
+    tls = Tls(certificate=directory / "tls.cert.pem", key=directory / "tls.key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "3650"]
+    command += ["-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=dtft"]
+    command += ["-keyout", str(tls.key), "-out", str(tls.certificate)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(
+            f"--tls: openssl could not make a certificate ({error}). Make a pair "
+            "elsewhere and give --tls-cert FILE --tls-key FILE."
+        ) from error
+    return ["--tls-cert", str(tls.certificate), "--tls-key", str(tls.key)]
 
 
 def settings(options: Namespace, host: str) -> dict[str, Any]:
@@ -35,7 +86,11 @@ def settings(options: Namespace, host: str) -> dict[str, Any]:
     Raises:
         ValueError: a flag or a file says what cannot be.
     """
-    return {"domain": domain_of(options, host)}
+    return {
+        "domain": domain_of(options, host),
+        "tls": tls_of(options),
+        "nixl": options.nixl,
+    }
 
 
 def domain_of(options: Namespace, host: str) -> str:

@@ -1,15 +1,10 @@
 """A job's failure domains: placed once, kept while arenas live, told when too few."""
 
-from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
 
 from dtft.checkpoint.apart import Spread
 from dtft.elastic.roles import Assignment, HostRecord, fill_slots
 from dtft.elastic.spread import known_domains, next_spread, preferred, shortfall
-from dtft.train.host_flags import handed_on, settings
 from tests.elastic.test_recovery import HOSTS, layout
 
 RACKS = {"h0": "r1", "h1": "r1", "h2": "r2", "h3": "r2", "s1": "r2", "s2": "r1"}
@@ -90,31 +85,6 @@ def test_too_few_domains_are_told() -> None:
 def test_labels_that_contradict_are_not_used() -> None:
     domains, problem = known_domains([record("h0"), record("h1", {})])
     assert domains.levels == () and "Name the same levels" in problem
-
-
-def flags(**given: str | None) -> Namespace:
-    return Namespace(**{"domain": None, "domain_file": None, **given})
-
-
-def test_flags(tmp_path: Path) -> None:
-    path = tmp_path / "domains"
-    path.write_text("h0 rack=7 power=p1\nh1 power=p1 rack=8\n")
-    named = flags(domain_file=str(path))
-    assert settings(named, "h0") == {"domain": "power=p1,rack=7"}
-    assert settings(flags(domain="rack=7"), "h0") == {"domain": "rack=7"}
-    assert settings(flags(), "h0") == {"domain": ""}
-    assert handed_on(named) == ["--domain-file", str(path)]
-    with pytest.raises(ValueError, match="no line for this host, h9"):
-        settings(named, "h9")
-    with pytest.raises(ValueError, match="not both"):
-        settings(flags(domain="rack=7", domain_file=str(path)), "h0")
-    with pytest.raises(ValueError, match="--domain: label 'shelf=1'"):
-        settings(flags(domain="shelf=1"), "h0")
-    path.write_text("h0 rack=7\nh0 rack=8\n")
-    with pytest.raises(ValueError, match=r"--domain-file .*: line 2: host 'h0'"):
-        handed_on(named)
-    with pytest.raises(ValueError, match="No such file"):
-        handed_on(flags(domain_file=str(tmp_path / "none")))
 
 
 def test_a_label_survives_registration() -> None:
