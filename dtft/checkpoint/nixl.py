@@ -13,6 +13,7 @@ whose hosts trust one another.
 
 import importlib
 import logging
+import os
 import threading
 import time
 import uuid
@@ -149,6 +150,7 @@ class Nixl:
 
 def started() -> Nixl | None:
     """This process's NIXL agent; None, and one line in the log, if there is none."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it prints to stdout otherwise
     try:
         return Nixl()
     except ImportError as error:

@@ -11,7 +11,7 @@ from dtft.checkpoint.wire import Tls
 from dtft.train.host_flags import handed_on, own_certificate, settings
 
 
-def flags(**given: str | None) -> Namespace:
+def flags(**given: str | bool | None) -> Namespace:
     names = ("domain", "domain_file", "tls_cert", "tls_key")
     return Namespace(**{**dict.fromkeys(names), "nixl": False, **given})
 
