@@ -21,7 +21,7 @@ from dtft.elastic.journal import Journal
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.mender import Mender
 from dtft.elastic.records import Records
-from dtft.elastic.reports import fault_of, misfit
+from dtft.elastic.reports import fault_of, fields_of, misfit
 from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.storage_health import StorageHealth
@@ -129,7 +129,7 @@ class Leader:
         if self._refused(host, fault_of(message)):
             return
         op = message["op"]
-        ballot = tuple(message.pop("ballot", ()))
+        ballot = tuple(message.get("ballot", ()))
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "fatal":
             self._ending.end("error", message["message"], code=message.get("code", 2))
@@ -139,9 +139,8 @@ class Leader:
             layout = ledger.layout if ledger is not None else None
             if self._refused(host, misfit(host, message, slots, layout)):
                 return
-            del message["op"]
             try:
-                getattr(self, f"_on_{op}")(host, **message)
+                getattr(self, f"_on_{op}")(host, **fields_of(message))
             except Divergence as error:
                 self._ending.end("error", str(error))
         elif op == "trainer_exit" and self._rounds.phase == "gathering":

@@ -109,7 +109,12 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "corrupt": _list(_text),
     },
     "layout": {"ballot": _ballot, "layout": _layout},
-    "running": {"ballot": _ballot, "slot": _number, "bytes_from_storage": _number},
+    "running": {
+        "ballot": _ballot,
+        "slot": _number,
+        "step": _number,
+        "bytes_from_storage": _number,
+    },
     "staged": {
         "ballot": _ballot,
         "slot": _number,
@@ -158,11 +163,20 @@ def fault_of(message: Mapping[str, Any]) -> str | None:
     fields = FIELDS.get(op) if isinstance(op, str) else None
     if fields is None:
         return f"there is no report {_short(op)}"
-    for name, value in message.items():
-        if name != "op" and (name not in fields or not fields[name](value)):
-            return f"{op}: {_short(name, quote=False)}={_short(value)}"
+    for name, check in fields.items():
+        if name in message and not check(message[name]):
+            return f"{op}: {name}={_short(message[name])}"
     missing = set(fields) - set(message) - OPTIONAL.get(str(op), frozenset())
     return f"{op}: no {', '.join(sorted(missing))}" if missing else None
+
+
+def fields_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What counts of a report without fault: the fields that the leader knows.
+
+    A host of a newer version may say more.
+    """
+    known = FIELDS[message["op"]].keys() - {"ballot"}
+    return {name: value for name, value in message.items() if name in known}
 
 
 def misfit(
@@ -197,6 +211,6 @@ def misfit(
     return None
 
 
-def _short(value: object, *, quote: bool = True) -> str:
-    text = repr(value) if quote else str(value)
+def _short(value: object) -> str:
+    text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,5 +1,6 @@
 """Reports of members: whatever an authenticated host sends, the leader goes on."""
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtft.elastic.forming import Round
+from dtft.elastic.leader import Leader
 from dtft.elastic.reports import FIELDS, OPTIONAL, fault_of, misfit
 from dtft.elastic.roles import Assignment
 from dtft.elastic.rounds import Phase
@@ -29,7 +31,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "prepared": {"export_port": 80, "own": 1, "peers": 2, "seconds": 0.5},
     "prepare_failed": {"error": "gone", "corrupt": ["b step 7: w"]},
     "layout": {"layout": STATE.to_json()},
-    "running": {"slot": 0, "bytes_from_storage": 0},
+    "running": {"slot": 0, "step": 8, "bytes_from_storage": 0},
     "staged": {"slot": 0, "step": 8, "digests": DIGESTS},
     "held": {"step": 8, "source": 1, "target": 0},
     "finished": {"slot": 0, "step": 9, "summary": {}},
@@ -83,6 +85,15 @@ def test_every_sound_report_is_taken(desk: Busy) -> None:
         assert misfit("a", sound(op), SLOTS, STATE) is None
         desk.enter("running")
         desk.leader.hears("a", sound(op))
+
+
+@pytest.mark.parametrize("op", sorted(FIELDS.keys() - {"fatal"}))
+def test_the_table_names_what_the_leader_takes(op: str) -> None:
+    handler = inspect.signature(getattr(Leader, f"_on_{op}")).parameters.values()
+    takes = {p.name for p in handler if p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert takes - {"self", "host"} <= FIELDS[op].keys()
+    if not any(p.kind is p.VAR_KEYWORD for p in handler):
+        assert FIELDS[op].keys() - {"ballot"} <= takes
 
 
 @pytest.mark.parametrize("op", sorted(SOUND))
@@ -167,7 +178,7 @@ def test_no_report_ends_the_leader(
     desk.leader.tick()
     # A later sound report still counts.
     desk.enter("running")
-    desk.leader.hears("a", sound("running"))
+    desk.leader.hears("a", sound("running") | {"news": 1})
     assert desk.leader._rounds.current is not None
     assert desk.leader._rounds.current.running == {"a"}
 
