@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtft.checkpoint.timeouts import Timeouts
+from dtft.checkpoint.wire import Tls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,12 @@ class AgentConfig:
     """Where the arenas lie: a memory file system."""
     bind: str = "127.0.0.1:0"
     """host:port the transport listens on."""
+    domain: str = ""
+    """Label of this host's failure domains: "power=p1,rack=r7", or nothing."""
+    tls: Tls | None = None
+    """This host's certificate: connections between hosts are encrypted."""
+    nixl: bool = False
+    """Whether fetches go over NIXL where the peer has it too."""
     copies: int = 2
     """Copies every slice shall have."""
     interval: int = 1

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Literal
 
+from dtft.checkpoint.domains import FailureDomains
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.coordinator import Coordinator
@@ -19,6 +20,7 @@ from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment, HostRecord, fill_slots
 from dtft.elastic.roster import Roster, lost
+from dtft.elastic.spread import known_domains, preferred, shortfall
 from dtft.elastic.storage_health import StorageHealth
 
 Phase = Literal[
@@ -103,12 +105,26 @@ class Rounds:
         old = self.previous
         slots = zip(old.slots, old.incarnations, strict=True) if old else ()
         usable = self._roster.usable(hosts)
-        filled = fill_slots(list(slots), usable, self._config.num_slots)
+        text, domains = round_.layout_json, self._domains()
+        layout = Layout.from_json(text) if text else None
+        filled = fill_slots(
+            list(slots),
+            usable,
+            self._config.num_slots,
+            lambda seats, spares: preferred(old, layout, seats, spares, domains),
+        )
         present = [record for record in filled if record is not None]
         if len(present) < len(filled):
             self._wait_for_hosts([s for s, host in enumerate(filled) if host is None])
         else:
             self._assign(round_, present)
+
+    def _domains(self) -> FailureDomains:
+        domains, problem = known_domains(self._records.view.hosts.values())
+        if problem:
+            problem = f"failure domains are not used: {problem}"
+        self._journal.say_once("domains", problem)
+        return domains
 
     def _wait_for_hosts(self, empty: list[int]) -> None:
         self._journal.say(
@@ -127,6 +143,8 @@ class Rounds:
             commits=self._records.commits,
             storage_steps=steps_seen(self._config.storage_directory),
             quarantined=self._quarantined,
+            domains=self._domains(),
+            copies=self._config.copies,
         )
         if decision.source == "init" and self._records.view.stored:
             self._wait_for_storage(decision.passed_over)
@@ -210,6 +228,13 @@ class Rounds:
         )
         self.ledger.stopping = view.stop
         self.expect(self._roster.connected)
+        _, problem = shortfall(
+            assignment.spread,
+            self.ledger.placement,
+            assignment.slots,
+            self._domains(),
+        )
+        self._journal.say_once("copies", problem)
 
     def expect(self, hosts: Collection[str]) -> None:
         """Tells hosts without a slot what one would hold, so that they are ready."""
