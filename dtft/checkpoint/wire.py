@@ -33,7 +33,9 @@ _PREFIX = struct.Struct("<4sB3xIQ")
 PREFIX_BYTES = _PREFIX.size
 """Size of what precedes every header: magic, version, header and payload length."""
 
-_GREETING = struct.Struct("<4sB3x32s")
+NONCE_BYTES = 32
+"""Size of each side's nonce, at the end of its greeting."""
+_GREETING = struct.Struct(f"<4sB3x{NONCE_BYTES}s")
 GREETING_BYTES = _GREETING.size
 """Size of each side's first handshake message: magic, version and nonce."""
 PROOF_BYTES = 32
@@ -146,7 +148,7 @@ def decode_header(
 
 def greeting() -> tuple[bytes, bytes]:
     """A first handshake message and the new nonce in it."""
-    nonce = secrets.token_bytes(32)
+    nonce = secrets.token_bytes(NONCE_BYTES)
     return _GREETING.pack(MAGIC, VERSION, nonce), nonce
 
 
