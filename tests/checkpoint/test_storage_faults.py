@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage import StorageTier, load_numpy
 from tests.checkpoint.exporting import Process
@@ -87,11 +88,16 @@ class Exporting(Process):
             arena=str(self.arena),
             slot=0,
             devices=1,
+            chunk_bytes=MIB,
         )
         assert self.answer() == {"op": "open", "ok": True}
 
     def begin(self, step: int, **fields: Any) -> None:
-        self.send(op="save", step=step, extent_offset=0, items={}, **fields)
+        memory = self.arena.read_bytes()
+        parts = (memory[start : start + MIB] for start in range(0, 6 * MIB, MIB))
+        digests = [chunk_digests(part, MIB).hex() for part in parts]
+        fields |= {"extent_offset": 0, "digests": digests, "items": {}}
+        self.send(op="save", step=step, **fields)
 
     def save(self, step: int) -> dict[str, Any]:
         self.begin(step)
