@@ -119,6 +119,11 @@ class Host:
                     bad.append(f"silent: step {step}: {key}")
         return bad
 
+    @property
+    def receiving(self) -> bool:
+        """Whether a push is being received into this host's memory."""
+        return bool(self.holder._receiving)
+
     def close(self) -> None:
         """Ends the server and frees the memory."""
         self.server.close()
