@@ -33,7 +33,7 @@ def refuse_corrupt(
         raise ValueError(
             f"step {step} is corrupt in this host's memory, so nothing of it was "
             f"written: {listed(bad)} differ from their digests. The next step is a new "
-            "snapshot; if that is corrupt too, test the memory of this host."
+            "snapshot."
         )
 
 
