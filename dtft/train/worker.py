@@ -74,6 +74,7 @@ class AgentRuntime:
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """The state and items that the leader chose, or None at the very start."""
+        from dtft.checkpoint import typed_keys
         from dtft.checkpoint.manager import AgentCheckpointManager, RestoreArgs
         from dtft.checkpoint.tree import from_paths, to_paths
         from dtft.train.step import layout_of
@@ -87,7 +88,8 @@ class AgentRuntime:
             storage_directory=Path(self._start["storage_directory"]),
             deadline_s=self._start["start_s"],
         )
-        wanted = RestoreArgs(abstract=to_paths(abstract_state))
+        abstract = to_paths(abstract_state)
+        wanted = RestoreArgs(abstract=typed_keys.plain(abstract))
         logger.info("state is in memory")
         found = self._manager.restore(args=wanted)
         logger.info("state is on the devices")
@@ -97,7 +99,7 @@ class AgentRuntime:
         saved = items.pop("config", self._resolved)
         refuse_other(saved, self._resolved, self.run_directory)
         self._step = items["step"]
-        return from_paths(abstract_state, arrays), items
+        return from_paths(abstract_state, typed_keys.typed(arrays, abstract)), items
 
     def dispatched(self, step: int) -> None:
         """The step is on its way to the devices."""
@@ -119,8 +121,10 @@ class AgentRuntime:
         """One snapshot, at a step boundary."""
         from dtft.checkpoint.manager import SaveArgs
         from dtft.checkpoint.tree import to_paths
+        from dtft.checkpoint.typed_keys import plain
 
-        self._manager.save(step, args=SaveArgs(arrays=to_paths(state), items=items))
+        arrays = plain(to_paths(state))
+        self._manager.save(step, args=SaveArgs(arrays=arrays, items=items))
 
     def _tell_running(self) -> None:
         if not self._running:
