@@ -183,13 +183,15 @@ class Leader:
             self._journal.recovery(report_of(round_, now), round_.detected, now)
 
     def _stage_limit(self) -> float:
-        return self._config.timeouts.stage * self._config.interval
+        ledger = self._rounds.ledger
+        steps = ledger.intervals.reach if ledger else self._config.cadence.period
+        return self._config.timeouts.stage * steps
 
-    def _on_staged(self, host: str, slot: int, step: int, digests: list[bytes]) -> None:
+    def _on_staged(self, host: str, **staged: Any) -> None:
         if self._rounds.phase == "running":
             self._rounds.enter("running", self._stage_limit())
         if self._rounds.ledger is not None:
-            self._rounds.ledger.staged(slot, step, digests)
+            self._rounds.ledger.staged(**staged)
 
     def _on_held(self, host: str, step: int, source: int, target: int) -> None:
         if self._rounds.ledger is not None:
@@ -256,6 +258,7 @@ class Leader:
             self._emit("committing", 0)
             self._journal.committed(value.step)
             self._rounds.ledger.written(value)
+            self._say(self._rounds.ledger.intervals.news())
             if self._demands:
                 self._rounds.ledger.export(value.step)
             if (due := self._rounds.ledger.overdue) is not None:

@@ -21,6 +21,7 @@ from dtft.checkpoint.link import Link, LinkClosed
 from dtft.train.config import load, refuse_other, to_json
 from dtft.train.experiment import Experiment
 from dtft.train.stop import NonFinite
+from dtft.train.window import WindowClock
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ class AgentRuntime:
         self._step = 0
         self._running = False
         self._dispatched_at: list[float] = []
+        self._checkpoint = experiment.checkpoint
+        self._clock = WindowClock()
+        self._window: Any = None
 
     def mesh(self, experiment: Experiment) -> Any:
         """Joins the JAX world of this formation; device order is slot order."""
@@ -86,6 +90,8 @@ class AgentRuntime:
             chunk_bytes=self._start["chunk_bytes"],
             storage_directory=Path(self._start["storage_directory"]),
             deadline_s=self._start["start_s"],
+            cadence=self._checkpoint.cadence,
+            automatic=self._checkpoint.interval == "auto",
         )
         wanted = RestoreArgs(abstract=to_paths(abstract_state))
         logger.info("state is in memory")
@@ -103,6 +109,11 @@ class AgentRuntime:
         """The step is on its way to the devices."""
         self._board.set("computing", step)
         self._dispatched_at.append(time.monotonic())
+        self._clock.dispatched(step, self._dispatched_at[-1])
+
+    def should_save(self, step: int) -> bool:
+        """Whether this step has a snapshot."""
+        return self._manager.should_save(step)
 
     def await_turn(self, step: int) -> None:
         """At most one step runs ahead of replication."""
@@ -113,6 +124,13 @@ class AgentRuntime:
         """A step's result is here."""
         self._board.set("finished", step)
         self._step = step
+        stalls = self._manager.stalls_s
+        self._window = self._clock.finished(
+            step,
+            time.monotonic(),
+            released_at=self._manager.released_at,
+            stall_s=stalls[-1] if stalls else 0.0,
+        )
         self._tell_running()
 
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
@@ -120,7 +138,8 @@ class AgentRuntime:
         from dtft.checkpoint.manager import SaveArgs
         from dtft.checkpoint.tree import to_paths
 
-        self._manager.save(step, args=SaveArgs(arrays=to_paths(state), items=items))
+        args = SaveArgs(arrays=to_paths(state), items=items, window=self._window)
+        self._manager.save(step, args=args)
 
     def _tell_running(self) -> None:
         if not self._running:
@@ -141,6 +160,7 @@ class AgentRuntime:
         self._manager.wait_until_finished()
         self.summary = summary
         summary |= speed(self._dispatched_at, self._manager.stalls_s)
+        summary["interval"] = self._manager.interval()
 
 
 def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str, Any]:

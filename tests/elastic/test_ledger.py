@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dtft.checkpoint.cadence import Cadence
 from dtft.checkpoint.commit import Commit
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.ledger import GRACE_S, Ledger
@@ -162,7 +163,7 @@ def test_an_export_that_nobody_answers_is_given_up():
 
 @pytest.mark.parametrize("interval", [1, 4])
 def test_stop_names_a_boundary_that_no_trainer_has_passed(interval):
-    desk = Desk(2, 1, interval=interval)
+    desk = Desk(2, 1, cadence=Cadence.every(interval))
     desk.ledger.stopping = True
     desk.stage(12)
     desk.ledger.written(desk.recorded[-1])
