@@ -25,6 +25,8 @@ from dtft.elastic.storage_health import StorageHealth
 
 START_FAILURES = 3
 """So often may trainers die after one and the same restore."""
+FRUITLESS = 10
+"""So often in a row may they die without one new commit."""
 
 
 class Leader:
@@ -45,6 +47,7 @@ class Leader:
         self._roster = Roster(time.monotonic(), config.timeouts.connect)
         self._health = StorageHealth(config.storage_directory)
         self._demands = Demands()
+        self._fruitless = 0
         self._rounds = Rounds(
             config, self._records, self._roster, emit, send, journal, self._health
         )
@@ -199,13 +202,16 @@ class Leader:
 
     def _on_trainer_exit(self, host: str, code: int) -> None:
         assignment, round_ = self._rounds.assignment, self._rounds.current
-        if assignment is not None and round_ is not None and not round_.reported:
-            if self._rounds.count_failure(assignment.step) >= START_FAILURES:
-                logs = self._config.run_directory / "logs"
+        if assignment is not None and round_ is not None:
+            step, self._fruitless = assignment.step, self._fruitless + 1
+            starts = 0 if round_.reported else self._rounds.count_failure(step)
+            if starts >= START_FAILURES or self._fruitless >= FRUITLESS:
+                what = "finishing a step" if starts >= START_FAILURES else "a commit"
                 self._ending.end(
                     "error",
-                    f"trainers died {START_FAILURES} times after restoring step "
-                    f"{assignment.step} without finishing a step; see {logs}",
+                    f"trainers died {max(starts, self._fruitless)} times after "
+                    f"restoring step {step} without {what}; see "
+                    f"{self._config.run_directory / 'logs'}",
                 )
                 return
         self._rounds.form(death(assignment.slots if assignment else (), host, code))
@@ -255,6 +261,7 @@ class Leader:
         if label == "assignment":
             self._rounds.assigned(value)
         elif label == "commit" and self._rounds.ledger is not None:
+            self._fruitless = 0
             self._emit("committing", 0)
             self._journal.committed(value.step)
             self._rounds.ledger.written(value)

@@ -21,7 +21,7 @@ from dtft.checkpoint.link import Link, LinkClosed
 from dtft.train.config import load, refuse_other, to_json
 from dtft.train.experiment import Experiment
 from dtft.train.stop import NonFinite
-from dtft.train.window import WindowClock
+from dtft.train.window import AHEAD, WindowClock
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +110,8 @@ class AgentRuntime:
         self._board.set("computing", step)
         self._dispatched_at.append(time.monotonic())
         self._clock.dispatched(step, self._dispatched_at[-1])
+        if step - AHEAD > self._step:
+            self._finished(step - AHEAD)
 
     def should_save(self, step: int) -> bool:
         """Whether this step has a snapshot."""
@@ -121,9 +123,8 @@ class AgentRuntime:
         self._manager.wait_until_finished()
 
     def finished_step(self, step: int) -> None:
-        """A step's result is here."""
-        self._board.set("finished", step)
-        self._step = step
+        """A boundary's result is here."""
+        self._finished(step)
         stalls = self._manager.stalls_s
         self._window = self._clock.finished(
             step,
@@ -131,6 +132,10 @@ class AgentRuntime:
             released_at=self._manager.released_at,
             stall_s=stalls[-1] if stalls else 0.0,
         )
+
+    def _finished(self, step: int) -> None:
+        self._board.set("finished", step)
+        self._step = step
         self._tell_running()
 
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
