@@ -4,7 +4,7 @@ Says what Orbax is asked to save of a record, and writes the arrays of a job of 
 processes that way. Must not know arenas, slots, or who trains.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,11 @@ class TreeTier:
         self._opened: OpenedDirectory | None = None
 
     def save(
-        self, step: int, arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
+        self,
+        step: int,
+        arrays: Mapping[str, jax.Array],
+        items: Mapping[str, Any],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins to write a step, in place of one of the same number.
 
@@ -40,11 +44,14 @@ class TreeTier:
             step: the step.
             arrays: leaf path to global array; they stay as they are until it is done.
             items: what was saved beside them.
+            check: called when the fingerprints have been taken and nothing is written
+                yet; whatever it raises ends the save.
         """
         record = record_in(self._layout, items)
         assert record is not None
         values = [_as_given(leaf, arrays[leaf.path]) for leaf in record.leaves]
         args = ocp.args.Composite(**items_of(record, values))
+        check()
         names = tuple(record.structures), (*record.json_items, RECORD)
         if self._opened is None or self._opened.names != names:
             self.close()

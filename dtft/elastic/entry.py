@@ -8,8 +8,9 @@ import hmac
 import json
 import time
 
+from dtft.checkpoint.domains import from_labels
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.membership import claim, job_key
+from dtft.elastic.membership import claim, job_key, read_view
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import Store
 
@@ -45,6 +46,21 @@ def refuse_taken_name(store: Store, config: AgentConfig) -> None:
         time.sleep(PAUSE_S)
 
 
+def check_domain(store: Store, config: AgentConfig) -> None:
+    """Compares this host's failure domains with those of the hosts that are there.
+
+    Raises:
+        StoreUnavailable: the store does not answer.
+        JobMismatch: the labels do not fit together.
+    """
+    records = read_view(store, config.job)[0].hosts.values()
+    labels = {record.host: record.domain for record in records}
+    try:
+        from_labels({**labels, config.host: config.domain})
+    except ValueError as error:
+        raise JobMismatch(f"--domain of {config.host}: {error}") from error
+
+
 def check_job(store: Store, config: AgentConfig) -> None:
     """Compares this host's secret and config with those of the job, or sets them.
 
@@ -54,6 +70,7 @@ def check_job(store: Store, config: AgentConfig) -> None:
     """
     secret_proof = proof_of(config.secret, config.job)
     mine = {"secret": secret_proof, "config": config.config_digest}
+    mine |= {"tls": config.tls is not None}
     key = job_key(config.job, "m/fingerprint")
     found = json.loads(claim(store, key, json.dumps(mine).encode()))
     if not hmac.compare_digest(found["secret"], secret_proof):
@@ -62,10 +79,10 @@ def check_job(store: Store, config: AgentConfig) -> None:
             f"at {config.store}: copy the job's secret file to this host."
         )
     if found["config"].startswith(SERVED) != config.served:
-        mine, theirs = ("with", "without") if config.served else ("without", "with")
+        asked, begun = ("with", "without") if config.served else ("without", "with")
         raise JobMismatch(
-            f"job {config.job!r} at {config.store} was begun {theirs} --serve-only, "
-            f"this agent is started {mine} it. Start every agent of a job alike, or "
+            f"job {config.job!r} at {config.store} was begun {begun} --serve-only, "
+            f"this agent is started {asked} it. Start every agent of a job alike, or "
             "use another --job."
         )
     if config.served and found["config"] != config.config_digest:
@@ -73,6 +90,12 @@ def check_job(store: Store, config: AgentConfig) -> None:
             f"job {config.job!r} at {config.store} was begun with {found['config']}, "
             f"this agent has {config.config_digest}. Start every agent alike, or use "
             "another --job."
+        )
+    if found.get("tls", False) != mine["tls"]:
+        has = "encrypts its connections" if found.get("tls") else "does not use TLS"
+        raise JobMismatch(
+            f"job {config.job!r} {has}: give --tls-cert and --tls-key on all hosts of "
+            "a job, or on none."
         )
     if found["config"] != config.config_digest:
         raise JobMismatch(

@@ -28,12 +28,19 @@ class Journal:
         """Events go to `events.jsonl` in the run directory."""
         self._path, self._host = run_directory / "events.jsonl", host
         self._waiting: deque[str] = deque(maxlen=KEPT_EVENTS)
+        self._said: dict[str, str] = {}
         self.last_commit = 0
 
     def say(self, text: str) -> None:
         """Prints one line for people, and records it."""
         _tell(text)
         self.event("message", text=text)
+
+    def say_once(self, topic: str, text: str) -> None:
+        """Says what is new about a topic; "" is said by being silent."""
+        if text and self._said.get(topic) != text:
+            self.say(text)
+        self._said[topic] = text
 
     def event(self, kind: str, **fields: Any) -> None:
         """Appends one event with the wall-clock time."""

@@ -7,9 +7,10 @@ job, nor how commits come about.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
+from dtft.checkpoint.domains import FailureDomains
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.coordinator import Coordinator, NoCoordinator
@@ -26,6 +27,7 @@ from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment, HostRecord, fill_slots
 from dtft.elastic.roster import Roster, lost
+from dtft.elastic.spread import known_domains, preferred, shortfall
 from dtft.elastic.storage_health import StorageHealth
 
 Phase = Literal[
@@ -125,9 +127,24 @@ class Rounds:
 
     def _filled(self, usable: list[HostRecord]) -> tuple[HostRecord | None, ...]:
         """The host of each slot, None where there is none."""
+        assert self.current is not None
         old = self.previous
         slots = zip(old.slots, old.incarnations, strict=True) if old else ()
-        return fill_slots(list(slots), usable, self._config.num_slots)
+        text, domains = self.current.layout_json, self._domains()
+        layout = Layout.from_json(text) if text else None
+        return fill_slots(
+            list(slots),
+            usable,
+            self._config.num_slots,
+            lambda seats, spares: preferred(old, layout, seats, spares, domains),
+        )
+
+    def _domains(self) -> FailureDomains:
+        domains, problem = known_domains(self._records.view.hosts.values())
+        if problem:
+            problem = f"failure domains are not used: {problem}"
+        self._journal.say_once("domains", problem)
+        return domains
 
     def _wait_for_hosts(self, empty: list[int]) -> None:
         self._journal.say(
@@ -146,6 +163,8 @@ class Rounds:
             commits=self._records.commits,
             storage_steps=steps_seen(self._config.storage_directory),
             quarantined=self._quarantined,
+            domains=self._domains(),
+            copies=self._config.copies,
         )
         if decision.source == "init" and self._records.view.stored:
             self._wait_for_storage(decision.passed_over)
@@ -228,6 +247,21 @@ class Rounds:
             health=self._health,
         )
         self.ledger.stopping = view.stop
+        self.expect(self._roster.connected)
+        _, problem = shortfall(
+            assignment.spread,
+            self.ledger.placement,
+            assignment.slots,
+            self._domains(),
+        )
+        self._journal.say_once("copies", problem)
+
+    def expect(self, hosts: Collection[str]) -> None:
+        """Tells hosts without a slot what one would hold, so that they are ready."""
+        if self.ledger is not None and self.assignment is not None:
+            text = self.ledger.layout.to_json()
+            for host in sorted(set(hosts) - set(self.assignment.slots)):
+                self._send(host, "expect", layout=text)
 
     def count_failure(self, step: int) -> int:
         """A restore of `step` has failed; returns how often without one new step.

@@ -52,6 +52,8 @@ class ServedFollower(Follower):
     def trainer_says(self, pid: int, message: dict[str, Any]) -> None:
         """A message of the user's process."""
         formation = self._formation
+        if message["op"] == "stage" and self._attached.is_active(pid):
+            self._board.set("finished", message["step"])  # so a loss can be counted
         if not self._attached.is_active(pid) or formation is None:
             return
         slot = formation.order["slot"]

@@ -10,6 +10,7 @@ from typing import Any
 
 from dtft.elastic.forming import Ballot
 from dtft.elastic.leader import Leader
+from dtft.elastic.reports import SERVED_FIELDS
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.served import fill_by_process, missing
@@ -56,6 +57,7 @@ class ServedLeader(Leader):
     """Forms the job of the user's processes; see the module's text."""
 
     rounds_class = ServedRounds
+    reports = SERVED_FIELDS
     _flushes: tuple[Flush, ...] = ()
     _ordered: int = -1
     """The newest step whose export was ordered for somebody who waits."""
@@ -65,6 +67,8 @@ class ServedLeader(Leader):
         self._journal.event("host_joined", host=host)
         if self._rounds.phase == "gathering":
             self._rounds.ask(host)
+        elif self._rounds.phase not in ("idle", "waiting"):
+            self._rounds.expect({host})
 
     def tick(self) -> None:
         """Forms once every process is there, and enforces the deadlines."""

@@ -13,6 +13,7 @@ import tyro
 from dtft.elastic.etcd import EtcdStore, version_warning
 from dtft.elastic.serve import ServeConfig, ServingHost, base_config
 from dtft.elastic.store import StoreUnavailable
+from dtft.train import host_flags
 
 _ONLY = "`dtft agent --serve-only` trains nothing"
 
@@ -54,16 +55,18 @@ def _agent_config(options: Namespace, overrides: list[str], secret: bytes):
             "of its own needs no agent. Leave --hosts out to take any number."
         )
     serving = _serve_config(overrides)
+    host = options.host_name or f"{socket.gethostname()}-{os.getpid()}"
     return dataclasses.replace(
         base_config(
             serving,
             job=options.job,
-            host=options.host_name or f"{socket.gethostname()}-{os.getpid()}",
+            host=host,
             store=options.store,
             secret=secret,
         ),
         bind=options.bind,
         run_directory=Path(options.run_dir or Path("runs") / options.job).resolve(),
+        **host_flags.settings(options, host),
     )
 
 

@@ -1,4 +1,4 @@
-"""A job of the user's own processes beside agents that serve: started, lost, restarted."""
+"""A job of the user's own processes and the agents that serve it, played through."""
 
 import json
 import os
