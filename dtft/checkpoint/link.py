@@ -55,8 +55,12 @@ class Link:
         """Connects to the agent that listens at `path`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
-        with _address(path) as address:
-            connection.connect(address)
+        try:
+            with _address(path) as address:
+                connection.connect(address)
+        except BaseException:
+            connection.close()
+            raise
         connection.settimeout(None)
         return cls(connection)
 
@@ -84,7 +88,10 @@ class Link:
             LinkClosed: the other end has gone.
             TimeoutError: nothing came within `timeout_s`.
         """
-        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.settimeout(timeout_s)
+        except OSError as error:
+            raise LinkClosed("the link was closed here") from error
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if length > _LARGEST:
             raise LinkClosed(f"message of {length} bytes refused, at most {_LARGEST}")

@@ -129,8 +129,8 @@ class AttachedTrainers:
                     link.send("agent", job=self._job, host=self._host, taken_by=taken)
                 elif message["op"] == "attach":
                     process = self._welcome(message, link)
-        except LinkClosed:
-            link.close()
+        except (LinkClosed, KeyError, TypeError, ValueError):
+            link.close()  # it has gone, or what it says has no meaning here
         if process is not None:
             with self._lock:
                 self._tell("trainer_exit", process.ident, 0)
@@ -281,5 +281,7 @@ class AttachedTrainers:
 
     def close(self) -> None:
         """Ends listening and lets the process go."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # or the accepting goes on
         self._listener.close()
         self.kill_active("the agent ends", waiting=True)
