@@ -59,6 +59,8 @@ class JobSteps:
             chunk_bytes=options.chunk_bytes,
             directory=Path(directory),
         )
+        self._listed = self._stored.steps()
+        """What storage had when it could be listed last."""
         self._looks: tuple[Any, ...] | None = None
         self._layout: Layout | None = None
         """What was announced, at the first save."""
@@ -70,13 +72,21 @@ class JobSteps:
         del read  # it is always listed: the agents write there
         self._memory.wait_until_finished()
         here = self._memory.in_memory
-        return sorted({*self._stored.steps(), *([] if here is None else [here])})
+        return sorted({*self._in_storage(), *([] if here is None else [here])})
+
+    def _in_storage(self) -> tuple[int, ...]:
+        """The stored steps; where they cannot be listed, those known before."""
+        try:
+            self._listed = self._stored.steps()
+        except OSError as error:
+            logger.warning("%s cannot be listed: %s", self._stored.directory, error)
+        return self._listed
 
     def newest(self) -> int | None:
         """The newest step on offer: what `should_save` goes by. Does not wait."""
         if self._memory.saved is not None:
             return self._memory.saved
-        return max(self._stored.steps(), default=None)
+        return max(self._in_storage(), default=None)
 
     def best_step(self) -> int | None:
         """The newest step: there is no `best_fn` in a job."""
@@ -174,7 +184,7 @@ class JobSteps:
 
     def _instead(self, chosen: int, step: int | None) -> int:
         """The stored step that takes the place of one with other slices in memory."""
-        stored = self._stored.steps()
+        stored = self._in_storage()
         text = (
             f"step {chosen} in memory was saved with other shardings: some process "
             "does not have the slices that it wants"
@@ -265,7 +275,7 @@ class JobSteps:
             raise ValueError(
                 f"step={step} is the newest commit in memory, from which lost hosts "
                 "are restored. It goes when the next step is saved. Allowed: older "
-                f"steps ({listed(list(map(str, self._stored.steps())))})."
+                f"steps ({listed(list(map(str, self._in_storage())))})."
             )
         with self._stored.manager(read_only=False) as manager:
             manager.delete(step)
