@@ -104,6 +104,8 @@ class AgentCheckpointManager:
         assert self._order is not None
         self._arena = Arena.attach(Path(self._order["arena"]))
         self._released = self._committed = self._saved = self._order["step"]
+        if self._order["source"] != "memory":
+            self._arena.prefault()
 
     # ------------------------------------------------------------- the agent's end
 
@@ -207,8 +209,9 @@ class AgentCheckpointManager:
         """The state the leader chose for this formation, or None for a fresh start.
 
         Raises:
-            ValueError: `step` is not the one that the leader chose, or a copy in this
-                host's memory is corrupt.
+            ValueError: `step` is not the one that the leader chose.
+            CorruptCopy: a copy in this host's memory is corrupt; all hosts must form
+                anew, and this copy will not be offered again.
         """
         order = self._order
         assert order is not None and self._arena is not None
@@ -221,6 +224,7 @@ class AgentCheckpointManager:
         if order["source"] == "memory":
             view = self._arena.view(order["offset"], self._plan.nbytes)
             arrays = self._plan.read(view, order["digests"], args.abstract)
+            self._arena.prefault()
             items = order["items"]
         else:
             arrays, items = self._from_storage(order["step"], args)
