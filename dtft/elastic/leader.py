@@ -25,6 +25,7 @@ from dtft.elastic.reports import FIELDS, fault_of, fields_of, misfit
 from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.storage_health import StorageHealth
+from dtft.elastic.storage_watch import StorageWatch
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +58,20 @@ class Leader:
         self._health = StorageHealth(config.storage_directory)
         self._demands = Demands()
         self._fruitless = 0
+        self._storage = StorageWatch(config.storage_directory)
         self._rounds = self.rounds_class(
-            config, self._records, self._roster, emit, send, journal, self._health
+            config,
+            self._records,
+            self._roster,
+            emit,
+            send,
+            journal,
+            self._health,
+            self._storage,
         )
         self._mender = Mender(journal, send)
         self._ending = Ending(
-            config, self._records, self._rounds, self._roster, journal
+            config, self._records, self._rounds, self._roster, journal, self._storage
         )
         if view.assignment is not None:
             gone = [host for host in view.assignment.slots if host not in view.hosts]
@@ -262,6 +271,7 @@ class Leader:
 
     def _export_ended(self, host: str, step: int, outcome: bool, error: str) -> None:
         if outcome:
+            self._storage.wrote(step)
             self._records.put("stored", step, "stored", str(step))
             self._say(self._health.succeeded(step))
         else:

@@ -22,13 +22,14 @@ from dtft.elastic.forming import (
     next_round,
     orders,
 )
-from dtft.elastic.journal import Journal, steps_seen
+from dtft.elastic.journal import Journal
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment, HostRecord, fill_slots
 from dtft.elastic.roster import Roster, lost
 from dtft.elastic.spread import known_domains, preferred, shortfall
 from dtft.elastic.storage_health import StorageHealth
+from dtft.elastic.storage_watch import StorageWatch
 
 Phase = Literal[
     "idle", "gathering", "waiting", "storage", "assigning", "preparing", "running"
@@ -59,10 +60,12 @@ class Rounds:
         send: Callable[..., None],
         journal: Journal,
         health: StorageHealth,
+        storage: StorageWatch,
     ) -> None:
         """Begins nothing yet, but has a coordination service wait."""
         self._config, self._records, self._roster = config, records, roster
         self._send, self._journal, self._health = send, journal, health
+        self._storage = storage
         service = NoCoordinator if config.served else Coordinator
         self._coordinator = service(config, emit)
         self._counter = 0
@@ -161,12 +164,15 @@ class Rounds:
             filled,
             previous=self.previous,
             commits=self._records.commits,
-            storage_steps=steps_seen(self._config.storage_directory),
+            storage_steps=self._storage.steps(),
             quarantined=self._quarantined,
             domains=self._domains(),
             copies=self._config.copies,
         )
-        if decision.source == "init" and self._records.view.stored:
+        if line := self._storage.news():
+            self._journal.say(line)
+        unseen = decision.source == "init" and bool(self._records.view.stored)
+        if unseen or (decision.source != "memory" and self._storage.silent):
             self._wait_for_storage(decision.passed_over)
             return
         round_.assignment, round_.decision = assignment, decision
@@ -179,14 +185,15 @@ class Rounds:
         )
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
-        """Storage had a step and shows none: the job must not begin anew unasked."""
+        """Storage is needed and shows nothing: the job must not begin anew unasked."""
         if not self._storage_missed:
             self._storage_missed = True
             for reason in reasons:
                 self._journal.say(f"memory cannot restore {reason}")
+            stored = self._records.view.stored
+            had = f"had step {stored} and shows no step now" if stored else "is silent"
             self._journal.say(
-                f"storage {self._config.storage_directory} had step "
-                f"{self._records.view.stored} and shows no step now: the job waits for "
+                f"storage {self._config.storage_directory} {had}: the job waits for "
                 "it. Mount it again or put it back; to begin anew use another --job"
             )
         self.enter("storage", STORAGE_PAUSE_S)
@@ -240,7 +247,7 @@ class Rounds:
             self._config,
             layout,
             assignment,
-            stored=max(steps_seen(self._config.storage_directory), default=-1),
+            stored=max(self._storage.steps(), default=-1),
             export_addresses=export_addresses(self.current, assignment, view.hosts),
             record=self._records.commit,
             send=self._send,

@@ -36,16 +36,18 @@ class StorageWatch:
         self._changed = threading.Condition()
         self._looking, self._known = False, frozenset[int]()
         self._written: set[int] = set()
-        self._told = False
+        self._late, self._told = False, False
 
     def steps(self) -> tuple[int, ...]:
         """The steps that storage holds now, or held when it last answered."""
         with self._changed:
-            if not self._looking:
+            if not self._looking and not self._late:
                 self._looking = True
                 self._written.clear()
                 threading.Thread(target=self._look, daemon=True).start()
                 self._changed.wait_for(lambda: not self._looking, self._wait_s)
+            # An answer that came late counts once: the next would be late as well.
+            self._late = self._looking
             return tuple(sorted(self._known))
 
     @property

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from dtft.checkpoint.board import Board
+from dtft.checkpoint.interval import Experience, Window
 from dtft.checkpoint.link import Link, LinkClosed
 from dtft.train.config import load, refuse_other, to_json
 from dtft.train.experiment import Experiment
@@ -56,7 +57,8 @@ class AgentRuntime:
         self._dispatched_at: list[float] = []
         self._checkpoint = experiment.checkpoint
         self._clock = WindowClock()
-        self._window: Any = None
+        self._window: Window | None = None
+        self._seen = Experience()
 
     def mesh(self, experiment: Experiment) -> Any:
         """Joins the JAX world of this formation; device order is slot order."""
@@ -134,6 +136,8 @@ class AgentRuntime:
             released_at=self._manager.released_at,
             stall_s=stalls[-1] if stalls else 0.0,
         )
+        if self._window is not None:
+            self._seen = self._seen.and_window(self._window)
 
     def _finished(self, step: int) -> None:
         self._board.set("finished", step)
@@ -170,18 +174,21 @@ class AgentRuntime:
         self.summary = summary
         summary |= speed(self._dispatched_at, self._manager.stalls_s)
         summary["interval"] = self._manager.interval()
+        if (costs := self._seen.costs) is not None:
+            summary |= {"quiet_step_s": costs.step_s, "snapshot_s": costs.snapshot_s}
 
 
 def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str, Any]:
-    """Wall time per step, warm-up left out, and per snapshot.
+    """Wall time per step, warm-up left out, and of the last half; and per snapshot.
 
     >>> speed([float(t) for t in range(30)], [0.5])
-    {'step_s': 1.0, 'snapshots': 1, 'stall_s': 0.5}
+    {'step_s': 1.0, 'late_step_s': 1.0, 'snapshots': 1, 'stall_s': 0.5}
     """
-    warm = dispatched_at[WARM_UP:]
+    warm, late = dispatched_at[WARM_UP:], dispatched_at[len(dispatched_at) // 2 :]
     figures: dict[str, Any] = {}
     if len(warm) > 1:
         figures["step_s"] = (warm[-1] - warm[0]) / (len(warm) - 1)
+        figures["late_step_s"] = (late[-1] - late[0]) / (len(late) - 1)
     if stalls_s:
         figures |= {"snapshots": len(stalls_s), "stall_s": fmean(stalls_s)}
     return figures
