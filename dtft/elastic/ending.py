@@ -7,7 +7,6 @@ must not know how a formation comes about.
 
 import json
 
-from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.journal import Journal, steps_seen
 from dtft.elastic.records import Records
@@ -55,8 +54,9 @@ class Ending:
             return
         self._rescuing, rounds = True, self._rounds
         round_, previous = rounds.current, rounds.previous
-        if rounds.ledger is None and previous and round_ and round_.layout_json:
-            rounds.open_ledger(Layout.from_json(round_.layout_json), previous)
+        layout = round_.layout_of(self._records.commits) if round_ else None
+        if rounds.ledger is None and previous and layout:
+            rounds.open_ledger(layout, previous)
         last, ledger = self._records.last_step, rounds.ledger
         alive = self._roster.connected
         if (
@@ -88,7 +88,9 @@ class Ending:
     def conclude(self) -> None:
         """Ends the job once the last step is finished, committed and in storage."""
         round_, ledger = self._rounds.current, self._rounds.ledger
-        if round_ is None or len(round_.finished) < self._config.num_slots:
+        if round_ is None or round_.assignment is None:
+            return
+        if len(round_.finished) < len(round_.assignment.slots):
             return
         last = max(round_.finished.values())
         if ledger is None or ledger.committed < last or ledger.exporting is not None:

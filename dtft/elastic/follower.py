@@ -78,6 +78,7 @@ class Follower:
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
             held=lambda step, source: self._emit("held", self.epoch, step, source),
+            former=lambda: self._copies.former,
         )
 
     def warm(self) -> None:
@@ -139,13 +140,15 @@ class Follower:
     def _restore_memory(self, formation: Formation) -> None:
         order = formation.order
         try:
-            holder = self._copies.hold(Layout.from_json(order["layout"]), order["slot"])
+            layout, step = Layout.from_json(order["layout"]), order["step"]
+            holder = self._copies.hold(layout, order["slot"], keep=step)
             outcome = restore_into(
                 holder,
                 order,
                 self._config.host,
                 self._credentials,
                 self._config.timeouts.restore,
+                former=self._copies.former,
             )
         except OSError as error:
             outcome = {"fatal": str(error)}
@@ -156,7 +159,7 @@ class Follower:
         if formation is not self._formation:
             return
         if "fatal" in outcome:
-            self._report("fatal", message=outcome["fatal"])
+            self._fatal(outcome["fatal"])
         elif "error" in outcome:
             self._report("prepare_failed", ballot=self._ballot, **outcome)
         else:
@@ -168,8 +171,12 @@ class Follower:
                 own=outcome["own"],
                 peers=outcome["peers"],
                 seconds=outcome["s"],
+                restored=outcome.get("restored", {}),
             )
             self._hand_over(formation)
+
+    def _fatal(self, message: str) -> None:
+        self._report("fatal", ballot=self._ballot, message=message)
 
     def _hand_over(self, formation: Formation) -> None:
         """Gives the trainer its state, once both it and the state are there."""
@@ -187,6 +194,7 @@ class Follower:
         last = self._board.get("committed")
         if committed:
             self._board.set("committed", step)
+            self._copies.committed()
             last = step
         self._copies.holder.drop_before(step, keep={last})
         if self._board.get("replicating") <= step:
@@ -223,13 +231,13 @@ class Follower:
         if order["source"] == "memory":
             if Layout.from_json(order["layout"]).digest != layout.digest:
                 text = "the trainer's state differs from the commit's: other config?"
-                self._report("fatal", message=text)
+                self._fatal(text)
                 return
         else:
             try:
                 self._copies.hold(layout, order["slot"]).keep_only(set())
             except OSError as error:
-                self._report("fatal", message=str(error))
+                self._fatal(str(error))
                 return
         formation.announced = True
         formation.pushers = self._copies.pushers(
@@ -242,7 +250,7 @@ class Follower:
         try:
             self._pool.send("extent", step=step, offset=holder.begin_stage(step))
         except RuntimeError as error:
-            self._report("fatal", message=str(error))
+            self._fatal(str(error))
 
     def _staged(
         self, formation: Formation, holder: Holder, message: dict[str, Any]
@@ -279,8 +287,9 @@ class Follower:
 
     def export(self, order: dict[str, Any]) -> None:
         """Begins to write a committed step to storage, from the arena."""
-        if self._copies.holder is not None:
-            self._exports.begin(self._copies.holder, order)
+        holder = self._copies.holding(order["step"])
+        if holder is not None:
+            self._exports.begin(holder, order)
         else:
             text = f"{self._config.host} holds nothing"
             self._exported(order["step"], False, text)

@@ -6,6 +6,7 @@ steps, `Ending` ends the job, `Records` reads and writes the store. Holds no sta
 its successor could not learn again from the store and the hosts.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,15 @@ from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer, Demands
 from dtft.elastic.ending import Ending
-from dtft.elastic.forming import death, report_of
+from dtft.elastic.forming import Round, death, report_of
 from dtft.elastic.journal import Journal
 from dtft.elastic.membership import Membership, View
+from dtft.elastic.proof import prove
 from dtft.elastic.records import Records
 from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.rounds import Rounds
+from dtft.elastic.scaling import Scaling
+from dtft.elastic.sizes import Sizes
 from dtft.elastic.storage_health import StorageHealth
 
 START_FAILURES = 3
@@ -45,8 +49,13 @@ class Leader:
         self._roster = Roster(time.monotonic(), config.timeouts.connect)
         self._health = StorageHealth(config.storage_directory)
         self._demands = Demands()
+        self._sizes = sizes = Sizes(config, self._records, journal)
         self._rounds = Rounds(
-            config, self._records, self._roster, emit, send, journal, self._health
+            *(config, self._records, self._roster, emit, send, journal),
+            *(self._health, sizes),
+        )
+        self._scaling = Scaling(
+            config, self._records, self._rounds, self._roster, sizes
         )
         self._ending = Ending(
             config, self._records, self._rounds, self._roster, journal
@@ -124,7 +133,8 @@ class Leader:
         ballot = tuple(message.pop("ballot", ()))
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "fatal":
-            self._ending.end("error", message["message"], code=message.get("code", 2))
+            if round_ is None or ballot in ((), round_.ballot):
+                self._on_fatal(**message)
         elif round_ is not None and ballot == round_.ballot:
             try:
                 getattr(self, f"_on_{op}")(host, **message)
@@ -134,6 +144,16 @@ class Leader:
             assert round_ is not None and previous is not None
             slots = previous.slots  # it died beside what began this round
             round_.reasons.append(death(slots, host, message["code"]))
+
+    def _on_fatal(self, message: str, code: int = 2, **_: Any) -> None:
+        """Trying again would not help; but another size that ran before might."""
+        round_ = self._rounds.current
+        chosen = round_.assignment if round_ is not None else None
+        if chosen is None or not self._sizes.is_new(chosen):
+            self._ending.end("error", message, code=code)
+        else:
+            self._sizes.give_up(len(chosen.slots), message)
+            self._rounds.form(f"not on {len(chosen.slots)} hosts: {message}")
 
     def _on_holdings(self, host: str, **reply: Any) -> None:
         assert self._rounds.current is not None
@@ -152,10 +172,27 @@ class Leader:
 
     def _on_prepared(self, host: str, **outcome: Any) -> None:
         round_ = self._rounds.current
-        assert round_ is not None
+        assert round_ is not None and round_.assignment is not None
         round_.prepared[host] = outcome
-        if len(round_.prepared) == self._config.num_slots:
+        if len(round_.prepared) == len(round_.assignment.slots):
             round_.restore_s = time.time() - round_.restore_begun
+            self._prove(round_)
+
+    def _prove(self, round_: Round) -> None:
+        """On another mesh, nobody trains on anything but the committed bytes."""
+        decision, told = round_.decision, round_.prepared.values()
+        assert decision is not None and round_.assignment is not None
+        if decision.located is None or decision.layout is None:
+            return
+        if not any(one["restored"] for one in told):
+            return
+        restored = [one["restored"] for one in told]
+        proof = prove(decision.located, decision.layout, restored)
+        self._journal.event("resized", **dataclasses.asdict(proof))
+        if proof.differing:
+            self._journal.say(f"restored leaves differ: {', '.join(proof.differing)}")
+            self._rounds.count_failure(round_.assignment.step)
+            self._rounds.form("the restored state was not the committed one")
 
     def _on_layout(self, host: str, layout: str) -> None:
         announced = Layout.from_json(layout)
@@ -171,16 +208,27 @@ class Leader:
         assert round_ is not None and round_.assignment is not None
         round_.running.add(host)
         round_.bytes_from_storage += bytes_from_storage
-        if len(round_.running) < self._config.num_slots or round_.reported:
+        slots = len(round_.assignment.slots)
+        if len(round_.running) < slots or round_.reported:
             return
         self._rounds.enter("running", self._stage_limit())
         round_.reported = True
         self._rounds.succeeded()
         if round_.assignment.rung == 0:
             self._journal.event("started", step=round_.assignment.step)
+            assert self._rounds.ledger is not None
+            self._sizes.forewarn(self._rounds.ledger.layout)
         else:
             now = time.time()
-            self._journal.recovery(report_of(round_, now), round_.detected, now)
+            report = report_of(round_, self._rounds.previous, now)
+            self._journal.recovery(report, round_.detected, now)
+            self._scaling.trained(
+                {
+                    "step": report.restored_step,
+                    "bytes_from_peers": report.bytes_from_peers,
+                    "bytes_from_storage": report.bytes_from_storage,
+                }
+            )
 
     def _stage_limit(self) -> float:
         return self._config.timeouts.stage * self._config.interval
@@ -238,6 +286,10 @@ class Leader:
         else:
             self._demands.add(ledger.committed, answer)
 
+    def scaling_wanted(self, replicas: int, answer: Answer) -> None:
+        """Somebody wants another number of replicas."""
+        self._scaling.asked(replicas, answer)
+
     def _say(self, line: str | None) -> None:
         if line:
             self._journal.say(line)
@@ -254,7 +306,11 @@ class Leader:
             self._rounds.assigned(value)
         elif label == "commit" and self._rounds.ledger is not None:
             self._emit("committing", 0)
-            self._journal.committed(value.step)
+            self._journal.committed(value.step, value.root)
+            if why := self._scaling.due():
+                self._rounds.ledger.recorded(value)
+                self._rounds.form(why)
+                return
             self._rounds.ledger.written(value)
             if self._demands:
                 self._rounds.ledger.export(value.step)
@@ -298,5 +354,6 @@ class Leader:
     def close(self) -> None:
         """Hands over to whoever leads next."""
         self._demands.close()
+        self._scaling.close()
         self._records.close()
         self._rounds.close()

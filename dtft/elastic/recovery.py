@@ -12,6 +12,7 @@ from dtft.checkpoint.exact import ExactTransfer, Missing, plan_exact
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.tables import size_text
 from dtft.elastic.roles import Source
+from dtft.elastic.sizing import resized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,8 @@ class Decision:
     step: int
     located: Located | None = None
     """Set when the source is memory."""
+    layout: Layout | None = None
+    """Set when the source is memory: of the new formation."""
     transfers: tuple[ExactTransfer, ...] = ()
     """Set when the source is memory: what each host fetches from whom."""
     passed_over: tuple[str, ...] = ()
@@ -38,6 +41,7 @@ def decide(
     slots: Sequence[str],
     storage_steps: Collection[int],
     quarantined: Collection[int] = (),
+    other_layouts: Collection[Layout] = (),
 ) -> Decision:
     """Chooses the newest state that can be had, memory before storage.
 
@@ -45,25 +49,43 @@ def decide(
         commits: recorded commits, newest first.
         layout: the running job's layout, if any live host knows it.
         holdings: what live hosts hold, verified.
-        slots: the host of each slot in the new formation.
+        slots: the host of each slot in the new formation; if there are more or fewer
+            than in the commit's layout, the job has more or fewer replicas.
         storage_steps: steps that storage holds.
         quarantined: steps whose restore failed twice.
+        other_layouts: what else live hosts know, after a formation of another size.
     """
+    known = {one.digest: one for one in (layout, *other_layouts) if one is not None}
     usable = [c for c in commits if c.step not in quarantined]
-    located, reasons = locate(usable, layout, holdings)
+    located, reasons = _newest(usable, known, holdings)
     newest_stored = max(storage_steps, default=None)
-    if located is not None and layout is not None:
+    if located is not None:
         if newest_stored is None or newest_stored <= located.commit.step:
-            return _from_memory(located, layout, slots, tuple(reasons))
+            before = known[located.commit.layout]
+            return _from_memory(located, before, slots, tuple(reasons))
     source: Source = "init" if newest_stored is None else "storage"
     return Decision(
         rung=3, source=source, step=newest_stored or 0, passed_over=tuple(reasons)
     )
 
 
+def _newest(
+    commits: Sequence[Commit], known: Mapping[str, Layout], holdings: Holdings
+) -> tuple[Located | None, list[str]]:
+    """As `locate`, each commit in its own layout."""
+    reasons: list[str] = []
+    for commit in commits:
+        located, passed_over = locate([commit], known.get(commit.layout), holdings)
+        if located is not None:
+            return located, reasons
+        reasons += passed_over
+    return None, reasons
+
+
 def _from_memory(
-    located: Located, layout: Layout, slots: Sequence[str], reasons: tuple[str, ...]
+    located: Located, before: Layout, slots: Sequence[str], reasons: tuple[str, ...]
 ) -> Decision:
+    layout = layout_on(before, len(slots))
     needs = {host: layout.slices(slot) for slot, host in enumerate(slots)}
     plan = plan_exact(needs, located.holders)
     assert not isinstance(plan, Missing), plan
@@ -72,9 +94,18 @@ def _from_memory(
         source="memory",
         step=located.commit.step,
         located=located,
+        layout=layout,
         transfers=plan.transfers,
         passed_over=reasons,
     )
+
+
+def layout_on(layout: Layout, num_slots: int) -> Layout:
+    """The same state on so many slots, with as many more or fewer replicas."""
+    before = layout.mesh.num_slots
+    if num_slots == before:
+        return layout
+    return resized(layout, num_slots * layout.mesh.axis_sizes[0] // before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +127,9 @@ class RecoveryReport:
     bytes_from_storage: int
     processes_restarted: int
     corrupt_copies: tuple[str, ...] = ()
+    slots: int = 0
+    slots_before: int = 0
+    """Hosts that train, and how many did before; 0: no others than before."""
 
     @property
     def steps_lost(self) -> int:
@@ -115,8 +149,12 @@ class RecoveryReport:
             if self.corrupt_copies
             else ""
         )
+        size = ""
+        if self.slots_before not in (0, self.slots):
+            size = f"{self.slots} hosts train instead of {self.slots_before}; "
         return (
-            f"recovered: {self.fault}; generation {self.generation}; rung {self.rung}; "
+            f"recovered: {self.fault}; {size}generation {self.generation}; "
+            f"rung {self.rung}; "
             f"step {self.restored_step} restored ({where}{corrupt}); "
             f"{self.steps_lost} steps lost; restored in {self.restore_s:.2f} s, "
             f"training again {self.total_s:.2f} s after it was noticed; "

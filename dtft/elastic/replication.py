@@ -113,6 +113,8 @@ class Inbox:
     """Called with (step, source slot) when a push was verified, once for each."""
     nixl: Nixl | None = None
     """Lends memory to peers that fetch with NIXL."""
+    former: Callable[[], Sequence[Holder]] = tuple
+    """Holders of former formations that peers may still need."""
 
 
 def serve_pushes(channel: Channel, inbox: Inbox) -> None:
@@ -234,12 +236,27 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
             raise wire.WireError("a fetch whose keys are not text")
         if _epoch(request.get("epoch")) < inbox.epoch():
             raise KeyError("the order to fetch it is older than this host's")
-        holder = inbox.holder()
-        if holder is None:
-            raise KeyError("this host holds nothing")
-        return holder.find(step, keys)
+        return find_copies((inbox.holder(), *inbox.former()), step, keys)
 
     serve(channel, find, inbox.nixl)
+
+
+def find_copies(
+    holders: Sequence[Holder | None], step: int, keys: Sequence[str]
+) -> list[memoryview]:
+    """Views of the named slices of a step, from whichever holder has each.
+
+    The last one that has a slice counts: that of the former formation, since the first
+    may be waiting for that very slice.
+
+    Raises:
+        KeyError: a slice is not held here for that step.
+    """
+    here: dict[str, memoryview] = {}
+    for holder in holders:
+        if holder is not None:
+            here |= {key: view for key, view, _ in holder.copies(step)}
+    return [here[key] for key in keys]
 
 
 class FetchFailed(Exception):

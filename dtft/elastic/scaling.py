@@ -1,0 +1,159 @@
+"""People who asked for more or fewer replicas, and what they are told.
+
+The wish is kept in the store, fenced like everything the leader writes, so it outlives
+the leader: whoever leads next goes on with it, and who asked asks again. Decides when a
+running job is formed anew for the sake of its size; must not know how.
+"""
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.checkpoint.transport import Channel
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.demands import Answer
+from dtft.elastic.records import Records
+from dtft.elastic.roster import Roster
+from dtft.elastic.rounds import Rounds
+from dtft.elastic.sizes import Sizes
+from dtft.elastic.sizing import Groups, WantedSize, size_for
+
+ASK_S = 10.0
+AGAIN = "this host does not lead any more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    size: WantedSize
+    before: int
+    """Replicas when it was asked."""
+    at: float
+    answer: Answer
+
+
+class Scaling:
+    """Who waits for which size. Used by the event loop."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        rounds: Rounds,
+        roster: Roster,
+        sizes: Sizes,
+    ) -> None:
+        """Nobody waits."""
+        self._config, self._records, self._rounds = config, records, rounds
+        self._roster, self._sizes = roster, sizes
+        self._waiting: list[_Request] = []
+
+    def asked(self, replicas: int, answer: Answer) -> None:
+        """Somebody wants `replicas` replicas; answered when they train."""
+        rounds, ledger = self._rounds, self._rounds.ledger
+        if rounds.frozen or ledger is None or rounds.phase != "running":
+            text = f"the job does not train now ({rounds.phase}); ask again later"
+            answer({"error": text, "again": not rounds.frozen})
+            return
+        try:
+            size = size_for(replicas, ledger.layout, self._config.sizes)
+        except ValueError as error:
+            answer({"error": str(error), "code": 2})
+            return
+        groups = Groups.of(ledger.layout, self._config.sizes)
+        if (short := size.slots - self._available()) > 0:
+            answer({"error": self._too_few(size, short)})
+            return
+        self._sizes.asked_for(size)
+        if size.slots != self._sizes.wanted:
+            self._records.put("size", size, "size", size.to_json())
+        if size.slots == groups.slots:
+            answer({"replicas": replicas, "before": replicas, "hosts": size.slots})
+        else:
+            now = time.monotonic()
+            self._waiting.append(
+                _Request(size=size, before=groups.replicas, at=now, answer=answer)
+            )
+
+    def _too_few(self, size: WantedSize, short: int) -> str:
+        return (
+            f"{size.replicas} replicas need {size.slots} hosts, but "
+            f"{size.slots - short} are here. Start {short} more (the command of the "
+            f"other agents, with --job {self._config.job} --store "
+            f"{self._config.store}), then ask again."
+        )
+
+    def _available(self) -> int:
+        return len(self._roster.usable(self._records.view.hosts))
+
+    def due(self) -> str:
+        """Why the job is to be formed anew at this commit; "" if it is not."""
+        rounds, ledger = self._rounds, self._rounds.ledger
+        round_ = rounds.current
+        if ledger is None or round_ is None or round_.assignment is None:
+            return ""
+        training = rounds.phase == "running" and not (rounds.frozen or round_.finished)
+        if not training or ledger.stopping:
+            return ""
+        now = len(round_.assignment.slots)
+        then = self._sizes.choose(self._available(), ledger.layout)
+        if then == now:
+            return ""
+        groups = Groups.of(ledger.layout, self._config.sizes)
+        return (
+            f"the job {'grows' if then > now else 'shrinks'} from {groups.replicas} "
+            f"to {groups.replicas_on(then)} replicas"
+        )
+
+    def trained(self, told: dict[str, Any]) -> None:
+        """Every slot trains: who waited for this size, or for one that cannot be.
+
+        Args:
+            told: what the formation came to, for whoever asked for it.
+        """
+        assert self._rounds.assignment is not None and self._rounds.ledger is not None
+        now = len(self._rounds.assignment.slots)
+        then = self._sizes.choose(self._available(), self._rounds.ledger.layout)
+        for one in list(self._waiting):
+            size = one.size
+            if size.slots == now:
+                one.answer(
+                    {
+                        "replicas": size.replicas,
+                        "before": one.before,
+                        "hosts": now,
+                        "seconds": time.monotonic() - one.at,
+                        **told,
+                    }
+                )
+            elif then == now:
+                why = self._sizes.why_not(size.slots) or "a host was lost meanwhile"
+                text = f"the job trains on {now} hosts, not on {size.slots}: {why}"
+                one.answer({"error": text})
+            else:
+                continue
+            self._waiting.remove(one)
+
+    def close(self) -> None:
+        """Tells all who still wait to ask whoever leads next."""
+        for one in self._waiting:
+            one.answer({"error": AGAIN, "again": True})
+        self._waiting.clear()
+
+
+def serve_scaling(channel: Channel, emit: Callable[..., None]) -> None:
+    """Has the leader asked for another size, and answers when it is trained with."""
+    request, _ = channel.receive(timeout_s=ASK_S)
+    replicas, limit_s = request.get("replicas"), request.get("limit_s")
+    if type(replicas) is not int or not isinstance(limit_s, int | float):
+        channel.send({"error": "not a request for a size", "code": 2}, timeout_s=ASK_S)
+        return
+    answers: queue.Queue[dict[str, Any]] = queue.Queue()
+    emit("scaling_wanted", replicas, answers.put)
+    try:
+        reply = answers.get(timeout=max(0.0, min(float(limit_s), 86400.0)))
+    except queue.Empty:
+        reply = {"error": f"the job did not train so within {limit_s:.0f} s"}
+    channel.send(reply, timeout_s=ASK_S)
+    channel.receive(timeout_s=ASK_S)  # the caller has it
