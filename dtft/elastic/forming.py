@@ -11,6 +11,7 @@ from typing import Any
 
 from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.slices import Layout
+from dtft.elastic.assembling import regions_to
 from dtft.elastic.recovery import Decision, RecoveryReport, decide, transfers_to
 from dtft.elastic.roles import Assignment, HostRecord, next_epoch
 
@@ -143,6 +144,9 @@ def orders(
             **common,
             "slot": slot,
             "transfers": transfers_to(decision.transfers, addresses, host),
+            "regions": regions_to(decision.plan, addresses, host)
+            if decision.plan
+            else [],
         }
         for slot, host in enumerate(assignment.slots)
     }

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from dtft.checkpoint.commit import Commit, Holdings, Located, locate
 from dtft.checkpoint.exact import ExactTransfer, Missing, plan_exact
+from dtft.checkpoint.inventory import inventory_of
+from dtft.checkpoint.restore import RestorePlan, plan_restore
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.tables import size_text
 from dtft.elastic.roles import Source
@@ -29,6 +31,9 @@ class Decision:
     """Set when the source is memory: of the new formation."""
     transfers: tuple[ExactTransfer, ...] = ()
     """Set when the source is memory: what each host fetches from whom."""
+    plan: RestorePlan | None = None
+    """Set instead of transfers if the new formation's slices are not those that were
+    committed, but are made of them."""
     passed_over: tuple[str, ...] = ()
     """A reason for each newer commit that cannot be restored."""
 
@@ -87,6 +92,8 @@ def _from_memory(
 ) -> Decision:
     layout = layout_on(before, len(slots))
     needs = {host: layout.slices(slot) for slot, host in enumerate(slots)}
+    if any(it.key not in located.digests for own in needs.values() for it in own):
+        return _assembled(located, before, layout, slots, reasons)
     plan = plan_exact(needs, located.holders)
     assert not isinstance(plan, Missing), plan
     return Decision(
@@ -96,6 +103,32 @@ def _from_memory(
         located=located,
         layout=layout,
         transfers=plan.transfers,
+        passed_over=reasons,
+    )
+
+
+def _assembled(
+    located: Located,
+    before: Layout,
+    layout: Layout,
+    slots: Sequence[str],
+    reasons: tuple[str, ...],
+) -> Decision:
+    plan = plan_restore(
+        located.commit,
+        inventory_of(before, located.holders),
+        layout,
+        slots=slots,
+        alive={host for hosts in located.holders.values() for host in hosts},
+    )
+    assert isinstance(plan, RestorePlan), plan.reason
+    return Decision(
+        rung=2 if plan.sent else 1,
+        source="memory",
+        step=located.commit.step,
+        located=located,
+        layout=layout,
+        plan=plan,
         passed_over=reasons,
     )
 

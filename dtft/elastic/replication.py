@@ -236,9 +236,30 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
             raise wire.WireError("a fetch whose keys are not text")
         if _epoch(request.get("epoch")) < inbox.epoch():
             raise KeyError("the order to fetch it is older than this host's")
-        return find_copies((inbox.holder(), *inbox.former()), step, keys)
+        views = find_copies((inbox.holder(), *inbox.former()), step, keys)
+        return _spans(views, request["spans"]) if "spans" in request else views
 
     serve(channel, find, inbox.nixl)
+
+
+def _spans(views: Sequence[memoryview], spans: object) -> list[memoryview]:
+    """Of each slice the bytes that are asked for.
+
+    Raises:
+        WireError: the spans are not inside the slices.
+    """
+    found = list(spans) if isinstance(spans, list | tuple) else []
+    if len(found) != len(views):
+        raise wire.WireError("a fetch has not one span for each key")
+    parts = []
+    for view, span in zip(views, found, strict=True):
+        pair = list(span) if isinstance(span, list | tuple) else []
+        if len(pair) != 2 or any(type(number) is not int for number in pair):
+            raise wire.WireError("a fetch's span is not (start, stop)")
+        if not 0 <= pair[0] <= pair[1] <= view.nbytes:
+            raise wire.WireError(f"a fetch's span {pair} is not inside its slice")
+        parts.append(view[pair[0] : pair[1]])
+    return parts
 
 
 def find_copies(

@@ -14,6 +14,7 @@ from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.slices import Slice
 from dtft.checkpoint.transport import Credentials
+from dtft.elastic.assembling import assemble
 from dtft.elastic.replication import FetchFailed, FetchOrder, fetch
 
 
@@ -30,7 +31,8 @@ def restore_into(
 
     Args:
         holder: of the slot in the order.
-        order: generation, attempt, step, digests, items and transfers.
+        order: generation, attempt, step, digests, items and transfers; regions
+            instead of transfers where slices are not those that were committed.
         host: this host's name.
         credentials: the job's.
         limit_s: deadline of each fetch, in seconds.
@@ -44,6 +46,9 @@ def restore_into(
     """
     begun = time.monotonic()
     try:
+        if order.get("regions"):
+            args = holder, order, host, credentials, limit_s, former
+            return _outcome(holder, order, assemble(*args), begun)
         missing = holder.begin_restore(order["step"], order["digests"], order["items"])
         missing = _adopt(holder, order, missing, former)
         planned = {key for transfer in order["transfers"] for key in transfer["keys"]}
@@ -54,7 +59,13 @@ def restore_into(
         peers = _fetch_all(holder, order, credentials, limit_s, nixl)
     except FetchFailed as error:
         return {"error": str(error), "host": error.host, "corrupt": error.corrupt}
-    own = sum(piece.nbytes for piece in holder.own_slices) - peers
+    return _outcome(holder, order, peers, begun)
+
+
+def _outcome(
+    holder: Holder, order: dict[str, Any], peers: int, begun: float
+) -> dict[str, Any]:
+    own = max(0, sum(piece.nbytes for piece in holder.own_slices) - peers)
     outcome = {"own": own, "peers": peers, "s": time.monotonic() - begun}
     if order.get("resized"):
         outcome["restored"] = _read_again(holder, order["step"])

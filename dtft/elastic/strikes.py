@@ -277,7 +277,8 @@ class Striker(threading.Thread):
             strike.reply = scale(observer, strike.fault.replicas, SCALE_S)
         except Exception as error:
             strike.reply = {"error": str(error)}
-            self.error = f"{strike.fault}: {error}"
+            if all(fault.kind == "scale" for fault in self._faults):
+                self.error = f"{strike.fault}: {error}"  # nothing else is to blame
         finally:
             store.close()
 
