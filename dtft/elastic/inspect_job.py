@@ -31,6 +31,10 @@ VERIFY_TRIES = 8
 """Steps go on while one looks: so often is looked for one that all hosts still have."""
 
 
+class NotThere(RuntimeError):
+    """Nobody leads the job at the moment, or the leader does not answer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostState:
     """What one host answered."""
@@ -183,16 +187,16 @@ class Observer:
         """Asks whoever leads the job now; adds `leader` to the answer.
 
         Raises:
-            RuntimeError: nobody leads, or the leader does not answer.
+            NotThere: nobody leads, or the leader does not answer.
         """
         view, _ = read_view(self._store, self._job)
         leader = view.hosts.get(view.leader or "")
         if leader is None:
-            raise RuntimeError(f"job {self._job!r} has no leader at the moment.")
+            raise NotThere(f"job {self._job!r} has no leader at the moment.")
         try:
             reply = self._call(leader, op, request, limit_s)
         except (OSError, TimeoutError) as error:
-            raise RuntimeError(f"leader {leader.host}: {error}") from error
+            raise NotThere(f"leader {leader.host}: {error}") from error
         return {**reply, "leader": leader.host}
 
     def result(self) -> str | None:

@@ -7,7 +7,8 @@ then. Must not know how the job does it, nor how the outcome is shown.
 import time
 from typing import Any
 
-from dtft.elastic.inspect_job import Observer
+from dtft.elastic.inspect_job import NotThere, Observer
+from dtft.elastic.store import StoreUnavailable
 
 PAUSE_S = 0.5
 
@@ -35,13 +36,9 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
     end = time.monotonic() + limit_s
     why = ""
     while (left := end - time.monotonic()) > 0:
-        if (ended := observer.result()) is not None:
-            raise RuntimeError(f"the job has ended ({ended}).")
         try:
-            reply = observer.ask_leader(
-                "scale", {"replicas": replicas, "limit_s": left}, left + PAUSE_S
-            )
-        except RuntimeError as error:
+            reply = _ask(observer, replicas, left)
+        except (NotThere, StoreUnavailable) as error:
             reply = {"error": str(error), "again": True}
         if "error" not in reply:
             return reply
@@ -54,3 +51,10 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
     raise RuntimeError(
         f"the job does not train with {replicas} replicas after {limit_s:.0f} s: {why}"
     )
+
+
+def _ask(observer: Observer, replicas: int, left_s: float) -> dict[str, Any]:
+    if (ended := observer.result()) is not None:
+        raise RuntimeError(f"the job has ended ({ended}).")
+    request = {"replicas": replicas, "limit_s": left_s}
+    return observer.ask_leader("scale", request, left_s + PAUSE_S)

@@ -33,7 +33,9 @@ def run(options: Namespace, secret: bytes) -> int:
     try:
         observer = Observer(store, options.store, options.job, secret)
         found = scale(observer, options.replicas, options.timeout)
-    except (StoreUnavailable, RuntimeError) as error:
+    except StoreUnavailable as error:
+        raise ValueError(f"--store {options.store}: {error}") from error
+    except RuntimeError as error:
         print(f"dtft: error: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
