@@ -7,15 +7,21 @@ the old commit needs is never given up for what is only being restored. Must not
 orders, the leader or the trainer.
 """
 
+import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from dtft.checkpoint.arena import Arena
+from dtft.checkpoint.arena_map import ArenaMap
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.replication import Pusher
+
+logger = logging.getLogger(__name__)
 
 
 class Copies:
@@ -28,6 +34,7 @@ class Copies:
         """Of the newest formation."""
         self.former: tuple[Holder, ...] = ()
         """Of the formations since the last commit, where they were others."""
+        self._reserve: Future[Arena] | None = None
 
     def hold(self, layout: Layout, slot: int, keep: int | None = None) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed.
@@ -63,6 +70,7 @@ class Copies:
             place(layout, self._config.copies),
             path=next(path for path in paths if not path.exists()),
             chunk_bytes=self._config.chunk_bytes,
+            reserved=self._take_reserve(),
         )
 
     def committed(self) -> None:
@@ -75,6 +83,33 @@ class Copies:
         """The holder that has a step, the newest one if none has."""
         known = (it for it in (self.holder, *self.former) if it is not None)
         return next((it for it in known if step in it.steps()), self.holder)
+
+    def expect(self, layout: Layout) -> None:
+        """Reserves memory for a slot of this layout, beside whatever goes on.
+
+        A host that waits then need not spend that time when it is given one. Slots
+        need about equally much; one that needs more gets its memory as without this.
+        """
+        if self.holder is None and self._reserve is None:
+            pool = ThreadPoolExecutor(1)
+            self._reserve = pool.submit(self._prepare, layout)
+            pool.shutdown(wait=False)
+
+    def _prepare(self, layout: Layout) -> Arena:
+        needed = ArenaMap.of(layout, 0, place(layout, self._config.copies)).size
+        path = self._config.memory_directory / "reserve"
+        arena = Arena.create(path, max(needed, 1))
+        arena.prefault()
+        return arena
+
+    def _take_reserve(self) -> Arena | None:
+        reserve, self._reserve = self._reserve, None
+        try:
+            limit_s = self._config.timeouts.restore
+            return reserve.result(limit_s) if reserve is not None else None
+        except (OSError, TimeoutError) as error:
+            logger.warning("memory was not reserved ahead of time: %s", error)
+            return None
 
     def report(self) -> dict[str, Any]:
         """What is held here, read and checked now, for the leader."""
@@ -126,3 +161,6 @@ class Copies:
         for one in (self.holder, *self.former):
             if one is not None:
                 one.close()
+        if (reserve := self._take_reserve()) is not None:
+            reserve.close()
+            reserve.unlink()

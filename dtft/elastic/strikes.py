@@ -247,7 +247,10 @@ class Striker(threading.Thread):
     def _corrupt(self, host: str) -> int:
         """Flips one byte in every 4 KiB of a host's arena; returns how many."""
         flipped = 0
-        for path in self._cluster.memory_directory(host).glob("arena*"):
+        memory_directory = self._cluster.memory_directory(host)
+        for path in (*memory_directory.glob("arena*"), memory_directory / "reserve"):
+            if not path.exists():
+                continue
             with open(path, "r+b") as file:
                 memory = mmap.mmap(file.fileno(), 0)
                 places = range(0, len(memory), 4096)
