@@ -23,7 +23,8 @@ from dtft.checkpoint.regions import digests_in, move, span_of
 from dtft.checkpoint.restore import RestorePlan
 from dtft.checkpoint.slices import Slice
 from dtft.checkpoint.transport import Credentials
-from dtft.elastic.replication import FetchFailed, find_copies
+from dtft.elastic.finding import find_copies
+from dtft.elastic.replication import FetchFailed
 
 Order = Mapping[str, Any]
 

@@ -6,7 +6,6 @@ steps, `Ending` ends the job, `Records` reads and writes the store. Holds no sta
 its successor could not learn again from the store and the hosts.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +15,9 @@ from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer, Demands
 from dtft.elastic.ending import Ending
-from dtft.elastic.forming import Round, death, report_of
+from dtft.elastic.forming import death, report_of
 from dtft.elastic.journal import Journal
 from dtft.elastic.membership import Membership, View
-from dtft.elastic.proof import prove
 from dtft.elastic.records import Records
 from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.rounds import Rounds
@@ -55,7 +53,7 @@ class Leader:
             *(self._health, sizes),
         )
         self._scaling = Scaling(
-            config, self._records, self._rounds, self._roster, sizes
+            *(config, self._records, self._rounds, self._roster, sizes, journal)
         )
         self._ending = Ending(
             config, self._records, self._rounds, self._roster, journal
@@ -136,7 +134,7 @@ class Leader:
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "fatal":
             if round_ is None or ballot in ((), round_.ballot):
-                self._on_fatal(**message)
+                self._on_fatal(message["message"], message.get("code", 2))
         elif round_ is not None and ballot == round_.ballot:
             try:
                 getattr(self, f"_on_{op}")(host, **message)
@@ -147,15 +145,9 @@ class Leader:
             slots = previous.slots  # it died beside what began this round
             round_.reasons.append(death(slots, host, message["code"]))
 
-    def _on_fatal(self, message: str, code: int = 2, **_: Any) -> None:
-        """Trying again would not help; but another size that ran before might."""
-        round_ = self._rounds.current
-        chosen = round_.assignment if round_ is not None else None
-        if chosen is None or not self._sizes.is_new(chosen):
+    def _on_fatal(self, message: str, code: int) -> None:
+        if not self._scaling.undone(message):
             self._ending.end("error", message, code=code)
-        else:
-            self._sizes.give_up(len(chosen.slots), message)
-            self._rounds.form(f"not on {len(chosen.slots)} hosts: {message}")
 
     def _on_holdings(self, host: str, **reply: Any) -> None:
         assert self._rounds.current is not None
@@ -178,23 +170,7 @@ class Leader:
         round_.prepared[host] = outcome
         if len(round_.prepared) == len(round_.assignment.slots):
             round_.restore_s = time.time() - round_.restore_begun
-            self._prove(round_)
-
-    def _prove(self, round_: Round) -> None:
-        """On another mesh, nobody trains on anything but the committed bytes."""
-        decision, told = round_.decision, round_.prepared.values()
-        assert decision is not None and round_.assignment is not None
-        if decision.located is None or decision.layout is None:
-            return
-        if not any(one["restored"] for one in told):
-            return
-        restored = [one["restored"] for one in told]
-        proof = prove(decision.located, decision.layout, restored)
-        self._journal.event("resized", **dataclasses.asdict(proof))
-        if proof.differing:
-            self._journal.say(f"restored leaves differ: {', '.join(proof.differing)}")
-            self._rounds.count_failure(round_.assignment.step)
-            self._rounds.form("the restored state was not the committed one")
+            self._scaling.restored(round_)
 
     def _on_layout(self, host: str, layout: str) -> None:
         announced = Layout.from_json(layout)
@@ -224,13 +200,7 @@ class Leader:
             now = time.time()
             report = report_of(round_, self._rounds.previous, now)
             self._journal.recovery(report, round_.detected, now)
-            self._scaling.trained(
-                {
-                    "step": report.restored_step,
-                    "bytes_from_peers": report.bytes_from_peers,
-                    "bytes_from_storage": report.bytes_from_storage,
-                }
-            )
+            self._scaling.trained(report)
 
     def _stage_limit(self) -> float:
         return self._config.timeouts.stage * self._config.interval
@@ -345,7 +315,7 @@ class Leader:
         elif rounds.phase == "preparing":
             late = set(rounds.assignment.slots if rounds.assignment else ())
             names = ", ".join(sorted(late - round_.running))
-            rounds.form(f"{names} did not start training in time")
+            self._scaling.late(f"{names} did not start training in time")
         elif rounds.phase == "running":
             assert rounds.ledger is not None
             missing = rounds.ledger.waiting_for()

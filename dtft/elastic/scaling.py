@@ -5,6 +5,7 @@ the leader: whoever leads next goes on with it, and who asked asks again. Decide
 running job is formed anew for the sake of its size; must not know how.
 """
 
+import dataclasses
 import queue
 import time
 from collections.abc import Callable
@@ -14,7 +15,11 @@ from typing import Any
 from dtft.checkpoint.transport import Channel
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
+from dtft.elastic.forming import Round
+from dtft.elastic.journal import Journal
+from dtft.elastic.proof import prove
 from dtft.elastic.records import Records
+from dtft.elastic.recovery import RecoveryReport
 from dtft.elastic.roster import Roster
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.sizes import Sizes
@@ -43,10 +48,11 @@ class Scaling:
         rounds: Rounds,
         roster: Roster,
         sizes: Sizes,
+        journal: Journal,
     ) -> None:
         """Nobody waits."""
         self._config, self._records, self._rounds = config, records, rounds
-        self._roster, self._sizes = roster, sizes
+        self._roster, self._sizes, self._journal = roster, sizes, journal
         self._waiting: list[_Request] = []
 
     def asked(self, replicas: int, answer: Answer) -> None:
@@ -106,12 +112,46 @@ class Scaling:
             f"to {groups.replicas_on(then)} replicas"
         )
 
-    def trained(self, told: dict[str, Any]) -> None:
-        """Every slot trains: who waited for this size, or for one that cannot be.
+    def restored(self, round_: Round) -> None:
+        """All hosts have their slices: are they the committed ones, on a new mesh?
 
-        Args:
-            told: what the formation came to, for whoever asked for it.
+        Nobody trains on there on anything else.
         """
+        decision, assignment = round_.decision, round_.assignment
+        assert decision is not None and assignment is not None
+        told = [one["restored"] for one in round_.prepared.values()]
+        if decision.located is None or decision.layout is None or not any(told):
+            return
+        proof = prove(decision.located, decision.layout, told)
+        self._journal.event("resized", **dataclasses.asdict(proof))
+        if proof.differing:
+            self._journal.say(f"restored leaves differ: {', '.join(proof.differing)}")
+            self._rounds.count_failure(assignment.step)
+            self._rounds.form("the restored state was not the committed one")
+
+    def undone(self, message: str) -> bool:
+        """What would come again on any host came on a new size: back to the old one.
+
+        Returns:
+            False if the size is not new, so that the job cannot go on.
+        """
+        round_ = self._rounds.current
+        chosen = round_.assignment if round_ is not None else None
+        if chosen is None or not self._sizes.is_new(chosen):
+            return False
+        self._sizes.give_up(len(chosen.slots), message)
+        self._rounds.form(f"not on {len(chosen.slots)} hosts: {message}")
+        return True
+
+    def late(self, why: str) -> None:
+        """Somebody did not train in time: once more, on a new size not for ever."""
+        chosen = self._rounds.assignment
+        if chosen is not None and self._sizes.is_new(chosen):
+            self._sizes.failed(chosen, why)
+        self._rounds.form(why)
+
+    def trained(self, report: RecoveryReport) -> None:
+        """Every slot trains: who waited for this size, or for one that cannot be."""
         assert self._rounds.assignment is not None and self._rounds.ledger is not None
         now = len(self._rounds.assignment.slots)
         then = self._sizes.choose(self._available(), self._rounds.ledger.layout)
@@ -123,8 +163,10 @@ class Scaling:
                         "replicas": size.replicas,
                         "before": one.before,
                         "hosts": now,
+                        "step": report.restored_step,
+                        "bytes_from_peers": report.bytes_from_peers,
+                        "bytes_from_storage": report.bytes_from_storage,
                         "seconds": time.monotonic() - one.at,
-                        **told,
                     }
                 )
             elif then == now:
