@@ -27,7 +27,8 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
 
     Returns:
         `replicas`, `before`, `hosts`; if something had to change also `step`,
-        `bytes_from_peers`, `bytes_from_storage` and `seconds`.
+        `bytes_from_peers`, `bytes_from_storage` and `seconds`. `asked_again`: the
+        first answer was lost with whoever led then.
 
     Raises:
         ScaleRefused: the job may not have so many.
@@ -41,7 +42,7 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
         except (NotThere, StoreUnavailable) as error:
             reply = {"error": str(error), "again": True}
         if "error" not in reply:
-            return reply
+            return reply | {"asked_again": bool(why)}
         if reply.get("code") == 2:
             raise ScaleRefused(reply["error"])
         if not reply.get("again"):

@@ -51,6 +51,8 @@ def line(job: str, found: dict[str, Any]) -> str:
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'
     """
     size = f"{found['replicas']} replicas ({found['hosts']} hosts)"
+    if "step" not in found and found.get("asked_again"):
+        return f"job {job} trains with {size}; its leader changed meanwhile"
     if "step" not in found:
         return f"job {job} trains with {size} already; nothing was changed"
     return (

@@ -336,7 +336,13 @@ def test_who_asks_asks_the_next_leader_too(monkeypatch) -> None:
     monkeypatch.setattr("dtft.elastic.scale_job.PAUSE_S", 0.0)
     good = {"replicas": 3, "before": 2, "hosts": 3}
     gone = {"error": "this host does not lead any more", "again": True}
-    assert scale(Told("refused", gone, good), 3, limit_s=9.0) == good
+    found = scale(Told("refused", gone, good), 3, limit_s=9.0)
+    assert found == good | {"asked_again": True}
+    assert (
+        line("j", found)
+        == "job j trains with 3 replicas (3 hosts); its leader changed meanwhile"
+    )
+    assert scale(Told(good), 3, limit_s=9.0) == good | {"asked_again": False}
     with pytest.raises(ScaleRefused, match="nearest"):
         scale(Told({"error": "nearest 4", "code": 2}), 3, limit_s=9.0)
     with pytest.raises(RuntimeError, match="start 1 more"):
