@@ -8,6 +8,7 @@ orders, the leader or the trainer.
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -35,6 +36,7 @@ class Copies:
         self.former: tuple[Holder, ...] = ()
         """Of the formations since the last commit, where they were others."""
         self._reserve: Future[Arena] | None = None
+        self._lock = threading.Lock()  # a restore that was given up may still end
 
     def hold(self, layout: Layout, slot: int, keep: int | None = None) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed.
@@ -48,6 +50,10 @@ class Copies:
         Raises:
             OSError: the memory for a new arena is not there.
         """
+        with self._lock:
+            return self._hold(layout, slot, keep)
+
+    def _hold(self, layout: Layout, slot: int, keep: int | None) -> Holder:
         known = [it for it in (self.holder, *self.former) if it is not None]
         same = [
             it for it in known if it.layout.digest == layout.digest and it.slot == slot
@@ -75,7 +81,8 @@ class Copies:
 
     def committed(self) -> None:
         """A step was committed in the newest formation: the former ones may go."""
-        former, self.former = self.former, ()
+        with self._lock:
+            former, self.former = self.former, ()
         for one in former:
             one.close()
 

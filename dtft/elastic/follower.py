@@ -198,8 +198,9 @@ class Follower:
         last = self._board.get("committed")
         if committed:
             self._board.set("committed", step)
-            self._copies.committed()
             last = step
+            if step > self._formation.order["step"]:
+                self._copies.committed()
         self._copies.holder.drop_before(step, keep={last})
         if self._board.get("replicating") <= step:
             self._board.set("replicating", 0)

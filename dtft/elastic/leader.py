@@ -29,6 +29,10 @@ START_FAILURES = 3
 """So often may trainers die after one and the same restore."""
 
 
+FATAL_INPUT = 2
+"""Code of errors that lie in what a trainer was given, not in how training goes."""
+
+
 class Leader:
     """Forms and re-forms the job; see the module's text."""
 
@@ -134,7 +138,7 @@ class Leader:
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "fatal":
             if round_ is None or ballot in ((), round_.ballot):
-                self._on_fatal(message["message"], message.get("code", 2))
+                self._on_fatal(message["message"], message.get("code", FATAL_INPUT))
         elif round_ is not None and ballot == round_.ballot:
             try:
                 getattr(self, f"_on_{op}")(host, **message)
@@ -146,7 +150,7 @@ class Leader:
             round_.reasons.append(death(slots, host, message["code"]))
 
     def _on_fatal(self, message: str, code: int) -> None:
-        if not self._scaling.undone(message):
+        if code != FATAL_INPUT or not self._scaling.undone(message):
             self._ending.end("error", message, code=code)
 
     def _on_holdings(self, host: str, **reply: Any) -> None:
