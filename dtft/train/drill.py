@@ -36,7 +36,9 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
         ValueError: a fault cannot be read.
     """
     logging.getLogger("absl").setLevel(logging.ERROR)
-    hosts = experiment.cluster.hosts + options.spares  # a job may grow over its spares
+    hosts = experiment.cluster.hosts
+    if any(text.startswith("scale:") for text in options.fault):
+        hosts += options.spares  # the job may grow over them
     faults = [parse_fault(t, hosts) for t in options.fault]
     for fault in faults:
         if fault.step >= experiment.stop.steps:

@@ -138,6 +138,20 @@ def test_bytes_that_differ_between_owners_are_seen(tmp_path):
         assert job.proof(decision, told).differing == ("h",)
 
 
+def test_without_memory_for_both_the_old_copies_are_kept(tmp_path):
+    old = mesh_of(2, 1, WHOLE)
+    huge = Leaf(path="huge", shape=(1 << 50,), dtype="uint8")
+    with job_of(tmp_path, 2) as job:
+        job.train(old, names(2), step=7)
+        copies = job.hosts["h0"].copies
+        before = copies.holder
+        with pytest.raises(OSError, match="needs .* bytes"):
+            copies.hold(mesh_of(1, 1, (*WHOLE, huge)), 0, keep=7)
+        assert copies.holder is None and copies.former == (before,)
+        assert job.decide(names(2)).step == 7
+        assert copies.hold(old, 0, keep=7) is before and copies.former == ()
+
+
 def test_a_host_that_returns_to_another_slot_brings_what_it_has(tmp_path):
     old = dataclasses.replace(mesh_of(1, 3, WHOLE), config="x")
     with job_of(tmp_path, 4) as job:
