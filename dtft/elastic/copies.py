@@ -36,14 +36,23 @@ class Copies:
         self.former: tuple[Holder, ...] = ()
         """Of the formations since the last commit, where they were others."""
         self._reserve: Future[Arena] | None = None
+        self._placed: dict[Holder, tuple[str, ...]] = {}
         self._lock = threading.Lock()  # a restore that was given up may still end
 
-    def hold(self, layout: Layout, slot: int, keep: int | None = None) -> Holder:
+    def hold(
+        self,
+        layout: Layout,
+        slot: int,
+        domains: Sequence[str] = (),
+        keep: int | None = None,
+    ) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed.
 
         Args:
             layout: of the formation.
-            slot: of this host.
+            slot: this host's.
+            domains: per slot the failure domain by which copies are placed; empty if
+                every slot is its own.
             keep: the step that is to be restored: other holders that have some of it
                 stay until `committed`. Without it they go.
 
@@ -51,29 +60,39 @@ class Copies:
             OSError: the memory for a new arena is not there.
         """
         with self._lock:
-            return self._hold(layout, slot, keep)
+            return self._hold(layout, slot, tuple(domains), keep)
 
-    def _hold(self, layout: Layout, slot: int, keep: int | None) -> Holder:
+    def _hold(
+        self, layout: Layout, slot: int, domains: tuple[str, ...], keep: int | None
+    ) -> Holder:
         known = [it for it in (self.holder, *self.former) if it is not None]
+        wanted = layout.digest, slot, domains
         same = [
-            it for it in known if it.layout.digest == layout.digest and it.slot == slot
+            it
+            for it in known
+            if (it.layout.digest, it.slot, self._placed[it]) == wanted
         ]
         others = tuple(it for it in known if it not in same)
         self.former = tuple(it for it in others if keep in it.steps())
         self.holder = None
         for one in others:
             if one not in self.former:
-                one.close()
-        self.holder = same[0] if same else self._make(layout, slot)
+                self._drop(one)
+        self.holder = same[0] if same else self._make(layout, slot, domains)
+        self._placed[self.holder] = domains
         return self.holder
 
-    def _make(self, layout: Layout, slot: int) -> Holder:
+    def _drop(self, holder: Holder) -> None:
+        self._placed.pop(holder, None)
+        holder.close()
+
+    def _make(self, layout: Layout, slot: int, domains: tuple[str, ...]) -> Holder:
         directory = self._config.memory_directory
         paths = (directory / f"arena{'-' * bool(n)}{n or ''}" for n in range(100))
         return Holder(
             layout,
             slot,
-            place(layout, self._config.copies),
+            place(layout, self._config.copies, domains or None),
             path=next(path for path in paths if not path.exists()),
             chunk_bytes=self._config.chunk_bytes,
             reserved=self._take_reserve(),
@@ -84,7 +103,7 @@ class Copies:
         with self._lock:
             former, self.former = self.former, ()
         for one in former:
-            one.close()
+            self._drop(one)
 
     def holding(self, step: int) -> Holder | None:
         """The holder that has a step, the newest one if none has."""

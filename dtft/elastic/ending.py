@@ -5,13 +5,18 @@ missing then. Reads what the rounds and the ledger know and has the result recor
 must not know how a formation comes about.
 """
 
+import dataclasses
 import json
 
+from dtft.checkpoint.apart import Spread
+from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.journal import Journal, steps_seen
+from dtft.elastic.journal import Journal
 from dtft.elastic.records import Records
+from dtft.elastic.roles import Assignment
 from dtft.elastic.roster import Roster
 from dtft.elastic.rounds import Rounds
+from dtft.elastic.storage_watch import StorageWatch
 
 EXPORT_FAILURES = 3
 """So often may the last step fail to be written to storage."""
@@ -27,10 +32,11 @@ class Ending:
         rounds: Rounds,
         roster: Roster,
         journal: Journal,
+        storage: StorageWatch,
     ) -> None:
         """Ends nothing yet."""
         self._config, self._records, self._rounds = config, records, rounds
-        self._roster, self._journal = roster, journal
+        self._roster, self._journal, self._storage = roster, journal, storage
         self._rescuing = False
 
     def stop(self) -> None:
@@ -42,7 +48,7 @@ class Ending:
             self._stop_with_hosts_missing()
         elif (
             self._rounds.phase != "running"
-            and self._records.last_step <= self._stored()
+            and self._records.last_step <= self._storage.newest
         ):
             self._end_with_what_is_stored()
         elif self._rounds.ledger is not None:
@@ -56,21 +62,26 @@ class Ending:
         round_, previous = rounds.current, rounds.previous
         layout = round_.layout_of(self._records.commits) if round_ else None
         if rounds.ledger is None and previous and layout:
-            rounds.open_ledger(layout, previous)
+            rounds.open_ledger(layout, self._as_committed(previous, layout))
         last, ledger = self._records.last_step, rounds.ledger
         alive = self._roster.connected
         if (
             ledger is None
-            or last <= self._stored()
+            or last <= self._storage.newest
             or not ledger.export_from(last, alive)
         ):
             self._end_with_what_is_stored()
 
-    def _stored(self) -> int:
-        return max(steps_seen(self._config.storage_directory), default=0)
+    def _as_committed(self, previous: Assignment, layout: Layout) -> Assignment:
+        """A formation of another size was begun: the one that has the last step."""
+        if len(previous.slots) == layout.mesh.num_slots:
+            return previous
+        holders = self._records.commits[0].holders if self._records.commits else ()
+        spread = Spread(copies=previous.spread.copies)
+        return dataclasses.replace(previous, slots=holders, spread=spread)
 
     def _end_with_what_is_stored(self) -> None:
-        stored = self._stored()
+        stored = self._storage.newest
         lost = self._records.last_step - stored
         if lost > 0:
             self._journal.say(
@@ -95,7 +106,7 @@ class Ending:
         last = max(round_.finished.values())
         if ledger is None or ledger.committed < last or ledger.exporting is not None:
             return
-        if last in steps_seen(self._config.storage_directory):
+        if last in self._storage.steps():
             self.end("stopped" if self._records.view.stop else "done", step=last)
         elif ledger.export_failures(last) < EXPORT_FAILURES:
             ledger.export(last)

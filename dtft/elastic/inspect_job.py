@@ -16,9 +16,11 @@ from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.health import CommitHealth, commit_health, worth_showing
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials, connect
+from dtft.checkpoint.wire import Tls
 from dtft.elastic.entry import JobMismatch, proof_of
 from dtft.elastic.membership import View, job_key, read_commits, read_view
 from dtft.elastic.roles import HostRecord
+from dtft.elastic.spread import Surroundings
 from dtft.elastic.store import Store
 
 CONNECT_S = 5.0
@@ -65,6 +67,8 @@ class JobState:
     hosts: tuple[HostState, ...]
     commits: tuple[CommitHealth, ...]
     """Newest first, without those that were dropped for newer ones."""
+    copies: tuple[int, int, str] = (0, 0, "")
+    """Copies asked for, effective copies, and why they differ; 0 if not known."""
 
     @property
     def telling(self) -> bool:
@@ -100,14 +104,15 @@ class Observer:
                 f"--job {job!r}: the store at {address} has no such job. It has: "
                 f"{', '.join(_jobs(store)) or 'none'}."
             )
-        known = json.loads(found.value)["secret"]
-        if not hmac.compare_digest(known, proof_of(secret, job)):
+        known = json.loads(found.value)
+        if not hmac.compare_digest(known["secret"], proof_of(secret, job)):
             raise JobMismatch(
                 f"the secret of --secret-file is not that of job {job!r} at {address}: "
                 "copy the job's secret file (job.secret in the run directory of "
                 "`dtft launch`)."
             )
-        self._credentials = Credentials(job=job, secret=secret)
+        tls = Tls() if known.get("tls") else None
+        self._credentials = Credentials(job=job, secret=secret, tls=tls)
 
     def look(self, *, verify: bool = False) -> JobState:
         """Asks every host what it holds; with `verify` every copy is read again."""
@@ -129,8 +134,17 @@ class Observer:
         texts = {host.layout for host in hosts if host.layout}
         known = {layout.digest: layout for layout in map(Layout.from_json, texts)}
         holdings = {host.record.host: host.held for host in hosts}
+        seen = Surroundings.of(view)
+        layouts = {it.step: known.get(it.layout) for it in commits.values()}
         found = [
-            commit_health(it, known.get(it.layout), holdings) for it in commits.values()
+            commit_health(
+                commit,
+                layouts[step],
+                holdings,
+                placed=seen.placed_on(layouts[step]),
+                domains=seen.names,
+            )
+            for step, commit in commits.items()
         ]
         return JobState(
             job=self._job,
@@ -138,6 +152,7 @@ class Observer:
             view=view,
             hosts=hosts,
             commits=tuple(worth_showing(found)),
+            copies=seen.copies(layouts[max(layouts)] if layouts else None),
         )
 
     def _commits(self) -> tuple[Commit, ...]:

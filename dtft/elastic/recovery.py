@@ -47,6 +47,8 @@ def decide(
     storage_steps: Collection[int],
     quarantined: Collection[int] = (),
     other_layouts: Collection[Layout] = (),
+    placed: Sequence[str] = (),
+    domains: Mapping[str, str] | None = None,
 ) -> Decision:
     """Chooses the newest state that can be had, memory before storage.
 
@@ -59,15 +61,18 @@ def decide(
         storage_steps: steps that storage holds.
         quarantined: steps whose restore failed twice.
         other_layouts: what else live hosts know, after a formation of another size.
+        placed: per slot the failure domain by which the commits' copies were placed;
+            empty if every slot was its own.
+        domains: host to its failure domains, "power/rack"; near hosts send first.
     """
     known = {one.digest: one for one in (layout, *other_layouts) if one is not None}
     usable = [c for c in commits if c.step not in quarantined]
-    located, reasons = _newest(usable, known, holdings)
+    located, reasons = _newest(usable, known, holdings, placed)
     newest_stored = max(storage_steps, default=None)
     if located is not None:
         if newest_stored is None or newest_stored <= located.commit.step:
             before = known[located.commit.layout]
-            return _from_memory(located, before, slots, tuple(reasons))
+            return _from_memory(located, before, slots, tuple(reasons), domains)
     source: Source = "init" if newest_stored is None else "storage"
     return Decision(
         rung=3, source=source, step=newest_stored or 0, passed_over=tuple(reasons)
@@ -75,12 +80,18 @@ def decide(
 
 
 def _newest(
-    commits: Sequence[Commit], known: Mapping[str, Layout], holdings: Holdings
+    commits: Sequence[Commit],
+    known: Mapping[str, Layout],
+    holdings: Holdings,
+    placed: Sequence[str],
 ) -> tuple[Located | None, list[str]]:
     """As `locate`, each commit in its own layout."""
     reasons: list[str] = []
     for commit in commits:
-        located, passed_over = locate([commit], known.get(commit.layout), holdings)
+        layout = known.get(commit.layout)
+        fits = layout is not None and len(placed) == layout.mesh.num_slots
+        domains = placed if fits else ()
+        located, passed_over = locate([commit], layout, holdings, domains)
         if located is not None:
             return located, reasons
         reasons += passed_over
@@ -88,13 +99,17 @@ def _newest(
 
 
 def _from_memory(
-    located: Located, before: Layout, slots: Sequence[str], reasons: tuple[str, ...]
+    located: Located,
+    before: Layout,
+    slots: Sequence[str],
+    reasons: tuple[str, ...],
+    domains: Mapping[str, str] | None,
 ) -> Decision:
     layout = layout_on(before, len(slots))
     needs = {host: layout.slices(slot) for slot, host in enumerate(slots)}
     if any(it.key not in located.digests for own in needs.values() for it in own):
-        return _assembled(located, before, layout, slots, reasons)
-    plan = plan_exact(needs, located.holders)
+        return _assembled(located, before, layout, slots, reasons, domains)
+    plan = plan_exact(needs, located.holders, domains)
     assert not isinstance(plan, Missing), plan
     return Decision(
         rung=2 if plan.transfers else 1,
@@ -113,6 +128,7 @@ def _assembled(
     layout: Layout,
     slots: Sequence[str],
     reasons: tuple[str, ...],
+    domains: Mapping[str, str] | None,
 ) -> Decision:
     plan = plan_restore(
         located.commit,
@@ -120,6 +136,7 @@ def _assembled(
         layout,
         slots=slots,
         alive={host for hosts in located.holders.values() for host in hosts},
+        domains=domains,
     )
     assert isinstance(plan, RestorePlan), plan.reason
     return Decision(

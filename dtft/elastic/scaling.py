@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dtft.checkpoint import wire
+from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.transport import Channel
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
@@ -112,22 +114,26 @@ class Scaling:
             f"to {groups.replicas_on(then)} replicas"
         )
 
-    def restored(self, round_: Round) -> None:
+    def restored(self, round_: Round) -> bool:
         """All hosts have their slices: are they the committed ones, on a new mesh?
 
         Nobody trains on there on anything else.
+
+        Returns:
+            False if they are not: all form anew.
         """
         decision, assignment = round_.decision, round_.assignment
         assert decision is not None and assignment is not None
-        told = [one["restored"] for one in round_.prepared.values()]
+        told = [one.get("restored", {}) for one in round_.prepared.values()]
         if decision.located is None or decision.layout is None or not any(told):
-            return
+            return True
         proof = prove(decision.located, decision.layout, told)
         self._journal.event("resized", **dataclasses.asdict(proof))
         if proof.differing:
             self._journal.say(f"restored leaves differ: {', '.join(proof.differing)}")
             self._rounds.count_failure(assignment.step)
             self._rounds.form("the restored state was not the committed one")
+        return not proof.differing
 
     def undone(self, message: str) -> bool:
         """What would come again on any host came on a new size: back to the old one.
@@ -186,7 +192,7 @@ class Scaling:
 
 def serve_scaling(channel: Channel, emit: Callable[..., None]) -> None:
     """Has the leader asked for another size, and answers when it is trained with."""
-    request, _ = channel.receive(timeout_s=ASK_S)
+    request = _asked(channel)
     replicas, limit_s = request.get("replicas"), request.get("limit_s")
     if type(replicas) is not int or not isinstance(limit_s, int | float):
         channel.send({"error": "not a request for a size", "code": 2}, timeout_s=ASK_S)
@@ -198,4 +204,9 @@ def serve_scaling(channel: Channel, emit: Callable[..., None]) -> None:
     except queue.Empty:
         reply = {"error": f"the job did not train so within {limit_s:.0f} s"}
     channel.send(reply, timeout_s=ASK_S)
-    channel.receive(timeout_s=ASK_S)  # the caller has it
+    _asked(channel)  # the caller has it
+
+
+def _asked(channel: Channel) -> dict[str, Any]:
+    small = wire.MAX_REQUEST_HEADER
+    return channel.receive(ASK_S, no_payload, max_header=small)[0]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dtft.checkpoint.needs import new_specs
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.roles import HostRecord, fill_slots
+from dtft.elastic.roles import Choose, HostRecord, fill_slots
 
 REPLICA_AXIS = "replica"
 """The mesh axis along which jobs grow and shrink; its groups are neighbouring slots."""
@@ -239,6 +239,7 @@ def seat(
     hosts: Collection[HostRecord],
     num_slots: int,
     group_slots: int = 1,
+    choose: Choose | None = None,
 ) -> tuple[HostRecord | None, ...]:
     """Who fills which slot when there may be more or fewer of them than before.
 
@@ -251,9 +252,10 @@ def seat(
         hosts: the live hosts.
         num_slots: slots from now on.
         group_slots: slots of a replica group.
+        choose: as in `fill_slots`.
     """
     if not previous or len(previous) == num_slots:
-        return fill_slots(previous, hosts, num_slots)
+        return fill_slots(previous, hosts, num_slots, choose)
     live = {(record.host, record.incarnation) for record in hosts}
     nobody = [("", "")] * (num_slots - len(previous))
     kept = [*previous[:num_slots], *nobody]
@@ -267,4 +269,4 @@ def seat(
         if entry not in live and alike:
             moving.remove(alike[0])
             kept[slot] = alike[0][1]
-    return fill_slots(kept, hosts, num_slots)
+    return fill_slots(kept, hosts, num_slots, choose)

@@ -104,6 +104,7 @@ class Desk:
             announced = {"op": "layout", "layout": fields["layout"]}
             self.events.put(("report", host, told | announced))
             running = {"op": "running", "bytes_from_storage": 0, "step": 8}
+            running["slot"] = fields["slot"]
             self.events.put(("report", host, told | running))
 
     def until(self, ready: Any) -> None:
