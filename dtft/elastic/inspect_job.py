@@ -33,6 +33,10 @@ VERIFY_TRIES = 8
 """Steps go on while one looks: so often is looked for one that all hosts still have."""
 
 
+class NotThere(RuntimeError):
+    """Nobody leads the job at the moment, or the leader does not answer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostState:
     """What one host answered."""
@@ -127,15 +131,20 @@ class Observer:
         with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
             hosts = tuple(pool.map(lambda record: self._ask(record, verify), records))
         commits |= {commit.step: commit for commit in self._commits()}
-        layouts = [host.layout for host in hosts if host.layout]
-        layout = Layout.from_json(layouts[0]) if layouts else None
+        texts = {host.layout for host in hosts if host.layout}
+        known = {layout.digest: layout for layout in map(Layout.from_json, texts)}
         holdings = {host.record.host: host.held for host in hosts}
         seen = Surroundings.of(view)
+        layouts = {it.step: known.get(it.layout) for it in commits.values()}
         found = [
             commit_health(
-                commit, layout, holdings, placed=seen.placed, domains=seen.names
+                commit,
+                layouts[step],
+                holdings,
+                placed=seen.placed_on(layouts[step]),
+                domains=seen.names,
             )
-            for commit in commits.values()
+            for step, commit in commits.items()
         ]
         return JobState(
             job=self._job,
@@ -143,7 +152,7 @@ class Observer:
             view=view,
             hosts=hosts,
             commits=tuple(worth_showing(found)),
-            copies=seen.copies(layout),
+            copies=seen.copies(layouts[max(layouts)] if layouts else None),
         )
 
     def _commits(self) -> tuple[Commit, ...]:
@@ -182,17 +191,33 @@ class Observer:
         Raises:
             RuntimeError: it could not; says why.
         """
+        reply = self.ask_leader("export", {}, EXPORT_S)
+        if "error" in reply:
+            raise RuntimeError(f"leader {reply['leader']}: {reply['error']}")
+        return reply["step"]
+
+    def ask_leader(
+        self, op: str, request: dict[str, Any], limit_s: float
+    ) -> dict[str, Any]:
+        """Asks whoever leads the job now; adds `leader` to the answer.
+
+        Raises:
+            NotThere: nobody leads, or the leader does not answer.
+        """
         view, _ = read_view(self._store, self._job)
         leader = view.hosts.get(view.leader or "")
         if leader is None:
-            raise RuntimeError(f"job {self._job!r} has no leader at the moment.")
+            raise NotThere(f"job {self._job!r} has no leader at the moment.")
         try:
-            reply = self._call(leader, "export", {}, EXPORT_S)
+            reply = self._call(leader, op, request, limit_s)
         except (OSError, TimeoutError) as error:
-            raise RuntimeError(f"leader {leader.host}: {error}") from error
-        if "error" in reply:
-            raise RuntimeError(f"leader {leader.host}: {reply['error']}")
-        return reply["step"]
+            raise NotThere(f"leader {leader.host}: {error}") from error
+        return {**reply, "leader": leader.host}
+
+    def result(self) -> str | None:
+        """How the job ended, for people; None while it lives."""
+        view, _ = read_view(self._store, self._job)
+        return json.loads(view.result)["status"] if view.result else None
 
 
 def _jobs(store: Store) -> list[str]:

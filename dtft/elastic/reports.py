@@ -83,14 +83,10 @@ def _layout(value: object) -> bool:
     return isinstance(value, str) and _readable(value)
 
 
-def _layout_or_none(value: object) -> bool:
-    return value == "" or _layout(value)
-
-
 FIELDS: Mapping[str, Mapping[str, Check]] = {
     "holdings": {
         "ballot": _ballot,
-        "layout": _layout_or_none,
+        "layouts": _list(_layout),
         "holdings": _map(_number, _map(_text, _bytes)),
         "items": _map(_number, _anything),
         "corrupt": _list(_text),
@@ -102,6 +98,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "own": _number,
         "peers": _number,
         "seconds": _seconds,
+        "restored": _map(_text, _bytes),
     },
     "prepare_failed": {
         "ballot": _ballot,
@@ -155,6 +152,7 @@ SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
 
 OPTIONAL: Mapping[str, frozenset[str]] = {
     "fatal": frozenset({"ballot", "slot", "code"}),
+    "prepared": frozenset({"restored"}),
     "finished": frozenset({"summary"}),
 }
 """Fields that may be left out."""

@@ -69,22 +69,41 @@ class ServedFollower(Follower):
             super().trainer_says(pid, message)
 
     def _locate(self, step: int) -> None:
-        holder = self._copies.holder
+        holder = self._copies.holding(step)
         if holder is None or step not in holder.steps():
             text = f"{self._config.host} does not hold step {step} any more"
             self._attached.send("located", error=text)
             return
-        where = self._copies.located(step, True)
-        layout = holder.layout.to_json()
-        self._attached.send("located", step=step, layout=layout, **where)
+        self._attached.send(
+            "located",
+            step=step,
+            layout=holder.layout.to_json(),
+            arena=str(holder.path),
+            offset=holder.own_offset(step),
+            digests=holder.all_own_digests(step),
+            items=holder.items(step),
+        )
 
     def _announced(self, formation: Formation, layout: Layout) -> None:
-        """Another layout than the commit's makes room for itself: copies of that go."""
+        """Another layout than the commit's gets memory beside it, until its first."""
         order = formation.order
-        if order["source"] == "memory":
-            if Layout.from_json(order["layout"]).digest != layout.digest:
-                formation.order = {**order, "source": "init"}
-        super()._announced(formation, layout)
+        held = (
+            Layout.from_json(order["layout"]) if order["source"] == "memory" else None
+        )
+        if held is None or held.digest == layout.digest:
+            super()._announced(formation, layout)
+            return
+        try:
+            slot, domains = order["slot"], order["domains"]
+            self._copies.hold(layout, slot, domains, keep=order["step"])
+        except OSError as error:
+            self._fatal(str(error))
+            return
+        for pusher in formation.pushers:
+            pusher.close()  # it sent again what a peer had lost of the old layout
+        formation.pushers = []
+        formation.order = {**order, "source": "init"}
+        self._accept(formation, layout)
 
     def trainer_exited(self, pid: int, code: int) -> None:
         """The process has gone; if the formation had it, the leader must know."""

@@ -8,6 +8,7 @@ ends by itself. Also answers who wants to know when a step is safe or stored.
 from dataclasses import dataclass
 from typing import Any
 
+from dtft.elastic.demands import Answer
 from dtft.elastic.forming import Ballot
 from dtft.elastic.leader import Leader
 from dtft.elastic.reports import SERVED_FIELDS
@@ -103,6 +104,16 @@ class ServedLeader(Leader):
         round_.finished[slot] = step
         if len(round_.finished) == self._config.num_slots:
             self._rounds.form("every process has ended")
+
+    def scaling_wanted(self, replicas: int, answer: Answer) -> None:
+        """Who starts the processes decides how many there are."""
+        del replicas
+        error = (
+            f"job {self._config.job!r} has {self._config.num_slots} processes of its "
+            "user's own: dtft cannot start more. Close them, and start the job's "
+            "agents and processes anew under another --job"
+        )
+        answer({"error": error, "code": 2})
 
     # ------------------------------------------------------------------ flushes
 

@@ -100,7 +100,7 @@ class Desk:
         return found
 
     def holdings(self, to: str, fields: dict[str, Any], ns: int) -> None:
-        reply = {"layout": "", "holdings": {}, "items": {}, "corrupt": []}
+        reply = {"layouts": [], "holdings": {}, "items": {}, "corrupt": []}
         more = {"finished": 0, "attached_ns": ns, "ballot": fields["ballot"]}
         self.leader.hears(to, {"op": "holdings", **reply, **more})
 
@@ -138,8 +138,9 @@ class Desk:
                 if kind == "coordinator":
                     self.leader.coordinator_ready(*values)
         assert [to for to, _ in self.take("prepare")] == ["a", "b"]
+        timed = {"seconds": 0.0, "restored": {}}
         for slot, to in enumerate("ab"):
-            self.reports(to, "prepared", export_port=1, own=0, peers=0, seconds=0.0)
+            self.reports(to, "prepared", export_port=1, own=0, peers=0, **timed)
             self.reports(to, "running", slot=slot, step=0, bytes_from_storage=0)
 
     @property
