@@ -17,10 +17,22 @@ def storage_lines(record: Record) -> list[str]:
     rows = [
         (it["step"], size_text(it["num_bytes"]), _when(it["written"]))
         for it in record["steps"]
+        if not it["problem"]
     ]
-    lines = [f"storage {record['directory']}: {len(rows)} checkpoints"]
+    many = "1 checkpoint" if len(rows) == 1 else f"{len(rows)} checkpoints"
+    lines = [f"storage {record['directory']}: {many}"]
     if rows:
         lines += table(("step", "size", "written"), rows)
+    else:
+        lines.append(
+            "a storage directory has a directory for each step; a run directory has it "
+            "in `checkpoints`"
+        )
+    lines += [
+        f"step {it['step']}, not offered here: {it['problem']}"
+        for it in record["steps"]
+        if it["problem"]
+    ]
     lines += [f"unfinished, not offered: {name}" for name in record["unfinished"]]
     return lines
 
