@@ -95,7 +95,9 @@ def _show_directory(options: Namespace, directory: Path) -> Printed:
 def _verify_directory(options: Namespace, directory: Path) -> Printed:
     _use_cpu()
     steps = [found.step for found in inspect_storage.list_steps(directory)[0]]
-    if options.step is not None or not steps:
+    if options.step in steps:
+        steps = [options.step]  # also a torn one, which is then said
+    elif options.step is not None or not steps:
         steps = [inspect_storage.pick(directory, options.step)]
     found = inspect_storage.verify(directory, steps)
     record = {"directory": str(directory), "problems": found}
