@@ -27,6 +27,9 @@ VERIFY_S = 600.0
 """How long a host may take to read all its copies."""
 EXPORT_S = 900.0
 TRIES = 20
+LEADER_S = 20.0
+"""A job without a leader has one again by then, if it lives."""
+LEADER_PAUSE_S = 0.2
 VERIFY_TRIES = 8
 """Steps go on while one looks: so often is looked for one that all hosts still have."""
 
@@ -64,8 +67,11 @@ class JobState:
 
     @property
     def telling(self) -> bool:
-        """Whether it does not show hosts between two steps: looking again may help."""
-        if not self.commits or any(host.corrupt for host in self.hosts):
+        """Whether it does not show hosts between two steps: looking again may help.
+
+        A silent host explains what is missing, and asking it again takes long.
+        """
+        if not self.commits or any(host.corrupt or host.error for host in self.hosts):
             return True
         unread = {step for host in self.hosts for step in host.unread}
         healthy = {it.step for it in self.commits if it.state == "healthy"}
@@ -167,20 +173,35 @@ class Observer:
     def export(self) -> int:
         """Has the leader write the newest commit to storage; returns its step.
 
+        If another host leads before the answer is here, that one is asked.
+
         Raises:
             RuntimeError: it could not; says why.
         """
+        end = time.monotonic() + LEADER_S
+        while True:
+            reply = self._ask_leader()
+            if "step" in reply:
+                return reply["step"]
+            if not reply.get("moved") or time.monotonic() > end:
+                raise RuntimeError(reply["error"])
+            time.sleep(LEADER_PAUSE_S)
+
+    def _ask_leader(self) -> dict[str, Any]:
         view, _ = read_view(self._store, self._job)
         leader = view.hosts.get(view.leader or "")
         if leader is None:
-            raise RuntimeError(f"job {self._job!r} has no leader at the moment.")
+            text = f"job {self._job!r} has had no leader for {LEADER_S:.0f} s."
+            return {"error": text, "moved": True}
         try:
             reply = self._call(leader, "export", {}, EXPORT_S)
-        except (OSError, TimeoutError) as error:
-            raise RuntimeError(f"leader {leader.host}: {error}") from error
+        except TimeoutError as error:
+            return {"error": f"leader {leader.host}: {error}"}
+        except OSError as error:
+            return {"error": f"leader {leader.host}: {error}", "moved": True}
         if "error" in reply:
-            raise RuntimeError(f"leader {leader.host}: {reply['error']}")
-        return reply["step"]
+            reply["error"] = f"leader {leader.host}: {reply['error']}"
+        return reply
 
 
 def _jobs(store: Store) -> list[str]:
