@@ -54,11 +54,14 @@ class AuthenticationError(ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """A host's certificate and key (PEM files); it may be signed by itself."""
+    """A host's certificate and key (PEM files); it may be signed by itself.
 
-    certificate: Path
+    Who only connects to hosts needs neither.
+    """
+
+    certificate: Path | None = None
     """What the host shows to peers that connect."""
-    key: Path
+    key: Path | None = None
     """The certificate's private key."""
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dtft.checkpoint.commit import Commit, StepTracker
 from dtft.checkpoint.export_plan import export_world
-from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.intervals import Intervals
 from dtft.elastic.roles import Assignment
 from dtft.elastic.storage_health import StorageHealth
 
@@ -52,11 +52,12 @@ class Ledger:
         self._export_addresses = export_addresses
         self._record, self._send = record, send
         self._health, self._clock = health, clock
-        self.placement = place(layout, config.copies)
+        self.placement = assignment.spread.place(layout)
         self._trackers: dict[int, StepTracker] = {}
         self.pending: Commit | None = None
         """Complete, but the store has not confirmed it yet."""
         self.committed = assignment.step
+        self.intervals = Intervals(config)
         self.stop_at: int | None = None
         self.stopping = False
         self._export: tuple[int, set[str]] | None = None
@@ -67,13 +68,33 @@ class Ledger:
         self.overdue: int | None = None
         """The newest step that was due while another was still being written."""
 
-    def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
-        """A slot has staged a step; raises Divergence."""
+    def staged(
+        self,
+        slot: int,
+        step: int,
+        digests: Sequence[bytes],
+        interval: int | None = None,
+        window: Mapping[str, float] | None = None,
+    ) -> None:
+        """A slot has staged a step; raises Divergence.
+
+        Args:
+            slot: of the trainer.
+            step: that it has staged.
+            digests: of its slices.
+            interval: steps until it stages the next; by default the config's.
+            window: what it measured since the step before, see `interval.Window`.
+        """
+        if step <= self.committed:
+            return
+        self.intervals.heard(step, interval, window)
         self._tracker(step).staged(slot, digests)
         self._conclude(step)
 
     def held(self, step: int, source: int, target: int) -> None:
-        """A push has arrived and was verified."""
+        """A push has arrived and was verified; those of a commit are no news here."""
+        if step <= self.committed:
+            return
         self._tracker(step).held(source, target)
         self._conclude(step)
 
@@ -87,6 +108,7 @@ class Ledger:
         if not tracker.complete:
             return
         del self._trackers[step]
+        interval, following = self.intervals.concluded(step)
         self.pending = Commit(
             step=step,
             generation=self._assignment.generation,
@@ -95,9 +117,10 @@ class Ledger:
             layout=self.layout.digest,
             holders=self._assignment.slots,
             copies=self.placement.effective_copies,
+            interval=interval,
         )
         if self.stopping and self.stop_at is None:
-            self.stop_at = step + self._config.interval
+            self.stop_at = following
         self._record(self.pending)
 
     def waiting_for(self) -> str:
@@ -133,7 +156,12 @@ class Ledger:
     def _release(self, step: int, *, committed: bool) -> None:
         for host in self._assignment.slots:
             self._send(
-                host, "release", step=step, committed=committed, stop_at=self.stop_at
+                host,
+                "release",
+                step=step,
+                committed=committed,
+                stop_at=self.stop_at,
+                changes=self.intervals.changes,
             )
 
     # -------------------------------------------------------------------- export

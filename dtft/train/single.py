@@ -141,6 +141,11 @@ class LocalRuntime:
     def dispatched(self, step: int) -> None:
         """Nobody else wants to know."""
 
+    def should_save(self, step: int) -> bool:
+        """At the config's interval; an automatic one spares what is not done here."""
+        interval = self._experiment.checkpoint.interval
+        return interval == "auto" or step % interval == 0
+
     def await_turn(self, step: int) -> None:
         """There is no snapshot in memory to wait for."""
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dtft.checkpoint.digest import chunk_digests
-from dtft.checkpoint.snapshot import SnapshotPlan
+from dtft.checkpoint.snapshot import CorruptCopy, SnapshotPlan
 from tests.checkpoint.fault_bench import STEP, Bench
 from tests.checkpoint.fault_proxy import Fault
 from tests.checkpoint.hosts import CHUNK, Host, content, digests_of
@@ -38,7 +38,7 @@ def loads(host: Host, step: int) -> bool:
     extent = holder.arena.view(holder.own_offset(step), plan.nbytes)
     try:
         found = plan.read(extent, holder.all_own_digests(step), abstract)
-    except ValueError as error:
+    except CorruptCopy as error:
         assert "does not match its digest" in str(error)
         return False
     for piece in holder.own_slices:
