@@ -153,6 +153,9 @@ class HostAgent:
         self._layout = Layout.from_json(layout)
         self._tell("layout", layout=layout)
 
+    def _on_expect(self, layout: str) -> None:
+        self._copies.expect(Layout.from_json(layout))
+
     def _on_report(self, epoch: list[int]) -> None:
         self._epoch = (epoch[0], epoch[1])  # what peers ask for in it is served
         self._tell("holdings", **self._copies.report())

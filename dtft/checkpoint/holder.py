@@ -40,18 +40,20 @@ class Holder:
         *,
         path: Path,
         chunk_bytes: int,
+        reserved: Arena | None = None,
     ) -> None:
-        """Reserves the arena at `path`.
+        """Reserves the arena at `path`, or takes over one that is large enough.
 
         Raises:
             OSError: the memory is not there; names the bytes needed and available.
         """
         self.layout, self.slot, self.placement = layout, slot, placement
-        self.path, self.chunk_bytes = path, chunk_bytes
+        self.chunk_bytes = chunk_bytes
         self.own_slices = layout.slices(slot)
         self.outgoing = tuple(p for p in placement.pushes if p.source == slot)
         self.map = ArenaMap.of(layout, slot, placement)
-        self.arena = Arena.create(path, max(self.map.size, 1))
+        self.arena = _arena(path, max(self.map.size, 1), reserved)
+        self.path = self.arena.path
         self._own_pool = ExtentPool(OWN_VERSIONS, self.map.own_bytes)
         self._hosted_pool = ExtentPool(HOSTED_VERSIONS, self.map.hosted_bytes)
         self._versions: dict[int, _Version] = {}
@@ -341,6 +343,17 @@ class Holder:
         """Frees the arena's memory."""
         self.arena.close()
         self.arena.unlink()
+
+
+def _arena(path: Path, nbytes: int, reserved: Arena | None) -> Arena:
+    if reserved is not None and reserved.size >= nbytes:
+        return reserved
+    if reserved is not None:
+        reserved.close()
+        reserved.unlink()
+    arena = Arena.create(path, nbytes)
+    arena.prefault()
+    return arena
 
 
 def _side_by_side(

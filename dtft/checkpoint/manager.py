@@ -81,6 +81,8 @@ class AgentCheckpointManager:
         assert self._order is not None
         self._arena = Arena.attach(Path(self._order["arena"]))
         self._released = self._committed = self._saved = self._order["step"]
+        if self._order["source"] != "memory":
+            self._arena.prefault()
 
     # ------------------------------------------------------------- the agent's end
 
@@ -159,8 +161,9 @@ class AgentCheckpointManager:
         """The state the leader chose for this formation, or None for a fresh start.
 
         Raises:
-            ValueError: `step` is not the one that the leader chose, or a copy in this
-                host's memory is corrupt.
+            ValueError: `step` is not the one that the leader chose.
+            CorruptCopy: a copy in this host's memory is corrupt; all hosts must form
+                anew, and this copy will not be offered again.
         """
         order = self._order
         assert order is not None and self._arena is not None
@@ -173,6 +176,7 @@ class AgentCheckpointManager:
         if order["source"] == "memory":
             view = self._arena.view(order["offset"], self._plan.nbytes)
             arrays = self._plan.read(view, order["digests"], args.abstract)
+            self._arena.prefault()
             return arrays, order["items"]
         storage = StorageTier(self._storage_directory, read_only=True)
         try:

@@ -14,6 +14,13 @@ from dtft.checkpoint import digest
 from dtft.checkpoint.host_bytes import host_bytes
 from dtft.checkpoint.slices import Layout, Slice, offsets_of
 
+_ALIGNMENT = 64
+"""Of the memory of XLA's CPU arrays, in bytes."""
+
+
+class CorruptCopy(RuntimeError):
+    """A copy in this host's memory does not match its digest; it was not loaded."""
+
 
 class SnapshotPlan:
     """Where each slice of a slot is on the devices and in an extent.
@@ -53,21 +60,22 @@ class SnapshotPlan:
         """Builds the global arrays from an extent, checking every digest.
 
         Raises:
-            ValueError: names the first slice whose bytes do not match.
+            CorruptCopy: names the first slice whose bytes do not match.
         """
-        views: dict[str, dict[tuple, np.ndarray]] = {}
+        copies: dict[str, dict[tuple, np.ndarray]] = {}
         parts = zip(self.slices, self.offsets, digests, strict=True)
         for piece, offset, expected in parts:
             raw = extent[offset : offset + piece.nbytes]
-            if digest.verify(raw, expected, self._chunk_bytes):
-                raise ValueError(
+            copy = _aligned(piece.nbytes)
+            if digest.copy_and_digest(raw, copy.data, self._chunk_bytes) != expected:
+                raise CorruptCopy(
                     f"slice {piece.key} does not match its digest: the copy in this "
                     "host's memory is corrupt and was not loaded."
                 )
-            view = np.frombuffer(raw, np.dtype(piece.dtype)).reshape(piece.shape)
-            views.setdefault(piece.path, {})[(piece.start, piece.stop)] = view
+            value = copy.view(np.dtype(piece.dtype)).reshape(piece.shape)
+            copies.setdefault(piece.path, {})[(piece.start, piece.stop)] = value
         return {
-            path: _global_array(struct, views[path])
+            path: _global_array(struct, copies[path])
             for path, struct in abstract.items()
         }
 
@@ -89,16 +97,21 @@ def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
     )
 
 
+def _aligned(nbytes: int) -> np.ndarray:
+    """New memory that a CPU device takes over as it is, without copying it again."""
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes]
+
+
 def _global_array(
-    struct: jax.ShapeDtypeStruct, views: Mapping[tuple, np.ndarray]
+    struct: jax.ShapeDtypeStruct, copies: Mapping[tuple, np.ndarray]
 ) -> jax.Array:
     sharding = struct.sharding
     assert sharding is not None
     indices = sharding.addressable_devices_indices_map(struct.shape)
-    # A true copy: a device array may alias aligned host memory, and the arena's
-    # extent will be written again while the array is still in use.
     parts = [
-        jax.device_put(views[_bounds(index, struct.shape)].copy(), device)
+        jax.device_put(copies[_bounds(index, struct.shape)], device)
         for device, index in indices.items()
         if index is not None
     ]

@@ -292,6 +292,8 @@ class Agent:
             self._follower.release(**fields)
         elif op == "export":
             self._follower.export(fields)
+        elif op == "expect":
+            self._follower.expect(**fields)
 
     # --------------------------------------------------- from peers (as leader)
 

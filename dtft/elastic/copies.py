@@ -5,15 +5,21 @@ of the last one, so that copies outlive the trainers. Must not know orders, the 
 or the trainer.
 """
 
+import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from dtft.checkpoint.arena import Arena
+from dtft.checkpoint.arena_map import ArenaMap
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.replication import Pusher
+
+logger = logging.getLogger(__name__)
 
 
 class Copies:
@@ -24,6 +30,7 @@ class Copies:
         self._config = config
         self.holder: Holder | None = None
         self._domains: tuple[str, ...] = ()
+        self._reserve: Future[Arena] | None = None
 
     def hold(self, layout: Layout, slot: int, domains: Sequence[str] = ()) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed.
@@ -50,8 +57,37 @@ class Copies:
             place(layout, self._config.copies, chosen or None),
             path=self._config.memory_directory / "arena",
             chunk_bytes=self._config.chunk_bytes,
+            reserved=self._take_reserve(),
         )
         return self.holder
+
+    def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
+        """Reserves memory for a slot of this layout, beside whatever goes on.
+
+        A host that waits then need not spend that time when it is given one. Slots
+        need about equally much; one that needs more gets its memory as without this.
+        """
+        if self.holder is None and self._reserve is None:
+            pool = ThreadPoolExecutor(1)
+            self._reserve = pool.submit(self._prepare, layout, tuple(domains))
+            pool.shutdown(wait=False)
+
+    def _prepare(self, layout: Layout, domains: tuple[str, ...]) -> Arena:
+        placement = place(layout, self._config.copies, domains or None)
+        needed = ArenaMap.of(layout, 0, placement).size
+        path = self._config.memory_directory / "reserve"
+        arena = Arena.create(path, max(needed, 1))
+        arena.prefault()
+        return arena
+
+    def _take_reserve(self) -> Arena | None:
+        reserve, self._reserve = self._reserve, None
+        try:
+            limit_s = self._config.timeouts.restore
+            return reserve.result(limit_s) if reserve is not None else None
+        except (OSError, TimeoutError) as error:
+            logger.warning("memory was not reserved ahead of time: %s", error)
+            return None
 
     def report(self) -> dict[str, Any]:
         """What is held here, read and checked now, for the leader."""
@@ -94,3 +130,6 @@ class Copies:
         """Frees the memory."""
         if self.holder is not None:
             self.holder.close()
+        if (reserve := self._take_reserve()) is not None:
+            reserve.close()
+            reserve.unlink()

@@ -89,6 +89,10 @@ class Follower:
 
     # ------------------------------------------------------- orders of the leader
 
+    def expect(self, layout: str, domains: list[str]) -> None:
+        """Has memory ready for a slot of the running job, should one be free."""
+        self._copies.expect(Layout.from_json(layout), domains)
+
     def reform(self, ballot: tuple[int, int]) -> None:
         """Stops training here and reports what this host holds, read and checked."""
         if ballot < self._ballot:

@@ -110,6 +110,8 @@ class Leader:
                 self._rounds.form("start of the job")
             else:
                 self._journal.say(f"{count} of {need} hosts are here")
+        else:
+            self._rounds.expect({host})
 
     def lost(self, host: str, how: str) -> None:
         """A host has died (proved by its closed port, or by its lease)."""

@@ -7,7 +7,7 @@ job, nor how commits come about.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from dtft.checkpoint.domains import FailureDomains
@@ -241,6 +241,14 @@ class Rounds:
             self._domains(),
         )
         self._journal.say_once("copies", problem)
+        self.expect(self._roster.connected)
+
+    def expect(self, hosts: Collection[str]) -> None:
+        """Tells hosts without a slot what one would hold, so that they are ready."""
+        if self.ledger is not None and self.assignment is not None:
+            text, domains = self.ledger.layout.to_json(), self.assignment.spread.domains
+            for host in sorted(set(hosts) - set(self.assignment.slots)):
+                self._send(host, "expect", layout=text, domains=list(domains))
 
     def count_failure(self, step: int) -> int:
         """A restore of `step` has failed; returns how often without one new step.

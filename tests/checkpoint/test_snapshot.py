@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.checkpoint.snapshot import SnapshotPlan
+from dtft.checkpoint.snapshot import CorruptCopy, SnapshotPlan
 
 CHUNK = 64
 SPECS = {"w": ("fsdp",), "b": (), "n": (), "h": (None, "fsdp"), "m": ()}
@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_not_loaded(mesh):
     extent = memoryview(bytearray(plan.nbytes))
     digests = plan.write(arrays, extent)
     extent[plan.offsets[1]] ^= 4
-    with pytest.raises(ValueError, match=r"w\[.*does not match its digest"):
+    with pytest.raises(CorruptCopy, match=r"w\[.*does not match its digest"):
         plan.read(extent, digests, abstract_of(arrays))
 
 
