@@ -133,6 +133,7 @@ class Follower:
         self._board.set("generation", order["generation"])
         self._board.set("attempt", order["attempt"])
         self._board.set("finished", order["step"])
+        self._board.set("committed", order["step"])  # kept until there is a newer one
         self._board.set("staged", 0)
         self._board.set("recovering", 1)
         self._pool.start(start_message(self._config, order))
