@@ -192,7 +192,9 @@ class HostAgent:
         offset = self._copies.holder.begin_stage(step)
         self._trainer.send("extent", step=step, offset=offset)
 
-    def _on_staged(self, step: int, digests: list[bytes], items: dict) -> None:
+    def _on_staged(
+        self, step: int, digests: list[bytes], items: dict, **_: Any
+    ) -> None:
         assert self._copies.holder is not None
         self._copies.holder.staged(step, digests, items)
         for pusher in self._pushers:
@@ -206,7 +208,9 @@ class HostAgent:
         assert self._copies.holder is not None and self._trainer is not None
         self._copies.holder.drop_before(step, keep={step})
         try:
-            self._trainer.send("release", step=step, committed=True, stop_at=None)
+            self._trainer.send(
+                "release", step=step, committed=True, stop_at=None, changes=()
+            )
         except LinkClosed:
             pass  # the trainer has ended; its last step is committed all the same
 

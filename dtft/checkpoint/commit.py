@@ -30,6 +30,8 @@ class Commit:
     """The host of each slot when the step was committed."""
     copies: int
     """Copies every slice has at least."""
+    interval: int = 1
+    """Steps from this commit to the next."""
 
     def to_json(self) -> str:
         """JSON; inverse of `from_json`."""

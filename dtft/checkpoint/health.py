@@ -30,6 +30,8 @@ class CommitHealth:
     generation: int
     wanted: int
     """Copies every slice had when it was committed."""
+    interval: int = 1
+    """Steps until the next commit was to come."""
     slices: tuple[SliceCopies, ...] = ()
     problem: str = ""
     """Why live memory cannot restore it; empty if it can."""
@@ -97,6 +99,7 @@ def commit_health(
         step=commit.step,
         generation=commit.generation,
         wanted=commit.copies,
+        interval=commit.interval,
         slices=slices,
         problem=problem,
     )

@@ -8,17 +8,22 @@ own agent only; must not know peers, placement or etcd.
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from dtft.checkpoint.arena import Arena
+from dtft.checkpoint.cadence import Cadence, Schedule
+from dtft.checkpoint.interval import Window
 from dtft.checkpoint.link import Link, LinkClosed
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.snapshot import SnapshotPlan
 from dtft.checkpoint.storage import StorageTier
+
+ITEM = "interval"
+"""The item of a commit that says in how many steps the next one follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,8 @@ class SaveArgs:
     """Leaf path to global array, all ready."""
     items: Mapping[str, Any] = field(default_factory=dict)
     """What is not an array, as JSON values: data position and so on."""
+    window: Window | None = None
+    """What the steps since the last snapshot took, for an automatic interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +62,20 @@ class AgentCheckpointManager:
         chunk_bytes: int,
         storage_directory: Path,
         deadline_s: float,
+        cadence: Cadence | None = None,
+        automatic: bool = False,
     ) -> None:
         """Announces the layout and waits for what the agent was told to restore.
+
+        Args:
+            link: to the agent.
+            layout: of the state.
+            slot: whose slices these are.
+            chunk_bytes: bytes under one digest.
+            storage_directory: of the storage tier.
+            deadline_s: limit of every wait for the agent.
+            cadence: after which steps `should_save`; by default after every step.
+            automatic: the leader changes the interval; commits hold it.
 
         Raises:
             TimeoutError: the agent did not answer in time.
@@ -71,6 +90,10 @@ class AgentCheckpointManager:
         self._gone = False
         self._released = self._committed = self._saved = 0
         self._stop_at: int | None = None
+        self._schedule = Schedule.of(cadence or Cadence.every(1))
+        self._automatic = automatic
+        self.released_at = 0.0
+        """When the newest step became safe, on the monotonic clock."""
         self._arena: Arena | None = None
         self.bytes_from_storage = 0
         self.stalls_s: list[float] = []
@@ -105,10 +128,13 @@ class AgentCheckpointManager:
         elif op == "extent":
             self._extent = message
         elif op == "release":
-            self._released = max(self._released, message["step"])
+            if message["step"] > self._released:
+                self._released, self.released_at = message["step"], time.monotonic()
             if message["committed"]:
                 self._committed = max(self._committed, message["step"])
             self._stop_at = message["stop_at"]
+            for after, interval in message["changes"]:
+                self._schedule = self._schedule.changed(interval, after=after)
 
     def _wait(self, ready: Any, what: str) -> None:
         with self._condition:
@@ -138,6 +164,19 @@ class AgentCheckpointManager:
             storage.close()
         return tuple(sorted(stored | ({self._committed} - {0})))
 
+    def should_save(self, step: int) -> bool:
+        """Whether a snapshot is taken after `step`; equal on all hosts.
+
+        To be asked once every boundary before `step` was saved and waited for.
+        """
+        with self._condition:
+            return self._schedule.is_boundary(step)
+
+    def interval(self) -> int:
+        """Steps from the last saved step to the next."""
+        with self._condition:
+            return self._schedule.interval(after=self._saved)
+
     def save(self, step: int, *, args: SaveArgs) -> bool:
         """Copies a step into this host's arena; the rest happens elsewhere.
 
@@ -150,8 +189,17 @@ class AgentCheckpointManager:
         assert self._extent is not None and self._arena is not None
         view = self._arena.view(self._extent["offset"], self._plan.nbytes)
         digests = self._plan.write(args.arrays, view)
-        self._link.send("staged", step=step, digests=digests, items=dict(args.items))
         self._saved = step
+        interval = self.interval()
+        items = dict(args.items) | ({ITEM: interval} if self._automatic else {})
+        self._link.send(
+            "staged",
+            step=step,
+            digests=digests,
+            items=items,
+            interval=interval,
+            window=asdict(args.window) if args.window else None,
+        )
         self.stalls_s.append(time.monotonic() - begun)
         return True
 
@@ -177,10 +225,21 @@ class AgentCheckpointManager:
             view = self._arena.view(order["offset"], self._plan.nbytes)
             arrays = self._plan.read(view, order["digests"], args.abstract)
             self._arena.prefault()
-            return arrays, order["items"]
+            items = order["items"]
+        else:
+            arrays, items = self._from_storage(order["step"], args)
+        if self._automatic:
+            interval = items.get(ITEM, self._schedule.interval(after=order["step"]))
+            with self._condition:
+                self._schedule = self._schedule.changed(interval, after=order["step"])
+        return arrays, items
+
+    def _from_storage(
+        self, step: int, args: RestoreArgs
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         storage = StorageTier(self._storage_directory, read_only=True)
         try:
-            arrays, items = storage.restore(order["step"], dict(args.abstract))
+            arrays, items = storage.restore(step, dict(args.abstract))
         finally:
             storage.close()
         self.bytes_from_storage = sum(piece.nbytes for piece in self._plan.slices)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dtft.checkpoint.cadence import Cadence
+from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.checkpoint.wire import Tls
 
@@ -41,8 +43,10 @@ class AgentConfig:
     """Whether fetches go over NIXL where the peer has it too."""
     copies: int = 2
     """Copies every slice shall have."""
-    interval: int = 1
-    """Steps from one snapshot to the next."""
+    cadence: Cadence = field(default_factory=Cadence)
+    """After which steps snapshots are taken; at first, if that is automatic."""
+    automatic: Automatic | None = None
+    """Within which bounds the interval follows from what snapshots cost; None: not."""
     storage_interval: int = 50
     """Steps from one export to storage to the next."""
     storage_keep: int = 3

@@ -23,6 +23,9 @@ from dtft.elastic.replication import Inbox, Pusher
 from dtft.elastic.restoring import restore_into
 from dtft.elastic.trainers import TrainerPool, start_message
 
+REPORTED = ("step", "digests", "interval", "window")
+"""What the leader is told of a staged step."""
+
 
 @dataclass(kw_only=True)
 class Formation:
@@ -195,8 +198,8 @@ class Follower:
                 "restore", source=order["source"], step=order["step"], **where
             )
 
-    def release(self, step: int, committed: bool, stop_at: int | None) -> None:
-        """A step is safe: older copies go, the trainer may run on."""
+    def release(self, step: int, committed: bool, **told: Any) -> None:
+        """A step is safe: older copies go; the trainer is told so, and the rest."""
         if self._copies.holder is None or self._formation is None:
             return
         last = self._board.get("committed")
@@ -206,7 +209,7 @@ class Follower:
         self._copies.holder.drop_before(step, keep={last})
         if self._board.get("replicating") <= step:
             self._board.set("replicating", 0)
-        self._pool.send("release", step=step, committed=committed, stop_at=stop_at)
+        self._pool.send("release", step=step, committed=committed, **told)
         self.warm()
 
     # --------------------------------------------------------------- the trainer
@@ -287,8 +290,7 @@ class Follower:
             "staged",
             ballot=self._ballot,
             slot=formation.order["slot"],
-            step=step,
-            digests=message["digests"],
+            **{name: message[name] for name in REPORTED},
         )
 
     def held(self, epoch: tuple[int, int], step: int, source: int) -> None:

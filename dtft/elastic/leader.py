@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 START_FAILURES = 3
 """So often may trainers die after one and the same restore."""
+FRUITLESS = 10
+"""So often in a row may they die without one new commit."""
 
 
 class Leader:
@@ -51,6 +53,7 @@ class Leader:
         self._roster = Roster(time.monotonic(), config.timeouts.connect)
         self._health = StorageHealth(config.storage_directory)
         self._demands = Demands()
+        self._fruitless = 0
         self._storage = StorageWatch(config.storage_directory)
         self._rounds = Rounds(
             config,
@@ -213,13 +216,15 @@ class Leader:
             self._journal.recovery(report_of(round_, now), round_.detected, now)
 
     def _stage_limit(self) -> float:
-        return self._config.timeouts.stage * self._config.interval
+        ledger = self._rounds.ledger
+        steps = ledger.intervals.reach if ledger else self._config.cadence.period
+        return self._config.timeouts.stage * steps
 
-    def _on_staged(self, host: str, slot: int, step: int, digests: list[bytes]) -> None:
+    def _on_staged(self, host: str, **staged: Any) -> None:
         if self._rounds.phase == "running":
             self._rounds.enter("running", self._stage_limit())
         if self._rounds.ledger is not None:
-            self._rounds.ledger.staged(slot, step, digests)
+            self._rounds.ledger.staged(**staged)
 
     def _on_held(self, host: str, step: int, source: int, target: int) -> None:
         self._mender.held(self._rounds.current, step, source, target)
@@ -228,13 +233,16 @@ class Leader:
 
     def _on_trainer_exit(self, host: str, code: int) -> None:
         assignment, round_ = self._rounds.assignment, self._rounds.current
-        if assignment is not None and round_ is not None and not round_.reported:
-            if self._rounds.count_failure(assignment.step) >= START_FAILURES:
-                logs = self._config.run_directory / "logs"
+        if assignment is not None and round_ is not None:
+            step, self._fruitless = assignment.step, self._fruitless + 1
+            starts = 0 if round_.reported else self._rounds.count_failure(step)
+            if starts >= START_FAILURES or self._fruitless >= FRUITLESS:
+                what = "finishing a step" if starts >= START_FAILURES else "a commit"
                 self._ending.end(
                     "error",
-                    f"trainers died {START_FAILURES} times after restoring step "
-                    f"{assignment.step} without finishing a step; see {logs}",
+                    f"trainers died {max(starts, self._fruitless)} times after "
+                    f"restoring step {step} without {what}; see "
+                    f"{self._config.run_directory / 'logs'}",
                 )
                 return
         self._rounds.form(death(assignment.slots if assignment else (), host, code))
@@ -285,10 +293,12 @@ class Leader:
         if label == "assignment":
             self._rounds.assigned(value)
         elif label == "commit" and self._rounds.ledger is not None:
+            self._fruitless = 0
             self._emit("committing", 0)
             self._journal.committed(value.step)
             self._mender.committed(self._rounds.current, value.step)
             self._rounds.ledger.written(value)
+            self._say(self._rounds.ledger.intervals.news())
             if self._demands:
                 self._rounds.ledger.export(value.step)
             if (due := self._rounds.ledger.overdue) is not None:

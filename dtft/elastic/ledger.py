@@ -11,6 +11,7 @@ from dtft.checkpoint.commit import Commit, StepTracker
 from dtft.checkpoint.export_plan import export_world
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.intervals import Intervals
 from dtft.elastic.roles import Assignment
 from dtft.elastic.storage_health import StorageHealth
 
@@ -56,6 +57,7 @@ class Ledger:
         self.pending: Commit | None = None
         """Complete, but the store has not confirmed it yet."""
         self.committed = assignment.step
+        self.intervals = Intervals(config)
         self.stop_at: int | None = None
         self.stopping = False
         self._export: tuple[int, set[str]] | None = None
@@ -66,10 +68,26 @@ class Ledger:
         self.overdue: int | None = None
         """The newest step that was due while another was still being written."""
 
-    def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
-        """A slot has staged a step; raises Divergence."""
+    def staged(
+        self,
+        slot: int,
+        step: int,
+        digests: Sequence[bytes],
+        interval: int | None = None,
+        window: Mapping[str, float] | None = None,
+    ) -> None:
+        """A slot has staged a step; raises Divergence.
+
+        Args:
+            slot: of the trainer.
+            step: that it has staged.
+            digests: of its slices.
+            interval: steps until it stages the next; by default the config's.
+            window: what it measured since the step before, see `interval.Window`.
+        """
         if step <= self.committed:
             return
+        self.intervals.heard(step, interval, window)
         self._tracker(step).staged(slot, digests)
         self._conclude(step)
 
@@ -90,6 +108,7 @@ class Ledger:
         if not tracker.complete:
             return
         del self._trackers[step]
+        interval, following = self.intervals.concluded(step)
         self.pending = Commit(
             step=step,
             generation=self._assignment.generation,
@@ -98,9 +117,10 @@ class Ledger:
             layout=self.layout.digest,
             holders=self._assignment.slots,
             copies=self.placement.effective_copies,
+            interval=interval,
         )
         if self.stopping and self.stop_at is None:
-            self.stop_at = step + self._config.interval
+            self.stop_at = following
         self._record(self.pending)
 
     def waiting_for(self) -> str:
@@ -136,7 +156,12 @@ class Ledger:
     def _release(self, step: int, *, committed: bool) -> None:
         for host in self._assignment.slots:
             self._send(
-                host, "release", step=step, committed=committed, stop_at=self.stop_at
+                host,
+                "release",
+                step=step,
+                committed=committed,
+                stop_at=self.stop_at,
+                changes=self.intervals.changes,
             )
 
     # -------------------------------------------------------------------- export

@@ -63,6 +63,7 @@ def _commit_record(commit: CommitHealth, state: "JobState") -> Record:
     return {
         "step": commit.step,
         "generation": commit.generation,
+        "interval": commit.interval,
         "health": commit.state,
         "problem": commit.problem,
         "copies_wanted": commit.wanted,
@@ -92,6 +93,8 @@ def job_lines(record: Record) -> list[str]:
     ]
     if rows:
         lines += table(("step", "size", "slices", "copies", "health"), rows)
+        newest_interval = record["commits"][0]["interval"]
+        lines.append(f"snapshot interval in force: {newest_interval}")
     else:
         lines.append("nothing is committed yet")
     commits = record["commits"]
