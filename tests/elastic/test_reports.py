@@ -180,7 +180,7 @@ ANYTHING = st.recursive(
     left_out=st.sets(st.sampled_from(NAMES), max_size=2),
 )
 @settings(
-    max_examples=400,
+    max_examples=150,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     deadline=None,
 )
