@@ -29,8 +29,8 @@ class Copies:
         """Reserves nothing yet."""
         self._config = config
         self.holder: Holder | None = None
-        self._reserve: Future[Arena] | None = None
         self._domains: tuple[str, ...] = ()
+        self._reserve: Future[Arena] | None = None
 
     def hold(self, layout: Layout, slot: int, domains: Sequence[str] = ()) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed.
@@ -61,7 +61,7 @@ class Copies:
         )
         return self.holder
 
-    def expect(self, layout: Layout) -> None:
+    def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
         """Reserves memory for a slot of this layout, beside whatever goes on.
 
         A host that waits then need not spend that time when it is given one. Slots
@@ -69,11 +69,12 @@ class Copies:
         """
         if self.holder is None and self._reserve is None:
             pool = ThreadPoolExecutor(1)
-            self._reserve = pool.submit(self._prepare, layout)
+            self._reserve = pool.submit(self._prepare, layout, tuple(domains))
             pool.shutdown(wait=False)
 
-    def _prepare(self, layout: Layout) -> Arena:
-        needed = ArenaMap.of(layout, 0, place(layout, self._config.copies)).size
+    def _prepare(self, layout: Layout, domains: tuple[str, ...]) -> Arena:
+        placement = place(layout, self._config.copies, domains or None)
+        needed = ArenaMap.of(layout, 0, placement).size
         path = self._config.memory_directory / "reserve"
         arena = Arena.create(path, max(needed, 1))
         arena.prefault()

@@ -92,9 +92,9 @@ class Follower:
 
     # ------------------------------------------------------- orders of the leader
 
-    def expect(self, layout: str) -> None:
+    def expect(self, layout: str, domains: list[str]) -> None:
         """Has memory ready for a slot of the running job, should one be free."""
-        self._copies.expect(Layout.from_json(layout))
+        self._copies.expect(Layout.from_json(layout), domains)
 
     def reform(self, ballot: tuple[int, int]) -> None:
         """Stops training here and reports what this host holds, read and checked."""
@@ -136,6 +136,7 @@ class Follower:
         self._board.set("generation", order["generation"])
         self._board.set("attempt", order["attempt"])
         self._board.set("finished", order["step"])
+        self._board.set("committed", order["step"])  # kept until there is a newer one
         self._board.set("staged", 0)
         self._board.set("recovering", 1)
         self._pool.start(start_message(self._config, order))
