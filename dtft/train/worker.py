@@ -56,6 +56,7 @@ class AgentRuntime:
         self._running = False
         self._dispatched_at: list[float] = []
         self._checkpoint = experiment.checkpoint
+        self._last_step = experiment.stop.steps
         self._clock = WindowClock()
         self._window: Window | None = None
         self._seen = Experience()
@@ -94,6 +95,7 @@ class AgentRuntime:
             deadline_s=self._start["start_s"],
             cadence=self._checkpoint.cadence,
             automatic=self._checkpoint.interval == "auto",
+            last=self._last_step,
         )
         wanted = RestoreArgs(abstract=to_paths(abstract_state))
         logger.info("state is in memory")
