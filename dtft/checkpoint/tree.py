@@ -29,8 +29,8 @@ def to_paths(tree: Any) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def _paths(structure: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
-    """Every step has the same structure: its leaves are named once."""
+def _paths(structure: Any) -> tuple[str, ...]:
+    """Of a treedef. Every step has the same structure: its leaves are named once."""
     paths: dict[str, None] = {}
     numbers = jax.tree_util.tree_unflatten(structure, range(structure.num_leaves))
     for keys, _ in jax.tree_util.tree_flatten_with_path(numbers)[0]:
