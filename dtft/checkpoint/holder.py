@@ -240,6 +240,8 @@ class Holder:
     def holdings(self) -> tuple[dict[int, dict[str, bytes]], list[str]]:
         """Every slice held, read again and checked now.
 
+        A copy for a peer that is wrong is forgotten, so that it can be sent again.
+
         Returns:
             step -> slice key -> digest of each good copy, and a description of each
             bad one ("step 12: params/w[0:4]:float32").
@@ -252,7 +254,14 @@ class Holder:
                 if found[0]:
                     good[step] = found[0]
                 bad += [f"step {step}: {key}" for key in found[1]]
+                self._forget_hosted(step, set(found[1]))
         return good, bad
+
+    def _forget_hosted(self, step: int, bad: set[str]) -> None:
+        hosted = self._versions[step].hosted_digests
+        for source in list(hosted):
+            if not bad.isdisjoint(p.key for p in self.map.incoming[source].slices):
+                del hosted[source]
 
     def steps(self) -> tuple[int, ...]:
         """The steps of which something is held, ascending."""

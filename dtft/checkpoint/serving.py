@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dtft.checkpoint import wire
+from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.transport import Channel, ChannelClosed
 
@@ -62,16 +63,6 @@ def _answer(
             return
         payload = _cut_out(views, asked.get("parts"))
         channel.send({}, payload, timeout_s=IDLE_S)
-
-
-def no_payload(_: dict[str, Any], size: int) -> None:
-    """A sink for frames that have no payload.
-
-    Raises:
-        WireError: it has one.
-    """
-    if size:
-        raise wire.WireError(f"a request has a payload of {size} bytes")
 
 
 def _cut_out(views: Sequence[memoryview], parts: object) -> list[memoryview]:

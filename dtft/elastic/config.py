@@ -6,6 +6,7 @@ from pathlib import Path
 from dtft.checkpoint.cadence import Cadence
 from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.timeouts import Timeouts
+from dtft.checkpoint.wire import Tls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,12 @@ class AgentConfig:
     """Where the arenas lie: a memory file system."""
     bind: str = "127.0.0.1:0"
     """host:port the transport listens on."""
+    domain: str = ""
+    """Label of this host's failure domains: "power=p1,rack=r7", or nothing."""
+    tls: Tls | None = None
+    """This host's certificate: connections between hosts are encrypted."""
+    nixl: bool = False
+    """Whether fetches go over NIXL where the peer has it too."""
     copies: int = 2
     """Copies every slice shall have."""
     cadence: Cadence = field(default_factory=Cadence)

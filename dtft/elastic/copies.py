@@ -33,23 +33,31 @@ class Copies:
         self.pace = Pace(0)
         """Of the pushers made last."""
         self._reserve: Future[Arena] | None = None
+        self._domains: tuple[str, ...] = ()
 
-    def hold(self, layout: Layout, slot: int) -> Holder:
+    def hold(self, layout: Layout, slot: int, domains: Sequence[str] = ()) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed.
+
+        Args:
+            layout: of the state.
+            slot: this host's.
+            domains: per slot the failure domain by which copies are placed; empty if
+                every slot is its own.
 
         Raises:
             OSError: the memory for a new arena is not there.
         """
         old = self.holder
-        if old and old.layout.digest == layout.digest and old.slot == slot:
+        same = self._domains == (chosen := tuple(domains))
+        if old and old.layout.digest == layout.digest and old.slot == slot and same:
             return old
-        self.holder = None
+        self.holder, self._domains = None, chosen
         if old is not None:
             old.close()
         self.holder = Holder(
             layout,
             slot,
-            place(layout, self._config.copies),
+            place(layout, self._config.copies, chosen or None),
             path=self._config.memory_directory / "arena",
             chunk_bytes=self._config.chunk_bytes,
             reserved=self._take_reserve(),

@@ -11,7 +11,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,12 @@ class Exporter:
         self._messages.put({"op": "open", **opening})
 
     def save(
-        self, step: int, extent_offset: int, items: dict[str, Any], limit_s: float
+        self,
+        step: int,
+        extent_offset: int,
+        digests: Sequence[bytes],
+        items: dict[str, Any],
+        limit_s: float,
     ) -> None:
         """Begins to write one step, which is given up after `limit_s` seconds."""
         self._messages.put(
@@ -58,6 +63,7 @@ class Exporter:
                 "op": "save",
                 "step": step,
                 "extent_offset": extent_offset,
+                "digests": [one.hex() for one in digests],
                 "items": items,
                 "timeout_s": limit_s,
             }
@@ -126,8 +132,13 @@ class ExportDesk:
             return
         self._board.set("exporting", step)
         items = {**holder.items(step), "config": holder.layout.config}
-        offset = holder.own_offset(step)
-        exporter.save(step, offset, items, self._config.timeouts.export)
+        exporter.save(
+            step,
+            holder.own_offset(step),
+            holder.all_own_digests(step),
+            items,
+            self._config.timeouts.export,
+        )
 
     def _open(self, holder: Holder, order: dict[str, Any]) -> Exporter:
         """Keeps the exporter of the last step if its world is the same.
@@ -145,6 +156,7 @@ class ExportDesk:
             "arena": str(holder.path),
             "slot": order["slot"],
             "devices": len(holder.layout.mesh.positions(order["slot"])),
+            "chunk_bytes": holder.chunk_bytes,
         }
         world = opening, order["failures"]
         if self._exporter is not None and self._world == world:

@@ -13,6 +13,7 @@ from typing import Any
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.interval import Window
+from dtft.checkpoint.nixl import started
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
@@ -67,6 +68,7 @@ class Follower:
             emit,
         )
         self._copies = Copies(config)
+        self._nixl = started() if config.nixl else None
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
         self._exports = ExportDesk(config, board, emit, self._exported)
@@ -82,6 +84,7 @@ class Follower:
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
             held=lambda step, source: self._emit("held", self.epoch, step, source),
+            nixl=self._nixl,
         )
 
     def warm(self) -> None:
@@ -147,13 +150,15 @@ class Follower:
     def _restore_memory(self, formation: Formation) -> None:
         order = formation.order
         try:
-            holder = self._copies.hold(Layout.from_json(order["layout"]), order["slot"])
+            layout = Layout.from_json(order["layout"])
+            holder = self._copies.hold(layout, order["slot"], order["domains"])
             outcome = restore_into(
                 holder,
                 order,
                 self._config.host,
                 self._credentials,
                 self._config.timeouts.restore,
+                self._nixl,
             )
         except OSError as error:
             outcome = {"fatal": str(error)}
@@ -166,7 +171,12 @@ class Follower:
         if "fatal" in outcome:
             self._report("fatal", message=outcome["fatal"])
         elif "error" in outcome:
-            self._report("prepare_failed", ballot=self._ballot, **outcome)
+            self._report(
+                "prepare_failed",
+                ballot=self._ballot,
+                error=outcome["error"],
+                corrupt=outcome["corrupt"],
+            )
         else:
             formation.restored = outcome
             self._report(
@@ -235,16 +245,31 @@ class Follower:
                 return
         else:
             try:
-                self._copies.hold(layout, order["slot"]).keep_only(set())
+                slot, domains = order["slot"], order["domains"]
+                self._copies.hold(layout, slot, domains).keep_only(set())
             except OSError as error:
                 self._report("fatal", message=str(error))
                 return
         formation.announced = True
-        formation.pushers = self._copies.pushers(
-            order["addresses"], self._credentials, formation.epoch
-        )
+        self._start_pushers(formation)
         self._report("layout", ballot=self._ballot, layout=layout.to_json())
         self._hand_over(formation)
+
+    def _start_pushers(self, formation: Formation) -> None:
+        if not formation.pushers:
+            formation.pushers = self._copies.pushers(
+                formation.order["addresses"], self._credentials, formation.epoch
+            )
+
+    def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
+        """Sends the slices of a restored step again to peers that lack them."""
+        formation = self._formation
+        if formation is None or ballot != self._ballot:
+            return
+        self._start_pushers(formation)
+        for pusher in formation.pushers:
+            if pusher.target in targets:
+                pusher.offer(step)
 
     def _stage(self, holder: Holder, step: int) -> None:
         try:

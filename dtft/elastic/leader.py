@@ -6,6 +6,7 @@ steps, `Ending` ends the job, `Records` reads and writes the store. Holds no sta
 its successor could not learn again from the store and the hosts.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +19,15 @@ from dtft.elastic.ending import Ending
 from dtft.elastic.forming import death, report_of
 from dtft.elastic.journal import Journal
 from dtft.elastic.membership import Membership, View
+from dtft.elastic.mender import Mender
 from dtft.elastic.records import Records
+from dtft.elastic.reports import fault_of, fields_of, misfit
 from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.storage_health import StorageHealth
+from dtft.elastic.storage_watch import StorageWatch
+
+logger = logging.getLogger(__name__)
 
 START_FAILURES = 3
 """So often may trainers die after one and the same restore."""
@@ -48,11 +54,20 @@ class Leader:
         self._health = StorageHealth(config.storage_directory)
         self._demands = Demands()
         self._fruitless = 0
+        self._storage = StorageWatch(config.storage_directory)
         self._rounds = Rounds(
-            config, self._records, self._roster, emit, send, journal, self._health
+            config,
+            self._records,
+            self._roster,
+            emit,
+            send,
+            journal,
+            self._health,
+            self._storage,
         )
+        self._mender = Mender(journal, send)
         self._ending = Ending(
-            config, self._records, self._rounds, self._roster, journal
+            config, self._records, self._rounds, self._roster, journal, self._storage
         )
         if view.assignment is not None:
             gone = [host for host in view.assignment.slots if host not in view.hosts]
@@ -124,21 +139,33 @@ class Leader:
     # ----------------------------------------------------------------- reports
 
     def hears(self, host: str, message: dict[str, Any]) -> None:
-        """A report of some host; those of an older ballot are refused."""
-        op = message.pop("op")
-        ballot = tuple(message.pop("ballot", ()))
+        """A report of a host; wrong ones and those of an older ballot are refused."""
+        if self._refused(host, fault_of(message)):
+            return
+        op = message["op"]
+        ballot = tuple(message.get("ballot", ()))
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "fatal":
             self._ending.end("error", message["message"], code=message.get("code", 2))
         elif round_ is not None and ballot == round_.ballot:
+            slots = round_.assignment.slots if round_.assignment else ()
+            ledger = self._rounds.ledger
+            layout = ledger.layout if ledger is not None else None
+            if self._refused(host, misfit(host, message, slots, layout)):
+                return
             try:
-                getattr(self, f"_on_{op}")(host, **message)
+                getattr(self, f"_on_{op}")(host, **fields_of(message))
             except Divergence as error:
                 self._ending.end("error", str(error))
         elif op == "trainer_exit" and self._rounds.phase == "gathering":
-            assert round_ is not None and previous is not None
-            slots = previous.slots  # it died beside what began this round
+            assert round_ is not None
+            slots = previous.slots if previous else ()  # it died beside what began this
             round_.reasons.append(death(slots, host, message["code"]))
+
+    def _refused(self, host: str, reason: str | None) -> bool:
+        if reason is not None:
+            logger.warning("a report of %s is dropped: %s", host, reason)
+        return reason is not None
 
     def _on_holdings(self, host: str, **reply: Any) -> None:
         assert self._rounds.current is not None
@@ -161,6 +188,7 @@ class Leader:
         round_.prepared[host] = outcome
         if len(round_.prepared) == self._config.num_slots:
             round_.restore_s = time.time() - round_.restore_begun
+            self._mender.begin(round_, self.view)
 
     def _on_layout(self, host: str, layout: str) -> None:
         announced = Layout.from_json(layout)
@@ -199,6 +227,7 @@ class Leader:
             self._rounds.ledger.staged(**staged)
 
     def _on_held(self, host: str, step: int, source: int, target: int) -> None:
+        self._mender.held(self._rounds.current, step, source, target)
         if self._rounds.ledger is not None:
             self._rounds.ledger.held(step, source, target)
 
@@ -232,6 +261,7 @@ class Leader:
             return
         self._journal.event("export", step=step, ok=outcome, error=error)
         if outcome:
+            self._storage.wrote(step)
             self._records.put("stored", step, "stored", str(step))
             self._say(self._health.succeeded(step))
         else:
@@ -266,6 +296,7 @@ class Leader:
             self._fruitless = 0
             self._emit("committing", 0)
             self._journal.committed(value.step)
+            self._mender.committed(self._rounds.current, value.step)
             self._rounds.ledger.written(value)
             self._say(self._rounds.ledger.intervals.news())
             if self._demands:

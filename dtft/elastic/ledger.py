@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dtft.checkpoint.commit import Commit, StepTracker
 from dtft.checkpoint.export_plan import export_world
-from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.intervals import Intervals
@@ -53,7 +52,7 @@ class Ledger:
         self._export_addresses = export_addresses
         self._record, self._send = record, send
         self._health, self._clock = health, clock
-        self.placement = place(layout, config.copies)
+        self.placement = assignment.spread.place(layout)
         self._trackers: dict[int, StepTracker] = {}
         self.pending: Commit | None = None
         """Complete, but the store has not confirmed it yet."""
@@ -86,12 +85,16 @@ class Ledger:
             interval: steps until it stages the next; by default the config's.
             window: what it measured since the step before, see `interval.Window`.
         """
+        if step <= self.committed:
+            return
         self.intervals.heard(step, interval, window)
         self._tracker(step).staged(slot, digests)
         self._conclude(step)
 
     def held(self, step: int, source: int, target: int) -> None:
-        """A push has arrived and was verified."""
+        """A push has arrived and was verified; those of a commit are no news here."""
+        if step <= self.committed:
+            return
         self._tracker(step).held(source, target)
         self._conclude(step)
 

@@ -45,6 +45,7 @@ class Pusher:
         `paced`, if given, is told all bytes sent and pauses, to have them sent slowly.
         """
         self._holder, self._push, self._address = holder, push, address
+        self.target = push.target
         self._credentials, self._epoch = credentials, epoch
         self._deadline_s, self._paced = deadline_s, paced
         self._steps: queue.Queue[int | None] = queue.Queue()

@@ -81,6 +81,7 @@ class AgentRuntime:
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """The state and items that the leader chose, or None at the very start."""
+        from dtft.checkpoint import typed_keys
         from dtft.checkpoint.manager import AgentCheckpointManager, RestoreArgs
         from dtft.checkpoint.tree import from_paths, to_paths
         from dtft.train.step import layout_of
@@ -97,7 +98,8 @@ class AgentRuntime:
             automatic=self._checkpoint.interval == "auto",
             last=self._last_step,
         )
-        wanted = RestoreArgs(abstract=to_paths(abstract_state))
+        abstract = to_paths(abstract_state)
+        wanted = RestoreArgs(abstract=typed_keys.plain(abstract))
         logger.info("state is in memory")
         found = self._manager.restore(args=wanted)
         logger.info("state is on the devices")
@@ -107,7 +109,7 @@ class AgentRuntime:
         saved = items.pop("config", self._resolved)
         refuse_other(saved, self._resolved, self.run_directory)
         self._step = items["step"]
-        return from_paths(abstract_state, arrays), items
+        return from_paths(abstract_state, typed_keys.typed(arrays, abstract)), items
 
     def dispatched(self, step: int) -> None:
         """The step is on its way to the devices."""
@@ -148,8 +150,10 @@ class AgentRuntime:
         """One snapshot, at a step boundary."""
         from dtft.checkpoint.manager import SaveArgs
         from dtft.checkpoint.tree import to_paths
+        from dtft.checkpoint.typed_keys import plain
 
-        args = SaveArgs(arrays=to_paths(state), items=items, window=self._window)
+        arrays = plain(to_paths(state))
+        args = SaveArgs(arrays=arrays, items=items, window=self._window)
         self._manager.save(step, args=args)
 
     def _tell_running(self) -> None:

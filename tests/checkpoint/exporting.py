@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.digest import chunk_digests
+from dtft.checkpoint.slices import Layout, offsets_of
 from tests.checkpoint.states import extent, state
 
-OFFSET = 4096
+OFFSET, CHUNK = 4096, 64
 
 
 class Process:
@@ -56,5 +57,15 @@ def opening(
         "arena": str(arena),
         "slot": slot,
         "devices": len(layout.mesh.positions(slot)),
+        "chunk_bytes": CHUNK,
         **changes,
     }
+
+
+def saving(layout: Layout, slot: int, step: int, **changes: Any) -> dict[str, Any]:
+    """The message that has the state of `opening` saved."""
+    pieces, memory = layout.slices(slot), extent(layout, slot, state())
+    parts = zip(pieces, offsets_of(pieces)[0], strict=True)
+    digests = [chunk_digests(memory[o : o + p.nbytes], CHUNK).hex() for p, o in parts]
+    message = {"op": "save", "step": step, "extent_offset": OFFSET, "items": {}}
+    return message | {"digests": digests} | changes

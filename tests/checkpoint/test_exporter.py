@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.checkpoint.export_plan import export_world
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage import StorageTier, load_numpy
-from tests.checkpoint.exporting import OFFSET, Process, opening
+from tests.checkpoint.exporting import OFFSET, Process, opening, saving
 from tests.checkpoint.states import extent, layout, same_bits, state
 
 
@@ -29,7 +29,7 @@ def test_world_of_one_writes_every_bit(
     exporter, _ = exporters
     whole = layout(slots=(0, 0, 0, 0))
     exporter.send(**opening(tmp_path, whole, 0, 0))
-    exporter.send(op="save", step=7, extent_offset=OFFSET, items={"position": 7})
+    exporter.send(**saving(whole, 0, 7, items={"position": 7}))
     assert exporter.answer() == {"op": "open", "ok": True}
     answer = exporter.answer()
     assert answer["ok"] and answer["step"] == 7 and answer["seconds"] > 0
@@ -37,11 +37,20 @@ def test_world_of_one_writes_every_bit(
     loaded = load_numpy(tmp_path / "storage", 7)
     assert all(same_bits(loaded[path], value) for path, value in state().items())
 
-    exporter.send(op="save", step=8, extent_offset=1 << 40, items={})
+    exporter.send(**saving(whole, 0, 8, extent_offset=1 << 40))
     answer = exporter.answer()
     assert not answer["ok"] and "extent_offset" in answer["error"]
-    exporter.send(op="save", step=8, extent_offset=OFFSET, items={})
+    exporter.send(**saving(whole, 0, 8))
     assert exporter.answer()["ok"]
+    with open(tmp_path / "arena-0", "r+b") as arena:
+        arena.seek(OFFSET)
+        first = arena.read(1)
+        arena.seek(OFFSET)
+        arena.write(bytes([first[0] ^ 1]))  # of what was digested long before
+    exporter.send(**saving(whole, 0, 9))
+    answer = exporter.answer()
+    assert not answer["ok"] and "step 9 is corrupt in this host's" in answer["error"]
+    assert whole.slices(0)[0].key in answer["error"]
     exporter.send(op="close")
     assert exporter.process.wait(timeout=10) == 0
     assert StorageTier(tmp_path / "storage").all_steps() == (7, 8)
@@ -54,9 +63,8 @@ def test_world_of_two_writes_one_checkpoint(
         message = opening(tmp_path, layout(), rank, slot=rank, world=2)
         exporter.send(**message | {"coordinator": f"localhost:{free_port}"})
         for step in (3, 4, 5):
-            exporter.send(
-                op="save", step=step, extent_offset=OFFSET, items={"position": step}
-            )
+            items = {"position": step}
+            exporter.send(**saving(layout(), rank, step, items=items))
     for exporter in exporters:
         answers = [exporter.answer() for _ in range(4)]
         assert all(answer["ok"] for answer in answers), answers
@@ -87,7 +95,7 @@ def test_what_does_not_open_is_answered_on_every_save(
 ) -> None:
     exporter, other = exporters
     exporter.send(**opening(tmp_path, layout(), 0, slot=0, world=1))
-    exporter.send(op="save", step=1, extent_offset=OFFSET, items={})
+    exporter.send(**saving(layout(), 0, 1))
     assert "slots (0, 1) hold" in exporter.answer()["error"]
     answer = exporter.answer()
     assert not answer["ok"] and "slots (0, 1) hold" in answer["error"]
@@ -102,7 +110,7 @@ def test_a_save_beyond_its_limit_ends_the_process(
     exporter, _ = exporters
     exporter.send(**opening(tmp_path, layout(slots=(0,) * 4), 0, 0))
     assert exporter.answer()["ok"]
-    exporter.send(op="save", step=1, extent_offset=OFFSET, items={}, timeout_s=0)
+    exporter.send(**saving(layout(slots=(0,) * 4), 0, 1, timeout_s=0))
     answer = exporter.answer()
     assert not answer["ok"] and "TimeoutError" in answer["error"]
     assert exporter.process.wait(timeout=10) == 1

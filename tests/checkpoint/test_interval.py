@@ -58,7 +58,8 @@ class Job:
     def _window(self, true: Costs, steps: int) -> Window:
         affected = min(3, steps)
         off = [self._random.uniform(-1, 1) * self.noise for _ in range(2)]
-        quiet = (steps - affected) * (true.step_s + off[0] * true.snapshot_s / 4)
+        each = true.step_s + off[0] * min(true.snapshot_s / 4, true.step_s)
+        quiet = (steps - affected) * each
         return Window(
             affected_steps=affected,
             affected_s=affected * true.step_s + true.snapshot_s * (1 + off[1]),
