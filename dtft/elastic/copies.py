@@ -13,6 +13,7 @@ from typing import Any
 from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.arena_map import ArenaMap
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.pace import Pace
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -29,6 +30,8 @@ class Copies:
         """Reserves nothing yet."""
         self._config = config
         self.holder: Holder | None = None
+        self.pace = Pace(0)
+        """Of the pushers made last."""
         self._domains: tuple[str, ...] = ()
         self._reserve: Future[Arena] | None = None
 
@@ -117,12 +120,25 @@ class Copies:
         credentials: Credentials,
         epoch: tuple[int, int],
     ) -> list[Pusher]:
-        """One for each copy that a peer keeps; `addresses` are by slot."""
+        """One for each copy that a peer keeps; `addresses` are by slot.
+
+        They keep to a new `pace`.
+        """
         holder = self.holder
         assert holder is not None
         limit_s = self._config.timeouts.replicate
+        pieces = (piece for push in holder.outgoing for piece in push.slices)
+        self.pace = Pace(sum(piece.nbytes for piece in pieces))
         return [
-            Pusher(holder, push, addresses[push.target], credentials, epoch, limit_s)
+            Pusher(
+                holder,
+                push,
+                addresses[push.target],
+                credentials,
+                epoch,
+                limit_s,
+                self.pace.bucket.sent,
+            )
             for push in holder.outgoing
         ]
 

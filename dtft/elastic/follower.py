@@ -12,6 +12,7 @@ from typing import Any
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.interval import Window
 from dtft.checkpoint.nixl import started
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -284,6 +285,9 @@ class Follower:
         holder.staged(step, message["digests"], message["items"])
         self._board.set("staged", step)
         self._board.set("replicating", step)
+        if (window := message["window"]) is not None:
+            step_s = Window(**window).step_s
+            self._copies.pace.staged(step_s, message["interval"])
         for pusher in formation.pushers:
             pusher.offer(step)
         self._report(
