@@ -91,6 +91,13 @@ class AttachedMemory(AgentCheckpointManager):
         else:
             super()._take(message)
 
+    def announce(self, layout: Layout) -> None:
+        """Tells the layout; see `AgentCheckpointManager.announce`."""
+        super().announce(layout)
+        assert self._order is not None
+        if self._order["source"] == "init":
+            self._released = self._committed = self._saved = NONE
+
     # -------------------------------------------------------------------- steps
 
     @property

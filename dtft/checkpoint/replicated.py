@@ -18,6 +18,7 @@ from etils import epath
 from dtft.checkpoint.job_steps import JobSteps
 from dtft.checkpoint.local_steps import LocalSteps
 from dtft.checkpoint.options import ReplicatedOptions, is_due
+from dtft.checkpoint.save_clock import SaveClock
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,10 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         text = os.fspath(directory)
         self._directory = epath.Path(text if "://" in text else os.path.abspath(text))
         self._options = options or ReplicatedOptions()
+        interval = self._options.save_interval_steps
+        self._clock = SaveClock(
+            None if interval == "auto" else interval, self._options.automatic
+        )
         many = jax.distributed.is_initialized() and jax.process_count() > 1
         work = JobSteps if many else LocalSteps
         self._work: JobSteps | LocalSteps = work(self._directory, self._options)
@@ -118,7 +123,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     def should_save(self, step: int) -> bool:
         """Whether `save` takes this step: see `ReplicatedOptions`."""
         latest = self._work.newest()
-        if is_due(self._options, step, latest):
+        if is_due(self._clock.cadence, step, latest):
             return True
         return (latest is None or step > latest) and self.reached_preemption(step)
 
@@ -155,7 +160,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         if not force and not self.should_save(step):
             return False
         at_once = self.reached_preemption(step)
-        self._work.save(step, args, metrics, custom_metadata, at_once)
+        with self._clock.saving(step, args):
+            self._work.save(step, args, metrics, custom_metadata, at_once)
         return True
 
     # ------------------------------------------------------------------ restore

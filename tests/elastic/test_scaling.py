@@ -36,6 +36,7 @@ class Desk:
         self.directory, self.store = directory, MemoryStore()
         self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.orders: list[tuple[str, dict[str, Any]]] = []
+        self.exports: list[tuple[str, int, int]] = []
         self.answers: list[dict[str, Any]] = []
         self.held: dict[int, Any] = {7: STATE}
         self.silent: set[str] = set()
@@ -80,6 +81,8 @@ class Desk:
     def _order(self, host: str, op: str, **fields: Any) -> None:
         if op == "prepare":
             self.orders.append((host, fields))
+        elif op == "export":
+            self.exports.append((host, fields["step"], fields["slot"]))
         if host in self.silent and op == "prepare":
             return
         told = {"ballot": fields.get("ballot")}
@@ -300,6 +303,21 @@ def test_a_size_that_trainers_refuse_is_given_up(desk_of) -> None:
     assert "cannot train on 3 hosts" in desk.said
     desk.commit(9)
     assert desk.leader._rounds.phase == "running"  # not tried again unasked
+
+
+def test_a_stop_after_growing_failed_still_stores_the_last_step(desk_of) -> None:
+    desk = desk_of(hosts=3)
+    desk.ask(3)
+    desk.until(lambda: desk.leader.view.wanted)
+    desk.silent = {"h2"}
+    desk.commit(8)
+    desk.until(lambda: desk.leader._rounds.phase == "preparing")
+    desk.lose("h2")
+    desk.lose("h1")
+    desk.until(lambda: desk.leader._rounds.phase == "waiting")
+    desk._put("m/stop", "1")
+    desk.look()
+    assert desk.exports[-1] == ("h0", 8, 0)
 
 
 def test_with_a_least_number_a_lost_host_is_not_waited_for(desk_of) -> None:
