@@ -36,6 +36,10 @@ VERIFY_TRIES = 8
 """Steps go on while one looks: so often is looked for one that all hosts still have."""
 
 
+class NotThere(RuntimeError):
+    """Nobody leads the job at the moment, or the leader does not answer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostState:
     """What one host answered."""
@@ -133,15 +137,20 @@ class Observer:
         with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
             hosts = tuple(pool.map(lambda record: self._ask(record, verify), records))
         commits |= {commit.step: commit for commit in self._commits()}
-        layouts = [host.layout for host in hosts if host.layout]
-        layout = Layout.from_json(layouts[0]) if layouts else None
+        texts = {host.layout for host in hosts if host.layout}
+        known = {layout.digest: layout for layout in map(Layout.from_json, texts)}
         holdings = {host.record.host: host.held for host in hosts}
         seen = Surroundings.of(view)
+        layouts = {it.step: known.get(it.layout) for it in commits.values()}
         found = [
             commit_health(
-                commit, layout, holdings, placed=seen.placed, domains=seen.names
+                commit,
+                layouts[step],
+                holdings,
+                placed=seen.placed_on(layouts[step]),
+                domains=seen.names,
             )
-            for commit in commits.values()
+            for step, commit in commits.items()
         ]
         return JobState(
             job=self._job,
@@ -149,7 +158,7 @@ class Observer:
             view=view,
             hosts=hosts,
             commits=tuple(worth_showing(found)),
-            copies=seen.copies(layout),
+            copies=seen.copies(layouts[max(layouts)] if layouts else None),
         )
 
     def _commits(self) -> tuple[Commit, ...]:
@@ -192,28 +201,41 @@ class Observer:
         """
         end = time.monotonic() + LEADER_S
         while True:
-            reply = self._ask_leader()
+            try:
+                reply = self.ask_leader("export", {}, EXPORT_S)
+                problem = f"leader {reply['leader']}: {reply.get('error')}"
+                again = reply.get("moved")
+            except NotThere as error:
+                reply, problem = {}, str(error)
+                again = not isinstance(error.__cause__, TimeoutError)
             if "step" in reply:
                 return reply["step"]
-            if not reply.get("moved") or time.monotonic() > end:
-                raise RuntimeError(reply["error"])
+            if not again or time.monotonic() > end:
+                raise RuntimeError(problem)
             time.sleep(LEADER_PAUSE_S)
 
-    def _ask_leader(self) -> dict[str, Any]:
+    def ask_leader(
+        self, op: str, request: dict[str, Any], limit_s: float
+    ) -> dict[str, Any]:
+        """Asks whoever leads the job now; adds `leader` to the answer.
+
+        Raises:
+            NotThere: nobody leads, or the leader does not answer.
+        """
         view, _ = read_view(self._store, self._job)
         leader = view.hosts.get(view.leader or "")
         if leader is None:
-            text = f"job {self._job!r} has had no leader for {LEADER_S:.0f} s."
-            return {"error": text, "moved": True}
+            raise NotThere(f"job {self._job!r} has no leader at the moment.")
         try:
-            reply = self._call(leader, "export", {}, EXPORT_S)
-        except TimeoutError as error:
-            return {"error": f"leader {leader.host}: {error}"}
-        except OSError as error:
-            return {"error": f"leader {leader.host}: {error}", "moved": True}
-        if "error" in reply:
-            reply["error"] = f"leader {leader.host}: {reply['error']}"
-        return reply
+            reply = self._call(leader, op, request, limit_s)
+        except (OSError, TimeoutError) as error:
+            raise NotThere(f"leader {leader.host}: {error}") from error
+        return {**reply, "leader": leader.host}
+
+    def result(self) -> str | None:
+        """How the job ended, for people; None while it lives."""
+        view, _ = read_view(self._store, self._job)
+        return json.loads(view.result)["status"] if view.result else None
 
 
 def _jobs(store: Store) -> list[str]:

@@ -102,10 +102,10 @@ class Journal:
             return error
         return None
 
-    def committed(self, step: int) -> None:
-        """Remembers and records a commit."""
+    def committed(self, step: int, root: str) -> None:
+        """Remembers and records a commit; `root` is the digest over its slices."""
         self.last_commit = step
-        self.event("commit", step=step)
+        self.event("commit", step=step, root=root)
 
     def recovery(self, report: RecoveryReport, detected: float, ended: float) -> None:
         """Prints the recovery line and records every figure."""
