@@ -30,7 +30,7 @@ class Copies:
         """Reserves nothing yet."""
         self._config = config
         self.holder: Holder | None = None
-        self.pace = Pace(0)
+        self.pace = Pace(0, config.timeouts.replicate)
         """Of the pushers made last."""
         self._reserve: Future[Arena] | None = None
         self._domains: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ class Copies:
         assert holder is not None
         limit_s = self._config.timeouts.replicate
         pieces = (piece for push in holder.outgoing for piece in push.slices)
-        self.pace = Pace(sum(piece.nbytes for piece in pieces))
+        self.pace = Pace(sum(piece.nbytes for piece in pieces), limit_s)
         return [
             Pusher(
                 holder,

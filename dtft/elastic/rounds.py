@@ -233,6 +233,7 @@ class Rounds:
             send=self._send,
             health=self._health,
         )
+        self.ledger.intervals.resumed(assignment, self._records.commits)
         self.ledger.stopping = view.stop
         self.expect(self._roster.connected)
         _, problem = shortfall(
