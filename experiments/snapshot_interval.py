@@ -194,7 +194,7 @@ NOTES = (
     "what a snapshot adds to the steps beside its replication, against quiet steps of "
     "the same run (as the leader measures it), spread over the interval; the line in "
     "the figure is its budget. Steps at risk: from one snapshot to the next; while a "
-    "snapshot is not replicated yet, those since the one before it are at risk as well.",
+    "snapshot is not replicated yet, so are those since the one before it.",
 )
 
 
