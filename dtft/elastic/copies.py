@@ -13,7 +13,6 @@ from typing import Any
 from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.arena_map import ArenaMap
 from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.pace import Pace
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -30,8 +29,6 @@ class Copies:
         """Reserves nothing yet."""
         self._config = config
         self.holder: Holder | None = None
-        self.pace = Pace(0, config.timeouts.replicate)
-        """Of the pushers made last."""
         self._reserve: Future[Arena] | None = None
         self._domains: tuple[str, ...] = ()
 
@@ -119,25 +116,12 @@ class Copies:
         credentials: Credentials,
         epoch: tuple[int, int],
     ) -> list[Pusher]:
-        """One for each copy that a peer keeps; `addresses` are by slot.
-
-        They keep to a new `pace`.
-        """
+        """One for each copy that a peer keeps; `addresses` are by slot."""
         holder = self.holder
         assert holder is not None
         limit_s = self._config.timeouts.replicate
-        pieces = (piece for push in holder.outgoing for piece in push.slices)
-        self.pace = Pace(sum(piece.nbytes for piece in pieces), limit_s)
         return [
-            Pusher(
-                holder,
-                push,
-                addresses[push.target],
-                credentials,
-                epoch,
-                limit_s,
-                self.pace.bucket.sent,
-            )
+            Pusher(holder, push, addresses[push.target], credentials, epoch, limit_s)
             for push in holder.outgoing
         ]
 
