@@ -22,6 +22,7 @@ from dtft.checkpoint.placement import Push
 from dtft.checkpoint.ranges import Wanted
 from dtft.checkpoint.serving import serve
 from dtft.checkpoint.transport import Channel, ChannelClosed, Credentials, connect
+from dtft.elastic.finding import cut_out, find_copies
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,8 @@ class Inbox:
     """Called with (step, source slot) when a push was verified, once for each."""
     nixl: Nixl | None = None
     """Lends memory to peers that fetch with NIXL."""
+    former: Callable[[], Sequence[Holder]] = tuple
+    """Holders of former formations that peers may still need."""
 
 
 def serve_pushes(channel: Channel, inbox: Inbox) -> None:
@@ -252,10 +255,8 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
             raise wire.WireError("a fetch whose keys are not text")
         if _epoch(request.get("epoch")) < inbox.epoch():
             raise KeyError("the order to fetch it is older than this host's")
-        holder = inbox.holder()
-        if holder is None:
-            raise KeyError("this host holds nothing")
-        return holder.find(step, keys)
+        views = find_copies((inbox.holder(), *inbox.former()), step, keys)
+        return cut_out(views, request["spans"]) if "spans" in request else views
 
     serve(channel, find, inbox.nixl)
 

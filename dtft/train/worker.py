@@ -66,6 +66,7 @@ class AgentRuntime:
         import jax
 
         from dtft import _jax_internals
+        from dtft.train.experiment import scaled_mesh
         from dtft.train.step import make_mesh
 
         _jax_internals.join_world(
@@ -77,7 +78,8 @@ class AgentRuntime:
         )
         logger.info("joined the world")
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-        return make_mesh(experiment.mesh, devices)
+        per_host = len(devices) // self.num_slots
+        return make_mesh(scaled_mesh(experiment, self.num_slots, per_host), devices)
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """The state and items that the leader chose, or None at the very start."""
