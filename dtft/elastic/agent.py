@@ -330,7 +330,8 @@ class Agent:
 
     def _on_export_wanted(self, answer: Callable[[dict[str, Any]], None]) -> None:
         if self._leader is None:
-            answer({"error": f"{self._config.host} does not lead the job"})
+            text = f"{self._config.host} does not lead the job"
+            answer({"error": text, "moved": True})
         else:
             self._leader.export_wanted(answer)
 

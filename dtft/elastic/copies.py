@@ -16,6 +16,7 @@ from typing import Any
 from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.arena_map import ArenaMap
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.pace import Pace
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -35,6 +36,8 @@ class Copies:
         """Of the newest formation."""
         self.former: tuple[Holder, ...] = ()
         """Of the formations since the last commit, where they were others."""
+        self.pace = Pace(0)
+        """Of the pushers made last."""
         self._reserve: Future[Arena] | None = None
         self._placed: dict[Holder, tuple[str, ...]] = {}
         self._lock = threading.Lock()  # a restore that was given up may still end
@@ -110,7 +113,7 @@ class Copies:
         known = (it for it in (self.holder, *self.former) if it is not None)
         return next((it for it in known if step in it.steps()), self.holder)
 
-    def expect(self, layout: Layout) -> None:
+    def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
         """Reserves memory for a slot of this layout, beside whatever goes on.
 
         A host that waits then need not spend that time when it is given one. Slots
@@ -118,11 +121,12 @@ class Copies:
         """
         if self.holder is None and self._reserve is None:
             pool = ThreadPoolExecutor(1)
-            self._reserve = pool.submit(self._prepare, layout)
+            self._reserve = pool.submit(self._prepare, layout, tuple(domains))
             pool.shutdown(wait=False)
 
-    def _prepare(self, layout: Layout) -> Arena:
-        needed = ArenaMap.of(layout, 0, place(layout, self._config.copies)).size
+    def _prepare(self, layout: Layout, domains: tuple[str, ...]) -> Arena:
+        placement = place(layout, self._config.copies, domains or None)
+        needed = ArenaMap.of(layout, 0, placement).size
         path = self._config.memory_directory / "reserve"
         arena = Arena.create(path, max(needed, 1))
         arena.prefault()
@@ -173,12 +177,25 @@ class Copies:
         credentials: Credentials,
         epoch: tuple[int, int],
     ) -> list[Pusher]:
-        """One for each copy that a peer keeps; `addresses` are by slot."""
+        """One for each copy that a peer keeps; `addresses` are by slot.
+
+        They keep to a new `pace`.
+        """
         holder = self.holder
         assert holder is not None
         limit_s = self._config.timeouts.replicate
+        pieces = (piece for push in holder.outgoing for piece in push.slices)
+        self.pace = Pace(sum(piece.nbytes for piece in pieces))
         return [
-            Pusher(holder, push, addresses[push.target], credentials, epoch, limit_s)
+            Pusher(
+                holder,
+                push,
+                addresses[push.target],
+                credentials,
+                epoch,
+                limit_s,
+                self.pace.bucket.sent,
+            )
             for push in holder.outgoing
         ]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.interval import Window
 from dtft.checkpoint.nixl import started
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -93,9 +94,9 @@ class Follower:
 
     # ------------------------------------------------------- orders of the leader
 
-    def expect(self, layout: str) -> None:
+    def expect(self, layout: str, domains: list[str]) -> None:
         """Has memory ready for a slot of the running job, should one be free."""
-        self._copies.expect(Layout.from_json(layout))
+        self._copies.expect(Layout.from_json(layout), domains)
 
     def reform(self, ballot: tuple[int, int]) -> None:
         """Stops training here and reports what this host holds, read and checked."""
@@ -137,6 +138,7 @@ class Follower:
         self._board.set("generation", order["generation"])
         self._board.set("attempt", order["attempt"])
         self._board.set("finished", order["step"])
+        self._board.set("committed", order["step"])  # kept until there is a newer one
         self._board.set("staged", 0)
         self._board.set("recovering", 1)
         self._pool.start(start_message(self._config, order))
@@ -292,6 +294,9 @@ class Follower:
         holder.staged(step, message["digests"], message["items"])
         self._board.set("staged", step)
         self._board.set("replicating", step)
+        if (window := message["window"]) is not None:
+            step_s = Window(**window).step_s
+            self._copies.pace.staged(step_s, message["interval"])
         for pusher in formation.pushers:
             pusher.offer(step)
         self._report(

@@ -29,6 +29,9 @@ VERIFY_S = 600.0
 """How long a host may take to read all its copies."""
 EXPORT_S = 900.0
 TRIES = 20
+LEADER_S = 20.0
+"""A job without a leader has one again by then, if it lives."""
+LEADER_PAUSE_S = 0.2
 VERIFY_TRIES = 8
 """Steps go on while one looks: so often is looked for one that all hosts still have."""
 
@@ -72,8 +75,11 @@ class JobState:
 
     @property
     def telling(self) -> bool:
-        """Whether it does not show hosts between two steps: looking again may help."""
-        if not self.commits or any(host.corrupt for host in self.hosts):
+        """Whether it does not show hosts between two steps: looking again may help.
+
+        A silent host explains what is missing, and asking it again takes long.
+        """
+        if not self.commits or any(host.corrupt or host.error for host in self.hosts):
             return True
         unread = {step for host in self.hosts for step in host.unread}
         healthy = {it.step for it in self.commits if it.state == "healthy"}
@@ -188,13 +194,25 @@ class Observer:
     def export(self) -> int:
         """Has the leader write the newest commit to storage; returns its step.
 
+        If another host leads before the answer is here, that one is asked.
+
         Raises:
             RuntimeError: it could not; says why.
         """
-        reply = self.ask_leader("export", {}, EXPORT_S)
-        if "error" in reply:
-            raise RuntimeError(f"leader {reply['leader']}: {reply['error']}")
-        return reply["step"]
+        end = time.monotonic() + LEADER_S
+        while True:
+            try:
+                reply = self.ask_leader("export", {}, EXPORT_S)
+                problem = f"leader {reply['leader']}: {reply.get('error')}"
+                again = reply.get("moved")
+            except NotThere as error:
+                reply, problem = {}, str(error)
+                again = not isinstance(error.__cause__, TimeoutError)
+            if "step" in reply:
+                return reply["step"]
+            if not again or time.monotonic() > end:
+                raise RuntimeError(problem)
+            time.sleep(LEADER_PAUSE_S)
 
     def ask_leader(
         self, op: str, request: dict[str, Any], limit_s: float

@@ -136,7 +136,8 @@ def storage_steps(directory: Path) -> list[int]:
     """Steps whose checkpoint is complete: Orbax renames a directory when it is."""
     if not directory.is_dir():
         return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+    named = [path for path in directory.iterdir() if path.name.isdigit()]
+    return sorted(int(path.name) for path in named if path.is_dir())
 
 
 def steps_seen(directory: Path) -> list[int]:

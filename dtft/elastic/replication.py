@@ -39,12 +39,16 @@ class Pusher:
         credentials: Credentials,
         epoch: Epoch,
         deadline_s: float,
+        paced: Callable[[int], None] | None = None,
     ) -> None:
-        """Starts the thread; the connection is made with the first step."""
+        """Starts the thread; the connection is made with the first step.
+
+        `paced`, if given, is told all bytes sent and pauses, to have them sent slowly.
+        """
         self._holder, self._push, self._address = holder, push, address
         self.target = push.target
         self._credentials, self._epoch = credentials, epoch
-        self._deadline_s = deadline_s
+        self._deadline_s, self._paced = deadline_s, paced
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._closed = threading.Event()
         self._channel: Channel | None = None
@@ -86,6 +90,7 @@ class Pusher:
                 self._channel = connect(
                     self._address, self._credentials, {"op": "push"}, min(left, 5.0)
                 )
+                self._channel.paced = self._paced
             header = {
                 "epoch": self._epoch,
                 "source": self._push.source,

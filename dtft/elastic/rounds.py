@@ -240,7 +240,6 @@ class Rounds:
             health=self._health,
         )
         self.ledger.stopping = view.stop
-        self.expect(self._roster.connected)
         _, problem = shortfall(
             assignment.spread,
             self.ledger.placement,
@@ -248,13 +247,14 @@ class Rounds:
             self._domains(),
         )
         self._journal.say_once("copies", problem)
+        self.expect(self._roster.connected)
 
     def expect(self, hosts: Collection[str]) -> None:
         """Tells hosts without a slot what one would hold, so that they are ready."""
         if self.ledger is not None and self.assignment is not None:
-            text = self.ledger.layout.to_json()
+            text, domains = self.ledger.layout.to_json(), self.assignment.spread.domains
             for host in sorted(set(hosts) - set(self.assignment.slots)):
-                self._send(host, "expect", layout=text)
+                self._send(host, "expect", layout=text, domains=list(domains))
 
     def count_failure(self, step: int) -> int:
         """A restore of `step` has failed; returns how often without one new step.

@@ -56,6 +56,7 @@ class AgentRuntime:
         self._running = False
         self._dispatched_at: list[float] = []
         self._checkpoint = experiment.checkpoint
+        self._last_step = experiment.stop.steps
         self._clock = WindowClock()
         self._window: Window | None = None
         self._seen = Experience()
@@ -97,6 +98,7 @@ class AgentRuntime:
             deadline_s=self._start["start_s"],
             cadence=self._checkpoint.cadence,
             automatic=self._checkpoint.interval == "auto",
+            last=self._last_step,
         )
         abstract = to_paths(abstract_state)
         wanted = RestoreArgs(abstract=typed_keys.plain(abstract))
