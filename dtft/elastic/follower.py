@@ -14,13 +14,14 @@ from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.interval import Window
 from dtft.checkpoint.nixl import started
+from dtft.checkpoint.pace import Pace
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.exports import ExportDesk, Exporter
 from dtft.elastic.processes import free_port
-from dtft.elastic.replication import Inbox, Pusher
+from dtft.elastic.replication import Inbox, Pusher, share_pace
 from dtft.elastic.restoring import restore_into
 from dtft.elastic.trainers import TrainerPool, start_message
 
@@ -38,6 +39,8 @@ class Formation:
     announced: bool = False
     """The trainer has told the layout."""
     pushers: list[Pusher] = field(default_factory=list)
+    pace: Pace | None = None
+    """That the pushers keep to."""
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -292,6 +295,8 @@ class Follower:
             formation.pushers = self._copies.pushers(
                 formation.order["addresses"], self._credentials, formation.epoch
             )
+            limit_s = self._config.timeouts.replicate
+            formation.pace = share_pace(formation.pushers, limit_s)
 
     def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
         """Sends the slices of a restored step again to peers that lack them."""
@@ -316,9 +321,9 @@ class Follower:
         holder.staged(step, message["digests"], message["items"])
         self._board.set("staged", step)
         self._board.set("replicating", step)
-        if (window := message["window"]) is not None:
-            step_s = Window(**window).step_s
-            self._copies.pace.staged(step_s, message["interval"])
+        if formation.pace is not None and message["window"] is not None:
+            step_s = Window(**message["window"]).step_s
+            formation.pace.staged(step_s, message["interval"])
         for pusher in formation.pushers:
             pusher.offer(step)
         self._report(

@@ -260,6 +260,7 @@ class Rounds:
             send=self._send,
             health=self._health,
         )
+        self.ledger.intervals.resumed(assignment, self._records.commits)
         self.ledger.stopping = view.stop
         _, problem = shortfall(
             assignment.spread,
