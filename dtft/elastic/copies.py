@@ -1,11 +1,14 @@
 """The copies that this host keeps for the job, over all its formations.
 
-One holder at a time; a formation with the same layout and slot goes on with the arena
-of the last one, so that copies outlive the trainers. Must not know orders, the leader
-or the trainer.
+A formation with the same layout and slot goes on with the arena of the last one, so
+that copies outlive the trainers. One with another layout or slot gets an arena of its
+own, and the former ones stay beside it until a step was committed in the new one: what
+the old commit needs is never given up for what is only being restored. Must not know
+orders, the leader or the trainer.
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.arena_map import ArenaMap
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.pace import Pace
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -29,37 +33,85 @@ class Copies:
         """Reserves nothing yet."""
         self._config = config
         self.holder: Holder | None = None
-        self._domains: tuple[str, ...] = ()
+        """Of the newest formation."""
+        self.former: tuple[Holder, ...] = ()
+        """Of the formations since the last commit, where they were others."""
+        self.pace = Pace(0)
+        """Of the pushers made last."""
         self._reserve: Future[Arena] | None = None
+        self._placed: dict[Holder, tuple[str, ...]] = {}
+        self._lock = threading.Lock()  # a restore that was given up may still end
 
-    def hold(self, layout: Layout, slot: int, domains: Sequence[str] = ()) -> Holder:
+    def hold(
+        self,
+        layout: Layout,
+        slot: int,
+        domains: Sequence[str] = (),
+        keep: int | None = None,
+    ) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed.
 
         Args:
-            layout: of the state.
+            layout: of the formation.
             slot: this host's.
             domains: per slot the failure domain by which copies are placed; empty if
                 every slot is its own.
+            keep: the step that is to be restored: other holders that have some of it
+                stay until `committed`. Without it they go.
 
         Raises:
             OSError: the memory for a new arena is not there.
         """
-        old = self.holder
-        same = self._domains == (chosen := tuple(domains))
-        if old and old.layout.digest == layout.digest and old.slot == slot and same:
-            return old
-        self.holder, self._domains = None, chosen
-        if old is not None:
-            old.close()
-        self.holder = Holder(
+        with self._lock:
+            return self._hold(layout, slot, tuple(domains), keep)
+
+    def _hold(
+        self, layout: Layout, slot: int, domains: tuple[str, ...], keep: int | None
+    ) -> Holder:
+        known = [it for it in (self.holder, *self.former) if it is not None]
+        wanted = layout.digest, slot, domains
+        same = [
+            it
+            for it in known
+            if (it.layout.digest, it.slot, self._placed[it]) == wanted
+        ]
+        others = tuple(it for it in known if it not in same)
+        self.former = tuple(it for it in others if keep in it.steps())
+        self.holder = None
+        for one in others:
+            if one not in self.former:
+                self._drop(one)
+        self.holder = same[0] if same else self._make(layout, slot, domains)
+        self._placed[self.holder] = domains
+        return self.holder
+
+    def _drop(self, holder: Holder) -> None:
+        self._placed.pop(holder, None)
+        holder.close()
+
+    def _make(self, layout: Layout, slot: int, domains: tuple[str, ...]) -> Holder:
+        directory = self._config.memory_directory
+        paths = (directory / f"arena{'-' * bool(n)}{n or ''}" for n in range(100))
+        return Holder(
             layout,
             slot,
-            place(layout, self._config.copies, chosen or None),
-            path=self._config.memory_directory / "arena",
+            place(layout, self._config.copies, domains or None),
+            path=next(path for path in paths if not path.exists()),
             chunk_bytes=self._config.chunk_bytes,
             reserved=self._take_reserve(),
         )
-        return self.holder
+
+    def committed(self) -> None:
+        """A step was committed in the newest formation: the former ones may go."""
+        with self._lock:
+            former, self.former = self.former, ()
+        for one in former:
+            self._drop(one)
+
+    def holding(self, step: int) -> Holder | None:
+        """The holder that has a step, the newest one if none has."""
+        known = (it for it in (self.holder, *self.former) if it is not None)
+        return next((it for it in known if step in it.steps()), self.holder)
 
     def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
         """Reserves memory for a slot of this layout, beside whatever goes on.
@@ -91,13 +143,21 @@ class Copies:
 
     def report(self) -> dict[str, Any]:
         """What is held here, read and checked now, for the leader."""
-        holder = self.holder
-        good, bad = holder.holdings() if holder else ({}, [])
+        holders = [it for it in (self.holder, *self.former) if it is not None]
+        held: dict[int, dict[str, bytes]] = {}
+        items: dict[int, dict[str, Any]] = {}
+        corrupt: list[str] = []
+        for holder in holders:
+            good, bad = holder.holdings()
+            for step, digests in good.items():
+                held[step] = digests | held.get(step, {})
+                items[step] = holder.items(step) or items.get(step, {})
+            corrupt += [f"{self._config.host} {text}" for text in bad]
         return {
-            "layout": holder.layout.to_json() if holder else "",
-            "holdings": good,
-            "items": {step: holder.items(step) for step in good} if holder else {},
-            "corrupt": [f"{self._config.host} {text}" for text in bad],
+            "layouts": [holder.layout.to_json() for holder in holders],
+            "holdings": held,
+            "items": items,
+            "corrupt": corrupt,
         }
 
     def located(self, step: int, in_memory: bool) -> dict[str, Any]:
@@ -117,19 +177,33 @@ class Copies:
         credentials: Credentials,
         epoch: tuple[int, int],
     ) -> list[Pusher]:
-        """One for each copy that a peer keeps; `addresses` are by slot."""
+        """One for each copy that a peer keeps; `addresses` are by slot.
+
+        They keep to a new `pace`.
+        """
         holder = self.holder
         assert holder is not None
         limit_s = self._config.timeouts.replicate
+        pieces = (piece for push in holder.outgoing for piece in push.slices)
+        self.pace = Pace(sum(piece.nbytes for piece in pieces))
         return [
-            Pusher(holder, push, addresses[push.target], credentials, epoch, limit_s)
+            Pusher(
+                holder,
+                push,
+                addresses[push.target],
+                credentials,
+                epoch,
+                limit_s,
+                self.pace.bucket.sent,
+            )
             for push in holder.outgoing
         ]
 
     def close(self) -> None:
         """Frees the memory."""
-        if self.holder is not None:
-            self.holder.close()
+        for one in (self.holder, *self.former):
+            if one is not None:
+                one.close()
         if (reserve := self._take_reserve()) is not None:
             reserve.close()
             reserve.unlink()

@@ -12,6 +12,7 @@ from typing import Any
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.interval import Window
 from dtft.checkpoint.nixl import started
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -83,6 +84,7 @@ class Follower:
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
             held=lambda step, source: self._emit("held", self.epoch, step, source),
+            former=lambda: self._copies.former,
             nixl=self._nixl,
         )
 
@@ -150,8 +152,9 @@ class Follower:
     def _restore_memory(self, formation: Formation) -> None:
         order = formation.order
         try:
-            layout = Layout.from_json(order["layout"])
-            holder = self._copies.hold(layout, order["slot"], order["domains"])
+            layout, step = Layout.from_json(order["layout"]), order["step"]
+            slot, domains = order["slot"], order["domains"]
+            holder = self._copies.hold(layout, slot, domains, keep=step)
             outcome = restore_into(
                 holder,
                 order,
@@ -159,6 +162,7 @@ class Follower:
                 self._credentials,
                 self._config.timeouts.restore,
                 self._nixl,
+                former=self._copies.former,
             )
         except OSError as error:
             outcome = {"fatal": str(error)}
@@ -169,7 +173,7 @@ class Follower:
         if formation is not self._formation:
             return
         if "fatal" in outcome:
-            self._report("fatal", message=outcome["fatal"])
+            self._fatal(outcome["fatal"])
         elif "error" in outcome:
             self._report(
                 "prepare_failed",
@@ -186,8 +190,12 @@ class Follower:
                 own=outcome["own"],
                 peers=outcome["peers"],
                 seconds=outcome["s"],
+                restored=outcome.get("restored", {}),
             )
             self._hand_over(formation)
+
+    def _fatal(self, message: str) -> None:
+        self._report("fatal", ballot=self._ballot, message=message)
 
     def _hand_over(self, formation: Formation) -> None:
         """Gives the trainer its state, once both it and the state are there."""
@@ -206,6 +214,8 @@ class Follower:
         if committed:
             self._board.set("committed", step)
             last = step
+            if step > self._formation.order["step"]:
+                self._copies.committed()
         self._copies.holder.drop_before(step, keep={last})
         if self._board.get("replicating") <= step:
             self._board.set("replicating", 0)
@@ -241,14 +251,14 @@ class Follower:
         if order["source"] == "memory":
             if Layout.from_json(order["layout"]).digest != layout.digest:
                 text = "the trainer's state differs from the commit's: other config?"
-                self._report("fatal", message=text)
+                self._fatal(text)
                 return
         else:
             try:
                 slot, domains = order["slot"], order["domains"]
                 self._copies.hold(layout, slot, domains).keep_only(set())
             except OSError as error:
-                self._report("fatal", message=str(error))
+                self._fatal(str(error))
                 return
         formation.announced = True
         self._start_pushers(formation)
@@ -275,7 +285,7 @@ class Follower:
         try:
             self._pool.send("extent", step=step, offset=holder.begin_stage(step))
         except RuntimeError as error:
-            self._report("fatal", message=str(error))
+            self._fatal(str(error))
 
     def _staged(
         self, formation: Formation, holder: Holder, message: dict[str, Any]
@@ -284,6 +294,9 @@ class Follower:
         holder.staged(step, message["digests"], message["items"])
         self._board.set("staged", step)
         self._board.set("replicating", step)
+        if (window := message["window"]) is not None:
+            step_s = Window(**window).step_s
+            self._copies.pace.staged(step_s, message["interval"])
         for pusher in formation.pushers:
             pusher.offer(step)
         self._report(
@@ -311,8 +324,9 @@ class Follower:
 
     def export(self, order: dict[str, Any]) -> None:
         """Begins to write a committed step to storage, from the arena."""
-        if self._copies.holder is not None:
-            self._exports.begin(self._copies.holder, order)
+        holder = self._copies.holding(order["step"])
+        if holder is not None:
+            self._exports.begin(holder, order)
         else:
             text = f"{self._config.host} holds nothing"
             self._exported(order["step"], False, text)

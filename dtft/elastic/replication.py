@@ -21,6 +21,7 @@ from dtft.checkpoint.placement import Push
 from dtft.checkpoint.ranges import Wanted
 from dtft.checkpoint.serving import serve
 from dtft.checkpoint.transport import Channel, ChannelClosed, Credentials, connect
+from dtft.elastic.finding import cut_out, find_copies
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,16 @@ class Pusher:
         credentials: Credentials,
         epoch: Epoch,
         deadline_s: float,
+        paced: Callable[[int], None] | None = None,
     ) -> None:
-        """Starts the thread; the connection is made with the first step."""
+        """Starts the thread; the connection is made with the first step.
+
+        `paced`, if given, is told all bytes sent and pauses, to have them sent slowly.
+        """
         self._holder, self._push, self._address = holder, push, address
         self.target = push.target
         self._credentials, self._epoch = credentials, epoch
-        self._deadline_s = deadline_s
+        self._deadline_s, self._paced = deadline_s, paced
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._closed = threading.Event()
         self._channel: Channel | None = None
@@ -85,6 +90,7 @@ class Pusher:
                 self._channel = connect(
                     self._address, self._credentials, {"op": "push"}, min(left, 5.0)
                 )
+                self._channel.paced = self._paced
             header = {
                 "epoch": self._epoch,
                 "source": self._push.source,
@@ -114,6 +120,8 @@ class Inbox:
     """Called with (step, source slot) when a push was verified, once for each."""
     nixl: Nixl | None = None
     """Lends memory to peers that fetch with NIXL."""
+    former: Callable[[], Sequence[Holder]] = tuple
+    """Holders of former formations that peers may still need."""
 
 
 def serve_pushes(channel: Channel, inbox: Inbox) -> None:
@@ -235,10 +243,8 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
             raise wire.WireError("a fetch whose keys are not text")
         if _epoch(request.get("epoch")) < inbox.epoch():
             raise KeyError("the order to fetch it is older than this host's")
-        holder = inbox.holder()
-        if holder is None:
-            raise KeyError("this host holds nothing")
-        return holder.find(step, keys)
+        views = find_copies((inbox.holder(), *inbox.former()), step, keys)
+        return cut_out(views, request["spans"]) if "spans" in request else views
 
     serve(channel, find, inbox.nixl)
 

@@ -86,10 +86,6 @@ def _layout(value: object) -> bool:
     return isinstance(value, str) and _readable(value)
 
 
-def _layout_or_none(value: object) -> bool:
-    return value == "" or _layout(value)
-
-
 def _positive_or_none(value: object) -> bool:
     return value is None or (_number(value) and value != 0)
 
@@ -112,7 +108,7 @@ def _window_or_none(value: object) -> bool:
 FIELDS: Mapping[str, Mapping[str, Check]] = {
     "holdings": {
         "ballot": _ballot,
-        "layout": _layout_or_none,
+        "layouts": _list(_layout),
         "holdings": _map(_number, _map(_text, _bytes)),
         "items": _map(_number, _anything),
         "corrupt": _list(_text),
@@ -124,6 +120,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "own": _number,
         "peers": _number,
         "seconds": _seconds,
+        "restored": _map(_text, _bytes),
     },
     "prepare_failed": {
         "ballot": _ballot,
@@ -166,6 +163,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
 OPTIONAL: Mapping[str, frozenset[str]] = {
     "staged": frozenset({"interval", "window"}),
     "fatal": frozenset({"ballot", "slot", "code"}),
+    "prepared": frozenset({"restored"}),
     "finished": frozenset({"summary"}),
 }
 """Fields that may be left out."""

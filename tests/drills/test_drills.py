@@ -140,6 +140,25 @@ def test_sharded_state_survives_a_host(tmp_path, control, name, job):
 
 
 @every
+def test_an_automatic_interval_survives_a_host(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, "--stop.steps", "150", *control("automatic")),
+        *("--checkpoint.interval", "auto", "--checkpoint.max_interval", "16"),
+        *("--spares", "1", "--fault", "kill-host:1@90"),
+    )
+    recovery = only(record)
+    assert recovery["rung"] == 2 and recovery["bytes_from_storage"] == 0
+    assert recovery["steps_lost"] <= 32 and record["final_step"] == 150
+    assert "a snapshot every 16 steps" in record["output"]
+    commits = [
+        event["step"]
+        for event in read_events(tmp_path / "faulted")
+        if event["event"] == "commit"
+    ]
+    assert {48, 96, 112, 128, 144, 150} <= set(commits) and len(commits) < 75
+
+
+@every
 def test_moments_of_a_lost_replica_come_from_a_peers_memory(tmp_path, control):
     record = drill(
         *(tmp_path, *DIGITS, *control("operands"), "--spares", "1"),

@@ -65,7 +65,7 @@ class Desk:
     def answer(self, host: str) -> None:
         for asked, _, fields in list(self.orders):
             if asked == host:
-                reply = {"holdings": {}, "corrupt": [], "finished": 0, "layout": ""}
+                reply = {"holdings": {}, "corrupt": [], "finished": 0, "layouts": []}
                 report = {"op": "holdings", "ballot": fields["ballot"], "items": {}}
                 self.leader.hears(host, report | reply)
 

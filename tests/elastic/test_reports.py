@@ -26,7 +26,7 @@ SLOTS = ("a", "b")
 BALLOT = (1, 3)
 SOUND: dict[str, dict[str, Any]] = {
     "holdings": {
-        "layout": STATE.to_json(),
+        "layouts": [STATE.to_json()],
         "holdings": {7: {"w": b"0" * 16}},
         "items": {7: {"data": 1}},
         "corrupt": [],
