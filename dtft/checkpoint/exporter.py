@@ -16,9 +16,11 @@ import numpy as np
 
 from dtft.checkpoint.departure import from_hex, refuse_corrupt
 from dtft.checkpoint.export_plan import ExportWorld, export_world
+from dtft.checkpoint.job_layout import record_in
 from dtft.checkpoint.save_server import serve
 from dtft.checkpoint.slices import Layout, Slice, offsets_of, slice_at
 from dtft.checkpoint.storage import StorageTier
+from dtft.checkpoint.tree_tier import TreeTier
 
 JOIN_S = 60
 """The processes of one export start within this time of each other, or give up."""
@@ -71,7 +73,7 @@ class ArenaExporter:
         self._offsets = dict(zip(pieces, offsets, strict=True))
         self._chunk_bytes = opening.chunk_bytes
         self._arena = Path(opening.arena)
-        self._tier = StorageTier(opening.directory, max_to_keep=opening.max_to_keep)
+        self._tier = _tier(opening, self._layout)
 
     def save(
         self,
@@ -140,6 +142,13 @@ class ArenaExporter:
                 dtype=np.dtype(leaf.dtype),
             )
         return arrays
+
+
+def _tier(opening: Opening, layout: Layout) -> StorageTier | TreeTier:
+    directory, keep = opening.directory, opening.max_to_keep
+    if record_in(layout, {}) is not None:
+        return TreeTier(directory, layout, max_to_keep=keep)
+    return StorageTier(directory, max_to_keep=keep)
 
 
 def _check(opening: Opening, world: ExportWorld, needed: int) -> None:

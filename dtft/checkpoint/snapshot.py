@@ -6,6 +6,7 @@ not know steps, agents, peers or commits.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,11 +35,14 @@ class SnapshotPlan:
         self.offsets, self.nbytes = offsets_of(self.slices)
         self._chunk_bytes = chunk_bytes
 
-    def write(self, arrays: Mapping[str, jax.Array], extent: memoryview) -> list[bytes]:
+    def write(
+        self, arrays: Mapping[str, jax.Array | np.ndarray], extent: memoryview
+    ) -> list[bytes]:
         """Copies every slice into `extent`.
 
         Args:
-            arrays: leaf path to global array, all ready.
+            arrays: leaf path to global array, all ready; or to a numpy array of which
+                every process has all.
             extent: at least `nbytes` bytes of an arena.
 
         Returns:
@@ -47,7 +51,7 @@ class SnapshotPlan:
         digests = []
         for piece, offset in zip(self.slices, self.offsets, strict=True):
             target = extent[offset : offset + piece.nbytes]
-            source = host_bytes(_shard_of(arrays[piece.path], piece))
+            source = _bytes_of(arrays[piece.path], piece)
             digests.append(digest.copy_and_digest(source, target, self._chunk_bytes))
         return digests
 
@@ -56,8 +60,10 @@ class SnapshotPlan:
         extent: memoryview,
         digests: Sequence[bytes],
         abstract: Mapping[str, jax.ShapeDtypeStruct],
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Any]:
         """Builds the global arrays from an extent, checking every digest.
+
+        A leaf whose struct has no sharding becomes a numpy array.
 
         Raises:
             CorruptCopy: names the first slice whose bytes do not match.
@@ -87,6 +93,12 @@ def _bounds(
     return tuple(r[0] for r in ranges), tuple(r[1] for r in ranges)
 
 
+def _bytes_of(array: jax.Array | np.ndarray, piece: Slice) -> memoryview:
+    if isinstance(array, np.ndarray):
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return host_bytes(_shard_of(array, piece))
+
+
 def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
     for shard in array.addressable_shards:
         if _bounds(shard.index, array.shape) == (piece.start, piece.stop):
@@ -106,9 +118,11 @@ def _aligned(nbytes: int) -> np.ndarray:
 
 def _global_array(
     struct: jax.ShapeDtypeStruct, copies: Mapping[tuple, np.ndarray]
-) -> jax.Array:
+) -> jax.Array | np.ndarray:
     sharding = struct.sharding
-    assert sharding is not None
+    if sharding is None:
+        (whole,) = copies.values()
+        return whole
     indices = sharding.addressable_devices_indices_map(struct.shape)
     parts = [
         jax.device_put(copies[_bounds(index, struct.shape)], device)

@@ -41,7 +41,7 @@ class Ledger:
             config: the leader's own settings.
             layout: what the trainers announced.
             assignment: the formation.
-            stored: the newest step in storage, 0 for none.
+            stored: the newest step in storage, -1 for none.
             export_addresses: host to the host:port at which it would lead an export.
             record: queues the write of a commit.
             send: send(host, op, **fields).
@@ -56,7 +56,7 @@ class Ledger:
         self._trackers: dict[int, StepTracker] = {}
         self.pending: Commit | None = None
         """Complete, but the store has not confirmed it yet."""
-        self.committed = assignment.step
+        self.committed = -1 if assignment.source == "init" else assignment.step
         self.intervals = Intervals(config)
         self.stop_at: int | None = None
         self.stopping = False
@@ -154,7 +154,7 @@ class Ledger:
         due = step // interval > last // interval
         if self._export is not None:
             self.overdue = step if due else self.overdue
-        elif (due or not self._exported) and self._health.may_try(self._clock()):
+        elif due and self._health.may_try(self._clock()):
             self.export(step)
 
     def _release(self, step: int, *, committed: bool) -> None:
@@ -169,6 +169,16 @@ class Ledger:
             )
 
     # -------------------------------------------------------------------- export
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some step was begun and is not complete."""
+        return bool(self._trackers)
+
+    @property
+    def exported(self) -> int:
+        """The newest step in storage, -1 for none."""
+        return self._exported
 
     @property
     def exporting(self) -> int | None:

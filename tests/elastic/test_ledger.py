@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Desk:
             config_digest="",
             **changes,
         )
-        assignment = Assignment(
+        self.assignment = Assignment(
             generation=3,
             attempt=2,
             slots=slots,
@@ -52,7 +53,7 @@ class Desk:
         self.ledger = Ledger(
             config,
             state,
-            assignment,
+            self.assignment,
             stored=10,
             export_addresses={host: f"{host}:9" for host in slots},
             record=self.recorded.append,
@@ -228,6 +229,9 @@ def test_a_restored_job_goes_on_with_the_interval_of_its_commit():
     cadence = Cadence(interval=1, period=32)
     desk = Desk(2, 1, cadence=cadence, automatic=allowed)
     desk.ledger.stopping = True
+    assert desk.ledger.intervals.reach == 32
+    desk.ledger.intervals.resumed(desk.assignment, [replace(commit(10), interval=8)])
+    assert desk.ledger.intervals.reach == 8
     for slot in range(2):
         digests = [value(p.key) for p in desk.state.slices(slot)]
         desk.ledger.staged(slot, 16, digests, 8, windows(0.1, 0.01, 8))
