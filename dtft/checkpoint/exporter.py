@@ -22,8 +22,10 @@ from typing import Any, Protocol, TextIO
 import jax
 import numpy as np
 
+from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.export_plan import ExportWorld, export_world
-from dtft.checkpoint.slices import Layout, Slice, offsets_of, slice_at
+from dtft.checkpoint.parts import Parts
+from dtft.checkpoint.slices import Layout, Slice, slice_at
 from dtft.checkpoint.storage import StorageTier
 
 JOIN_S = 60
@@ -51,8 +53,10 @@ class Opening:
     """The layout as JSON."""
     arena: str
     """Path of the arena file."""
+    chunk_bytes: int
+    """Size of the arena's chunks."""
     slot: int
-    """The slot whose extent lies in the arena."""
+    """The slot whose own slices lie in the arena, from its start."""
     devices: int
     """CPU devices of this process: at least the slot's part of the sub-mesh."""
 
@@ -73,27 +77,38 @@ class ArenaExporter:
         _join(opening, self._layout)
         self._mesh = _mesh(self._world, opening.rank)
         pieces = self._layout.slices(opening.slot)
-        offsets, self._nbytes = offsets_of(pieces)
-        self._offsets = dict(zip(pieces, offsets, strict=True))
+        self._chunks = Chunks.of(pieces, opening.chunk_bytes)
+        self._index = {piece: index for index, piece in enumerate(pieces)}
         self._arena = Path(opening.arena)
         self._tier = StorageTier(opening.directory, max_to_keep=opening.max_to_keep)
 
-    def save(self, *, step: int, extent_offset: int, items: dict[str, Any]) -> int:
-        """Writes one step and waits for it; returns this slot's bytes in the extent."""
+    def save(self, *, step: int, places: str, items: dict[str, Any]) -> int:
+        """Writes one step and waits for it; returns the bytes of this slot's slices.
+
+        Args:
+            step: the step.
+            places: hex, the place of each chunk of this slot's own slices.
+            items: what goes beside the arrays.
+
+        Raises:
+            ValueError: the places are not those of this slot's chunks.
+        """
         # Mapped for each save: an agent may replace a file by one of another size.
         with open(self._arena, "rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if extent_offset < 0 or extent_offset + self._nbytes > len(memory):
+        at = np.frombuffer(bytes.fromhex(places), np.uint8)
+        num_places = len(memory) // max(self._chunks.nbytes, 1)
+        if len(at) != self._chunks.num_chunks or (at >= num_places).any():
             raise ValueError(
-                f"extent_offset={extent_offset}: the slot's {self._nbytes} bytes do "
-                f"not fit into {self._arena} of {len(memory)} bytes. Send the byte "
-                "offset of this slot's own extent."
+                f"places={places:.40} are not places of the {self._chunks.num_chunks} "
+                f"chunks of this slot: {self._arena} has at most {num_places} of each. "
+                "Send one byte, as two hex digits, for each chunk."
             )
-        self._tier.save(step, self._arrays(memory, extent_offset), items)
+        self._tier.save(step, self._arrays(memoryview(memory), at), items)
         self._tier.wait_until_finished()
-        return self._nbytes
+        return int(self._chunks.sizes.sum())
 
-    def _arrays(self, memory: mmap.mmap, extent_offset: int) -> dict[str, jax.Array]:
+    def _arrays(self, memory: memoryview, places: np.ndarray) -> dict[str, jax.Array]:
         devices = self._mesh.devices
         arrays = {}
         for leaf in self._layout.leaves:
@@ -101,9 +116,8 @@ class ArenaExporter:
             parts = []
             for position in self._positions:
                 piece = slice_at(self._world.mesh, leaf, position)
-                offset = extent_offset + self._offsets[piece]
-                view = _view(memory, piece, offset)
-                parts.append(jax.device_put(view, devices[position]))
+                found = self._chunks.parts(memory, places, self._index[piece])
+                parts.append(jax.device_put(_array(found, piece), devices[position]))
             arrays[leaf.path] = jax.make_array_from_single_device_arrays(
                 leaf.shape,
                 jax.sharding.NamedSharding(self._mesh, spec),
@@ -164,12 +178,12 @@ def _mesh(world: ExportWorld, rank: int) -> jax.sharding.Mesh:
     )
 
 
-def _view(memory: mmap.mmap, piece: Slice, offset: int) -> np.ndarray:
+def _array(parts: Parts, piece: Slice) -> np.ndarray:
+    """A slice as an array: a view on the arena, unless it lies there in pieces."""
     dtype = np.dtype(piece.dtype)
     if not piece.nbytes:
         return np.zeros(piece.shape, dtype)
-    raw = np.frombuffer(memory, np.uint8, piece.nbytes, offset)
-    return raw.view(dtype).reshape(piece.shape)
+    return np.frombuffer(parts.whole(), np.uint8).view(dtype).reshape(piece.shape)
 
 
 class Saver(Protocol):

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from dtft.checkpoint.arena import Arena
+from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.link import Link, LinkClosed
 from dtft.checkpoint.slices import Layout
-from dtft.checkpoint.snapshot import SnapshotPlan
+from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
 from dtft.checkpoint.storage import StorageTier
 
 
@@ -67,7 +69,8 @@ class AgentCheckpointManager:
         self._storage_directory = storage_directory
         self._condition = threading.Condition()
         self._order: dict[str, Any] | None = None
-        self._extent: dict[str, Any] | None = None
+        self._room: dict[str, Any] | None = None
+        self._last: Snapshot | None = None
         self._gone = False
         self._released = self._committed = self._saved = 0
         self._stop_at: int | None = None
@@ -100,8 +103,8 @@ class AgentCheckpointManager:
         op = message["op"]
         if op == "restore":
             self._order = message
-        elif op == "extent":
-            self._extent = message
+        elif op == "room":
+            self._room = message
         elif op == "release":
             self._released = max(self._released, message["step"])
             if message["committed"]:
@@ -139,16 +142,29 @@ class AgentCheckpointManager:
     def save(self, step: int, *, args: SaveArgs) -> bool:
         """Copies a step into this host's arena; the rest happens elsewhere.
 
-        The arrays may be donated as soon as this returns.
+        What did not change since the last save is not written. The arrays may be
+        donated as soon as this returns.
         """
         begun = time.monotonic()
-        self._extent = None
+        self._room = None
         self._link.send("stage", step=step)
-        self._wait(lambda: self._extent is not None, f"room for step {step}")
-        assert self._extent is not None and self._arena is not None
-        view = self._arena.view(self._extent["offset"], self._plan.nbytes)
-        digests = self._plan.write(args.arrays, view)
-        self._link.send("staged", step=step, digests=digests, items=dict(args.items))
+        self._wait(lambda: self._room is not None, f"room for step {step}")
+        room, last = self._room, self._last
+        assert room is not None and self._arena is not None
+        self._last = self._plan.write(
+            step,
+            args.arrays,
+            self._arena.view(0, self._arena.size),
+            np.frombuffer(room["places"], np.uint8),
+            last if last is not None and last.step == room["base"] else None,
+        )
+        self._link.send(
+            "staged",
+            step=step,
+            digests=self._last.digests,
+            kept=pack_flags(self._last.kept),
+            items=dict(args.items),
+        )
         self._saved = step
         self.stalls_s.append(time.monotonic() - begun)
         return True
@@ -171,8 +187,10 @@ class AgentCheckpointManager:
         if order["source"] == "init":
             return None
         if order["source"] == "memory":
-            view = self._arena.view(order["offset"], self._plan.nbytes)
-            arrays = self._plan.read(view, order["digests"], args.abstract)
+            memory = self._arena.view(0, self._arena.size)
+            places = np.frombuffer(order["places"], np.uint8)
+            arrays = self._plan.read(memory, places, order["digests"], args.abstract)
+            self._last = self._plan.recalled(order["step"], order["digests"])
             return arrays, order["items"]
         storage = StorageTier(self._storage_directory, read_only=True)
         try:

@@ -1,75 +1,157 @@
 """Copies a step's slices from devices into an arena, and back.
 
 Runs in the trainer, at a step boundary: every array must be ready, and the next step
-(which donates the buffers) must not have been dispatched. Knows JAX and memory; must
-not know steps, agents, peers or commits.
+(which donates the buffers) must not have been dispatched. What did not change since the
+last snapshot is not written. Knows JAX and memory; must not know agents, peers or
+commits.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
+import xxhash
 
 from dtft.checkpoint import digest
+from dtft.checkpoint.chunks import ABSENT, Chunks
+from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.host_bytes import host_bytes
-from dtft.checkpoint.slices import Layout, Slice, offsets_of
+from dtft.checkpoint.slices import Layout, Slice
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Snapshot:
+    """A step in the arena, as the trainer remembers it until the next one."""
+
+    step: int
+    digests: tuple[bytes, ...]
+    """One string per slice, 16 bytes per chunk; empty for one that is not there."""
+    kept: np.ndarray
+    """[chunks] bool: the bytes are those of the snapshot before, in its place."""
+
+    @property
+    def written_chunks(self) -> int:
+        """Chunks that are new in the arena."""
+        return sum(map(len, self.digests)) // DIGEST_BYTES - int(self.kept.sum())
 
 
 class SnapshotPlan:
-    """Where each slice of a slot is on the devices and in an extent.
+    """Where each slice of a slot is on the devices and in the arena.
 
-    Built once per layout; `write` then only copies.
+    Built once per layout; `write` then only copies and digests.
     """
 
     def __init__(self, layout: Layout, slot: int, chunk_bytes: int) -> None:
         """Lays the slices of `slot` side by side, in the layout's order."""
         self.slices: tuple[Slice, ...] = layout.slices(slot)
-        self.offsets, self.nbytes = offsets_of(self.slices)
-        self._chunk_bytes = chunk_bytes
+        self.chunks = Chunks.of(self.slices, chunk_bytes)
 
-    def write(self, arrays: Mapping[str, jax.Array], extent: memoryview) -> list[bytes]:
-        """Copies every slice into `extent`.
+    def write(
+        self,
+        step: int,
+        arrays: Mapping[str, jax.Array],
+        memory: memoryview,
+        places: np.ndarray,
+        base: Snapshot | None = None,
+    ) -> Snapshot:
+        """Copies every slice, but for the chunks that are as they were.
+
+        A chunk that changed last time is copied and digested in one pass, and taken for
+        unchanged afterwards if the digests agree; one that did not is only digested.
+        Equal digests (xxh3-128) stand for equal bytes: a change goes unnoticed by
+        accident with a chance of 2^-128. What an unchanged chunk's place holds is
+        checked by whoever reads it, as every byte in the arena is.
 
         Args:
+            step: number of the step.
             arrays: leaf path to global array, all ready.
-            extent: at least `nbytes` bytes of an arena.
-
-        Returns:
-            One digest string per slice (16 bytes per chunk), in slice order.
+            memory: the arena, from its start.
+            places: [chunks] uint8, a free place for each chunk.
+            base: the last snapshot, if it still is in the arena.
         """
-        digests = []
-        for piece, offset in zip(self.slices, self.offsets, strict=True):
-            target = extent[offset : offset + piece.nbytes]
-            source = host_bytes(_shard_of(arrays[piece.path], piece))
-            digests.append(digest.copy_and_digest(source, target, self._chunk_bytes))
-        return digests
+        digests, kept = [], np.zeros(self.chunks.num_chunks, bool)
+        for index, piece in enumerate(self.slices):
+            raw = host_bytes(_shard_of(arrays[piece.path], piece))
+            found = self._write_slice(index, raw, memory, places, base, kept)
+            digests.append(b"".join(found))
+        return Snapshot(step=step, digests=tuple(digests), kept=kept)
+
+    def _write_slice(
+        self,
+        index: int,
+        raw: memoryview,
+        memory: memoryview,
+        places: np.ndarray,
+        base: Snapshot | None,
+        kept: np.ndarray,
+    ) -> list[bytes]:
+        """The digests of a slice's chunks; says in `kept` which were not written."""
+        source, numbers = np.frombuffer(raw, np.uint8), self.chunks.numbers(index)
+        known = _cut(base.digests[index]) if base is not None else []
+        found: list[bytes] = []
+        for at, number in enumerate(range(numbers.start, numbers.stop)):
+            begin = at * self.chunks.chunk_bytes
+            part = source[begin : begin + self.chunks.chunk_bytes]
+            before = known[at] if known else b""
+            if base is not None and base.kept[number]:
+                if xxhash.xxh3_128_digest(part.data) == before:
+                    kept[number] = True
+                    found.append(before)
+                    continue
+            target = self.chunks.chunk(memory, int(places[number]), number)
+            found.append(digest.copy_chunk(part, target))
+            kept[number] = found[-1] == before
+        return found
+
+    def recalled(self, step: int, digests: Sequence[bytes]) -> Snapshot:
+        """A restored step: what of it changes from step to step is not known yet."""
+        kept = np.zeros(self.chunks.num_chunks, bool)
+        return Snapshot(step=step, digests=tuple(digests), kept=kept)
 
     def read(
         self,
-        extent: memoryview,
+        memory: memoryview,
+        places: np.ndarray,
         digests: Sequence[bytes],
         abstract: Mapping[str, jax.ShapeDtypeStruct],
     ) -> dict[str, jax.Array]:
-        """Builds the global arrays from an extent, checking every digest.
+        """Builds the global arrays from an arena, checking every digest.
+
+        Args:
+            memory: the arena, from its start.
+            places: [chunks] uint8, the place of each chunk.
+            digests: of every slice.
+            abstract: leaf path to shape, dtype and sharding.
 
         Raises:
             ValueError: names the first slice whose bytes do not match.
         """
+        assert not (places == ABSENT).any(), "a restore brings every own slice"
         views: dict[str, dict[tuple, np.ndarray]] = {}
-        parts = zip(self.slices, self.offsets, digests, strict=True)
-        for piece, offset, expected in parts:
-            raw = extent[offset : offset + piece.nbytes]
-            if digest.verify(raw, expected, self._chunk_bytes):
+        for index, (piece, expected) in enumerate(
+            zip(self.slices, digests, strict=True)
+        ):
+            parts = self.chunks.parts(memory, places, index)
+            if not digest.is_right(parts, expected, self.chunks.chunk_bytes):
                 raise ValueError(
                     f"slice {piece.key} does not match its digest: the copy in this "
                     "host's memory is corrupt and was not loaded."
                 )
-            view = np.frombuffer(raw, np.dtype(piece.dtype)).reshape(piece.shape)
+            flat = np.frombuffer(parts.whole(), np.dtype(piece.dtype))
+            view = flat.reshape(piece.shape)
             views.setdefault(piece.path, {})[(piece.start, piece.stop)] = view
         return {
             path: _global_array(struct, views[path])
             for path, struct in abstract.items()
         }
+
+
+def _cut(digests: bytes) -> list[bytes]:
+    return [
+        digests[start : start + DIGEST_BYTES]
+        for start in range(0, len(digests), DIGEST_BYTES)
+    ]
 
 
 def _bounds(
@@ -96,7 +178,7 @@ def _global_array(
     assert sharding is not None
     indices = sharding.addressable_devices_indices_map(struct.shape)
     # A true copy: a device array may alias aligned host memory, and the arena's
-    # extent will be written again while the array is still in use.
+    # place will be written again while the array is still in use.
     parts = [
         jax.device_put(views[_bounds(index, struct.shape)].copy(), device)
         for device, index in indices.items()

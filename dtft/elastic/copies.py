@@ -62,7 +62,7 @@ class Copies:
         assert holder is not None
         return {
             "arena": str(holder.path),
-            "offset": holder.own_offset(step) if in_memory else 0,
+            "places": holder.own_places(step) if in_memory else b"",
             "digests": holder.all_own_digests(step) if in_memory else [],
             "items": holder.items(step) if in_memory else {},
         }

@@ -50,14 +50,14 @@ class Exporter:
         self._messages.put({"op": "open", **opening})
 
     def save(
-        self, step: int, extent_offset: int, items: dict[str, Any], limit_s: float
+        self, step: int, places: bytes, items: dict[str, Any], limit_s: float
     ) -> None:
         """Begins to write one step, which is given up after `limit_s` seconds."""
         self._messages.put(
             {
                 "op": "save",
                 "step": step,
-                "extent_offset": extent_offset,
+                "places": places.hex(),
                 "items": items,
                 "timeout_s": limit_s,
             }
@@ -126,8 +126,8 @@ class ExportDesk:
             return
         self._board.set("exporting", step)
         items = {**holder.items(step), "config": holder.layout.config}
-        offset = holder.own_offset(step)
-        exporter.save(step, offset, items, self._config.timeouts.export)
+        places = holder.own_places(step)
+        exporter.save(step, places, items, self._config.timeouts.export)
 
     def _open(self, holder: Holder, order: dict[str, Any]) -> Exporter:
         """Keeps the exporter of the last step if its world is the same.
@@ -143,6 +143,7 @@ class ExportDesk:
             "coordinator": order["coordinator"],
             "layout": holder.layout.to_json(),
             "arena": str(holder.path),
+            "chunk_bytes": holder.chunk_bytes,
             "slot": order["slot"],
             "devices": len(holder.layout.mesh.positions(order["slot"])),
         }
@@ -170,8 +171,8 @@ class ExportDesk:
             self.close()
 
     def _let_go(self, step: int) -> None:
-        holder, extent = self._pinned.pop(step)
-        holder.unpin(extent)
+        holder, pin = self._pinned.pop(step)
+        holder.unpin(pin)
         self._board.set("exporting", 0)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ events. Decides nothing about the job: which slot, which step and which peers ar
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dtft.checkpoint.board import Board
@@ -240,7 +240,7 @@ class Follower:
 
     def _stage(self, holder: Holder, step: int) -> None:
         try:
-            self._pool.send("extent", step=step, offset=holder.begin_stage(step))
+            self._pool.send("room", step=step, **asdict(holder.begin_stage(step)))
         except RuntimeError as error:
             self._report("fatal", message=str(error))
 
@@ -248,7 +248,7 @@ class Follower:
         self, formation: Formation, holder: Holder, message: dict[str, Any]
     ) -> None:
         step = message["step"]
-        holder.staged(step, message["digests"], message["items"])
+        holder.staged(step, message["digests"], message["items"], message["kept"])
         self._board.set("staged", step)
         self._board.set("replicating", step)
         for pusher in formation.pushers:

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.slices import Layout
 from tests.checkpoint.states import extent, state
 
-OFFSET = 4096
+CHUNK = 16
 
 
 class Process:
@@ -40,11 +41,17 @@ class Process:
         return json.loads(self.process.stdout.readline())
 
 
+def places(layout: Layout, slot: int, place: int = 1) -> str:
+    """Where all chunks of a slot are, as an exporter is told."""
+    return bytes([place] * Chunks.of(layout.slices(slot), CHUNK).num_chunks).hex()
+
+
 def opening(
     tmp_path: Path, layout: Layout, rank: int, slot: int, **changes: Any
 ) -> Any:
     arena = tmp_path / f"arena-{slot}"
-    arena.write_bytes(bytes(OFFSET) + extent(layout, slot, state()))
+    version = extent(layout, slot, state())
+    arena.write_bytes(bytes(len(version)) + version)  # the second place of each chunk
     return {
         "op": "open",
         "directory": str(tmp_path / "storage"),
@@ -54,6 +61,7 @@ def opening(
         "coordinator": "",
         "layout": layout.to_json(),
         "arena": str(arena),
+        "chunk_bytes": CHUNK,
         "slot": slot,
         "devices": len(layout.mesh.positions(slot)),
         **changes,

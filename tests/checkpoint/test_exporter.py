@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.checkpoint.export_plan import export_world
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage import StorageTier, load_numpy
-from tests.checkpoint.exporting import OFFSET, Process, opening
-from tests.checkpoint.states import extent, layout, same_bits, state
+from tests.checkpoint.exporting import Process, opening, places
+from tests.checkpoint.states import layout, same_bits, state
 
 
 @pytest.fixture
@@ -29,18 +29,20 @@ def test_world_of_one_writes_every_bit(
     exporter, _ = exporters
     whole = layout(slots=(0, 0, 0, 0))
     exporter.send(**opening(tmp_path, whole, 0, 0))
-    exporter.send(op="save", step=7, extent_offset=OFFSET, items={"position": 7})
+    here = places(whole, 0)
+    exporter.send(op="save", step=7, places=here, items={"position": 7})
     assert exporter.answer() == {"op": "open", "ok": True}
     answer = exporter.answer()
     assert answer["ok"] and answer["step"] == 7 and answer["seconds"] > 0
-    assert answer["bytes"] == len(extent(whole, 0, state()))
+    assert answer["bytes"] == sum(piece.nbytes for piece in whole.slices(0))
     loaded = load_numpy(tmp_path / "storage", 7)
     assert all(same_bits(loaded[path], value) for path, value in state().items())
 
-    exporter.send(op="save", step=8, extent_offset=1 << 40, items={})
-    answer = exporter.answer()
-    assert not answer["ok"] and "extent_offset" in answer["error"]
-    exporter.send(op="save", step=8, extent_offset=OFFSET, items={})
+    for wrong in (here[2:], places(whole, 0, place=2)):
+        exporter.send(op="save", step=8, places=wrong, items={})
+        answer = exporter.answer()
+        assert not answer["ok"] and "are not places of" in answer["error"]
+    exporter.send(op="save", step=8, places=here, items={})
     assert exporter.answer()["ok"]
     exporter.send(op="close")
     assert exporter.process.wait(timeout=10) == 0
@@ -54,9 +56,8 @@ def test_world_of_two_writes_one_checkpoint(
         message = opening(tmp_path, layout(), rank, slot=rank, world=2)
         exporter.send(**message | {"coordinator": f"localhost:{free_port}"})
         for step in (3, 4, 5):
-            exporter.send(
-                op="save", step=step, extent_offset=OFFSET, items={"position": step}
-            )
+            here = places(layout(), rank)
+            exporter.send(op="save", step=step, places=here, items={"position": step})
     for exporter in exporters:
         answers = [exporter.answer() for _ in range(4)]
         assert all(answer["ok"] for answer in answers), answers
@@ -87,7 +88,7 @@ def test_what_does_not_open_is_answered_on_every_save(
 ) -> None:
     exporter, other = exporters
     exporter.send(**opening(tmp_path, layout(), 0, slot=0, world=1))
-    exporter.send(op="save", step=1, extent_offset=OFFSET, items={})
+    exporter.send(op="save", step=1, places="", items={})
     assert "slots (0, 1) hold" in exporter.answer()["error"]
     answer = exporter.answer()
     assert not answer["ok"] and "slots (0, 1) hold" in answer["error"]
@@ -102,7 +103,7 @@ def test_a_save_beyond_its_limit_ends_the_process(
     exporter, _ = exporters
     exporter.send(**opening(tmp_path, layout(slots=(0,) * 4), 0, 0))
     assert exporter.answer()["ok"]
-    exporter.send(op="save", step=1, extent_offset=OFFSET, items={}, timeout_s=0)
+    exporter.send(op="save", step=1, places="", items={}, timeout_s=0)
     answer = exporter.answer()
     assert not answer["ok"] and "TimeoutError" in answer["error"]
     assert exporter.process.wait(timeout=10) == 1

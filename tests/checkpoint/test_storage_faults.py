@@ -85,13 +85,14 @@ class Exporting(Process):
             coordinator="",
             layout=LAYOUT.to_json(),
             arena=str(self.arena),
+            chunk_bytes=MIB,
             slot=0,
             devices=1,
         )
         assert self.answer() == {"op": "open", "ok": True}
 
     def begin(self, step: int, **fields: Any) -> None:
-        self.send(op="save", step=step, extent_offset=0, items={}, **fields)
+        self.send(op="save", step=step, places="00" * 6, items={}, **fields)
 
     def save(self, step: int) -> dict[str, Any]:
         self.begin(step)

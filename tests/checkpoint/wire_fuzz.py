@@ -117,7 +117,10 @@ class Target:
 
         def say(member: Member) -> None:
             member.frame({"op": "push"})
-            member.frame(header, body)
+            member.frame(header)
+            for numbers, part in body:
+                member.frame({"chunks": numbers}, part)
+            member.frame({"end": True})
 
         self.serve(Member(say).stream)
         assert host.held == [(STEP, 0)], "the good push did not arrive"
@@ -130,30 +133,47 @@ class Target:
     def fingerprint(self) -> tuple:
         """Cheap: which versions there are, and what of them counts as verified."""
         holder = self.host.holder
-        versions = holder._versions.items()
-        return len(holder._receiving), sorted(
-            (step, one.own, one.hosted, sorted(one.hosted_digests))
-            for step, one in versions
+        own, hosting = holder._own.copies, holder._hosting
+        return (
+            sorted(own),
+            sorted((step, sorted(of)) for step, of in hosting.copies.items()),
+            sum(one.users for one in hosting.receiving.values()),
         )
 
     def check(self) -> None:
         """Everything verified is right, and none of it went."""
         assert self.host.wrong() == []
         assert self.good <= set(self.host.holder.holdings()[0][STEP])
-        assert not self.host.holder._receiving
+        receiving = self.host.holder._hosting.receiving
+        assert not any(one.users for one in receiving.values())
         self.host.holder.keep_only({STEP})
+        assert not receiving
         with connect(self.host.address, JOB, {"op": "echo"}, 10) as channel:
             channel.send({"still": "alive"}, [b"x"], timeout_s=10)
             assert channel.receive(10)[0] == {"still": "alive"}
 
 
-def push(host: Host, step: int) -> tuple[dict[str, Any], bytes]:
-    """A good push of slot 0 to the host."""
+Body = list[tuple[list[int], bytes]]
+"""Frames of chunks: their numbers and their bytes."""
+
+
+def push(host: Host, step: int) -> tuple[dict[str, Any], Body]:
+    """A good push of slot 0 to the host: what is said first, and its frames."""
     pieces = host.holder.map.incoming[0].slices
     parts = [content(step, piece.key, piece.nbytes) for piece in pieces]
     digests = [chunk_digests(part, CHUNK) for part in parts]
     header = {"epoch": EPOCH, "source": 0, "step": step, "digests": digests}
-    return header | {"items": {"step": step}}, b"".join(parts)
+    cut = [one[at : at + CHUNK] for one in parts for at in _starts(len(one))]
+    numbers = range(len(cut))
+    body = [
+        (list(numbers[at : at + 20]), b"".join(cut[at : at + 20]))
+        for at in range(0, len(cut), 20)
+    ]
+    return header | {"items": {"step": step}}, body
+
+
+def _starts(size: int) -> range:
+    return range(0, max(size, 1), CHUNK)
 
 
 # ------------------------------------------------------------------- inputs
@@ -226,9 +246,16 @@ def bad_push(rng: random.Random, target: Target) -> MemoryStream:
                 changed[key] = some_value(rng)
                 if rng.random() < 0.2:
                     del changed[key]
-            data = rng.choice((body, body[:-1], b"", rng.randbytes(len(body))))
-            size = rng.choice((None, None, len(body), 2**40, 0))
-            member.frame(changed, data, size)
+            member.frame(changed)
+            for numbers, good in rng.sample(body, rng.randrange(len(body) + 1)):
+                data = rng.choice(
+                    (good, good, good[:-1], b"", rng.randbytes(len(good)))
+                )
+                size = rng.choice((None, None, None, len(good), 2**40, 0))
+                at = numbers if rng.random() < 0.8 else some_value(rng)
+                member.frame({"chunks": at}, data, size)
+            if rng.random() < 0.8:
+                member.frame({"end": rng.choice((True, True, some_value(rng)))})
 
     return Member(say).stream
 
@@ -258,7 +285,10 @@ def bad_frames(rng: random.Random, target: Target) -> MemoryStream:
     def say(member: Member) -> None:
         start = len(member.stream.said)
         member.frame({"op": rng.choice(("push", "fetch", "echo"))})
-        member.frame(header, body)
+        member.frame(header)
+        for numbers, part in body:
+            member.frame({"chunks": numbers}, part)
+        member.frame({"end": True})
         good = bytes(member.stream.said[start:])
         member.stream.said[start:] = mutated(rng, good)
 

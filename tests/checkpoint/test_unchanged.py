@@ -1,0 +1,61 @@
+"""What does not change from step to step is neither written nor sent, yet restored."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from tests.checkpoint.hosts import recorded_pushes
+from tests.checkpoint.memory_job import CHUNK, Job
+
+FROZEN, ADAPTED, HOSTS = 95 * CHUNK, 5 * CHUNK, 2
+"""Bytes of each host's part that stay as they are, and that change at every step."""
+
+
+def state(step: int) -> dict[str, jax.Array]:
+    """Divided over the hosts, so that every byte of it has to be pushed."""
+    mesh = Mesh(np.array(jax.devices()[:HOSTS]), ("fsdp",))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    random = np.random.default_rng(0)
+    frozen = random.integers(0, 255, FROZEN * HOSTS, np.uint8)
+    adapted = np.random.default_rng(step).integers(0, 255, ADAPTED * HOSTS, np.uint8)
+    values = {"adapter": adapted, "frozen": frozen}
+    return {
+        path: jax.device_put(jnp.asarray(v), sharding) for path, v in values.items()
+    }
+
+
+def layout() -> Layout:
+    return Layout(
+        mesh=MeshLayout(axis_names=("fsdp",), axis_sizes=(HOSTS,), slots=(0, 1)),
+        leaves=tuple(
+            Leaf(path=path, shape=array.shape, dtype="uint8", spec=(("fsdp",),))
+            for path, array in state(0).items()
+        ),
+    )
+
+
+def test_with_95_percent_frozen_5_percent_are_written_and_sent(tmp_path: Path) -> None:
+    job = Job(layout(), 2, tmp_path)
+    written, sent = [], []
+    try:
+        for step in range(1, 6):
+            with recorded_pushes() as pushes:
+                job.save(step, state(step))
+            sent.append(sum(one.nbytes for one in pushes))
+            chunks = [
+                host.last.written_chunks for host in job.hosts.values() if host.last
+            ]
+            written.append(sum(chunks) * CHUNK)
+        whole = HOSTS * (FROZEN + ADAPTED)
+        assert written == sent == [whole] + [whole // 20] * 4
+        job.lose("h0")
+        assert not any("error" in one for one in job.carry_out(job.decide()).values())
+        for path, array in state(5).items():
+            parts = [job.hosts[name].own_bytes(5, path) for name in job.slots]
+            assert b"".join(parts) == np.asarray(array).tobytes()
+    finally:
+        job.close()
