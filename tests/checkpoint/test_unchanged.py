@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from tests.checkpoint.hosts import recorded_pushes
+from tests.checkpoint.hosts import recorded_pushes, wait_until
 from tests.checkpoint.memory_job import CHUNK, Job
 
 FROZEN, ADAPTED, HOSTS = 95 * CHUNK, 5 * CHUNK, 2
@@ -23,9 +22,7 @@ def state(step: int) -> dict[str, jax.Array]:
     frozen = random.integers(0, 255, FROZEN * HOSTS, np.uint8)
     adapted = np.random.default_rng(step).integers(0, 255, ADAPTED * HOSTS, np.uint8)
     values = {"adapter": adapted, "frozen": frozen}
-    return {
-        path: jax.device_put(jnp.asarray(v), sharding) for path, v in values.items()
-    }
+    return jax.block_until_ready(jax.device_put(values, sharding))
 
 
 def layout() -> Layout:
@@ -45,11 +42,10 @@ def test_with_95_percent_frozen_5_percent_are_written_and_sent(tmp_path: Path) -
         for step in range(1, 6):
             with recorded_pushes() as pushes:
                 job.save(step, state(step))
+                wait_until(lambda pushes=pushes: len(pushes) == HOSTS)
             sent.append(sum(one.nbytes for one in pushes))
-            chunks = [
-                host.last.written_chunks for host in job.hosts.values() if host.last
-            ]
-            written.append(sum(chunks) * CHUNK)
+            saved = [host.last for host in job.hosts.values() if host.last]
+            written.append(sum(one.written_chunks for one in saved) * CHUNK)
         whole = HOSTS * (FROZEN + ADAPTED)
         assert written == sent == [whole] + [whole // 20] * 4
         job.lose("h0")

@@ -241,16 +241,17 @@ def bad_push(rng: random.Random, target: Target) -> MemoryStream:
     def say(member: Member) -> None:
         member.frame({"op": "push"})
         for _ in range(rng.randrange(1, 4)):
-            changed = dict(header)
-            for key in rng.sample(sorted(header), rng.randrange(3)):
+            changed, wrong = dict(header), rng.sample(sorted(header), rng.randrange(3))
+            for key in wrong:
                 changed[key] = some_value(rng)
                 if rng.random() < 0.2:
                     del changed[key]
             member.frame(changed)
             for numbers, good in rng.sample(body, rng.randrange(len(body) + 1)):
-                data = rng.choice(
-                    (good, good, good[:-1], b"", rng.randbytes(len(good)))
-                )
+                other = rng.randbytes(len(good))
+                # Good bytes under another step's number would be a good push of it.
+                data = other if "step" in wrong else good
+                data = rng.choice((data, data, data[:-1], b"", other))
                 size = rng.choice((None, None, None, len(good), 2**40, 0))
                 at = numbers if rng.random() < 0.8 else some_value(rng)
                 member.frame({"chunks": at}, data, size)
