@@ -187,7 +187,7 @@ class HostAgent:
     def _on_stage(self, step: int) -> None:
         assert self._copies.holder is not None and self._trainer is not None
         room = self._copies.holder.begin_stage(step)
-        self._trainer.send("room", step=step, **asdict(room))
+        self._trainer.send("room", step=step, copied=b"", **asdict(room))
 
     def _on_staged(
         self, step: int, digests: list[bytes], kept: bytes, items: dict

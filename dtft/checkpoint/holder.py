@@ -191,6 +191,24 @@ class Holder:
         with self._lock:
             self._own.unpin(pin)
 
+    def pinned_places(self, pin: int) -> bytes:
+        """The place of each chunk of a pinned copy, one byte each."""
+        with self._lock:
+            return self._own.pins[pin][1].places.tobytes()
+
+    def complete_pin(self, pin: int) -> tuple[dict[Slice, Parts], int]:
+        """Memory for the own slices that a pinned copy lacks, to be fetched into.
+
+        Returns:
+            The memory, and one more pin, which whoever writes there ends afterwards.
+
+        Raises:
+            RuntimeError: a chunk has no free place.
+            KeyError: the pin has ended.
+        """
+        with self._lock:
+            return self._own.complete(pin)
+
     # --------------------------------------------------------------- verified
 
     def holdings(self) -> tuple[dict[int, dict[str, bytes]], list[str]]:
@@ -230,12 +248,17 @@ class Holder:
             ]
 
     def find(self, step: int, keys: Sequence[str]) -> list[Parts]:
-        """The bytes of the named slices of `step`, from own or hosted copies.
+        """The bytes of the named slices of `step`, from own, hosted or pinned copies.
 
         Raises:
             KeyError: a slice is not held here for that step.
         """
-        here = {key: parts for key, parts, _ in self.copies(step)}
+        with self._lock:
+            here = {key: parts for key, parts, _ in self.copies(step)}
+            for pinned, copy in self._own.pins.values():
+                if pinned == step:
+                    for piece, parts, _ in self._own.shelf.held(copy):
+                        here.setdefault(piece.key, parts)
         return [here[key] for key in keys]
 
     def _all_copies(self, step: int) -> Iterator[tuple[Shelf, Copy]]:

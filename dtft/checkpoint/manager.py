@@ -157,6 +157,7 @@ class AgentCheckpointManager:
             self._arena.view(0, self._arena.size),
             np.frombuffer(room["places"], np.uint8),
             last if last is not None and last.step == room["base"] else None,
+            self._plan.copied(room["copied"]),
         )
         self._link.send(
             "staged",

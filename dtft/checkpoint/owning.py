@@ -44,7 +44,8 @@ class Owning:
         self.copies: dict[int, Copy] = {}
         self.items: dict[int, dict[str, Any]] = {}
         self._staging: dict[int, _Staging] = {}
-        self._pins: dict[int, Copy] = {}
+        self.pins: dict[int, tuple[int, Copy]] = {}
+        """Number of the pin to the step and the copy that it keeps."""
         self._pin_numbers = itertools.count()
 
     # ---------------------------------------------------------------- staging
@@ -116,12 +117,36 @@ class Owning:
         copy = self.copies[step]
         self.shelf.pool.retain(copy.places)
         number = next(self._pin_numbers)
-        self._pins[number] = Copy(places=copy.places, digests=copy.digests)
+        kept = Copy(places=copy.places.copy(), digests=list(copy.digests))
+        self.pins[number] = step, kept
         return number
+
+    def complete(self, pin: int) -> tuple[dict[Slice, Parts], int]:
+        """Places for the slices that a pinned copy lacks, and where they are.
+
+        Returns:
+            The memory, and one more pin, which whoever writes there ends afterwards.
+
+        Raises:
+            RuntimeError: a chunk has no free place.
+        """
+        step, copy = self.pins[pin]
+        lacking = [index for index, known in enumerate(copy.digests) if not known]
+        mask = self.shelf.chunks.mask(lacking) & (copy.places == ABSENT)
+        fresh = self.shelf.pool.acquire(np.flatnonzero(mask))
+        if fresh is None:
+            raise RuntimeError("no free place for slices that are to be exported")
+        copy.places = np.where(mask, fresh, copy.places)
+        self.shelf.pool.retain(copy.places)
+        guard = next(self._pin_numbers)
+        self.pins[guard] = step, copy
+        slices = self.shelf.chunks.slices
+        memory = {slices[index]: self.shelf.parts(copy, index) for index in lacking}
+        return memory, guard
 
     def unpin(self, pin: int) -> None:
         """Ends one `pin`."""
-        self.shelf.release(self._pins.pop(pin))
+        self.shelf.release(self.pins.pop(pin)[1])
 
     # ---------------------------------------------------------------- restore
 

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from dtft.checkpoint import digest
-from dtft.checkpoint.chunks import ABSENT, Chunks
+from dtft.checkpoint.chunks import ABSENT, Chunks, unpack_flags
 from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.host_bytes import host_bytes
 from dtft.checkpoint.slices import Layout, Slice
@@ -54,6 +54,7 @@ class SnapshotPlan:
         memory: memoryview,
         places: np.ndarray,
         base: Snapshot | None = None,
+        copied: np.ndarray | None = None,
     ) -> Snapshot:
         """Copies every slice, but for the chunks that are as they were.
 
@@ -69,9 +70,13 @@ class SnapshotPlan:
             memory: the arena, from its start.
             places: [chunks] uint8, a free place for each chunk.
             base: the last snapshot, if it still is in the arena.
+            copied: [slices] bool, which slices to copy; by default all.
         """
         digests, kept = [], np.zeros(self.chunks.num_chunks, bool)
         for index, piece in enumerate(self.slices):
+            if copied is not None and not copied[index]:
+                digests.append(b"")
+                continue
             raw = host_bytes(_shard_of(arrays[piece.path], piece))
             found = self._write_slice(index, raw, memory, places, base, kept)
             digests.append(b"".join(found))
@@ -103,6 +108,10 @@ class SnapshotPlan:
             found.append(digest.copy_chunk(part, target))
             kept[number] = found[-1] == before
         return found
+
+    def copied(self, packed: bytes) -> np.ndarray | None:
+        """[slices] bool from what the agent says is to be copied; None for all."""
+        return unpack_flags(packed, len(self.slices)) if packed else None
 
     def recalled(self, step: int, digests: Sequence[bytes]) -> Snapshot:
         """A restored step: what of it changes from step to step is not known yet."""

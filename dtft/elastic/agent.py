@@ -286,6 +286,8 @@ class Agent:
             self._follower.release(**fields)
         elif op == "export":
             self._follower.export(fields)
+        elif op == "lend":
+            self._follower.lend(fields["step"])
 
     # --------------------------------------------------- from peers (as leader)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dtft.checkpoint.commit import Share
 from dtft.checkpoint.timeouts import Timeouts
 
 
@@ -34,6 +35,8 @@ class AgentConfig:
     """host:port the transport listens on."""
     copies: int = 2
     """Copies every slice shall have."""
+    share: Share = "full"
+    """Whether each host copies all its slices at a commit, or copies/d of them."""
     interval: int = 1
     """Steps from one snapshot to the next."""
     storage_interval: int = 50

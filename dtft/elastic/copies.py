@@ -8,8 +8,10 @@ or the trainer.
 from collections.abc import Sequence
 from typing import Any
 
+from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
+from dtft.checkpoint.shares import Shares
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
@@ -23,6 +25,7 @@ class Copies:
         """Reserves nothing yet."""
         self._config = config
         self.holder: Holder | None = None
+        self._shares: Shares | None = None
 
     def hold(self, layout: Layout, slot: int) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed.
@@ -44,6 +47,16 @@ class Copies:
             chunk_bytes=self._config.chunk_bytes,
         )
         return self.holder
+
+    def share(self, turn: int) -> bytes:
+        """Which own slices are copied at a turn, packed; nothing for all of them."""
+        holder = self.holder
+        assert holder is not None
+        if self._config.share == "full":
+            return b""
+        if self._shares is None or self._shares.layout is not holder.layout:
+            self._shares = Shares(holder.layout, self._config.copies)
+        return pack_flags(self._shares.of(holder.slot, turn))
 
     def report(self) -> dict[str, Any]:
         """What is held here, read and checked now, for the leader."""

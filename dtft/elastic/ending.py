@@ -59,10 +59,12 @@ class Ending:
             rounds.open_ledger(Layout.from_json(round_.layout_json), previous)
         last, ledger = self._records.last_step, rounds.ledger
         alive = self._roster.connected
+        replies = round_.replies if round_ is not None else {}
+        held = {host: told["holdings"].get(last, {}) for host, told in replies.items()}
         if (
             ledger is None
             or last <= self._stored()
-            or not ledger.export_from(last, alive)
+            or not ledger.export_from(last, alive, held)
         ):
             self._end_with_what_is_stored()
 

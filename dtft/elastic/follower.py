@@ -33,6 +33,8 @@ class Formation:
     announced: bool = False
     """The trainer has told the layout."""
     pushers: list[Pusher] = field(default_factory=list)
+    turn: int = 0
+    """Snapshots begun; equal on all hosts, which take turns in copying."""
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -65,7 +67,7 @@ class Follower:
         self._copies = Copies(config)
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
-        self._exports = ExportDesk(config, board, emit, self._exported)
+        self._exports = ExportDesk(config, credentials, board, emit, self._exported)
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -106,7 +108,7 @@ class Follower:
             for pusher in formation.pushers:
                 pusher.close()
             self._pool.kill_active()
-        self._exports.close()
+        self._exports.stand_down()
         for field_name in ("computing", "replicating", "committing", "exporting"):
             self._board.set(field_name, 0)
 
@@ -209,7 +211,7 @@ class Follower:
         if op == "layout":
             self._announced(formation, Layout.from_json(message["layout"]))
         elif op == "stage" and holder is not None:
-            self._stage(holder, message["step"])
+            self._stage(formation, holder, message["step"])
         elif op == "staged" and holder is not None:
             self._staged(formation, holder, message)
         elif op in ("running", "finished", "fatal"):
@@ -238,9 +240,12 @@ class Follower:
         self._report("layout", ballot=self._ballot, layout=layout.to_json())
         self._hand_over(formation)
 
-    def _stage(self, holder: Holder, step: int) -> None:
+    def _stage(self, formation: Formation, holder: Holder, step: int) -> None:
+        copied = self._copies.share(formation.turn)
+        formation.turn += 1
         try:
-            self._pool.send("room", step=step, **asdict(holder.begin_stage(step)))
+            room = asdict(holder.begin_stage(step))
+            self._pool.send("room", step=step, copied=copied, **room)
         except RuntimeError as error:
             self._report("fatal", message=str(error))
 
@@ -280,10 +285,15 @@ class Follower:
     def export(self, order: dict[str, Any]) -> None:
         """Begins to write a committed step to storage, from the arena."""
         if self._copies.holder is not None:
-            self._exports.begin(self._copies.holder, order)
+            self._exports.begin(self._copies.holder, {**order, "epoch": self.epoch})
         else:
             text = f"{self._config.host} holds nothing"
             self._exported(order["step"], False, text)
+
+    def lend(self, step: int) -> None:
+        """Keeps a step for peers that lack some of it to export; 0 ends that."""
+        if self._copies.holder is not None:
+            self._exports.lend(self._copies.holder, step)
 
     def exporter_says(self, exporter: Exporter, message: dict[str, Any]) -> None:
         """The exporter has written a step, failed, or ended."""

@@ -271,13 +271,32 @@ def fetch(
         FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
     """
     pieces = {piece.key: piece for piece in holder.own_slices}
+    keys = order.transfer["keys"]
+    memory = {key: holder.own_parts(order.step, pieces[key]) for key in keys}
+    fetched = fetch_into(memory, order, credentials, holder.chunk_bytes, limit_s, nixl)
+    holder.restored(order.step, {key: order.digests[key] for key in keys})
+    return fetched
+
+
+def fetch_into(
+    memory: Mapping[str, Parts],
+    order: FetchOrder,
+    credentials: Credentials,
+    chunk_bytes: int,
+    limit_s: float,
+    nixl: Nixl | None = None,
+) -> int:
+    """Fetches slices from one peer into memory, by key, and checks them.
+
+    Returns:
+        Bytes of the slices that are there now.
+
+    Raises:
+        FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
+    """
     host = order.transfer["host"]
     wanted = [
-        Wanted(
-            key=key,
-            memory=holder.own_parts(order.step, pieces[key]),
-            digests=order.digests[key],
-        )
+        Wanted(key=key, memory=memory[key], digests=order.digests[key])
         for key in order.transfer["keys"]
     ]
     try:
@@ -287,14 +306,13 @@ def fetch(
             {"op": "fetch"},
             {"step": order.step, "epoch": order.epoch},
             wanted,
-            chunk_bytes=holder.chunk_bytes,
+            chunk_bytes=chunk_bytes,
             limit_s=limit_s,
             nixl=nixl,
         )
     except fetching.FetchError as error:
         corrupt = [f"{host} step {order.step}: {key}" for key in error.corrupt]
         raise FetchFailed(host, str(error), corrupt) from error
-    holder.restored(order.step, {one.key: one.digests for one in wanted})
     if fetched.cuts:
         logger.info("fetch from %s went on after %d cuts", host, fetched.cuts)
     return fetched.nbytes

@@ -11,7 +11,7 @@ from typing import Any
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.transport import Credentials
-from dtft.elastic.replication import FetchFailed, FetchOrder, fetch
+from dtft.elastic.replication import FetchFailed, FetchOrder, fetch, fetch_into
 
 
 def restore_into(
@@ -48,6 +48,44 @@ def restore_into(
         return {"error": str(error), "host": error.host, "corrupt": error.corrupt}
     own = sum(piece.nbytes for piece in holder.own_slices) - peers
     return {"own": own, "peers": peers, "s": time.monotonic() - begun}
+
+
+def borrow(
+    holder: Holder,
+    pin: int,
+    order: dict[str, Any],
+    credentials: Credentials,
+    limit_s: float,
+) -> None:
+    """Completes a pinned step with the slices that this host did not copy.
+
+    Args:
+        holder: of this host.
+        pin: of the step.
+        order: step, epoch, digests and transfers.
+        credentials: the job's.
+        limit_s: deadline of each fetch, in seconds.
+
+    Raises:
+        FetchFailed: a peer has gone, lacks a slice or sent corrupt bytes; no memory is
+            free; or the pin has ended meanwhile.
+    """
+    try:
+        memory, guard = holder.complete_pin(pin)
+    except (RuntimeError, KeyError) as error:
+        raise FetchFailed("this host", str(error)) from error
+    by_key = {piece.key: parts for piece, parts in memory.items()}
+    try:
+        for transfer in order["transfers"]:
+            one = FetchOrder(
+                step=order["step"],
+                epoch=tuple(order["epoch"]),
+                transfer=transfer,
+                digests=order["digests"],
+            )
+            fetch_into(by_key, one, credentials, holder.chunk_bytes, limit_s)
+    finally:
+        holder.unpin(guard)  # the export may have ended while this was written
 
 
 def _fetch_all(

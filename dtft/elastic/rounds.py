@@ -204,6 +204,7 @@ class Rounds:
             assignment,
             stored=max(steps_seen(self._config.storage_directory), default=0),
             export_addresses=export_addresses(self.current, assignment, view.hosts),
+            addresses={host: record.address for host, record in view.hosts.items()},
             record=self._records.commit,
             send=self._send,
             health=self._health,

@@ -174,6 +174,7 @@ def _agent_config(options: Namespace, overrides: list[str]):
         arena_directory=Path(checkpoint.arena_directory),
         bind=options.bind,
         copies=checkpoint.copies,
+        share=checkpoint.share,
         interval=checkpoint.interval,
         storage_interval=checkpoint.storage_interval,
         storage_keep=checkpoint.storage_keep,

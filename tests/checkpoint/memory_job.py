@@ -14,9 +14,10 @@ import jax
 import numpy as np
 
 from dtft.checkpoint.chunks import pack_flags
-from dtft.checkpoint.commit import Commit, StepTracker
+from dtft.checkpoint.commit import Commit, Share, StepTracker
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
+from dtft.checkpoint.shares import Shares
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
 from dtft.checkpoint.transport import Credentials, TransportServer
@@ -58,13 +59,18 @@ class Host:
             },
         )
 
-    def snapshot(self, step: int, arrays: Mapping[str, jax.Array]) -> list[bytes]:
+    def snapshot(
+        self,
+        step: int,
+        arrays: Mapping[str, jax.Array],
+        copied: np.ndarray | None = None,
+    ) -> list[bytes]:
         """What a trainer and its agent do for one step; the digests."""
         memory = self.holder.arena.view(0, self.holder.arena.size)
         room, last = self.holder.begin_stage(step), self.last
         base = last if last is not None and last.step == room.base else None
         places = np.frombuffer(room.places, np.uint8)
-        self.last = last = self.plan.write(step, arrays, memory, places, base)
+        self.last = last = self.plan.write(step, arrays, memory, places, base, copied)
         kept = pack_flags(last.kept)
         self.holder.staged(step, last.digests, {"step": step}, kept)
         return list(last.digests)
@@ -90,7 +96,10 @@ class Host:
 class Job:
     """Hosts by name, one for each slot at first: h0, h1, ..."""
 
-    def __init__(self, layout: Layout, copies: int, directory: Path) -> None:
+    def __init__(
+        self, layout: Layout, copies: int, directory: Path, share: Share = "full"
+    ) -> None:
+        self.shares = Shares(layout, copies) if share == "divided" else None
         self.layout, self.copies, self._directory = layout, copies, directory
         self.credentials = Credentials(job="job", secret=b"s" * 32)
         self.hosts: dict[str, Host] = {}
@@ -126,7 +135,8 @@ class Job:
         """Snapshot on every host, replication, commit."""
         tracker = StepTracker(self.layout, place(self.layout, self.copies), step)
         for host in self.hosts.values():
-            tracker.staged(host.slot, host.snapshot(step, arrays))
+            copied = self.shares and self.shares.of(host.slot, step)
+            tracker.staged(host.slot, host.snapshot(step, arrays, copied))
         self._replicate(step, tracker)
         assert tracker.complete, tracker.missing
         commit = Commit(
@@ -137,6 +147,7 @@ class Job:
             layout=self.layout.digest,
             holders=tuple(self.slots),
             copies=tracker.placement.effective_copies,
+            share="full" if self.shares is None else "divided",
         )
         self.commits.insert(0, commit)
         for host in self.hosts.values():

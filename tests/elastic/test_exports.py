@@ -16,7 +16,7 @@ from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage import StorageTier
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.exports import ExportDesk
-from tests.checkpoint.hosts import stage
+from tests.checkpoint.hosts import JOB, stage
 
 LAYOUT = Layout(
     mesh=MeshLayout(axis_names=("replica",), axis_sizes=(1,), slots=(0,)),
@@ -57,6 +57,7 @@ class Host:
         self.told: list[tuple[int, bool, str]] = []
         self.desk = ExportDesk(
             config,
+            JOB,
             Board(tmp_path / "board", create=True),
             lambda *event: self.events.put(event),
             lambda *outcome: self.told.append(outcome),
@@ -64,6 +65,7 @@ class Host:
 
     def order(self, holder: Holder, step: int, failures: int = 0) -> None:
         fields = {"slot": 0, "rank": 0, "world": 1, "coordinator": ""}
+        fields |= {"transfers": [], "digests": {}, "epoch": (1, 1)}
         self.desk.begin(holder, {"step": step, "failures": failures, **fields})
 
     def until_told(self, count: int) -> None:
