@@ -25,14 +25,29 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("--hosts", type=int, help="slots (default: cluster.hosts)")
         made.add_argument("--run-dir", help="run directory; an old one is resumed")
 
+    def safety(made: argparse.ArgumentParser) -> None:
+        made.add_argument(
+            "--domain-file", metavar="FILE", help="lines: HOST power=NAME rack=NAME"
+        )
+        text = "PEM file: connections between hosts are encrypted"
+        made.add_argument("--tls-cert", metavar="FILE", help=text)
+        made.add_argument("--tls-key", metavar="FILE", help="PEM file: its private key")
+        text = "fetch with NIXL (RDMA) where both hosts have it"
+        made.add_argument("--nixl", action="store_true", help=text)
+
     made = command("train", "one process, all local devices, memory tier off")
     made.add_argument("--run-dir", help="run directory; an old one is resumed")
     command("config", "print the resolved config")
     made = command("launch", "a local cluster: private etcd, agents, trainers")
     job(made)
+    safety(made)
     made.add_argument("--spares", type=_count, default=0, help="hosts that wait")
+    text = "encrypt, with a certificate that is made for this job"
+    made.add_argument("--tls", action="store_true", help=text)
     made = command("agent", "one host of a job; start one per machine")
     job(made)
+    safety(made)
+    made.add_argument("--domain", metavar="power=NAME,rack=NAME", help="where it is")
     made.add_argument("--store", required=True, metavar="HOST:PORT", help="etcd")
     made.add_argument("--job", required=True, help="name of the job")
     made.add_argument("--secret-file", help="default: $DTFT_SECRET_FILE")
@@ -40,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT")
     made = command("drill", "kill real processes and compare with an undisturbed run")
     job(made)
+    safety(made)
     made.add_argument("--spares", type=_count, default=0, help="hosts that wait")
     made.add_argument("--fault", action="append", default=[], metavar="KIND:SLOT@STEP")
     made.add_argument("--rejoin", type=float, metavar="S", help="killed hosts return")

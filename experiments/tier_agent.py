@@ -153,6 +153,9 @@ class HostAgent:
         self._layout = Layout.from_json(layout)
         self._tell("layout", layout=layout)
 
+    def _on_expect(self, layout: str) -> None:
+        self._copies.expect(Layout.from_json(layout))
+
     def _on_report(self, epoch: list[int]) -> None:
         self._epoch = (epoch[0], epoch[1])  # what peers ask for in it is served
         self._tell("holdings", **self._copies.report())
@@ -190,7 +193,7 @@ class HostAgent:
         self._trainer.send("room", step=step, copied=b"", **asdict(room))
 
     def _on_staged(
-        self, step: int, digests: list[bytes], kept: bytes, items: dict
+        self, step: int, digests: list[bytes], kept: bytes, items: dict, **_: Any
     ) -> None:
         assert self._copies.holder is not None
         self._copies.holder.staged(step, digests, items, kept)
@@ -205,7 +208,9 @@ class HostAgent:
         assert self._copies.holder is not None and self._trainer is not None
         self._copies.holder.drop_before(step, keep={step})
         try:
-            self._trainer.send("release", step=step, committed=True, stop_at=None)
+            self._trainer.send(
+                "release", step=step, committed=True, stop_at=None, changes=()
+            )
         except LinkClosed:
             pass  # the trainer has ended; its last step is committed all the same
 

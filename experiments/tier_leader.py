@@ -32,6 +32,7 @@ class Leader:
         self._hosts: dict[int, str] = {}
         self._addresses: dict[str, str] = {}
         self._commits: list[Commit] = []
+        self._layout: Layout | None = None
         self._epoch = 0
         self.error = ""
         """What went wrong here, if anything."""
@@ -117,13 +118,17 @@ class Leader:
     def _on_hello(self, host: str, slot: int, address: str, link: Link) -> None:
         self._links[slot], self._hosts[slot] = link, host
         self._addresses[host] = address
+        if self._commits:  # a spare waits in the lost host's place
+            assert self._layout is not None
+            link.send("expect", layout=self._layout.to_json())
 
     def _on_layout(self, host: str, slot: int, layout: str) -> None:
         del host
         self._layouts[slot] = Layout.from_json(layout)
         if len(self._layouts) < self._num_slots:
             return
-        self._placement = place(self._layouts[0], self._copies)
+        self._layout = self._layouts[0]
+        self._placement = place(self._layout, self._copies)
         if self._commits:
             self._tell_all("report", lambda _: {"epoch": (self._epoch, 1)})
         else:

@@ -30,8 +30,7 @@ def memcpy_bytes_per_s(num_bytes: int, processes: int, directory: Path) -> float
 
     The median of the rounds, each as slow as its slowest process.
     """
-    arguments = [(str(directory / f"copy{k}"), num_bytes) for k in range(processes)]
-    times = _together([(_copy, a) for a in arguments])
+    times = _together([(_copy, (str(directory), num_bytes))] * processes)
     slowest = [max(each) for each in zip(*times, strict=True)]
     return num_bytes / statistics.median(slowest)
 
@@ -101,14 +100,12 @@ def _timed(work: Callable[[], None], barrier: Any, answer: Any) -> None:
     answer.send(times[1:])
 
 
-def _copy(path: str, num_bytes: int, barrier: Any, answer: Any) -> None:
+def _copy(directory: str, num_bytes: int, barrier: Any, answer: Any) -> None:
     source = np.frombuffer(_random(num_bytes), np.uint8)
-    arena = Arena.create(path, num_bytes)
+    arena = Arena.create(Path(directory) / f"copy-{os.getpid()}", num_bytes)
     target = np.frombuffer(arena.view(0, num_bytes), np.uint8)
-    try:
-        _timed(lambda: np.copyto(target, source), barrier, answer)
-    finally:
-        arena.unlink()
+    arena.unlink()  # the view keeps the memory, and nothing stays if this is killed
+    _timed(lambda: np.copyto(target, source), barrier, answer)
 
 
 def _digest(num_bytes: int, barrier: Any, answer: Any) -> None:

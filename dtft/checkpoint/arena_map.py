@@ -10,12 +10,19 @@ from dataclasses import dataclass
 
 from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.placement import Placement, Push
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.slices import Layout, offsets_of
 
 OWN_PLACES = 4
 """Last commit, replicated but not yet committed, being staged, being exported."""
 HOSTED_PLACES = 3
 """As above, without the export: storage gets every slice from an owner."""
+
+
+def arena_bytes(layout: Layout, slot: int, placement: Placement) -> int:
+    """Bytes of the whole arena of one slot's host; cuts nothing into chunks."""
+    incoming = [p.slices for p in placement.pushes if p.target == slot]
+    hosted = sum(offsets_of(slices)[1] for slices in incoming)
+    return OWN_PLACES * offsets_of(layout.slices(slot))[1] + HOSTED_PLACES * hosted
 
 
 @dataclass(frozen=True, kw_only=True)

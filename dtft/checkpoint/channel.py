@@ -31,6 +31,16 @@ _BUFFERS_PER_CALL = 512
 _SCRATCH_BYTES = 1 << 20
 
 
+def no_payload(_: Header, size: int) -> None:
+    """A sink for frames that have no payload.
+
+    Raises:
+        WireError: it has one.
+    """
+    if size:
+        raise wire.WireError(f"a frame has a payload of {size} bytes where none is due")
+
+
 class ChannelClosed(ConnectionError):
     """The connection has ended, from either side."""
 
@@ -100,7 +110,8 @@ class Channel:
             sink: asked once per frame, also when the payload is empty, for memory of
                 the payload's size. Without it small payloads get new memory.
             begin_s: limit for the frame to begin, if that is less.
-            max_header: largest header that is accepted, in bytes.
+            max_header: largest header that is accepted, in bytes; it also bounds of
+                how many values a header may be made.
 
         Returns:
             The header, and the memory with the payload (empty if discarded, or if the
@@ -134,7 +145,7 @@ class Channel:
                 f"most {max_header} are allowed"
             )
         sealed = self._take(header_bytes + seal.SEAL_BYTES, deadline)
-        header = self._opener.header(sealed)
+        header = self._opener.header(sealed, max_header)
         memory = self._memory_for(header, payload_bytes, sink)
         if memory is None:
             self._discard(payload_bytes, deadline)

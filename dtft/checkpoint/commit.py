@@ -34,6 +34,8 @@ class Commit:
     """Copies every slice has at least."""
     share: Share = "full"
     """Whether every slot copied all its slices, or its share of them."""
+    interval: int = 1
+    """Steps from this commit to the next."""
 
     def to_json(self) -> str:
         """JSON; inverse of `from_json`."""
@@ -173,7 +175,10 @@ Holdings = Mapping[str, Mapping[int, Mapping[str, bytes]]]
 
 
 def locate(
-    commits: Iterable[Commit], layout: Layout | None, holdings: Holdings
+    commits: Iterable[Commit],
+    layout: Layout | None,
+    holdings: Holdings,
+    placed: Sequence[str] = (),
 ) -> tuple[Located | None, list[str]]:
     """The newest commit that live memory can restore completely.
 
@@ -181,6 +186,8 @@ def locate(
         commits: recorded commits, newest first.
         layout: the layout of the running job, if any host knows it.
         holdings: what live hosts hold, verified.
+        placed: per slot the failure domain by which copies were placed, for messages;
+            empty if every slot was its own.
 
     Returns:
         The located commit or None, and a reason for each commit passed over.
@@ -190,7 +197,7 @@ def locate(
         if layout is None or layout.digest != commit.layout:
             reasons.append(f"step {commit.step}: no live host knows its layout")
             continue
-        found, reason = _locate_one(commit, layout, holdings)
+        found, reason = _locate_one(commit, layout, holdings, placed)
         if found is not None:
             return found, reasons
         reasons.append(f"step {commit.step}: {reason}")
@@ -198,7 +205,7 @@ def locate(
 
 
 def _locate_one(
-    commit: Commit, layout: Layout, holdings: Holdings
+    commit: Commit, layout: Layout, holdings: Holdings, placed: Sequence[str]
 ) -> tuple[Located | None, str]:
     claims: dict[str, dict[bytes, list[str]]] = {}
     for host in sorted(holdings):
@@ -206,7 +213,7 @@ def _locate_one(
             claims.setdefault(key, {}).setdefault(value, []).append(host)
     lost = [piece for piece in layout.owners if piece.key not in claims]
     if lost:
-        slots = place(layout, commit.copies).holders[lost[0]]
+        slots = place(layout, commit.copies, placed or None).holders[lost[0]]
         former = ", ".join(commit.holders[slot] for slot in slots)
         return None, (
             f"{len(lost)} of {len(layout.owners)} slices have no verified copy left; "

@@ -138,15 +138,34 @@ def separate(domains: FailureDomains, slots: Sequence[str], copies: int) -> Sepa
     Raises:
         ValueError: a host has no label though others have.
     """
-    names = domains.of(slots)
-    for depth, level in enumerate(domains.levels, start=1):
-        found = tuple("/".join(names[host].split("/")[:depth]) for host in slots)
+    for level in domains.levels:
+        found = domains_at(domains, slots, level)
         if len(set(found)) >= copies:
             return Separation(level=level, domains=found, effective_copies=copies)
-    hosts = tuple(f"{names[h]}/{h}" if domains.levels else h for h in slots)
     return Separation(
-        level="host", domains=hosts, effective_copies=min(copies, len(set(slots)))
+        level="host",
+        domains=domains_at(domains, slots, "host"),
+        effective_copies=min(copies, len(set(slots))),
     )
+
+
+def domains_at(
+    domains: FailureDomains, hosts: Sequence[str], level: str
+) -> tuple[str, ...]:
+    """The domain of each host at one level, with the wider ones before it.
+
+    >>> racks = from_labels({"a": "power=p rack=1", "b": "power=p rack=2"})
+    >>> domains_at(racks, ["b"], "rack"), domains_at(racks, ["b"], "host")
+    (('p/2',), ('p/2/b',))
+
+    Raises:
+        ValueError: a host has no label though others have.
+    """
+    names = domains.of(hosts)
+    if level not in domains.levels:  # the host itself
+        return tuple(f"{names[h]}/{h}" if domains.levels else h for h in hosts)
+    depth = domains.levels.index(level) + 1
+    return tuple("/".join(names[host].split("/")[:depth]) for host in hosts)
 
 
 def _check_nested(parsed: Mapping[str, Mapping[str, str]]) -> None:

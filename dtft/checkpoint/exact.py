@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from dtft.checkpoint.slices import Slice
 
+SLACK = 1.2
+"""So much more than an even share of all bytes may a host send because it is near."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExactTransfer:
@@ -44,13 +47,18 @@ class Missing:
 
 
 def plan_exact(
-    needs: Mapping[str, tuple[Slice, ...]], holders: Mapping[str, tuple[str, ...]]
+    needs: Mapping[str, tuple[Slice, ...]],
+    holders: Mapping[str, tuple[str, ...]],
+    domains: Mapping[str, str] | None = None,
 ) -> ExactPlan | Missing:
     """Plans all transfers of a restore.
 
     Args:
         needs: per host the slices it must have in the end.
         holders: slice key to the live hosts with a verified copy of it.
+        domains: host to its failure domains, "power/rack"; near hosts send first, as
+            long as none of them sends more than `SLACK` times its even share for it
+            (or one slice, if that is more).
 
     Returns:
         The plan, or the slices that keep it from existing.
@@ -70,7 +78,7 @@ def plan_exact(
         for piece in pieces
         if host not in holders[piece.key]
     ]
-    sources = _balanced_sources(absent, holders)
+    sources = _balanced_sources(absent, holders, domains or {})
     routes: dict[tuple[str, str], list[Slice]] = {}
     for (host, piece), source in zip(absent, sources, strict=True):
         routes.setdefault((host, source), []).append(piece)
@@ -86,15 +94,42 @@ def plan_exact(
 
 
 def _balanced_sources(
-    absent: list[tuple[str, Slice]], holders: Mapping[str, tuple[str, ...]]
+    absent: list[tuple[str, Slice]],
+    holders: Mapping[str, tuple[str, ...]],
+    domains: Mapping[str, str],
 ) -> list[str]:
-    """A source per absent slice: the largest first, to whoever sends least so far."""
+    """A source per absent slice: the largest first, to whoever sends least so far.
+
+    Nearness counts before that for those who stay below their share with it.
+    """
     sent: dict[str, int] = {}
     sources = [""] * len(absent)
+    able = {host for _, piece in absent for host in holders[piece.key]}
+    share = SLACK * sum(p.nbytes for _, p in absent) / max(len(able), 1)
     # The sort is stable, so equal sizes stay in the order of need.
     for index in sorted(range(len(absent)), key=lambda i: -absent[i][1].nbytes):
-        piece = absent[index][1]
-        source = min(holders[piece.key], key=lambda host: (sent.get(host, 0), host))
-        sent[source] = sent.get(source, 0) + piece.nbytes
+        target, piece = absent[index]
+        loads = {host: sent.get(host, 0) for host in holders[piece.key]}
+        near = {
+            host: _levels_shared(domains.get(host, ""), domains.get(target, ""))
+            for host, load in loads.items()
+            if not load or load + piece.nbytes <= share
+        }
+        source = min(loads, key=lambda h: (-near.get(h, 0), loads[h], h))
+        sent[source] = loads[source] + piece.nbytes
         sources[index] = source
     return sources
+
+
+def _levels_shared(one: str, other: str) -> int:
+    """So many domains, from the widest on, are the same.
+
+    >>> _levels_shared("p/a", "p/b"), _levels_shared("p/a", ""), _levels_shared("", "")
+    (1, 0, 0)
+    """
+    shared = 0
+    for mine, theirs in zip(one.split("/"), other.split("/"), strict=False):
+        if not mine or mine != theirs:
+            break
+        shared += 1
+    return shared

@@ -2,37 +2,29 @@
 
 ``python -m dtft.checkpoint.exporter`` reads one JSON object per line on stdin and
 answers one per line on stdout. The exporting hosts' processes form a CPU world of their
-own and see the arena as read-only views. Must not know training, peers or commits.
+own and see the arena as read-only views, whose digests they check: what went wrong in
+memory must not get a good fingerprint. Must not know training, peers or commits.
 """
 
-import contextlib
-import json
-import logging
 import mmap
-import os
-import queue
-import sys
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any
 
 import jax
 import numpy as np
 
 from dtft.checkpoint.chunks import Chunks
+from dtft.checkpoint.departure import from_hex, refuse_corrupt
 from dtft.checkpoint.export_plan import ExportWorld, export_world
 from dtft.checkpoint.parts import Parts
+from dtft.checkpoint.save_server import serve
 from dtft.checkpoint.slices import Layout, Slice, slice_at
 from dtft.checkpoint.storage import StorageTier
 
 JOIN_S = 60
 """The processes of one export start within this time of each other, or give up."""
 HEARTBEAT_S = 10
-SAVE_S = 300.0
-"""Limit of one save; "timeout_s" in a message changes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +45,12 @@ class Opening:
     """The layout as JSON."""
     arena: str
     """Path of the arena file."""
-    chunk_bytes: int
-    """Size of the arena's chunks."""
     slot: int
     """The slot whose own slices lie in the arena, from its start."""
     devices: int
     """CPU devices of this process: at least the slot's part of the sub-mesh."""
+    chunk_bytes: int
+    """Bytes under one digest."""
 
 
 class ArenaExporter:
@@ -82,16 +74,19 @@ class ArenaExporter:
         self._arena = Path(opening.arena)
         self._tier = StorageTier(opening.directory, max_to_keep=opening.max_to_keep)
 
-    def save(self, *, step: int, places: str, items: dict[str, Any]) -> int:
+    def save(
+        self, *, step: int, places: str, digests: list[str], items: dict[str, Any]
+    ) -> int:
         """Writes one step and waits for it; returns the bytes of this slot's slices.
 
         Args:
             step: the step.
-            places: hex, the place of each chunk of this slot's own slices.
-            items: what goes beside the arrays.
+            places: in hex, the place of each chunk of this slot's own slices.
+            digests: in hex, of each of the slot's slices in the layout's order.
+            items: what is not an array.
 
         Raises:
-            ValueError: the places are not those of this slot's chunks.
+            ValueError: the places are not in the arena, or do not match the digests.
         """
         # Mapped for each save: an agent may replace a file by one of another size.
         with open(self._arena, "rb") as file:
@@ -104,9 +99,26 @@ class ArenaExporter:
                 f"chunks of this slot: {self._arena} has at most {num_places} of each. "
                 "Send one byte, as two hex digits, for each chunk."
             )
-        self._tier.save(step, self._arrays(memoryview(memory), at), items)
+        whole, expected = memoryview(memory), from_hex(digests)
+        self._tier.save(
+            step,
+            self._arrays(whole, at),
+            items,
+            check=lambda: self._check(whole, at, step, expected),
+        )
         self._tier.wait_until_finished()
         return int(self._chunks.sizes.sum())
+
+    def _check(
+        self, memory: memoryview, places: np.ndarray, step: int, digests: list[bytes]
+    ) -> None:
+        copies = (
+            (piece.key, self._chunks.parts(memory, places, index), expected)
+            for (piece, index), expected in zip(
+                self._index.items(), digests, strict=True
+            )
+        )
+        refuse_corrupt(step, copies, self._chunks.chunk_bytes)
 
     def _arrays(self, memory: memoryview, places: np.ndarray) -> dict[str, jax.Array]:
         devices = self._mesh.devices
@@ -184,102 +196,6 @@ def _array(parts: Parts, piece: Slice) -> np.ndarray:
     if not piece.nbytes:
         return np.zeros(piece.shape, dtype)
     return np.frombuffer(parts.whole(), np.uint8).view(dtype).reshape(piece.shape)
-
-
-class Saver(Protocol):
-    """What writes steps; the fields of a "save" message are its arguments."""
-
-    @property
-    def save(self) -> Callable[..., int]:
-        """Writes one step, waits for it, and returns its bytes."""
-        ...
-
-
-class Server:
-    """Answers messages; one save at a time, and none beyond its limit."""
-
-    def __init__(self, out: TextIO, opener: Callable[[dict[str, Any]], Saver]) -> None:
-        """Answers go to `out`; `opener` gets the fields of the first message."""
-        self._out, self._opener = out, opener
-        self._exporter: Saver | None = None
-        self._failure = "no message {'op': 'open'} came before"
-
-    def answer(self, message: dict[str, Any]) -> None:
-        """Does what one message asks and writes one line."""
-        op = message.get("op")
-        reply: dict[str, Any] = {"op": op}
-        if "step" in message:
-            reply["step"] = message["step"]
-        limit_s = float(message.get("timeout_s", SAVE_S))
-        timer = threading.Timer(limit_s, self._give_up, (dict(reply), limit_s))
-        timer.daemon = True
-        timer.start()
-        try:
-            reply |= {"ok": True, **self._do(message)}
-        except Exception as error:
-            reply |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
-            if op == "open":
-                self._failure = reply["error"]
-        timer.cancel()
-        self._write(reply)
-
-    def _do(self, message: dict[str, Any]) -> dict[str, Any]:
-        fields = dict(message)
-        fields.pop("op", None)
-        fields.pop("timeout_s", None)
-        if message.get("op") == "open":
-            self._exporter = self._opener(fields)
-            return {}
-        if message.get("op") != "save":
-            raise ValueError(
-                f"op={message.get('op')!r} is not known. Allowed: open, save, close."
-            )
-        if self._exporter is None:
-            raise RuntimeError(f"storage is not open: {self._failure}")
-        begun = time.monotonic()
-        written = self._exporter.save(**fields)
-        return {"seconds": time.monotonic() - begun, "bytes": written}
-
-    def _write(self, reply: dict[str, Any]) -> None:
-        self._out.write(json.dumps(reply) + "\n")
-        self._out.flush()
-
-    def _give_up(self, reply: dict[str, Any], limit_s: float) -> None:
-        error = f"TimeoutError: {limit_s:.0f} s for {reply['op']!r} have passed"
-        self._write(reply | {"ok": False, "error": error})
-        os._exit(1)
-
-
-def _read(messages: queue.Queue[dict[str, Any]]) -> None:
-    """Ends the process at once on "close" or the end of stdin, also during a save.
-
-    An unfinished step is a temporary directory, which the next exporter removes; the
-    shutdown barrier of jax.distributed would wait for hosts that may be gone.
-    """
-    code = 1  # a line that is not JSON: the other end is not an agent
-    try:
-        for line in sys.stdin:
-            message = json.loads(line)
-            if message.get("op") == "close":
-                break
-            messages.put(message)
-        code = 0
-    finally:
-        with contextlib.suppress(OSError):  # the log's disk may be full
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def serve(opener: Callable[[dict[str, Any]], Saver]) -> None:
-    """Answers messages on stdin until told to close."""
-    logging.getLogger("absl").setLevel(logging.WARNING)
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
-    messages: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_read, args=(messages,), daemon=True).start()
-    server = Server(out, opener)
-    while True:
-        server.answer(messages.get())
 
 
 if __name__ == "__main__":

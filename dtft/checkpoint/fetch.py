@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtft.checkpoint import wire
+from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.ranges import Part, Range, Wanted, memory_of, not_right, split
-from dtft.checkpoint.serving import no_payload
 from dtft.checkpoint.transport import Channel, Credentials, connect
 
 STREAMS = 4
@@ -211,7 +211,7 @@ def _open(
     """Says what is wanted; returns what the peer lends, if it does."""
     left = min(deadline - time.monotonic(), BEGIN_S)
     channel.send(asked, timeout_s=left)
-    reply, _ = channel.receive(left, max_header=wire.MAX_DATA_HEADER)
+    reply, _ = channel.receive(left, no_payload, max_header=wire.MAX_DATA_HEADER)
     if "error" in reply:
         raise FetchError(str(reply["error"]))
     if reply.get("sizes") != list(sizes):

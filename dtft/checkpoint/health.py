@@ -3,7 +3,7 @@
 For people who look at a job. Must not know connections, etcd or how it is shown.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,8 @@ class SliceCopies:
     key: str
     num_bytes: int
     hosts: tuple[str, ...]
+    copies: int
+    """Failure domains that it is in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +30,19 @@ class CommitHealth:
     generation: int
     wanted: int
     """Copies every slice had when it was committed."""
+    interval: int = 1
+    """Steps until the next commit was to come."""
     slices: tuple[SliceCopies, ...] = ()
     problem: str = ""
     """Why live memory cannot restore it; empty if it can."""
 
     @property
     def copies(self) -> tuple[int, int]:
-        """Copies of the slice with the fewest, and of the one with the most."""
-        counts = [len(piece.hosts) for piece in self.slices]
+        """Copies of the slice with the fewest, and of the one with the most.
+
+        Those in one failure domain count once.
+        """
+        counts = [piece.copies for piece in self.slices]
         return min(counts, default=0), max(counts, default=0)
 
     @property
@@ -56,7 +63,12 @@ class CommitHealth:
 
 
 def commit_health(
-    commit: Commit, layout: Layout | None, holdings: Holdings
+    commit: Commit,
+    layout: Layout | None,
+    holdings: Holdings,
+    *,
+    placed: Sequence[str] = (),
+    domains: Mapping[str, str] | None = None,
 ) -> CommitHealth:
     """What became of one commit.
 
@@ -64,20 +76,30 @@ def commit_health(
         commit: the record.
         layout: of the running job, if any live host knows it.
         holdings: what live hosts hold.
+        placed: per slot the domain by which copies were placed, for messages.
+        domains: host to the failure domain in which its copy counts; by default each
+            host is one.
     """
-    located, reasons = locate([commit], layout, holdings)
+    located, reasons = locate([commit], layout, holdings, placed)
+    names = domains or {}
     slices: tuple[SliceCopies, ...] = ()
     problem = reasons[0].partition(": ")[2] if reasons else ""
     if located is not None and layout is not None:
         sizes = {piece.key: piece.nbytes for piece in layout.owners}
         slices = tuple(
-            SliceCopies(key=key, num_bytes=sizes[key], hosts=located.holders[key])
+            SliceCopies(
+                key=key,
+                num_bytes=sizes[key],
+                hosts=located.holders[key],
+                copies=len({names.get(host, host) for host in located.holders[key]}),
+            )
             for key in sorted(sizes.keys() & located.holders.keys())
         )
     return CommitHealth(
         step=commit.step,
         generation=commit.generation,
         wanted=commit.copies,
+        interval=commit.interval,
         slices=slices,
         problem=problem,
     )

@@ -32,18 +32,20 @@ class Holder:
         *,
         path: Path,
         chunk_bytes: int,
+        reserved: Arena | None = None,
     ) -> None:
-        """Reserves the arena at `path`.
+        """Reserves the arena at `path`, or takes over one that is large enough.
 
         Raises:
             OSError: the memory is not there; names the bytes needed and available.
         """
         self.layout, self.slot, self.placement = layout, slot, placement
-        self.path, self.chunk_bytes = path, chunk_bytes
+        self.chunk_bytes = chunk_bytes
         self.own_slices = layout.slices(slot)
         self.outgoing = tuple(p for p in placement.pushes if p.source == slot)
         self.map = ArenaMap.of(layout, slot, placement, chunk_bytes)
-        self.arena = Arena.create(path, max(self.map.size, 1))
+        self.arena = _arena(path, max(self.map.size, 1), reserved)
+        self.path = self.arena.path
         self._lock = threading.RLock()
         self._own = Owning(self._new_shelf(self.map.own, OWN_PLACES, 0))
         index = self._own.shelf.index
@@ -191,10 +193,11 @@ class Holder:
         with self._lock:
             self._own.unpin(pin)
 
-    def pinned_places(self, pin: int) -> bytes:
-        """The place of each chunk of a pinned copy, one byte each."""
+    def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
+        """The place of each chunk of a pinned copy, one byte each, and its digests."""
         with self._lock:
-            return self._own.pins[pin][1].places.tobytes()
+            copy = self._own.pins[pin][1]
+            return copy.places.tobytes(), list(copy.digests)
 
     def complete_pin(self, pin: int) -> tuple[dict[Slice, Parts], int]:
         """Memory for the own slices that a pinned copy lacks, to be fetched into.
@@ -209,10 +212,23 @@ class Holder:
         with self._lock:
             return self._own.complete(pin)
 
+    def completed(self, pin: int, digests: Mapping[str, bytes]) -> None:
+        """Slices (key to digests) of a pinned copy were fetched and verified.
+
+        Raises:
+            KeyError: the pin has ended.
+        """
+        with self._lock:
+            copy = self._own.pins[pin][1]
+            for index, piece in enumerate(self.own_slices):
+                copy.digests[index] = copy.digests[index] or digests.get(piece.key, b"")
+
     # --------------------------------------------------------------- verified
 
     def holdings(self) -> tuple[dict[int, dict[str, bytes]], list[str]]:
         """Every slice held, read again and checked now; shared chunks once.
+
+        A copy for a peer that is wrong is forgotten, so that it can be sent again.
 
         Returns:
             step -> slice key -> digest of each good copy, and a description of each
@@ -223,14 +239,27 @@ class Holder:
         read: dict[int, Read] = {}
         with self._lock:
             for step in self.steps():
-                for shelf, copy in self._all_copies(step):
-                    known = read.setdefault(id(shelf), {})
-                    for index, expected in enumerate(copy.digests):
-                        key = shelf.chunks.slices[index].key
-                        if expected and shelf.right(copy, index, known):
-                            good.setdefault(step, {})[key] = expected
-                        elif expected:
-                            bad.append(f"step {step}: {key}")
+                found, wrong = self._check(step, read)
+                if found:
+                    good[step] = found
+                bad += [f"step {step}: {key}" for key in wrong]
+                self._hosting.forget(step, wrong)
+        return good, bad
+
+    def _check(
+        self, step: int, read: dict[int, Read]
+    ) -> tuple[dict[str, bytes], list[str]]:
+        """Key to digests of each good copy, and the keys of bad ones."""
+        good: dict[str, bytes] = {}
+        bad: list[str] = []
+        for shelf, copy in self._all_copies(step):
+            known = read.setdefault(id(shelf), {})
+            for index, expected in enumerate(copy.digests):
+                key = shelf.chunks.slices[index].key
+                if expected and shelf.right(copy, index, known):
+                    good[key] = expected
+                elif expected:
+                    bad.append(key)
         return good, bad
 
     def steps(self) -> tuple[int, ...]:
@@ -321,3 +350,14 @@ class Holder:
         """Frees the arena's memory."""
         self.arena.close()
         self.arena.unlink()
+
+
+def _arena(path: Path, nbytes: int, reserved: Arena | None) -> Arena:
+    if reserved is not None and reserved.size >= nbytes:
+        return reserved
+    if reserved is not None:
+        reserved.close()
+        reserved.unlink()
+    arena = Arena.create(path, nbytes)
+    arena.prefault()
+    return arena

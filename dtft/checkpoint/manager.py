@@ -8,7 +8,7 @@ own agent only; must not know peers, placement or etcd.
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,16 @@ import jax
 import numpy as np
 
 from dtft.checkpoint.arena import Arena
+from dtft.checkpoint.cadence import Cadence, Schedule
 from dtft.checkpoint.chunks import pack_flags
+from dtft.checkpoint.interval import Window
 from dtft.checkpoint.link import Link, LinkClosed
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
 from dtft.checkpoint.storage import StorageTier
+
+ITEM = "interval"
+"""The item of a commit that says in how many steps the next one follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,8 @@ class SaveArgs:
     """Leaf path to global array, all ready."""
     items: Mapping[str, Any] = field(default_factory=dict)
     """What is not an array, as JSON values: data position and so on."""
+    window: Window | None = None
+    """What the steps since the last snapshot took, for an automatic interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +64,20 @@ class AgentCheckpointManager:
         chunk_bytes: int,
         storage_directory: Path,
         deadline_s: float,
+        cadence: Cadence | None = None,
+        automatic: bool = False,
     ) -> None:
         """Announces the layout and waits for what the agent was told to restore.
+
+        Args:
+            link: to the agent.
+            layout: of the state.
+            slot: whose slices these are.
+            chunk_bytes: bytes under one digest.
+            storage_directory: of the storage tier.
+            deadline_s: limit of every wait for the agent.
+            cadence: after which steps `should_save`; by default after every step.
+            automatic: the leader changes the interval; commits hold it.
 
         Raises:
             TimeoutError: the agent did not answer in time.
@@ -74,6 +93,10 @@ class AgentCheckpointManager:
         self._gone = False
         self._released = self._committed = self._saved = 0
         self._stop_at: int | None = None
+        self._schedule = Schedule.of(cadence or Cadence.every(1))
+        self._automatic = automatic
+        self.released_at = 0.0
+        """When the newest step became safe, on the monotonic clock."""
         self._arena: Arena | None = None
         self.bytes_from_storage = 0
         self.stalls_s: list[float] = []
@@ -84,6 +107,8 @@ class AgentCheckpointManager:
         assert self._order is not None
         self._arena = Arena.attach(Path(self._order["arena"]))
         self._released = self._committed = self._saved = self._order["step"]
+        if self._order["source"] != "memory":
+            self._arena.prefault()
 
     # ------------------------------------------------------------- the agent's end
 
@@ -106,10 +131,13 @@ class AgentCheckpointManager:
         elif op == "room":
             self._room = message
         elif op == "release":
-            self._released = max(self._released, message["step"])
+            if message["step"] > self._released:
+                self._released, self.released_at = message["step"], time.monotonic()
             if message["committed"]:
                 self._committed = max(self._committed, message["step"])
             self._stop_at = message["stop_at"]
+            for after, interval in message["changes"]:
+                self._schedule = self._schedule.changed(interval, after=after)
 
     def _wait(self, ready: Any, what: str) -> None:
         with self._condition:
@@ -139,6 +167,19 @@ class AgentCheckpointManager:
             storage.close()
         return tuple(sorted(stored | ({self._committed} - {0})))
 
+    def should_save(self, step: int) -> bool:
+        """Whether a snapshot is taken after `step`; equal on all hosts.
+
+        To be asked once every boundary before `step` was saved and waited for.
+        """
+        with self._condition:
+            return self._schedule.is_boundary(step)
+
+    def interval(self) -> int:
+        """Steps from the last saved step to the next."""
+        with self._condition:
+            return self._schedule.interval(after=self._saved)
+
     def save(self, step: int, *, args: SaveArgs) -> bool:
         """Copies a step into this host's arena; the rest happens elsewhere.
 
@@ -159,14 +200,18 @@ class AgentCheckpointManager:
             last if last is not None and last.step == room["base"] else None,
             self._plan.copied(room["copied"]),
         )
+        self._saved = step
+        interval = self.interval()
+        items = dict(args.items) | ({ITEM: interval} if self._automatic else {})
         self._link.send(
             "staged",
             step=step,
             digests=self._last.digests,
             kept=pack_flags(self._last.kept),
-            items=dict(args.items),
+            items=items,
+            interval=interval,
+            window=asdict(args.window) if args.window else None,
         )
-        self._saved = step
         self.stalls_s.append(time.monotonic() - begun)
         return True
 
@@ -176,8 +221,9 @@ class AgentCheckpointManager:
         """The state the leader chose for this formation, or None for a fresh start.
 
         Raises:
-            ValueError: `step` is not the one that the leader chose, or a copy in this
-                host's memory is corrupt.
+            ValueError: `step` is not the one that the leader chose.
+            CorruptCopy: a copy in this host's memory is corrupt; all hosts must form
+                anew, and this copy will not be offered again.
         """
         order = self._order
         assert order is not None and self._arena is not None
@@ -192,10 +238,22 @@ class AgentCheckpointManager:
             places = np.frombuffer(order["places"], np.uint8)
             arrays = self._plan.read(memory, places, order["digests"], args.abstract)
             self._last = self._plan.recalled(order["step"], order["digests"])
-            return arrays, order["items"]
+            self._arena.prefault()
+            items = order["items"]
+        else:
+            arrays, items = self._from_storage(order["step"], args)
+        if self._automatic:
+            interval = items.get(ITEM, self._schedule.interval(after=order["step"]))
+            with self._condition:
+                self._schedule = self._schedule.changed(interval, after=order["step"])
+        return arrays, items
+
+    def _from_storage(
+        self, step: int, args: RestoreArgs
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         storage = StorageTier(self._storage_directory, read_only=True)
         try:
-            arrays, items = storage.restore(order["step"], dict(args.abstract))
+            arrays, items = storage.restore(step, dict(args.abstract))
         finally:
             storage.close()
         self.bytes_from_storage = sum(piece.nbytes for piece in self._plan.slices)

@@ -12,6 +12,8 @@ whose hosts trust one another.
 """
 
 import importlib
+import logging
+import os
 import threading
 import time
 import uuid
@@ -23,6 +25,8 @@ from typing import Any
 import numpy as np
 
 from dtft.checkpoint.parts import Parts
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0002
 _TOO_LONG_S = 0.02  # after this a transfer is not polled so often
@@ -46,8 +50,8 @@ class Nixl:
         except ImportError as error:
             raise ImportError(
                 f"NIXL is not usable: {error}. Install nixl and nixl-cu12 (or -cu13) "
-                "with --no-deps (they declare torch, which they do not need), or do "
-                "without it: fetches then go over TCP."
+                "with --no-deps (they declare torch, which they do not need; `make "
+                "nixl` does it), or do without it: fetches then go over TCP."
             ) from error
         self._name = f"dtft-{uuid.uuid4().hex}"
         self._agent = nixl.nixl_agent(self._name, nixl.nixl_agent_config())
@@ -151,6 +155,18 @@ class Nixl:
             time.sleep(_POLL_S if now - begun < _TOO_LONG_S else 5 * _POLL_S)
             with self._lock, _as_errors("a read"):
                 state = self._agent.check_xfer_state(handle)
+
+
+def started() -> Nixl | None:
+    """This process's NIXL agent; None, and one line in the log, if there is none."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it prints to stdout otherwise
+    try:
+        return Nixl()
+    except ImportError as error:
+        logger.warning("%s", error)
+    except Exception as error:  # its own exceptions have no public base class
+        logger.warning("NIXL does not start (%r): fetches go over TCP.", error)
+    return None
 
 
 @contextmanager

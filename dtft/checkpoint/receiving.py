@@ -186,6 +186,13 @@ class Hosting:
         if not found.users:  # else the last of them lets go of the places
             found.release(unverified_only=False)
 
+    def forget(self, step: int, keys: Sequence[str]) -> None:
+        """Drops copies that have a wrong byte, so that they can be sent again."""
+        for source in list(self.copies.get(step, {})):
+            shelf = self.shelves[source]
+            if not {piece.key for piece in shelf.chunks.slices}.isdisjoint(keys):
+                shelf.release(self.copies[step].pop(source))
+
     def drop(self, needed: Callable[[int], bool]) -> None:
         """Drops what is of steps that are not needed."""
         for step, source in list(self.receiving):

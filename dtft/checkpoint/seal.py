@@ -70,17 +70,20 @@ class Opener:
             self._refuse("prefix")
         return lengths
 
-    def header(self, data: bytes | bytearray) -> dict[str, Any]:
+    def header(
+        self, data: bytes | bytearray, max_header: int = wire.MAX_HEADER
+    ) -> dict[str, Any]:
         """The header of the frame that `start` began, from its bytes and their seal.
 
         Raises:
-            WireError: it is not what the peer sent, not msgpack, or not a map.
+            WireError: it is not what the peer sent, not msgpack, not a map, or has
+                more values than a header of at most `max_header` bytes may.
         """
         packed = data[:-SEAL_BYTES]
         if not self._sealed(b"h", self._prefix + packed, data[-SEAL_BYTES:]):
             self._refuse("header")
         self._count += 1
-        return wire.decode_header(packed)
+        return wire.decode_header(packed, max_header)
 
     def _sealed(self, part: bytes, content: bytes, received: bytes | bytearray) -> bool:
         expected = _seal(self._key, self._count, part, content)

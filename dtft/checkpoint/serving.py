@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dtft.checkpoint import wire
+from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.transport import Channel, ChannelClosed
@@ -61,16 +62,6 @@ def _answer(channel: Channel, slices: Sequence[Parts], opened: dict[str, Any]) -
             return
         payload = _cut_out(slices, asked.get("parts"))
         channel.send({}, payload, timeout_s=IDLE_S)
-
-
-def no_payload(_: dict[str, Any], size: int) -> None:
-    """A sink for frames that have no payload.
-
-    Raises:
-        WireError: it has one.
-    """
-    if size:
-        raise wire.WireError(f"a request has a payload of {size} bytes")
 
 
 def _cut_out(slices: Sequence[Parts], parts: object) -> list[memoryview]:

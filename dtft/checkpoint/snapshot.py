@@ -17,6 +17,7 @@ from dtft.checkpoint import digest
 from dtft.checkpoint.chunks import ABSENT, Chunks, unpack_flags
 from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.host_bytes import host_bytes
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.slices import Layout, Slice
 
 
@@ -34,6 +35,14 @@ class Snapshot:
     def written_chunks(self) -> int:
         """Chunks that are new in the arena."""
         return sum(map(len, self.digests)) // DIGEST_BYTES - int(self.kept.sum())
+
+
+_ALIGNMENT = 64
+"""Of the memory of XLA's CPU arrays, in bytes."""
+
+
+class CorruptCopy(RuntimeError):
+    """A copy in this host's memory does not match its digest; it was not loaded."""
 
 
 class SnapshotPlan:
@@ -134,26 +143,33 @@ class SnapshotPlan:
             abstract: leaf path to shape, dtype and sharding.
 
         Raises:
-            ValueError: names the first slice whose bytes do not match.
+            CorruptCopy: names the first slice whose bytes do not match.
         """
         assert not (places == ABSENT).any(), "a restore brings every own slice"
-        views: dict[str, dict[tuple, np.ndarray]] = {}
-        for index, (piece, expected) in enumerate(
-            zip(self.slices, digests, strict=True)
-        ):
+        copies: dict[str, dict[tuple, np.ndarray]] = {}
+        for index, piece in enumerate(self.slices):
             parts = self.chunks.parts(memory, places, index)
-            if not digest.is_right(parts, expected, self.chunks.chunk_bytes):
-                raise ValueError(
+            copy = _aligned(piece.nbytes)
+            if self._copied_out(parts, copy) != digests[index]:
+                raise CorruptCopy(
                     f"slice {piece.key} does not match its digest: the copy in this "
                     "host's memory is corrupt and was not loaded."
                 )
-            flat = np.frombuffer(parts.whole(), np.dtype(piece.dtype))
-            view = flat.reshape(piece.shape)
-            views.setdefault(piece.path, {})[(piece.start, piece.stop)] = view
+            value = copy.view(np.dtype(piece.dtype)).reshape(piece.shape)
+            copies.setdefault(piece.path, {})[(piece.start, piece.stop)] = value
         return {
-            path: _global_array(struct, views[path])
+            path: _global_array(struct, copies[path])
             for path, struct in abstract.items()
         }
+
+    def _copied_out(self, parts: Parts, target: np.ndarray) -> bytes:
+        """Copies a slice, which may lie in pieces; the digests of the copy."""
+        found, begun = [], 0
+        for view in parts.views:
+            part = target[begun : begun + view.nbytes].data
+            found.append(digest.copy_and_digest(view, part, self.chunks.chunk_bytes))
+            begun += view.nbytes
+        return b"".join(found)
 
 
 def _cut(digests: bytes) -> list[bytes]:
@@ -180,16 +196,21 @@ def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
     )
 
 
+def _aligned(nbytes: int) -> np.ndarray:
+    """New memory that a CPU device takes over as it is, without copying it again."""
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes]
+
+
 def _global_array(
-    struct: jax.ShapeDtypeStruct, views: Mapping[tuple, np.ndarray]
+    struct: jax.ShapeDtypeStruct, copies: Mapping[tuple, np.ndarray]
 ) -> jax.Array:
     sharding = struct.sharding
     assert sharding is not None
     indices = sharding.addressable_devices_indices_map(struct.shape)
-    # A true copy: a device array may alias aligned host memory, and the arena's
-    # place will be written again while the array is still in use.
     parts = [
-        jax.device_put(views[_bounds(index, struct.shape)].copy(), device)
+        jax.device_put(copies[_bounds(index, struct.shape)], device)
         for device, index in indices.items()
         if index is not None
     ]

@@ -5,7 +5,7 @@ leaves that Orbax refuses (empty arrays) and a fingerprint per leaf. Stock Orbax
 both. Orbax is used here only; this module must not know slots, arenas or who is alive.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,12 @@ class StorageTier:
             self.directory, _options(max_to_keep, timeout_s, read_only)
         )
 
-    # ---------------------------------------------------------------------- write
-
     def save(
-        self, step: int, arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
+        self,
+        step: int,
+        arrays: Mapping[str, jax.Array],
+        items: Mapping[str, Any],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins to write a step; `wait_until_finished` says when it is safe.
 
@@ -73,6 +75,8 @@ class StorageTier:
             step: the step.
             arrays: leaf path to global array.
             items: what is not an array, as JSON values.
+            check: called when the fingerprints have been taken and nothing is written
+                yet; whatever it raises ends the save.
 
         Raises:
             ValueError: two paths would have one name in Orbax, or all leaves are empty.
@@ -99,6 +103,7 @@ class StorageTier:
             "empty": empty,
             "fingerprints": fingerprints(full),
         }
+        check()
         self._opened.save(
             step,
             ocp.args.Composite(
@@ -109,8 +114,6 @@ class StorageTier:
     def wait_until_finished(self) -> None:
         """Waits until the last save is complete; raises what went wrong in it."""
         self._opened.wait_until_finished()
-
-    # ----------------------------------------------------------------------- read
 
     def restore(
         self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]

@@ -89,6 +89,8 @@ class Storing:
             step=newest,
             memory=version.extent.path,
             record=version.record.to_json(),
+            digests=[one.hex() for one in version.digests],
+            chunk_bytes=self._versions.chunk_bytes,
             delete=list(going),
         )
 

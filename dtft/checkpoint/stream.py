@@ -122,11 +122,12 @@ class TlsStream(Stream):
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
                 if not self.poll(_event(error), deadline - time.monotonic()):
                     raise TimeoutError("timed out waiting for TLS to begin") from None
-        certificate = (
-            ssl.PEM_cert_to_DER_cert(_first_certificate(self._tls.certificate))
-            if self._server
-            else self._secure.getpeercert(binary_form=True) or b""
-        )
+        if self._server:
+            assert self._tls.certificate is not None
+            text = _first_certificate(self._tls.certificate)
+            certificate = ssl.PEM_cert_to_DER_cert(text)
+        else:
+            certificate = self._secure.getpeercert(binary_form=True) or b""
         self.binding = hashlib.sha256(certificate).digest()
 
     def send(self, buffers: Sequence[memoryview]) -> int:
@@ -155,12 +156,14 @@ class TlsStream(Stream):
 
 
 def check_tls(tls: Tls) -> None:
-    """Reads certificate and key.
+    """Reads a server's certificate and key.
 
     Raises:
         ValueError: one is missing or unreadable, or they do not belong together.
     """
     try:
+        if tls.certificate is None or tls.key is None:
+            raise FileNotFoundError("whoever serves needs both")
         _context(tls, server=True)
     except OSError as error:
         raise ValueError(
@@ -175,6 +178,7 @@ def _context(tls: Tls, server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if server:
+        assert tls.certificate is not None
         context.load_cert_chain(tls.certificate, tls.key)
     else:  # the proof of the secret, bound to the certificate, says who it is
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

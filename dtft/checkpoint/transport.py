@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dtft.checkpoint import wire
-from dtft.checkpoint.channel import Channel, ChannelClosed, Header
+from dtft.checkpoint.channel import Channel, ChannelClosed, Header, no_payload
 from dtft.checkpoint.handshake import open_channel, prove_as_client, prove_as_server
 from dtft.checkpoint.stream import check_tls
 from dtft.checkpoint.wire import Credentials
@@ -65,7 +65,9 @@ def connect(
     try:
         prove_as_client(channel, credentials, deadline)
         channel.send(hello, timeout_s=deadline - time.monotonic())
-        channel.peer, _ = channel.receive(deadline - time.monotonic())
+        channel.peer, _ = channel.receive(
+            deadline - time.monotonic(), no_payload, max_header=wire.MAX_REQUEST_HEADER
+        )
         if "refused" in channel.peer:
             raise ChannelClosed(f"peer {address} refused: {channel.peer['refused']}")
     except BaseException:
@@ -212,7 +214,7 @@ class TransportServer:
         with self._lock:
             self._strangers.pop(channel, None)
         hello, _ = channel.receive(
-            deadline - time.monotonic(), max_header=wire.MAX_DATA_HEADER
+            deadline - time.monotonic(), no_payload, max_header=wire.MAX_REQUEST_HEADER
         )
         op = hello.get("op")
         handler = self._handlers.get(op) if isinstance(op, str) else None

@@ -14,10 +14,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dtft.checkpoint.exporter import serve
+from dtft.checkpoint.departure import from_hex, refuse_corrupt
 from dtft.checkpoint.fingerprint import fingerprints
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placing import as_array
 from dtft.checkpoint.record import RECORD, LeafRecord, Record
+from dtft.checkpoint.save_server import serve
 from dtft.checkpoint.slices import offsets_of
 
 
@@ -48,7 +50,14 @@ class TreeExporter:
         )
 
     def save(
-        self, *, step: int, memory: str, record: dict[str, Any], delete: list[int]
+        self,
+        *,
+        step: int,
+        memory: str,
+        record: dict[str, Any],
+        digests: list[str],
+        chunk_bytes: int,
+        delete: list[int],
     ) -> int:
         """Writes one step in place of what is there, then deletes others.
 
@@ -56,25 +65,38 @@ class TreeExporter:
             step: the step.
             memory: path of the memory, leaves side by side as `offsets_of` lays them.
             record: the `Record` as JSON.
+            digests: of each leaf, in hex.
+            chunk_bytes: bytes under one digest.
             delete: steps that go once this one is complete.
 
         Returns:
             The bytes of the leaves.
+
+        Raises:
+            ValueError: the memory does not match the digests.
         """
         saved = Record.from_json(record)
         with open(Path(memory), "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         pieces = saved.layout.slices(0)
         offsets, _ = offsets_of(pieces)
-        values = [
-            _value(leaf, memoryview(mapped)[offset : offset + piece.nbytes])
-            for leaf, piece, offset in zip(saved.leaves, pieces, offsets, strict=True)
+        views = [
+            memoryview(mapped)[offset : offset + piece.nbytes]
+            for piece, offset in zip(pieces, offsets, strict=True)
         ]
+        values = [
+            _value(leaf, view) for leaf, view in zip(saved.leaves, views, strict=True)
+        ]
+        items = _items(saved, values)
+        paths = [leaf.path for leaf in saved.leaves]
+        parts = [Parts([view]) for view in views]
+        copies = zip(paths, parts, from_hex(digests), strict=True)
+        refuse_corrupt(step, copies, chunk_bytes)
         self._manager.reload()
         self._remove([step])
         self._manager.save(
             step,
-            args=ocp.args.Composite(**_items(saved, values)),
+            args=ocp.args.Composite(**items),
             metrics=saved.metrics,
             custom_metadata=saved.custom_metadata,
             force=True,

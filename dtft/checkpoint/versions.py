@@ -76,7 +76,7 @@ class Versions:
 
     def __init__(self, *, keep: int, chunk_bytes: int) -> None:
         """Reserves nothing before the first step shows how much is needed."""
-        self._keep, self._chunk_bytes = keep, chunk_bytes
+        self._keep, self.chunk_bytes = keep, chunk_bytes
         self._log = MemoryCommitLog()
         self._versions: dict[int, Version] = {}
         self._free: list[Extent] = []
@@ -124,7 +124,7 @@ class Versions:
         pieces = zip(_slices(record), offsets, record.leaves, values, strict=True)
         for piece, offset, leaf, value in pieces:
             view = extent.arena.view(offset, piece.nbytes)
-            digests.append(placing.copy_out(value, leaf, view, self._chunk_bytes))
+            digests.append(placing.copy_out(value, leaf, view, self.chunk_bytes))
         return Version(
             step=step,
             record=record,
@@ -151,7 +151,7 @@ class Versions:
             for leaf, view, expected in zip(
                 version.record.leaves, views, version.digests, strict=True
             )
-            if digest.verify(view, expected, self._chunk_bytes)
+            if digest.verify(view, expected, self.chunk_bytes)
         ]
         committed = {commit.step: commit.root for commit in self._log.commits()}
         if bad or committed.get(step) != _root(version):

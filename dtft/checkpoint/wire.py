@@ -14,12 +14,16 @@ from typing import Any, Literal
 
 import msgpack
 
+from dtft.checkpoint import bounded
+
 MAGIC = b"DTFT"
 VERSION = 2
 MAX_HEADER = 16 << 20
 """Largest header, packed, in bytes."""
 MAX_DATA_HEADER = 4 << 20
-"""Largest header of a connection that moves slices, and of any hello."""
+"""Largest header of a connection that moves slices."""
+MAX_REQUEST_HEADER = 64 << 10
+"""Largest header of a hello, and of a question with few fields."""
 MAX_PAYLOAD = 1 << 40
 """Largest payload in bytes; it is only ever received into memory given by a sink."""
 MAX_UNPLACED = 64 << 20
@@ -29,7 +33,9 @@ _PREFIX = struct.Struct("<4sB3xIQ")
 PREFIX_BYTES = _PREFIX.size
 """Size of what precedes every header: magic, version, header and payload length."""
 
-_GREETING = struct.Struct("<4sB3x32s")
+NONCE_BYTES = 32
+"""Size of each side's nonce, at the end of its greeting."""
+_GREETING = struct.Struct(f"<4sB3x{NONCE_BYTES}s")
 GREETING_BYTES = _GREETING.size
 """Size of each side's first handshake message: magic, version and nonce."""
 PROOF_BYTES = 32
@@ -48,11 +54,14 @@ class AuthenticationError(ConnectionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """A host's certificate and key (PEM files); it may be signed by itself."""
+    """A host's certificate and key (PEM files); it may be signed by itself.
 
-    certificate: Path
+    Who only connects to hosts needs neither.
+    """
+
+    certificate: Path | None = None
     """What the host shows to peers that connect."""
-    key: Path
+    key: Path | None = None
     """The certificate's private key."""
 
 
@@ -85,10 +94,13 @@ def encode_header(header: dict[str, Any], payload_bytes: int) -> bytes:
     {'op': 'push'}
 
     Raises:
-        ValueError: header or payload is over its limit.
+        ValueError: header or payload is over its limit, or the header has too many
+            values.
     """
     packed = msgpack.packb(header)
     assert packed is not None
+    if len(packed) > bounded.max_items(MAX_HEADER):  # at least one byte each
+        bounded.count(packed, bounded.max_items(MAX_HEADER))
     if len(packed) > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
         raise ValueError(
             f"header has {len(packed)} bytes and payload {payload_bytes}. Allowed: "
@@ -116,16 +128,22 @@ def decode_prefix(data: bytes | bytearray) -> tuple[int, int]:
     return header_bytes, payload_bytes
 
 
-def decode_header(data: bytes | bytearray) -> dict[str, Any]:
+def decode_header(
+    data: bytes | bytearray, max_header: int = MAX_HEADER
+) -> dict[str, Any]:
     """The header from its packed form.
 
+    Args:
+        data: the packed form.
+        max_header: how large it might have been; `bounded.py` allows values by that.
+
     Raises:
-        WireError: not msgpack, or not a map.
+        WireError: not msgpack, not a map, or made of too many values.
     """
     try:
-        header = msgpack.unpackb(data, strict_map_key=False)
-    except Exception as error:  # hostile input: msgpack has no common base class
-        raise WireError(f"a frame's header is not msgpack: {error!r}") from error
+        header = bounded.unpack(data, bounded.max_items(max_header))
+    except ValueError as error:
+        raise WireError(f"a frame's header: {error}") from error
     if not isinstance(header, dict):
         raise WireError(f"a frame's header is {type(header).__name__}, not a map")
     return header
@@ -133,7 +151,7 @@ def decode_header(data: bytes | bytearray) -> dict[str, Any]:
 
 def greeting() -> tuple[bytes, bytes]:
     """A first handshake message and the new nonce in it."""
-    nonce = secrets.token_bytes(32)
+    nonce = secrets.token_bytes(NONCE_BYTES)
     return _GREETING.pack(MAGIC, VERSION, nonce), nonce
 
 

@@ -20,7 +20,7 @@ from dtft.checkpoint.board import Board
 from dtft.checkpoint.transport import Channel, Credentials, TransportServer
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import serve_export
-from dtft.elastic.entry import check_job, refuse_taken_name
+from dtft.elastic.entry import check_domain, check_job, refuse_taken_name
 from dtft.elastic.follower import Follower
 from dtft.elastic.inspection import serve_inspection
 from dtft.elastic.journal import Journal
@@ -62,7 +62,9 @@ class Agent:
         self._config, self._store = config, store
         self._events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self._incarnation = secrets.token_hex(8)
-        self._credentials = Credentials(job=config.job, secret=config.secret)
+        self._credentials = Credentials(
+            job=config.job, secret=config.secret, tls=config.tls
+        )
         shutil.rmtree(config.memory_directory, ignore_errors=True)
         config.memory_directory.mkdir(parents=True, mode=0o700)
         (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
@@ -105,6 +107,7 @@ class Agent:
             incarnation=self._incarnation,
             joined_ns=time.time_ns(),
             pid=os.getpid(),
+            domain=config.domain,
         )
         self._membership = Membership(
             store, config.job, record, config.timeouts.lease, self._emit
@@ -127,6 +130,7 @@ class Agent:
         """
         try:
             check_job(self._membership, self._config)
+            check_domain(self._store, self._config)
             self._membership.start()
             self._follower.warm()
             return self._loop()
@@ -282,12 +286,16 @@ class Agent:
             self._follower.reform(tuple(fields["ballot"]))
         elif op == "prepare":
             self._follower.prepare({**fields, "ballot": tuple(fields["ballot"])})
+        elif op == "replicate":
+            self._follower.replicate(**{**fields, "ballot": tuple(fields["ballot"])})
         elif op == "release":
             self._follower.release(**fields)
         elif op == "export":
             self._follower.export(fields)
         elif op == "lend":
             self._follower.lend(fields["step"])
+        elif op == "expect":
+            self._follower.expect(**fields)
 
     # --------------------------------------------------- from peers (as leader)
 

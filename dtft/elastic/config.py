@@ -3,8 +3,11 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dtft.checkpoint.cadence import Cadence
 from dtft.checkpoint.commit import Share
+from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.timeouts import Timeouts
+from dtft.checkpoint.wire import Tls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +36,20 @@ class AgentConfig:
     """Where the arenas lie: a memory file system."""
     bind: str = "127.0.0.1:0"
     """host:port the transport listens on."""
+    domain: str = ""
+    """Label of this host's failure domains: "power=p1,rack=r7", or nothing."""
+    tls: Tls | None = None
+    """This host's certificate: connections between hosts are encrypted."""
+    nixl: bool = False
+    """Whether fetches go over NIXL where the peer has it too."""
     copies: int = 2
     """Copies every slice shall have."""
     share: Share = "full"
     """Whether each host copies all its slices at a commit, or copies/d of them."""
-    interval: int = 1
-    """Steps from one snapshot to the next."""
+    cadence: Cadence = field(default_factory=Cadence)
+    """After which steps snapshots are taken; at first, if that is automatic."""
+    automatic: Automatic | None = None
+    """Within which bounds the interval follows from what snapshots cost; None: not."""
     storage_interval: int = 50
     """Steps from one export to storage to the next."""
     storage_keep: int = 3

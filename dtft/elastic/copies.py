@@ -5,9 +5,13 @@ of the last one, so that copies outlive the trainers. Must not know orders, the 
 or the trainer.
 """
 
+import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from dtft.checkpoint.arena import Arena
+from dtft.checkpoint.arena_map import arena_bytes
 from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
@@ -16,6 +20,8 @@ from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.replication import Pusher
+
+logger = logging.getLogger(__name__)
 
 
 class Copies:
@@ -26,25 +32,35 @@ class Copies:
         self._config = config
         self.holder: Holder | None = None
         self._shares: Shares | None = None
+        self._reserve: Future[Arena] | None = None
+        self._domains: tuple[str, ...] = ()
 
-    def hold(self, layout: Layout, slot: int) -> Holder:
+    def hold(self, layout: Layout, slot: int, domains: Sequence[str] = ()) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed.
+
+        Args:
+            layout: of the state.
+            slot: this host's.
+            domains: per slot the failure domain by which copies are placed; empty if
+                every slot is its own.
 
         Raises:
             OSError: the memory for a new arena is not there.
         """
         old = self.holder
-        if old and old.layout.digest == layout.digest and old.slot == slot:
+        same = self._domains == (chosen := tuple(domains))
+        if old and old.layout.digest == layout.digest and old.slot == slot and same:
             return old
-        self.holder = None
+        self.holder, self._shares, self._domains = None, None, chosen
         if old is not None:
             old.close()
         self.holder = Holder(
             layout,
             slot,
-            place(layout, self._config.copies),
+            place(layout, self._config.copies, chosen or None),
             path=self._config.memory_directory / "arena",
             chunk_bytes=self._config.chunk_bytes,
+            reserved=self._take_reserve(),
         )
         return self.holder
 
@@ -54,9 +70,37 @@ class Copies:
         assert holder is not None
         if self._config.share == "full":
             return b""
-        if self._shares is None or self._shares.layout is not holder.layout:
-            self._shares = Shares(holder.layout, self._config.copies)
+        if self._shares is None:
+            copies, domains = self._config.copies, self._domains or None
+            self._shares = Shares(holder.layout, copies, domains)
         return pack_flags(self._shares.of(holder.slot, turn))
+
+    def expect(self, layout: Layout) -> None:
+        """Reserves memory for a slot of this layout, beside whatever goes on.
+
+        A host that waits then need not spend that time when it is given one. Slots
+        need about equally much; one that needs more gets its memory as without this.
+        """
+        if self.holder is None and self._reserve is None:
+            pool = ThreadPoolExecutor(1)
+            self._reserve = pool.submit(self._prepare, layout)
+            pool.shutdown(wait=False)
+
+    def _prepare(self, layout: Layout) -> Arena:
+        needed = arena_bytes(layout, 0, place(layout, self._config.copies))
+        path = self._config.memory_directory / "reserve"
+        arena = Arena.create(path, max(needed, 1))
+        arena.prefault()
+        return arena
+
+    def _take_reserve(self) -> Arena | None:
+        reserve, self._reserve = self._reserve, None
+        try:
+            limit_s = self._config.timeouts.restore
+            return reserve.result(limit_s) if reserve is not None else None
+        except (OSError, TimeoutError) as error:
+            logger.warning("memory was not reserved ahead of time: %s", error)
+            return None
 
     def report(self) -> dict[str, Any]:
         """What is held here, read and checked now, for the leader."""
@@ -99,3 +143,6 @@ class Copies:
         """Frees the memory."""
         if self.holder is not None:
             self.holder.close()
+        if (reserve := self._take_reserve()) is not None:
+            reserve.close()
+            reserve.unlink()

@@ -7,6 +7,8 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
+from dtft.checkpoint import wire
+from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.transport import Channel
 from dtft.elastic.config import AgentConfig
 
@@ -46,7 +48,7 @@ def serve_export(
     channel: Channel, config: AgentConfig, emit: Callable[..., None]
 ) -> None:
     """Has the leader asked for an export, and answers when it is over."""
-    channel.receive(timeout_s=10.0)
+    _asked(channel)
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
     emit("export_wanted", answers.put)
     limit_s = config.timeouts.export + config.timeouts.stage
@@ -55,4 +57,8 @@ def serve_export(
     except queue.Empty:
         reply = {"error": f"no step was written within {limit_s:.0f} s"}
     channel.send(reply, timeout_s=10.0)
-    channel.receive(timeout_s=10.0)  # the caller has it
+    _asked(channel)  # the caller has it
+
+
+def _asked(channel: Channel) -> None:
+    channel.receive(10.0, no_payload, max_header=wire.MAX_REQUEST_HEADER)

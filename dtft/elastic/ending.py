@@ -9,10 +9,11 @@ import json
 
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.journal import Journal, steps_seen
+from dtft.elastic.journal import Journal
 from dtft.elastic.records import Records
 from dtft.elastic.roster import Roster
 from dtft.elastic.rounds import Rounds
+from dtft.elastic.storage_watch import StorageWatch
 
 EXPORT_FAILURES = 3
 """So often may the last step fail to be written to storage."""
@@ -28,10 +29,11 @@ class Ending:
         rounds: Rounds,
         roster: Roster,
         journal: Journal,
+        storage: StorageWatch,
     ) -> None:
         """Ends nothing yet."""
         self._config, self._records, self._rounds = config, records, rounds
-        self._roster, self._journal = roster, journal
+        self._roster, self._journal, self._storage = roster, journal, storage
         self._rescuing = False
 
     def stop(self) -> None:
@@ -43,7 +45,7 @@ class Ending:
             self._stop_with_hosts_missing()
         elif (
             self._rounds.phase != "running"
-            and self._records.last_step <= self._stored()
+            and self._records.last_step <= self._storage.newest
         ):
             self._end_with_what_is_stored()
         elif self._rounds.ledger is not None:
@@ -63,16 +65,13 @@ class Ending:
         held = {host: told["holdings"].get(last, {}) for host, told in replies.items()}
         if (
             ledger is None
-            or last <= self._stored()
+            or last <= self._storage.newest
             or not ledger.export_from(last, alive, held)
         ):
             self._end_with_what_is_stored()
 
-    def _stored(self) -> int:
-        return max(steps_seen(self._config.storage_directory), default=0)
-
     def _end_with_what_is_stored(self) -> None:
-        stored = self._stored()
+        stored = self._storage.newest
         lost = self._records.last_step - stored
         if lost > 0:
             self._journal.say(
@@ -95,7 +94,7 @@ class Ending:
         last = max(round_.finished.values())
         if ledger is None or ledger.committed < last or ledger.exporting is not None:
             return
-        if last in steps_seen(self._config.storage_directory):
+        if last in self._storage.steps():
             self.end("stopped" if self._records.view.stop else "done", step=last)
         elif ledger.export_failures(last) < EXPORT_FAILURES:
             ledger.export(last)

@@ -8,8 +8,9 @@ import hmac
 import json
 import time
 
+from dtft.checkpoint.domains import from_labels
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.membership import Membership
+from dtft.elastic.membership import Membership, read_view
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import Store
 
@@ -43,6 +44,21 @@ def refuse_taken_name(store: Store, config: AgentConfig) -> None:
         time.sleep(PAUSE_S)
 
 
+def check_domain(store: Store, config: AgentConfig) -> None:
+    """Compares this host's failure domains with those of the hosts that are there.
+
+    Raises:
+        StoreUnavailable: the store does not answer.
+        JobMismatch: the labels do not fit together.
+    """
+    records = read_view(store, config.job)[0].hosts.values()
+    labels = {record.host: record.domain for record in records}
+    try:
+        from_labels({**labels, config.host: config.domain})
+    except ValueError as error:
+        raise JobMismatch(f"--domain of {config.host}: {error}") from error
+
+
 def check_job(membership: Membership, config: AgentConfig) -> None:
     """Compares this host's secret and config with those of the job, or sets them.
 
@@ -52,11 +68,18 @@ def check_job(membership: Membership, config: AgentConfig) -> None:
     """
     secret_proof = proof_of(config.secret, config.job)
     mine = {"secret": secret_proof, "config": config.config_digest}
+    mine |= {"tls": config.tls is not None}
     found = json.loads(membership.claim_job(json.dumps(mine).encode()))
     if not hmac.compare_digest(found["secret"], secret_proof):
         raise JobMismatch(
             f"the secret of --secret-file is not that of job {config.job!r} "
             f"at {config.store}: copy the job's secret file to this host."
+        )
+    if found.get("tls", False) != mine["tls"]:
+        has = "encrypts its connections" if found.get("tls") else "does not use TLS"
+        raise JobMismatch(
+            f"job {config.job!r} {has}: give --tls-cert and --tls-key on all hosts of "
+            "a job, or on none."
         )
     if found["config"] != config.config_digest:
         raise JobMismatch(

@@ -11,7 +11,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +56,26 @@ class Exporter:
     def save(
         self,
         step: int,
-        places: Callable[[], bytes],
+        located: Callable[[], tuple[bytes, Sequence[bytes]]],
         items: dict[str, Any],
         limit_s: float,
     ) -> None:
         """Begins to write one step, which is given up after `limit_s` seconds.
 
-        `places` is called on a thread, for it may have to fetch slices first.
+        `located` gives the place of each chunk and the digests of each slice. It is
+        called on a thread, for it may have to fetch slices first.
         """
 
         def message() -> dict[str, Any]:
-            fields = {"op": "save", "step": step, "places": places().hex()}
-            return {**fields, "items": items, "timeout_s": limit_s}
+            places, digests = located()
+            return {
+                "op": "save",
+                "step": step,
+                "places": places.hex(),
+                "digests": [one.hex() for one in digests],
+                "items": items,
+                "timeout_s": limit_s,
+            }
 
         self._messages.put(message)
 
@@ -144,12 +152,15 @@ class ExportDesk:
         pin = self._pinned[step][1]
         limit_s = self._config.timeouts.export
 
-        def places() -> bytes:
+        def located() -> tuple[bytes, Sequence[bytes]]:
             if order["transfers"]:
                 borrow(holder, pin, order, self._credentials, limit_s)
-            return holder.pinned_places(pin)
+            try:
+                return holder.pinned(pin)
+            except KeyError as error:
+                raise FetchFailed("this host", "the export was given up") from error
 
-        exporter.save(step, places, items, limit_s)
+        exporter.save(step, located, items, limit_s)
 
     def _open(self, holder: Holder, order: dict[str, Any]) -> Exporter:
         """Keeps the exporter of the last step if its world is the same.

@@ -12,6 +12,7 @@ from typing import Any
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.nixl import started
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
@@ -21,6 +22,9 @@ from dtft.elastic.processes import free_port
 from dtft.elastic.replication import Inbox, Pusher
 from dtft.elastic.restoring import restore_into
 from dtft.elastic.trainers import TrainerPool, start_message
+
+REPORTED = ("step", "digests", "interval", "window")
+"""What the leader is told of a staged step."""
 
 
 @dataclass(kw_only=True)
@@ -65,6 +69,7 @@ class Follower:
             emit,
         )
         self._copies = Copies(config)
+        self._nixl = started() if config.nixl else None
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
         self._exports = ExportDesk(config, credentials, board, emit, self._exported)
@@ -80,6 +85,7 @@ class Follower:
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
             held=lambda step, source: self._emit("held", self.epoch, step, source),
+            nixl=self._nixl,
         )
 
     def warm(self) -> None:
@@ -87,6 +93,10 @@ class Follower:
         self._pool.ensure_standby()
 
     # ------------------------------------------------------- orders of the leader
+
+    def expect(self, layout: str) -> None:
+        """Has memory ready for a slot of the running job, should one be free."""
+        self._copies.expect(Layout.from_json(layout))
 
     def reform(self, ballot: tuple[int, int]) -> None:
         """Stops training here and reports what this host holds, read and checked."""
@@ -141,13 +151,15 @@ class Follower:
     def _restore_memory(self, formation: Formation) -> None:
         order = formation.order
         try:
-            holder = self._copies.hold(Layout.from_json(order["layout"]), order["slot"])
+            layout = Layout.from_json(order["layout"])
+            holder = self._copies.hold(layout, order["slot"], order["domains"])
             outcome = restore_into(
                 holder,
                 order,
                 self._config.host,
                 self._credentials,
                 self._config.timeouts.restore,
+                self._nixl,
             )
         except OSError as error:
             outcome = {"fatal": str(error)}
@@ -160,7 +172,12 @@ class Follower:
         if "fatal" in outcome:
             self._report("fatal", message=outcome["fatal"])
         elif "error" in outcome:
-            self._report("prepare_failed", ballot=self._ballot, **outcome)
+            self._report(
+                "prepare_failed",
+                ballot=self._ballot,
+                error=outcome["error"],
+                corrupt=outcome["corrupt"],
+            )
         else:
             formation.restored = outcome
             self._report(
@@ -182,8 +199,8 @@ class Follower:
                 "restore", source=order["source"], step=order["step"], **where
             )
 
-    def release(self, step: int, committed: bool, stop_at: int | None) -> None:
-        """A step is safe: older copies go, the trainer may run on."""
+    def release(self, step: int, committed: bool, **told: Any) -> None:
+        """A step is safe: older copies go; the trainer is told so, and the rest."""
         if self._copies.holder is None or self._formation is None:
             return
         last = self._board.get("committed")
@@ -193,7 +210,7 @@ class Follower:
         self._copies.holder.drop_before(step, keep={last})
         if self._board.get("replicating") <= step:
             self._board.set("replicating", 0)
-        self._pool.send("release", step=step, committed=committed, stop_at=stop_at)
+        self._pool.send("release", step=step, committed=committed, **told)
         self.warm()
 
     # --------------------------------------------------------------- the trainer
@@ -229,16 +246,31 @@ class Follower:
                 return
         else:
             try:
-                self._copies.hold(layout, order["slot"]).keep_only(set())
+                slot, domains = order["slot"], order["domains"]
+                self._copies.hold(layout, slot, domains).keep_only(set())
             except OSError as error:
                 self._report("fatal", message=str(error))
                 return
         formation.announced = True
-        formation.pushers = self._copies.pushers(
-            order["addresses"], self._credentials, formation.epoch
-        )
+        self._start_pushers(formation)
         self._report("layout", ballot=self._ballot, layout=layout.to_json())
         self._hand_over(formation)
+
+    def _start_pushers(self, formation: Formation) -> None:
+        if not formation.pushers:
+            formation.pushers = self._copies.pushers(
+                formation.order["addresses"], self._credentials, formation.epoch
+            )
+
+    def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
+        """Sends the slices of a restored step again to peers that lack them."""
+        formation = self._formation
+        if formation is None or ballot != self._ballot:
+            return
+        self._start_pushers(formation)
+        for pusher in formation.pushers:
+            if pusher.target in targets:
+                pusher.offer(step)
 
     def _stage(self, formation: Formation, holder: Holder, step: int) -> None:
         copied = self._copies.share(formation.turn)
@@ -262,8 +294,7 @@ class Follower:
             "staged",
             ballot=self._ballot,
             slot=formation.order["slot"],
-            step=step,
-            digests=message["digests"],
+            **{name: message[name] for name in REPORTED},
         )
 
     def held(self, epoch: tuple[int, int], step: int, source: int) -> None:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.domains import FailureDomains
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.recovery import Decision, RecoveryReport, decide, transfers_to
 from dtft.elastic.roles import Assignment, HostRecord, next_epoch
+from dtft.elastic.spread import next_spread
 
 Ballot = tuple[int, int]
 """(term of the leader, counter): larger for every new round of any leader."""
@@ -77,6 +79,8 @@ def assign(
     commits: Sequence[Commit],
     storage_steps: Collection[int],
     quarantined: Collection[int],
+    domains: FailureDomains,
+    copies: int,
 ) -> tuple[Assignment, Decision]:
     """Decides what is restored and writes it down as an assignment."""
     text = round_.layout_json
@@ -88,7 +92,10 @@ def assign(
         slots=hosts,
         storage_steps=storage_steps,
         quarantined=quarantined,
+        placed=previous.spread.domains if previous else (),
+        domains=domains.names,
     )
+    in_memory = decision.source == "memory"
     generation, attempt = next_epoch(previous, filled)
     assignment = Assignment(
         generation=generation,
@@ -99,6 +106,7 @@ def assign(
         step=decision.step,
         rung=0 if previous is None else decision.rung,
         reason=main_reason(round_.reasons),
+        spread=next_spread(previous, hosts, domains, copies, keep=in_memory),
     )
     return assignment, decision
 
@@ -124,6 +132,7 @@ def orders(
         "addresses": [addresses[host] for host in assignment.slots],
         "source": decision.source,
         "step": decision.step,
+        "domains": list(assignment.spread.domains),
         "layout": round_.layout_json if located else "",
         "digests": dict(located.digests) if located else {},
         "items": next((found for found in items if found), {}) if located else {},

@@ -16,9 +16,11 @@ from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.health import CommitHealth, commit_health, worth_showing
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials, connect
+from dtft.checkpoint.wire import Tls
 from dtft.elastic.entry import JobMismatch, proof_of
 from dtft.elastic.membership import View, job_key, read_commits, read_view
 from dtft.elastic.roles import HostRecord
+from dtft.elastic.spread import Surroundings
 from dtft.elastic.store import Store
 
 CONNECT_S = 5.0
@@ -61,6 +63,8 @@ class JobState:
     hosts: tuple[HostState, ...]
     commits: tuple[CommitHealth, ...]
     """Newest first, without those that were dropped for newer ones."""
+    copies: tuple[int, int, str] = (0, 0, "")
+    """Copies asked for, effective copies, and why they differ; 0 if not known."""
 
     @property
     def telling(self) -> bool:
@@ -96,14 +100,15 @@ class Observer:
                 f"--job {job!r}: the store at {address} has no such job. It has: "
                 f"{', '.join(_jobs(store)) or 'none'}."
             )
-        known = json.loads(found.value)["secret"]
-        if not hmac.compare_digest(known, proof_of(secret, job)):
+        known = json.loads(found.value)
+        if not hmac.compare_digest(known["secret"], proof_of(secret, job)):
             raise JobMismatch(
                 f"the secret of --secret-file is not that of job {job!r} at {address}: "
                 "copy the job's secret file (job.secret in the run directory of "
                 "`dtft launch`)."
             )
-        self._credentials = Credentials(job=job, secret=secret)
+        tls = Tls() if known.get("tls") else None
+        self._credentials = Credentials(job=job, secret=secret, tls=tls)
 
     def look(self, *, verify: bool = False) -> JobState:
         """Asks every host what it holds; with `verify` every copy is read again."""
@@ -125,13 +130,20 @@ class Observer:
         layouts = [host.layout for host in hosts if host.layout]
         layout = Layout.from_json(layouts[0]) if layouts else None
         holdings = {host.record.host: host.held for host in hosts}
-        found = [commit_health(it, layout, holdings) for it in commits.values()]
+        seen = Surroundings.of(view)
+        found = [
+            commit_health(
+                commit, layout, holdings, placed=seen.placed, domains=seen.names
+            )
+            for commit in commits.values()
+        ]
         return JobState(
             job=self._job,
             store=self._address,
             view=view,
             hosts=hosts,
             commits=tuple(worth_showing(found)),
+            copies=seen.copies(layout),
         )
 
     def _commits(self) -> tuple[Commit, ...]:

@@ -6,7 +6,9 @@ nobody who looks. Must not know what is made of the answers.
 
 from typing import Any
 
+from dtft.checkpoint import wire
 from dtft.checkpoint.audit import audit
+from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.transport import Channel
 from dtft.elastic.config import AgentConfig
@@ -17,7 +19,7 @@ ANSWER_S = 10.0
 
 def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> None:
     """Answers one question: {"verify": bool}."""
-    request, _ = channel.receive(timeout_s=ANSWER_S)
+    request = _asked(channel)
     holder = inbox.holder()
     reply: dict[str, Any] = {
         "epoch": inbox.epoch(),
@@ -28,7 +30,12 @@ def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> Non
     }
     reply |= _held(holder, verify=bool(request.get("verify"))) if holder else {}
     channel.send(reply, timeout_s=ANSWER_S)
-    channel.receive(timeout_s=ANSWER_S)  # the caller has everything
+    _asked(channel)  # the caller has everything
+
+
+def _asked(channel: Channel) -> dict[str, Any]:
+    small = wire.MAX_REQUEST_HEADER
+    return channel.receive(ANSWER_S, no_payload, max_header=small)[0]
 
 
 def _held(holder: Holder, *, verify: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Also reads which steps storage holds (finished directories only). Decides nothin
 import contextlib
 import dataclasses
 import json
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -15,19 +16,25 @@ from dtft.elastic.recovery import RecoveryReport
 
 KEPT_EVENTS = 10_000
 """Events kept in memory while they cannot be written."""
+WAIT_S = 1.0
+"""So long is the file waited for; a disk that is well takes milliseconds."""
 
 
 class Journal:
     """The run's event log; appended to by whichever host leads.
 
-    A disk that is full or read-only holds up nothing: events wait in memory, and what
-    is said is still said.
+    A disk that is full, read-only or hangs holds up nothing: a thread writes, events
+    wait in memory, and what is said is still said.
     """
 
     def __init__(self, run_directory: Path, host: str) -> None:
         """Events go to `events.jsonl` in the run directory."""
         self._path, self._host = run_directory / "events.jsonl", host
         self._waiting: deque[str] = deque(maxlen=KEPT_EVENTS)
+        self._said: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._writing, self._hangs = False, False
+        self._torn = False
         self.last_commit = 0
 
     def say(self, text: str) -> None:
@@ -35,25 +42,65 @@ class Journal:
         _tell(text)
         self.event("message", text=text)
 
+    def say_once(self, topic: str, text: str) -> None:
+        """Says what is new about a topic; "" is said by being silent."""
+        if text and self._said.get(topic) != text:
+            self.say(text)
+        self._said[topic] = text
+
     def event(self, kind: str, **fields: Any) -> None:
         """Appends one event with the wall-clock time."""
         record = {"time": time.time(), "event": kind, "by": self._host, **fields}
-        late = bool(self._waiting)
-        self._waiting.append(json.dumps(record) + "\n")
-        # A line may have been torn when the disk became full: what follows begins anew.
-        text = "\n" * late + "".join(self._waiting)
+        with self._changed:
+            self._waiting.append(json.dumps(record) + "\n")
+        self._flush()
+
+    def _flush(self) -> None:
+        """Has what waits written; a file that hangs is waited for only once."""
+        with self._changed:
+            if not self._writing:
+                self._writing = True
+                self._hangs = False
+                threading.Thread(target=self._write, daemon=True).start()
+            if self._hangs:
+                return
+            self._changed.wait_for(lambda: not self._writing, WAIT_S)
+            self._hangs = self._writing
+        if self._hangs:
+            _tell(f"{self._path} hangs; training goes on, events wait in memory")
+
+    def _write(self) -> None:
+        """Writes what waits, until nothing does or it cannot be written."""
+        while True:
+            with self._changed:
+                lines = list(self._waiting)
+                # What follows a line that was torn by a full disk begins anew.
+                text = "\n" * self._torn + "".join(lines)
+            error = self._append(text) if lines else None
+            with self._changed:
+                if error is None:
+                    for line in lines:
+                        if self._waiting and self._waiting[0] is line:
+                            self._waiting.popleft()
+                self._torn = error is not None
+                if error is not None or not self._waiting:
+                    self._writing = False
+                    self._changed.notify_all()
+                    return
+
+    def _append(self, text: str) -> OSError | None:
         try:
             with open(self._path, "a") as file:
                 file.write(text)
         except OSError as error:
-            if not late:
+            if not self._torn:
                 _tell(
                     f"{self._path} cannot be written ({error.strerror}); training goes "
                     "on, events wait in memory. Free space there, or mount it for "
                     "writing"
                 )
-            return
-        self._waiting.clear()
+            return error
+        return None
 
     def committed(self, step: int) -> None:
         """Remembers and records a commit."""

@@ -6,6 +6,7 @@ steps, `Ending` ends the job, `Records` reads and writes the store. Holds no sta
 its successor could not learn again from the store and the hosts.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +19,20 @@ from dtft.elastic.ending import Ending
 from dtft.elastic.forming import death, report_of
 from dtft.elastic.journal import Journal
 from dtft.elastic.membership import Membership, View
+from dtft.elastic.mender import Mender
 from dtft.elastic.records import Records
+from dtft.elastic.reports import fault_of, fields_of, misfit
 from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.storage_health import StorageHealth
+from dtft.elastic.storage_watch import StorageWatch
+
+logger = logging.getLogger(__name__)
 
 START_FAILURES = 3
 """So often may trainers die after one and the same restore."""
+FRUITLESS = 10
+"""So often in a row may they die without one new commit."""
 
 
 class Leader:
@@ -45,11 +53,21 @@ class Leader:
         self._roster = Roster(time.monotonic(), config.timeouts.connect)
         self._health = StorageHealth(config.storage_directory)
         self._demands = Demands()
+        self._fruitless = 0
+        self._storage = StorageWatch(config.storage_directory)
         self._rounds = Rounds(
-            config, self._records, self._roster, emit, send, journal, self._health
+            config,
+            self._records,
+            self._roster,
+            emit,
+            send,
+            journal,
+            self._health,
+            self._storage,
         )
+        self._mender = Mender(journal, send)
         self._ending = Ending(
-            config, self._records, self._rounds, self._roster, journal
+            config, self._records, self._rounds, self._roster, journal, self._storage
         )
         if view.assignment is not None:
             gone = [host for host in view.assignment.slots if host not in view.hosts]
@@ -95,6 +113,8 @@ class Leader:
                 self._rounds.form("start of the job")
             else:
                 self._journal.say(f"{count} of {need} hosts are here")
+        else:
+            self._rounds.expect({host})
 
     def lost(self, host: str, how: str) -> None:
         """A host has died (proved by its closed port, or by its lease)."""
@@ -119,21 +139,33 @@ class Leader:
     # ----------------------------------------------------------------- reports
 
     def hears(self, host: str, message: dict[str, Any]) -> None:
-        """A report of some host; those of an older ballot are refused."""
-        op = message.pop("op")
-        ballot = tuple(message.pop("ballot", ()))
+        """A report of a host; wrong ones and those of an older ballot are refused."""
+        if self._refused(host, fault_of(message)):
+            return
+        op = message["op"]
+        ballot = tuple(message.get("ballot", ()))
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "fatal":
             self._ending.end("error", message["message"], code=message.get("code", 2))
         elif round_ is not None and ballot == round_.ballot:
+            slots = round_.assignment.slots if round_.assignment else ()
+            ledger = self._rounds.ledger
+            layout = ledger.layout if ledger is not None else None
+            if self._refused(host, misfit(host, message, slots, layout)):
+                return
             try:
-                getattr(self, f"_on_{op}")(host, **message)
+                getattr(self, f"_on_{op}")(host, **fields_of(message))
             except Divergence as error:
                 self._ending.end("error", str(error))
         elif op == "trainer_exit" and self._rounds.phase == "gathering":
-            assert round_ is not None and previous is not None
-            slots = previous.slots  # it died beside what began this round
+            assert round_ is not None
+            slots = previous.slots if previous else ()  # it died beside what began this
             round_.reasons.append(death(slots, host, message["code"]))
+
+    def _refused(self, host: str, reason: str | None) -> bool:
+        if reason is not None:
+            logger.warning("a report of %s is dropped: %s", host, reason)
+        return reason is not None
 
     def _on_holdings(self, host: str, **reply: Any) -> None:
         assert self._rounds.current is not None
@@ -156,6 +188,7 @@ class Leader:
         round_.prepared[host] = outcome
         if len(round_.prepared) == self._config.num_slots:
             round_.restore_s = time.time() - round_.restore_begun
+            self._mender.begin(round_, self.view)
 
     def _on_layout(self, host: str, layout: str) -> None:
         announced = Layout.from_json(layout)
@@ -183,27 +216,33 @@ class Leader:
             self._journal.recovery(report_of(round_, now), round_.detected, now)
 
     def _stage_limit(self) -> float:
-        return self._config.timeouts.stage * self._config.interval
+        ledger = self._rounds.ledger
+        steps = ledger.intervals.reach if ledger else self._config.cadence.period
+        return self._config.timeouts.stage * steps
 
-    def _on_staged(self, host: str, slot: int, step: int, digests: list[bytes]) -> None:
+    def _on_staged(self, host: str, **staged: Any) -> None:
         if self._rounds.phase == "running":
             self._rounds.enter("running", self._stage_limit())
         if self._rounds.ledger is not None:
-            self._rounds.ledger.staged(slot, step, digests)
+            self._rounds.ledger.staged(**staged)
 
     def _on_held(self, host: str, step: int, source: int, target: int) -> None:
+        self._mender.held(self._rounds.current, step, source, target)
         if self._rounds.ledger is not None:
             self._rounds.ledger.held(step, source, target)
 
     def _on_trainer_exit(self, host: str, code: int) -> None:
         assignment, round_ = self._rounds.assignment, self._rounds.current
-        if assignment is not None and round_ is not None and not round_.reported:
-            if self._rounds.count_failure(assignment.step) >= START_FAILURES:
-                logs = self._config.run_directory / "logs"
+        if assignment is not None and round_ is not None:
+            step, self._fruitless = assignment.step, self._fruitless + 1
+            starts = 0 if round_.reported else self._rounds.count_failure(step)
+            if starts >= START_FAILURES or self._fruitless >= FRUITLESS:
+                what = "finishing a step" if starts >= START_FAILURES else "a commit"
                 self._ending.end(
                     "error",
-                    f"trainers died {START_FAILURES} times after restoring step "
-                    f"{assignment.step} without finishing a step; see {logs}",
+                    f"trainers died {max(starts, self._fruitless)} times after "
+                    f"restoring step {step} without {what}; see "
+                    f"{self._config.run_directory / 'logs'}",
                 )
                 return
         self._rounds.form(death(assignment.slots if assignment else (), host, code))
@@ -222,6 +261,7 @@ class Leader:
             return
         self._journal.event("export", step=step, ok=outcome, error=error)
         if outcome:
+            self._storage.wrote(step)
             self._records.put("stored", step, "stored", str(step))
             self._say(self._health.succeeded(step))
         else:
@@ -253,9 +293,12 @@ class Leader:
         if label == "assignment":
             self._rounds.assigned(value)
         elif label == "commit" and self._rounds.ledger is not None:
+            self._fruitless = 0
             self._emit("committing", 0)
             self._journal.committed(value.step)
+            self._mender.committed(self._rounds.current, value.step)
             self._rounds.ledger.written(value)
+            self._say(self._rounds.ledger.intervals.news())
             if self._demands:
                 self._rounds.ledger.export(value.step)
             if (due := self._rounds.ledger.overdue) is not None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dtft.checkpoint.commit import Commit, StepTracker
 from dtft.checkpoint.export_plan import export_world
-from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.intervals import Intervals
 from dtft.elastic.loans import borrowed, digests_for
 from dtft.elastic.recovery import transfers_to
 from dtft.elastic.roles import Assignment
@@ -59,13 +59,14 @@ class Ledger:
         self._export_addresses, self._addresses = export_addresses, addresses
         self._record, self._send = record, send
         self._health, self._clock = health, clock
-        self.placement = place(layout, config.copies)
+        self.placement = assignment.spread.place(layout)
         self._trackers: dict[int, StepTracker] = {}
         self._complete: dict[int, StepTracker] = {}
         """Who copied what of the steps for which an export may still be ordered."""
         self.pending: Commit | None = None
         """Complete, but the store has not confirmed it yet."""
         self.committed = assignment.step
+        self.intervals = Intervals(config)
         self.stop_at: int | None = None
         self.stopping = False
         self._export: tuple[int, set[str]] | None = None
@@ -77,13 +78,33 @@ class Ledger:
         self.overdue: int | None = None
         """The newest step that was due while another was still being written."""
 
-    def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
-        """A slot has staged a step; raises Divergence."""
+    def staged(
+        self,
+        slot: int,
+        step: int,
+        digests: Sequence[bytes],
+        interval: int | None = None,
+        window: Mapping[str, float] | None = None,
+    ) -> None:
+        """A slot has staged a step; raises Divergence.
+
+        Args:
+            slot: of the trainer.
+            step: that it has staged.
+            digests: of its slices.
+            interval: steps until it stages the next; by default the config's.
+            window: what it measured since the step before, see `interval.Window`.
+        """
+        if step <= self.committed:
+            return
+        self.intervals.heard(step, interval, window)
         self._tracker(step).staged(slot, digests)
         self._conclude(step)
 
     def held(self, step: int, source: int, target: int) -> None:
-        """A push has arrived and was verified."""
+        """A push has arrived and was verified; those of a commit are no news here."""
+        if step <= self.committed:
+            return
         self._tracker(step).held(source, target)
         self._conclude(step)
 
@@ -101,6 +122,7 @@ class Ledger:
             self._complete[step] = tracker
             for old in sorted(self._complete)[:-KEPT_TRACKERS]:
                 del self._complete[old]
+        interval, following = self.intervals.concluded(step)
         self.pending = Commit(
             step=step,
             generation=self._assignment.generation,
@@ -110,9 +132,10 @@ class Ledger:
             holders=self._assignment.slots,
             copies=self.placement.effective_copies,
             share=self._config.share,
+            interval=interval,
         )
         if self.stopping and self.stop_at is None:
-            self.stop_at = step + self._config.interval
+            self.stop_at = following
         self._record(self.pending)
 
     def waiting_for(self) -> str:
@@ -148,7 +171,12 @@ class Ledger:
     def _release(self, step: int, *, committed: bool) -> None:
         for host in self._assignment.slots:
             self._send(
-                host, "release", step=step, committed=committed, stop_at=self.stop_at
+                host,
+                "release",
+                step=step,
+                committed=committed,
+                stop_at=self.stop_at,
+                changes=self.intervals.changes,
             )
 
     # -------------------------------------------------------------------- export

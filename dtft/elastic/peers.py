@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.transport import Channel, ChannelClosed
 from dtft.checkpoint.wire import WireError
 from dtft.elastic.roles import HostRecord
@@ -52,7 +53,7 @@ class Peers:
         self._emit("control", host, channel)
         try:
             while True:
-                message, _ = channel.receive(timeout_s=FOREVER_S)
+                message, _ = channel.receive(FOREVER_S, no_payload)
                 if not isinstance(message.get("op"), str):
                     raise WireError(f"{host} sent a report without an op")
                 self._emit("report", host, message)

@@ -38,6 +38,8 @@ def decide(
     slots: Sequence[str],
     storage_steps: Collection[int],
     quarantined: Collection[int] = (),
+    placed: Sequence[str] = (),
+    domains: Mapping[str, str] | None = None,
 ) -> Decision:
     """Chooses the newest state that can be had, memory before storage.
 
@@ -48,13 +50,16 @@ def decide(
         slots: the host of each slot in the new formation.
         storage_steps: steps that storage holds.
         quarantined: steps whose restore failed twice.
+        placed: per slot the failure domain by which the commits' copies were placed;
+            empty if every slot was its own.
+        domains: host to its failure domains, "power/rack"; near hosts send first.
     """
     usable = [c for c in commits if c.step not in quarantined]
-    located, reasons = locate(usable, layout, holdings)
+    located, reasons = locate(usable, layout, holdings, placed)
     newest_stored = max(storage_steps, default=None)
     if located is not None and layout is not None:
         if newest_stored is None or newest_stored <= located.commit.step:
-            return _from_memory(located, layout, slots, tuple(reasons))
+            return _from_memory(located, layout, slots, tuple(reasons), domains)
     source: Source = "init" if newest_stored is None else "storage"
     return Decision(
         rung=3, source=source, step=newest_stored or 0, passed_over=tuple(reasons)
@@ -62,10 +67,14 @@ def decide(
 
 
 def _from_memory(
-    located: Located, layout: Layout, slots: Sequence[str], reasons: tuple[str, ...]
+    located: Located,
+    layout: Layout,
+    slots: Sequence[str],
+    reasons: tuple[str, ...],
+    domains: Mapping[str, str] | None,
 ) -> Decision:
     needs = {host: layout.slices(slot) for slot, host in enumerate(slots)}
-    plan = plan_exact(needs, located.holders)
+    plan = plan_exact(needs, located.holders, domains)
     assert not isinstance(plan, Missing), plan
     here = {host for hosts in located.holders.values() for host in hosts}
     # A host that copied only its share has kept its memory, though it lacks the rest.

@@ -44,6 +44,7 @@ class Pusher:
     ) -> None:
         """Starts the thread; the connection is made with the first step."""
         self._holder, self._push, self._address = holder, push, address
+        self.target = push.target
         self._credentials, self._epoch = credentials, epoch
         self._deadline_s = deadline_s
         self._steps: queue.Queue[int | None] = queue.Queue()

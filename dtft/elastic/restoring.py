@@ -84,6 +84,9 @@ def borrow(
                 digests=order["digests"],
             )
             fetch_into(by_key, one, credentials, holder.chunk_bytes, limit_s)
+        holder.completed(pin, order["digests"])
+    except KeyError as error:
+        raise FetchFailed("this host", f"the export has ended: {error}") from error
     finally:
         holder.unpin(guard)  # the export may have ended while this was written
 

@@ -6,9 +6,11 @@ not know processes, etcd, connections or the clock.
 
 import dataclasses
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
+
+from dtft.checkpoint.apart import Spread
 
 Source = Literal["memory", "storage", "init"]
 
@@ -27,6 +29,8 @@ class HostRecord:
     """Wall-clock time of registration; spares are taken in this order."""
     pid: int
     """Process id of the agent, for people who look for it."""
+    domain: str = ""
+    """Label of its failure domains, as `checkpoint.domains` reads it."""
 
     def to_json(self) -> str:
         """JSON; inverse of `from_json`."""
@@ -58,6 +62,8 @@ class Assignment:
     """Rung of the recovery ladder; 0 for the first formation of a job."""
     reason: str
     """Why it was formed, for people."""
+    spread: Spread = field(default_factory=Spread)
+    """By what the copies of its slots are kept apart."""
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -77,14 +83,25 @@ class Assignment:
                 **raw,
                 "slots": tuple(raw["slots"]),
                 "incarnations": tuple(raw["incarnations"]),
+                "spread": Spread(
+                    **{**raw["spread"], "domains": tuple(raw["spread"]["domains"])}
+                ),
             }
         )
+
+
+Choose = Callable[
+    [Sequence[HostRecord | None], Sequence[HostRecord]], tuple[HostRecord | None, ...]
+]
+"""From the host of each slot (None where it is empty) and the spares in order to the
+host of each slot."""
 
 
 def fill_slots(
     previous: Sequence[tuple[str, str]],
     hosts: Collection[HostRecord],
     num_slots: int,
+    choose: Choose | None = None,
 ) -> tuple[HostRecord | None, ...]:
     """Keeps every live host in its slot and fills the others with spares.
 
@@ -92,10 +109,11 @@ def fill_slots(
         previous: (host, incarnation) of each slot, empty for a new job.
         hosts: the live hosts.
         num_slots: number of slots.
+        choose: gives spares to the empty slots; by default one after the other.
 
     Returns:
         The host of each slot; None where no host is left. A new job is filled in the
-        order of the hosts' names, spares are taken in the order in which they joined.
+        order of the hosts' names, spares stand in the order in which they joined.
     """
     live = {(record.host, record.incarnation): record for record in hosts}
     kept = [live.get(entry) for entry in previous] or [None] * num_slots
@@ -107,6 +125,8 @@ def fill_slots(
             record.host,
         ),
     )
+    if choose is not None:
+        return choose(kept, spares)
     queue = iter(spares)
     return tuple(record or next(queue, None) for record in kept)
 

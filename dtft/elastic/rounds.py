@@ -7,19 +7,22 @@ job, nor how commits come about.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
+from dtft.checkpoint.domains import FailureDomains
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.coordinator import Coordinator
 from dtft.elastic.forming import Round, assign, export_addresses, next_round, orders
-from dtft.elastic.journal import Journal, steps_seen
+from dtft.elastic.journal import Journal
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment, HostRecord, fill_slots
 from dtft.elastic.roster import Roster, lost
+from dtft.elastic.spread import known_domains, preferred, shortfall
 from dtft.elastic.storage_health import StorageHealth
+from dtft.elastic.storage_watch import StorageWatch
 
 Phase = Literal[
     "idle", "gathering", "waiting", "storage", "assigning", "preparing", "running"
@@ -50,10 +53,12 @@ class Rounds:
         send: Callable[..., None],
         journal: Journal,
         health: StorageHealth,
+        storage: StorageWatch,
     ) -> None:
         """Begins nothing yet, but has a coordination service wait."""
         self._config, self._records, self._roster = config, records, roster
         self._send, self._journal, self._health = send, journal, health
+        self._storage = storage
         self._coordinator = Coordinator(config, emit)
         self._counter = 0
         self._failures: dict[int, int] = {}
@@ -103,12 +108,26 @@ class Rounds:
         old = self.previous
         slots = zip(old.slots, old.incarnations, strict=True) if old else ()
         usable = self._roster.usable(hosts)
-        filled = fill_slots(list(slots), usable, self._config.num_slots)
+        text, domains = round_.layout_json, self._domains()
+        layout = Layout.from_json(text) if text else None
+        filled = fill_slots(
+            list(slots),
+            usable,
+            self._config.num_slots,
+            lambda seats, spares: preferred(old, layout, seats, spares, domains),
+        )
         present = [record for record in filled if record is not None]
         if len(present) < len(filled):
             self._wait_for_hosts([s for s, host in enumerate(filled) if host is None])
         else:
             self._assign(round_, present)
+
+    def _domains(self) -> FailureDomains:
+        domains, problem = known_domains(self._records.view.hosts.values())
+        if problem:
+            problem = f"failure domains are not used: {problem}"
+        self._journal.say_once("domains", problem)
+        return domains
 
     def _wait_for_hosts(self, empty: list[int]) -> None:
         self._journal.say(
@@ -125,10 +144,15 @@ class Rounds:
             filled,
             previous=self.previous,
             commits=self._records.commits,
-            storage_steps=steps_seen(self._config.storage_directory),
+            storage_steps=self._storage.steps(),
             quarantined=self._quarantined,
+            domains=self._domains(),
+            copies=self._config.copies,
         )
-        if decision.source == "init" and self._records.view.stored:
+        if line := self._storage.news():
+            self._journal.say(line)
+        unseen = decision.source == "init" and bool(self._records.view.stored)
+        if unseen or (decision.source != "memory" and self._storage.silent):
             self._wait_for_storage(decision.passed_over)
             return
         round_.assignment, round_.decision = assignment, decision
@@ -141,14 +165,15 @@ class Rounds:
         )
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
-        """Storage had a step and shows none: the job must not begin anew unasked."""
+        """Storage is needed and shows nothing: the job must not begin anew unasked."""
         if not self._storage_missed:
             self._storage_missed = True
             for reason in reasons:
                 self._journal.say(f"memory cannot restore {reason}")
+            stored = self._records.view.stored
+            had = f"had step {stored} and shows no step now" if stored else "is silent"
             self._journal.say(
-                f"storage {self._config.storage_directory} had step "
-                f"{self._records.view.stored} and shows no step now: the job waits for "
+                f"storage {self._config.storage_directory} {had}: the job waits for "
                 "it. Mount it again or put it back; to begin anew use another --job"
             )
         self.enter("storage", STORAGE_PAUSE_S)
@@ -202,7 +227,7 @@ class Rounds:
             self._config,
             layout,
             assignment,
-            stored=max(steps_seen(self._config.storage_directory), default=0),
+            stored=self._storage.newest,
             export_addresses=export_addresses(self.current, assignment, view.hosts),
             addresses={host: record.address for host, record in view.hosts.items()},
             record=self._records.commit,
@@ -210,6 +235,21 @@ class Rounds:
             health=self._health,
         )
         self.ledger.stopping = view.stop
+        self.expect(self._roster.connected)
+        _, problem = shortfall(
+            assignment.spread,
+            self.ledger.placement,
+            assignment.slots,
+            self._domains(),
+        )
+        self._journal.say_once("copies", problem)
+
+    def expect(self, hosts: Collection[str]) -> None:
+        """Tells hosts without a slot what one would hold, so that they are ready."""
+        if self.ledger is not None and self.assignment is not None:
+            text = self.ledger.layout.to_json()
+            for host in sorted(set(hosts) - set(self.assignment.slots)):
+                self._send(host, "expect", layout=text)
 
     def count_failure(self, step: int) -> int:
         """A restore of `step` has failed; returns how often without one new step.

@@ -21,6 +21,7 @@ _ADVICE = (
         ("replaced or unmounted", "no such file", "not_found", "stale file handle"),
         "mount the file system again, or put the directory back",
     ),
+    (("corrupt in this host's memory",), "test that memory if this comes again"),
     (("timeouterror", "ended with code"), "see that storage answers; it may be slow"),
 )
 

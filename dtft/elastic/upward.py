@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.transport import Channel, ChannelClosed, Credentials, connect
 from dtft.checkpoint.wire import AuthenticationError
 from dtft.elastic.roles import HostRecord
@@ -59,7 +60,7 @@ class Upward:
     def _hear(self, channel: Channel) -> None:
         try:
             while True:
-                message, _ = channel.receive(timeout_s=FOREVER_S)
+                message, _ = channel.receive(FOREVER_S, no_payload)
                 self._emit("order", channel, message)
         except (ChannelClosed, TimeoutError, OSError):
             self._emit("leader_lost", channel)

@@ -1,7 +1,8 @@
 """`dtft bench`: what the memory tier costs, as wall time per step with it off and on.
 
 Runs the same job on a local cluster again and again, off and on in turn, so that a
-noisy machine disturbs both alike; prints medians and their ratio. Sets no target.
+noisy machine disturbs both alike; prints medians and their ratio. `on` is as the config
+says: `--checkpoint.interval auto` shows what that costs. Sets no target.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import shutil
 import tempfile
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,15 +24,12 @@ DEADLINE_S = 600.0
 def bench(experiment: Experiment, options: Namespace, overrides: list[str]) -> int:
     """Prints the figures; 1 if a run failed."""
     steps = experiment.stop.steps
-    off = ["--checkpoint.interval", str(steps), "--checkpoint.storage_interval", "0"]
-    on = ["--checkpoint.interval", "1", "--checkpoint.storage_interval", "0"]
-    seen: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
-    for number in range(options.rounds):
-        for name, extra in (("off", off), ("on", on)):
-            arguments = [options.config, *overrides, *extra]
-            seen[name].append(_one(experiment, arguments))
-            step_ms = seen[name][-1]["step_s"] * 1e3
-            print(f"round {number + 1}: memory tier {name}: {step_ms:.2f} ms per step")
+    free = _without(overrides, ("interval", "stall_budget", "max_interval"))
+    runs = {
+        "off": [options.config, *free, *tier_off(steps)],
+        "on": [options.config, *overrides, "--checkpoint.storage_interval", "0"],
+    }
+    seen = measure(experiment, runs, options.rounds)
     figures = summarize(seen) | {"config": experiment.name, "steps": steps}
     figures |= {"hosts": experiment.cluster.hosts, "cores": os.cpu_count()}
     print(json.dumps(figures, indent=1))
@@ -39,11 +38,61 @@ def bench(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
     return 0
 
 
+def tier_off(steps: int) -> list[str]:
+    """Overrides with which only the last step is kept: the memory tier off."""
+    interval = ["--checkpoint.interval", str(steps)]
+    return [*interval, "--checkpoint.storage_interval", "0"]
+
+
+def _without(overrides: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Overrides but those of some of the checkpoint's fields, values included.
+
+    >>> _without(["--checkpoint.interval", "2", "--seed", "1"], ("interval",))
+    ['--seed', '1']
+    >>> _without(["--seed=1", "--checkpoint.interval=auto"], ("interval",))
+    ['--seed=1']
+    """
+    kept: list[str] = []
+    drop = False
+    for word in overrides:
+        if word.startswith("--"):
+            key = word.partition("=")[0].replace("-", "_")
+            drop = key in [f"__checkpoint.{name}" for name in names]
+        if not drop:
+            kept.append(word)
+    return kept
+
+
+def measure(
+    experiment: Experiment, runs: Mapping[str, Sequence[str]], rounds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Runs of one experiment in turns.
+
+    Args:
+        experiment: its cluster and name.
+        runs: name to CONFIG and overrides, in the order of the turns.
+        rounds: so often each has its turn.
+
+    Returns:
+        Name to the summary.json of each run.
+    """
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name, arguments in runs.items():
+            seen[name].append(_one(experiment, list(arguments)))
+            step_ms = seen[name][-1]["step_s"] * 1e3
+            print(
+                f"round {number + 1}: memory tier {name}: {step_ms:.2f} ms per step",
+                flush=True,
+            )
+    return seen
+
+
 def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Medians over rounds, and the ratio on / off of each round.
 
     >>> figures = summarize({"off": [{"step_s": 1.0}], "on": [
-    ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9}]})
+    ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9, "interval": 1}]})
     >>> figures["ratio"], figures["stall_s"]
     (1.5, 0.25)
     """
@@ -56,6 +105,7 @@ def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "ratios": [b / a for a, b in zip(off, on, strict=True)],
         "stall_s": median(run["stall_s"] for run in seen["on"]),
         "snapshots": seen["on"][0]["snapshots"],
+        "interval": seen["on"][-1]["interval"],
     }
 
 

@@ -136,7 +136,7 @@ def _show_job(options: Namespace, observer: "Observer") -> Printed:
         (
             piece.key,
             size_text(piece.num_bytes),
-            len(piece.hosts),
+            piece.copies,
             ", ".join(piece.hosts),
         )
         for piece in commit.slices

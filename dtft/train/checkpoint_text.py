@@ -36,10 +36,14 @@ def job_record(state: "JobState") -> Record:
         "attempt": assignment.attempt if assignment else 0,
         "slots": list(assignment.slots) if assignment else [],
         "storage_directory": state.storage_directory,
+        "copies_asked": state.copies[0],
+        "effective_copies": state.copies[1],
+        "copies_problem": state.copies[2],
         "commits": [_commit_record(it, state) for it in state.commits],
         "hosts": [
             {
                 "host": host.record.host,
+                "domain": host.record.domain,
                 "address": host.record.address,
                 "pid": host.record.pid,
                 "slot": host.slot,
@@ -59,6 +63,7 @@ def _commit_record(commit: CommitHealth, state: "JobState") -> Record:
     return {
         "step": commit.step,
         "generation": commit.generation,
+        "interval": commit.interval,
         "health": commit.state,
         "problem": commit.problem,
         "copies_wanted": commit.wanted,
@@ -75,6 +80,7 @@ def job_lines(record: Record) -> list[str]:
         f"job {record['job']}: generation {record['generation']}, attempt "
         f"{record['attempt']}, leader {record['leader'] or 'none'}"
     ]
+    lines += [record["copies_problem"]] if record["copies_problem"] else []
     rows = [
         (
             it["step"],
@@ -87,6 +93,8 @@ def job_lines(record: Record) -> list[str]:
     ]
     if rows:
         lines += table(("step", "size", "slices", "copies", "health"), rows)
+        newest_interval = record["commits"][0]["interval"]
+        lines.append(f"snapshot interval in force: {newest_interval}")
     else:
         lines.append("nothing is committed yet")
     commits = record["commits"]

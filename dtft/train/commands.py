@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dtft.elastic.journal import storage_steps
 from dtft.train import config as configs
+from dtft.train import host_flags
 from dtft.train.experiment import Experiment, check
 from dtft.train.single import with_run_dir
 
@@ -81,12 +82,15 @@ def _launch(options: Namespace, overrides: list[str]) -> int:
     given = list(overrides)
     experiment = _experiment(options, overrides)
     check(experiment)
+    flags = host_flags.handed_on(options)
     directory, extra = prepare_run(experiment)
     resume = shlex.join(
         ["dtft", "launch", options.config, *given, "--spares", str(options.spares)]
         + ["--hosts", str(experiment.cluster.hosts), "--run-dir", str(directory)]
+        + [*flags, *["--tls"] * options.tls]
     )
-    arguments = [options.config, *overrides, *extra]
+    flags += host_flags.own_certificate(options, directory)
+    arguments = [options.config, *overrides, *extra, *flags]
     settings = cluster_options(experiment, arguments, options.spares, directory)
     settings.environment["DTFT_RESUME_COMMAND"] = resume
     code = supervise(LocalCluster(settings), experiment.timeouts.stop)
@@ -154,12 +158,14 @@ def _agent_config(options: Namespace, overrides: list[str]):
     if ":" not in options.store:
         raise UserError(f"--store {options.store!r} is not HOST:PORT, e.g. etcd-0:2379")
     secret = _secret(options)
+    host = options.host_name or f"{socket.gethostname()}-{os.getpid()}"
+    flags = host_flags.settings(options, host)
     directory, extra = prepare_run(experiment)
     arguments = [options.config, *overrides, *extra]
     checkpoint = experiment.checkpoint
     return AgentConfig(
         job=options.job,
-        host=options.host_name or f"{socket.gethostname()}-{os.getpid()}",
+        host=host,
         store=options.store,
         secret=secret,
         num_slots=experiment.cluster.hosts,
@@ -175,11 +181,13 @@ def _agent_config(options: Namespace, overrides: list[str]):
         bind=options.bind,
         copies=checkpoint.copies,
         share=checkpoint.share,
-        interval=checkpoint.interval,
+        cadence=checkpoint.cadence,
+        automatic=checkpoint.automatic,
         storage_interval=checkpoint.storage_interval,
         storage_keep=checkpoint.storage_keep,
         chunk_bytes=checkpoint.chunk_bytes,
         timeouts=experiment.timeouts,
+        **flags,
     )
 
 
@@ -226,6 +234,7 @@ def _drill(options: Namespace, overrides: list[str]) -> int:
     from dtft.train.drill import drill
 
     experiment, arguments = _for_clusters(options, overrides)
+    arguments += host_flags.handed_on(options)
     return drill(experiment, options, arguments)
 
 

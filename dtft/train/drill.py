@@ -191,9 +191,24 @@ def _recoveries(events: Events, strikes: Sequence[Strike]) -> list[dict[str, Any
             finished = max(event["last_finished_step"], blows[0].finished)
             entry["last_finished_step"] = finished
             entry["steps_lost"] = max(0, finished - event["restored_step"])
+        entry |= _replicated(entry, events)
         previous = event["ended"]
         found.append(entry)
     return found
+
+
+def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
+    """When every slice had its copies again after a recovery, and what was pushed."""
+    epoch = recovery["generation"], recovery["attempt"]
+    for event in events:
+        if event["event"] == "replicated":
+            if (event["generation"], event["attempt"]) == epoch:
+                return {
+                    "replicated_s": round(event["seconds"], 4),
+                    "bytes_re_replicated": event["num_bytes"],
+                    "healthy": event["healthy"],
+                }
+    return {"replicated_s": None, "bytes_re_replicated": 0, "healthy": None}
 
 
 def _strike(strike: Strike, events: Events) -> dict[str, Any]:

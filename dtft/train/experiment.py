@@ -7,6 +7,8 @@ devices, files or processes, and must stay free of jax imports at module level.
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from dtft.checkpoint.cadence import Cadence
+from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.models.base import ModelConfig
 from dtft.train.datasets import DataConfig
@@ -103,8 +105,14 @@ class CheckpointConfig:
     share: Literal["full", "divided"] = "full"
     """What a host copies at a commit: all its slices; or, of slices that d replicas
     have, copies/d of them in turn, so that a restart fetches the rest from peers."""
-    interval: int = 1
-    """Steps from one snapshot in memory to the next."""
+    interval: int | Literal["auto"] = 1
+    """Steps from one snapshot in memory to the next; `auto`: as few as the stall budget
+    allows, measured while the job runs."""
+    stall_budget: float = Automatic.budget
+    """With interval=auto: part of the wall time that snapshots may cost."""
+    max_interval: int = Automatic.maximum
+    """With interval=auto: most steps between snapshots. Its multiples always have one,
+    and only there a plateau of stop.metric ends the run."""
     storage_interval: int = 50
     """Steps from one checkpoint in storage to the next; 0 for only the last."""
     storage_keep: int = 3
@@ -116,17 +124,48 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         for name in ("copies", "interval", "storage_keep", "chunk_bytes"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise ValueError(
                     f"checkpoint.{name}={getattr(self, name)} is not positive. "
                     f"Set --checkpoint.{name} to 1 or more."
                 )
-        if self.storage_interval < 0 or self.storage_interval % self.interval:
+        interval = 1 if self.interval == "auto" else self.interval
+        if self.storage_interval < 0 or self.storage_interval % interval:
             raise ValueError(
                 f"checkpoint.storage_interval={self.storage_interval} is not a "
                 f"multiple of checkpoint.interval={self.interval}: storage gets "
                 "snapshots. Set --checkpoint.storage_interval to a multiple, or 0."
             )
+        self._check_automatic()
+
+    def _check_automatic(self) -> None:
+        try:
+            allowed = Automatic(budget=self.stall_budget, maximum=self.max_interval)
+        except ValueError as error:
+            raise ValueError(
+                f"checkpoint.stall_budget={self.stall_budget}, checkpoint.max_interval="
+                f"{self.max_interval}: {error}"
+            ) from None
+        if self.interval != "auto" and allowed != Automatic():
+            raise ValueError(
+                f"checkpoint.interval={self.interval} is fixed, so checkpoint."
+                "stall_budget and checkpoint.max_interval have no effect. Set "
+                "--checkpoint.interval auto, or leave them out."
+            )
+
+    @property
+    def automatic(self) -> Automatic | None:
+        """The bounds of an automatic interval; None for a fixed one."""
+        if self.interval != "auto":
+            return None
+        return Automatic(budget=self.stall_budget, maximum=self.max_interval)
+
+    @property
+    def cadence(self) -> Cadence:
+        """After which steps snapshots are taken at first."""
+        if self.interval == "auto":
+            return Cadence(interval=1, period=self.max_interval)
+        return Cadence.every(self.interval)
 
 
 @dataclass(frozen=True, kw_only=True)

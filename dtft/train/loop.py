@@ -5,6 +5,7 @@ between one process and a cluster is behind the Runtime; everything that depends
 model is behind the Program. Must not know hosts, sockets or files.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,8 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
     data = make_datasets(experiment.data, experiment.seed)
     feed = Feed(data.train, program, experiment.data.global_batch)
     restored = runtime.restore(program.abstract_state)
-    watch = Watch(experiment, data.identity, restored[1] if restored else {})
+    items = restored[1] if restored else {}
+    watch = Watch(experiment, data.identity, items, runtime.should_save)
     state, step = restored[0] if restored else program.init(), watch.start
     asked_to_stop = False
 
@@ -81,13 +83,24 @@ class Watch:
     Every decision rests on values that are equal on all processes, and on steps.
     """
 
-    def __init__(self, experiment: Experiment, identity: str, items: Items) -> None:
-        """Continues from a checkpoint's items, or starts anew from none."""
+    def __init__(
+        self,
+        experiment: Experiment,
+        identity: str,
+        items: Items,
+        should_save: Callable[[int], bool],
+    ) -> None:
+        """Continues from a checkpoint's items, or starts anew from none.
+
+        `should_save(step)` is asked once for every step that is not the last.
+        """
         self._experiment, self._identity = experiment, identity
+        self._should_save = should_save
         self._plateau = Plateau.from_items(items.get("stop", {}))
         self._pending: list[tuple[int, Metrics]] = []
         self._checked: list[Record] = []
         self.start: int = items.get("step", 0)
+        self._saved = self.start
         expected = {"position": self._position(self.start), "data_identity": identity}
         for name, value in expected.items():
             if items and items[name] != value:
@@ -118,13 +131,20 @@ class Watch:
 
     def at_boundary(self, step: int) -> bool:
         """Whether a snapshot is taken after `step`."""
-        last = step >= self._experiment.stop.steps
-        return last or step % self._experiment.checkpoint.interval == 0
+        if step >= self._experiment.stop.steps or self._should_save(step):
+            self._saved = step
+        return self._saved == step
 
     def ended(self, step: int) -> bool:
-        """Whether the goal is reached; a plateau only counts where it is saved."""
-        stop = self._experiment.stop
-        saved = step == self.start or self.at_boundary(step)
+        """Whether the goal is reached.
+
+        A plateau only counts where it is saved; with an automatic interval, only where
+        it is saved whatever the interval is: the end must not depend on timing.
+        """
+        stop, checkpoint = self._experiment.stop, self._experiment.checkpoint
+        saved = step in (self.start, self._saved)
+        if checkpoint.interval == "auto":
+            saved = step % checkpoint.max_interval == 0
         return step >= stop.steps or (saved and self._plateau.converged(stop, step))
 
     def items(self, step: int) -> Items:

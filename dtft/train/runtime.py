@@ -71,6 +71,10 @@ class Runtime(Protocol):
         """The computation of state number `step` was handed to the devices."""
         ...
 
+    def should_save(self, step: int) -> bool:
+        """Whether a snapshot is taken after `step`; equal on all processes."""
+        ...
+
     def await_turn(self, step: int) -> None:
         """Blocks until the last snapshot is safe, so that `step` may be collected."""
         ...

@@ -119,13 +119,14 @@ class LocalRuntime:
         Raises:
             UnreadableCheckpoint: there is one, but it cannot be loaded.
         """
-        from dtft.checkpoint import tree
+        from dtft.checkpoint import tree, typed_keys
 
         step = self._storage.latest_step()
         if step is None:
             return None
         try:
-            arrays, items = self._storage.restore(step, tree.to_paths(abstract_state))
+            abstract = tree.to_paths(abstract_state)
+            arrays, items = self._storage.restore(step, typed_keys.plain(abstract))
         except Exception as error:
             raise UnreadableCheckpoint(
                 f"the checkpoint of step {step} cannot be loaded: {error} To start "
@@ -134,10 +135,16 @@ class LocalRuntime:
         saved = items.pop("config", self._resolved)
         configs.refuse_other(saved, self._resolved, self.run_directory)
         self._saved = step
+        arrays = typed_keys.typed(arrays, abstract)
         return tree.from_paths(abstract_state, arrays), items
 
     def dispatched(self, step: int) -> None:
         """Nobody else wants to know."""
+
+    def should_save(self, step: int) -> bool:
+        """At the config's interval; an automatic one spares what is not done here."""
+        interval = self._experiment.checkpoint.interval
+        return interval == "auto" or step % interval == 0
 
     def await_turn(self, step: int) -> None:
         """There is no snapshot in memory to wait for."""
@@ -182,11 +189,10 @@ class LocalRuntime:
                 signal.signal(number, handler)
 
     def _store(self, step: int, state: Any, items: dict[str, Any]) -> None:
-        from dtft.checkpoint import tree
+        from dtft.checkpoint import tree, typed_keys
 
-        self._storage.save(
-            step, tree.to_paths(state), {**items, "config": self._resolved}
-        )
+        arrays = typed_keys.plain(tree.to_paths(state))
+        self._storage.save(step, arrays, {**items, "config": self._resolved})
         # The next step donates these buffers, which storage may still be reading.
         self._storage.wait_until_finished()
         self._saved = step

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint import tree
+from dtft.checkpoint import tree, typed_keys
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.train import replicas
 from dtft.train.experiment import Experiment, MeshConfig, resolve_mesh
@@ -256,7 +256,7 @@ def layout_of(
             dtype=leaf.dtype.name,
             spec=tuple(_axes(part) for part in leaf.sharding.spec),
         )
-        for path, leaf in tree.to_paths(abstract_state).items()
+        for path, leaf in typed_keys.plain(tree.to_paths(abstract_state)).items()
     )
     mesh = jax.tree.leaves(abstract_state)[0].sharding.mesh
     slots = tuple(process_to_slot[device.process_index] for device in mesh.devices.flat)

@@ -17,10 +17,12 @@ from statistics import fmean
 from typing import Any
 
 from dtft.checkpoint.board import Board
+from dtft.checkpoint.interval import Experience, Window
 from dtft.checkpoint.link import Link, LinkClosed
 from dtft.train.config import load, refuse_other, to_json
 from dtft.train.experiment import Experiment
 from dtft.train.stop import NonFinite
+from dtft.train.window import AHEAD, WindowClock
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,10 @@ class AgentRuntime:
         self._step = 0
         self._running = False
         self._dispatched_at: list[float] = []
+        self._checkpoint = experiment.checkpoint
+        self._clock = WindowClock()
+        self._window: Window | None = None
+        self._seen = Experience()
 
     def mesh(self, experiment: Experiment) -> Any:
         """Joins the JAX world of this formation; device order is slot order."""
@@ -74,6 +80,7 @@ class AgentRuntime:
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """The state and items that the leader chose, or None at the very start."""
+        from dtft.checkpoint import typed_keys
         from dtft.checkpoint.manager import AgentCheckpointManager, RestoreArgs
         from dtft.checkpoint.tree import from_paths, to_paths
         from dtft.train.step import layout_of
@@ -86,8 +93,11 @@ class AgentRuntime:
             chunk_bytes=self._start["chunk_bytes"],
             storage_directory=Path(self._start["storage_directory"]),
             deadline_s=self._start["start_s"],
+            cadence=self._checkpoint.cadence,
+            automatic=self._checkpoint.interval == "auto",
         )
-        wanted = RestoreArgs(abstract=to_paths(abstract_state))
+        abstract = to_paths(abstract_state)
+        wanted = RestoreArgs(abstract=typed_keys.plain(abstract))
         logger.info("state is in memory")
         found = self._manager.restore(args=wanted)
         logger.info("state is on the devices")
@@ -97,12 +107,19 @@ class AgentRuntime:
         saved = items.pop("config", self._resolved)
         refuse_other(saved, self._resolved, self.run_directory)
         self._step = items["step"]
-        return from_paths(abstract_state, arrays), items
+        return from_paths(abstract_state, typed_keys.typed(arrays, abstract)), items
 
     def dispatched(self, step: int) -> None:
         """The step is on its way to the devices."""
         self._board.set("computing", step)
         self._dispatched_at.append(time.monotonic())
+        self._clock.dispatched(step, self._dispatched_at[-1])
+        if step - AHEAD > self._step:
+            self._finished(step - AHEAD)
+
+    def should_save(self, step: int) -> bool:
+        """Whether this step has a snapshot."""
+        return self._manager.should_save(step)
 
     def await_turn(self, step: int) -> None:
         """At most one step runs ahead of replication."""
@@ -110,7 +127,19 @@ class AgentRuntime:
         self._manager.wait_until_finished()
 
     def finished_step(self, step: int) -> None:
-        """A step's result is here."""
+        """A boundary's result is here."""
+        self._finished(step)
+        stalls = self._manager.stalls_s
+        self._window = self._clock.finished(
+            step,
+            time.monotonic(),
+            released_at=self._manager.released_at,
+            stall_s=stalls[-1] if stalls else 0.0,
+        )
+        if self._window is not None:
+            self._seen = self._seen.and_window(self._window)
+
+    def _finished(self, step: int) -> None:
         self._board.set("finished", step)
         self._step = step
         self._tell_running()
@@ -119,8 +148,11 @@ class AgentRuntime:
         """One snapshot, at a step boundary."""
         from dtft.checkpoint.manager import SaveArgs
         from dtft.checkpoint.tree import to_paths
+        from dtft.checkpoint.typed_keys import plain
 
-        self._manager.save(step, args=SaveArgs(arrays=to_paths(state), items=items))
+        arrays = plain(to_paths(state))
+        args = SaveArgs(arrays=arrays, items=items, window=self._window)
+        self._manager.save(step, args=args)
 
     def _tell_running(self) -> None:
         if not self._running:
@@ -141,18 +173,22 @@ class AgentRuntime:
         self._manager.wait_until_finished()
         self.summary = summary
         summary |= speed(self._dispatched_at, self._manager.stalls_s)
+        summary["interval"] = self._manager.interval()
+        if (costs := self._seen.costs) is not None:
+            summary |= {"quiet_step_s": costs.step_s, "snapshot_s": costs.snapshot_s}
 
 
 def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str, Any]:
-    """Wall time per step, warm-up left out, and per snapshot.
+    """Wall time per step, warm-up left out, and of the last half; and per snapshot.
 
     >>> speed([float(t) for t in range(30)], [0.5])
-    {'step_s': 1.0, 'snapshots': 1, 'stall_s': 0.5}
+    {'step_s': 1.0, 'late_step_s': 1.0, 'snapshots': 1, 'stall_s': 0.5}
     """
-    warm = dispatched_at[WARM_UP:]
+    warm, late = dispatched_at[WARM_UP:], dispatched_at[len(dispatched_at) // 2 :]
     figures: dict[str, Any] = {}
     if len(warm) > 1:
         figures["step_s"] = (warm[-1] - warm[0]) / (len(warm) - 1)
+        figures["late_step_s"] = (late[-1] - late[0]) / (len(late) - 1)
     if stalls_s:
         figures |= {"snapshots": len(stalls_s), "stall_s": fmean(stalls_s)}
     return figures

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.chunks import Chunks
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.digest import chunk_digests
+from dtft.checkpoint.slices import Layout, offsets_of
 from tests.checkpoint.states import extent, state
 
-CHUNK = 16
+CHUNK = 64
 
 
 class Process:
@@ -61,8 +62,18 @@ def opening(
         "coordinator": "",
         "layout": layout.to_json(),
         "arena": str(arena),
-        "chunk_bytes": CHUNK,
         "slot": slot,
         "devices": len(layout.mesh.positions(slot)),
+        "chunk_bytes": CHUNK,
         **changes,
     }
+
+
+def saving(layout: Layout, slot: int, step: int, **changes: Any) -> dict[str, Any]:
+    """The message that has the state of `opening` saved."""
+    pieces, memory = layout.slices(slot), extent(layout, slot, state())
+    parts = zip(pieces, offsets_of(pieces)[0], strict=True)
+    digests = [chunk_digests(memory[o : o + p.nbytes], CHUNK).hex() for p, o in parts]
+    here = places(layout, slot)
+    message = {"op": "save", "step": step, "places": here, "items": {}}
+    return message | {"digests": digests} | changes

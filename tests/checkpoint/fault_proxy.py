@@ -28,7 +28,11 @@ Kind = Literal[
     "stall",
     "slow",
     "kill",
+    "die",
+    "memory",
 ]
+"""`kill` plays a peer's death, `die` has `on_fault` really kill it, and `memory` leaves
+the bytes as they are: what goes wrong then is up to `on_fault`."""
 Direction = Literal["up", "down"]
 PREFIX_FIELDS = {
     "magic": 4,
@@ -103,11 +107,14 @@ class FaultProxy:
         with self._lock:
             self._dead = True
             sockets, self._sockets = self._sockets, []
+        self._refuse()
+        for one in sockets:
+            _reset(one)
+
+    def _refuse(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for one in sockets:
-            _reset(one)
 
     def _accept(self) -> None:
         number = 0
@@ -209,8 +216,11 @@ class FaultProxy:
         if place.offset + place.size > len(message):
             return [message]  # this run's message is a shorter one
         self.fired.set()
-        if fault.kind == "kill":
+        if fault.kind in ("kill", "die", "memory"):
             self.on_fault()
+        if fault.kind in ("kill", "die"):
+            self._refuse()
+        if fault.kind == "kill":
             self.kill()
         return _faulty(fault, message)
 
@@ -228,6 +238,8 @@ def _faulty(fault: Fault, message: bytes) -> Iterator[bytes | None]:
         yield None
     elif fault.kind == "replay":
         yield fault.old
+    elif fault.kind == "memory":
+        yield message
     elif fault.kind == "slow":
         step = max(len(message) // 10, 1)
         for start in range(0, len(message), step):
@@ -237,7 +249,7 @@ def _faulty(fault: Fault, message: bytes) -> Iterator[bytes | None]:
         yield message[:middle]
         if fault.kind in ("reset", "kill"):
             raise _Reset
-        if fault.kind == "truncate":
+        if fault.kind in ("truncate", "die"):
             raise EOFError
         time.sleep(STALL_S)
         yield message[middle:]

@@ -4,6 +4,7 @@ A host serves pushes and fetches with the handlers that agents use; its state is
 leaves of unlike sizes, chunks are small so that few bytes make many of them.
 """
 
+import collections
 import contextlib
 import random
 import time
@@ -21,6 +22,10 @@ from dtft.checkpoint.pushing import Sent
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.transport import Channel, Credentials, TransportServer
 from dtft.elastic import replication
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.demands import serve_export
+from dtft.elastic.inspection import serve_inspection
+from dtft.elastic.peers import Peers
 from dtft.elastic.replication import FetchOrder, Inbox, serve_fetch, serve_pushes
 
 JOB = Credentials(job="job", secret=b"s" * 32)
@@ -68,16 +73,37 @@ class Host:
             holder=lambda: self.holder,
             held=lambda step, source: self.held.append((step, source)),
         )
+        config = AgentConfig(
+            job=credentials.job,
+            host=f"host-{slot}",
+            store="s:1",
+            secret=credentials.secret,
+            num_slots=layout.mesh.num_slots,
+            trainer_command=(),
+            run_directory=folder,
+            config_digest="",
+        )
+        self.events: collections.deque[tuple[Any, ...]] = collections.deque(maxlen=9)
+        peers = Peers(self._emit)
         self.server = TransportServer(
             "127.0.0.1:0",
             credentials,
             {
                 "push": lambda channel: serve_pushes(channel, self.inbox),
                 "fetch": lambda channel: serve_fetch(channel, self.inbox),
+                "control": peers.serve,
+                "inspect": lambda c: serve_inspection(c, config, self.inbox),
+                "export": lambda c: serve_export(c, config, self._emit),
                 "echo": echo,
             },
         )
         self.address = self.server.address
+
+    def _emit(self, *event: Any) -> None:
+        """Where an agent has its event loop; nobody leads here."""
+        self.events.append(event)
+        if event[0] == "export_wanted":
+            event[1]({"error": "nobody leads here"})
 
     def stage(self, step: int) -> None:
         """Writes and digests this slot's bytes of a step, as a trainer does."""
@@ -97,6 +123,11 @@ class Host:
                 if bytes(view) != content(step, key, len(view)):
                     bad.append(f"silent: step {step}: {key}")
         return bad
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a push is being received into this host's memory."""
+        return any(one.users for one in self.holder._hosting.receiving.values())
 
     def close(self) -> None:
         """Ends the server and frees the memory."""

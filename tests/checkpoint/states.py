@@ -15,15 +15,29 @@ def state() -> dict[str, np.ndarray]:
         "params/w": random.normal(size=(8, 6)).astype(np.float32),
         "params/bf16": np.array([-0.0, np.nan, 3, 0.1], ml_dtypes.bfloat16),
         "params/zero": np.full((4, 4), -0.0, np.float32),
+        "params/f16": np.array([0x7C01, 0xFE03, 0x8000, 1], np.uint16).view(np.float16),
+        "params/fp8": _bits(0x80, 0x7F, 0xFF, 1).view(ml_dtypes.float8_e4m3fn),
+        "params/fp8_e5m2": _bits(0x80, 0x7D, 0xFE, 1).view(ml_dtypes.float8_e5m2),
+        "params/int4": np.array([[-8, -1], [7, 0]], ml_dtypes.int4),
         "opt/0/nan": NANS.view(np.float32),
         "opt/0/count": np.array(7, np.int32),
         "opt/0/flag": np.array([True, False]),
+        "opt/0/scalar": np.array(-0.0, np.float32),
         "opt/0/empty": np.zeros((0, 3), np.float32),
         "rng/key": np.array([1, 2**32 - 1], np.uint32),
     }
 
 
-SPECS = {"params/w": (("fsdp",),), "params/zero": ((), ("fsdp",))}
+SPECS = {
+    "params/w": (("fsdp",),),
+    "params/zero": ((), ("fsdp",)),
+    "params/fp8": (("fsdp",),),
+    "params/int4": ((), ("fsdp",)),
+}
+
+
+def _bits(*values: int) -> np.ndarray:
+    return np.array(values, np.uint8)
 
 
 def layout(slots: tuple[int, ...] = (0, 1, 2, 3)) -> Layout:

@@ -1,5 +1,6 @@
 """Arenas are reserved whole or refused with the numbers."""
 
+import os
 import subprocess
 import sys
 import uuid
@@ -42,6 +43,26 @@ def test_memory_is_reserved_not_promised(path: Path) -> None:
     assert path.stat().st_blocks * 512 >= 1 << 20
     assert path.stat().st_mode & 0o777 == 0o600
     arena.close()
+
+
+def test_pages_are_mapped_ahead_and_keep_their_bytes(path: Path) -> None:
+    arena = Arena.create(path, 64 << 20)
+    arena.view(33 << 20, 5)[:] = b"hello"
+    before = resident_bytes()
+    arena.prefault().join(30)
+    if kernel() >= (5, 14):
+        assert resident_bytes() - before > 48 << 20
+    assert bytes(arena.view(33 << 20, 5)) == b"hello"
+    arena.prefault()
+    arena.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def kernel() -> tuple[int, ...]:
+    return tuple(int(number) for number in os.uname().release.split(".")[:2])
 
 
 def test_too_large_is_refused_with_the_numbers(path: Path) -> None:

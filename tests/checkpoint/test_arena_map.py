@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.arena_map import HOSTED_PLACES, OWN_PLACES, ArenaMap
+from dtft.checkpoint.arena_map import HOSTED_PLACES, OWN_PLACES, ArenaMap, arena_bytes
 from dtft.checkpoint.chunks import Chunks, pack_flags, unpack_flags
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placement import place
@@ -38,6 +38,7 @@ def test_places_lie_apart(slot: int, copies: int, chunk_bytes: int) -> None:
         assert start + size <= after
     assert held[0][0] == 0 and sum(held[-1]) <= found.size
     assert found.own.slices == whole.slices(slot)
+    assert found.size == arena_bytes(whole, slot, place(whole, copies, "abcd"))
 
 
 def test_who_pushes_nothing_has_no_memory() -> None:

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.exact import (
+    SLACK,
     ExactPlan,
     Missing,
     plan_exact,
@@ -88,3 +89,19 @@ def test_nothing_moves_when_memory_is_intact() -> None:
 
 def test_unknown_slices_are_missing() -> None:
     assert plan_exact({"a": (piece("w"),)}, {}) == Missing(slices=(piece("w"),))
+
+
+def test_near_hosts_send_first_within_their_share() -> None:
+    pieces = tuple(piece(f"p{i}", 10) for i in range(30))
+    holders = {one.key: ("a", "b", "c") for one in pieces}
+    domains = {"a": "p1/r1", "b": "p1/r2", "c": "p2/r3", "new": "p2/r3"}
+    plan = plan_exact({"new": pieces}, holders, domains)
+    assert isinstance(plan, ExactPlan)
+    sent = {t.source: sum(p.nbytes for p in t.slices) for t in plan.transfers}
+    assert sent == {"a": 90, "b": 90, "c": SLACK * 100}
+    blind = plan_exact({"new": pieces}, holders)
+    assert isinstance(blind, ExactPlan)
+    assert {len(t.slices) for t in blind.transfers} == {10}
+    lone = plan_exact({"new": pieces[:1]}, holders, domains)
+    assert isinstance(lone, ExactPlan)
+    assert [t.source for t in lone.transfers] == ["c"]

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.checkpoint.export_plan import export_world
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage import StorageTier, load_numpy
-from tests.checkpoint.exporting import Process, opening, places
-from tests.checkpoint.states import layout, same_bits, state
+from tests.checkpoint.exporting import Process, opening, places, saving
+from tests.checkpoint.states import extent, layout, same_bits, state
 
 
 @pytest.fixture
@@ -29,8 +29,7 @@ def test_world_of_one_writes_every_bit(
     exporter, _ = exporters
     whole = layout(slots=(0, 0, 0, 0))
     exporter.send(**opening(tmp_path, whole, 0, 0))
-    here = places(whole, 0)
-    exporter.send(op="save", step=7, places=here, items={"position": 7})
+    exporter.send(**saving(whole, 0, 7, items={"position": 7}))
     assert exporter.answer() == {"op": "open", "ok": True}
     answer = exporter.answer()
     assert answer["ok"] and answer["step"] == 7 and answer["seconds"] > 0
@@ -38,12 +37,22 @@ def test_world_of_one_writes_every_bit(
     loaded = load_numpy(tmp_path / "storage", 7)
     assert all(same_bits(loaded[path], value) for path, value in state().items())
 
-    for wrong in (here[2:], places(whole, 0, place=2)):
-        exporter.send(op="save", step=8, places=wrong, items={})
+    for wrong in (places(whole, 0)[2:], places(whole, 0, place=2)):
+        exporter.send(**saving(whole, 0, 8, places=wrong))
         answer = exporter.answer()
         assert not answer["ok"] and "are not places of" in answer["error"]
-    exporter.send(op="save", step=8, places=here, items={})
+    exporter.send(**saving(whole, 0, 8))
     assert exporter.answer()["ok"]
+    size = len(extent(whole, 0, state()))  # where the places begin that are used
+    with open(tmp_path / "arena-0", "r+b") as arena:
+        arena.seek(size)
+        first = arena.read(1)
+        arena.seek(size)
+        arena.write(bytes([first[0] ^ 1]))  # of what was digested long before
+    exporter.send(**saving(whole, 0, 9))
+    answer = exporter.answer()
+    assert not answer["ok"] and "step 9 is corrupt in this host's" in answer["error"]
+    assert whole.slices(0)[0].key in answer["error"]
     exporter.send(op="close")
     assert exporter.process.wait(timeout=10) == 0
     assert StorageTier(tmp_path / "storage").all_steps() == (7, 8)
@@ -56,8 +65,8 @@ def test_world_of_two_writes_one_checkpoint(
         message = opening(tmp_path, layout(), rank, slot=rank, world=2)
         exporter.send(**message | {"coordinator": f"localhost:{free_port}"})
         for step in (3, 4, 5):
-            here = places(layout(), rank)
-            exporter.send(op="save", step=step, places=here, items={"position": step})
+            items = {"position": step}
+            exporter.send(**saving(layout(), rank, step, items=items))
     for exporter in exporters:
         answers = [exporter.answer() for _ in range(4)]
         assert all(answer["ok"] for answer in answers), answers
@@ -88,7 +97,7 @@ def test_what_does_not_open_is_answered_on_every_save(
 ) -> None:
     exporter, other = exporters
     exporter.send(**opening(tmp_path, layout(), 0, slot=0, world=1))
-    exporter.send(op="save", step=1, places="", items={})
+    exporter.send(**saving(layout(), 0, 1))
     assert "slots (0, 1) hold" in exporter.answer()["error"]
     answer = exporter.answer()
     assert not answer["ok"] and "slots (0, 1) hold" in answer["error"]
@@ -103,7 +112,7 @@ def test_a_save_beyond_its_limit_ends_the_process(
     exporter, _ = exporters
     exporter.send(**opening(tmp_path, layout(slots=(0,) * 4), 0, 0))
     assert exporter.answer()["ok"]
-    exporter.send(op="save", step=1, places="", items={}, timeout_s=0)
+    exporter.send(**saving(layout(slots=(0,) * 4), 0, 1, timeout_s=0))
     answer = exporter.answer()
     assert not answer["ok"] and "TimeoutError" in answer["error"]
     assert exporter.process.wait(timeout=10) == 1

@@ -1,22 +1,33 @@
 """NIXL: bytes read out of a peer's memory, over UCX on loopback if it is installed."""
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.fetch import FetchError, fetch
-from dtft.checkpoint.nixl import Nixl
+from dtft.checkpoint.nixl import Nixl, started
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.ranges import Wanted
 from dtft.checkpoint.serving import serve
 from dtft.checkpoint.transport import TransportServer
-from tests.checkpoint.hosts import CHUNK, JOB, content
+from dtft.elastic.restoring import restore_into
+from tests.checkpoint.hosts import (
+    CHUNK,
+    EPOCH,
+    JOB,
+    Host,
+    content,
+    digests_of,
+    replicated,
+)
 
 INSTALLED = importlib.util.find_spec("nixl") is not None
 SIZES = (200_000, 0, 777)
@@ -54,6 +65,17 @@ def lend(nixl: bool = True) -> None:
     for line in sys.stdin:
         if line == "sent\n":
             print(sum(answers), flush=True)
+    os._exit(0)  # NIXL's threads may not end
+
+
+def lend_holder(folder: str) -> None:
+    """Serves a holder as an agent with --nixl does; runs in a process of its own."""
+    host = Host(Path(folder), 0, replicated(2))
+    host.inbox = dataclasses.replace(host.inbox, nixl=started())
+    host.stage(7)
+    print(host.address, flush=True)
+    sys.stdin.read()
+    host.close()
     os._exit(0)  # NIXL's threads may not end
 
 
@@ -134,3 +156,53 @@ def test_a_peer_without_nixl_answers_over_tcp() -> None:
         assert fetched(server.address, wanted(), Nixl()) == sum(SIZES)
     finally:
         server.close()
+
+
+@pytest.mark.skipif(not INSTALLED, reason="NIXL is not installed")
+def test_a_restore_reads_from_a_peers_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    command = "import sys, tests.checkpoint.test_nixl as t; t.lend_holder(sys.argv[1])"
+    (tmp_path / "peer").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, str(tmp_path / "peer")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    killer = threading.Timer(50, process.kill)
+    killer.start()
+    host = Host(tmp_path, 1, replicated(2))
+    try:
+        order = {
+            "generation": EPOCH[0],
+            "attempt": EPOCH[1],
+            "step": 7,
+            "digests": digests_of(host, 7),
+            "items": {},
+            "transfers": [
+                {
+                    "host": "peer",
+                    "address": process.stdout.readline().strip(),
+                    "keys": [piece.key for piece in host.holder.own_slices],
+                }
+            ],
+        }
+        reads: list[int] = []
+        nixl = started()
+        assert nixl is not None
+        read = nixl.read
+        monkeypatch.setattr(
+            nixl, "read", lambda *a: (reads.append(len(a[1])), read(*a))[1]
+        )
+        outcome = restore_into(host.holder, order, "h1", JOB, 30.0, nixl)
+        assert outcome["peers"] == sum(p.nbytes for p in host.holder.own_slices)
+        assert reads and host.wrong() == []
+    finally:
+        killer.cancel()
+        process.stdin.close()
+        process.wait(20)
+        process.stdout.close()
+        host.close()

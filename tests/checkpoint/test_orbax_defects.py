@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from dtft.checkpoint import wire
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.checkpoint.snapshot import SnapshotPlan
+from dtft.checkpoint.snapshot import CorruptCopy, SnapshotPlan
 from dtft.checkpoint.storage import StorageTier
 from dtft.checkpoint.transport import Credentials, connect
 from dtft.checkpoint.wire import AuthenticationError
@@ -115,7 +115,7 @@ def test_silent_corruption_of_the_last_copy_is_never_restored(start: Start) -> N
     decision = job.decide()
     assert (decision.source, decision.rung) == ("init", 3)
     assert "no verified copy left" in decision.passed_over[0]
-    with pytest.raises(ValueError, match=r"w\[0:4096\]:float32 does not match its dig"):
+    with pytest.raises(CorruptCopy, match=r"w\[0:4096\]:float32 does not match its"):
         loaded(job, "h1", 1)
 
 

@@ -426,6 +426,18 @@ def test_storage_that_fails_stops_nothing(tmp_path: Path) -> None:
         manager.close()
 
 
+def test_a_bit_that_flipped_in_memory_does_not_reach_storage(tmp_path: Path) -> None:
+    options = ReplicatedOptions(storage_interval_steps=NEVER)
+    manager = ReplicatedCheckpointManager(tmp_path / "steps", options=options)
+    manager.save(1, args=Save({"w": jnp.arange(8.0)}))
+    manager.wait_until_finished()
+    manager.save(2, args=Save({"w": jnp.arange(8.0)}))
+    flip(manager, 2)
+    with pytest.raises(Failed, match="step 2 is corrupt in this host's memory.*/w"):
+        manager.close()
+    assert ocp.utils.checkpoint_steps(tmp_path / "steps") == [1]
+
+
 SCRIPT = """
 import sys, jax.numpy as jnp, orbax.checkpoint as ocp
 from dtft.checkpoint import ReplicatedCheckpointManager

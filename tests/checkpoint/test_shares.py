@@ -225,7 +225,7 @@ def test_a_host_borrows_what_it_did_not_copy_for_an_export(job: Job) -> None:
     }
     borrow(holder, pin, order, job.credentials, 10.0)
     memory = holder.arena.view(0, holder.arena.size)
-    places = np.frombuffer(holder.pinned_places(pin), np.uint8)
+    places = np.frombuffer(holder.pinned(pin)[0], np.uint8)
     for index, piece in enumerate(holder.own_slices):
         found = bytes(holder.map.own.parts(memory, places, index))
         assert found == np.asarray(arrays(1)[piece.path]).tobytes()

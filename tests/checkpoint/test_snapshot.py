@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dtft.checkpoint import digest
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
+from dtft.checkpoint.snapshot import CorruptCopy, Snapshot, SnapshotPlan
 
 CHUNK = 64
 SPECS = {"w": ("fsdp",), "b": (), "n": (), "h": (None, "fsdp"), "m": ()}
@@ -85,7 +85,7 @@ def test_a_flipped_bit_is_not_loaded(mesh):
     memory = Memory(plan)
     digests = plan.write(1, arrays, memory.bytes, memory.first).digests
     plan.chunks.parts(memory.bytes, memory.first, 1).views[0][0] ^= 4
-    with pytest.raises(ValueError, match=r"w\[.*does not match its digest"):
+    with pytest.raises(CorruptCopy, match=r"w\[.*does not match its digest"):
         plan.read(memory.bytes, memory.first, digests, abstract_of(arrays))
 
 

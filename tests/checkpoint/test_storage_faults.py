@@ -4,6 +4,7 @@ Whatever happens, the exporter answers, every step that is offered can be read, 
 next step is written once storage is well again.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage import StorageTier, load_numpy
 from tests.checkpoint.exporting import Process
@@ -85,14 +87,18 @@ class Exporting(Process):
             coordinator="",
             layout=LAYOUT.to_json(),
             arena=str(self.arena),
-            chunk_bytes=MIB,
             slot=0,
             devices=1,
+            chunk_bytes=MIB,
         )
         assert self.answer() == {"op": "open", "ok": True}
 
     def begin(self, step: int, **fields: Any) -> None:
-        self.send(op="save", step=step, places="00" * 6, items={}, **fields)
+        memory = self.arena.read_bytes()
+        parts = (memory[start : start + MIB] for start in range(0, 6 * MIB, MIB))
+        digests = [chunk_digests(part, MIB).hex() for part in parts]
+        fields |= {"places": "00" * 6, "digests": digests, "items": {}}
+        self.send(op="save", step=step, **fields)
 
     def save(self, step: int) -> dict[str, Any]:
         self.begin(step)
@@ -168,8 +174,12 @@ def test_vanishing_while_a_step_is_written(
         run("mount", "--bind", away, storage)
 
     def restore_name() -> None:
-        shutil.rmtree(inner, ignore_errors=True)  # Orbax has made it again
-        inner.with_name("renamed").rename(inner)
+        end = time.monotonic() + 30
+        while inner.with_name("renamed").exists():
+            shutil.rmtree(inner, ignore_errors=True)  # Orbax makes it again and again
+            with contextlib.suppress(OSError):
+                inner.with_name("renamed").rename(inner)
+            assert time.monotonic() < end
 
     exporter = start(inner)
     try:

@@ -32,7 +32,7 @@ def test_round_trip(header: dict, payload_bytes: int) -> None:
 
 
 @given(st.binary(max_size=40) | st.binary(min_size=20, max_size=20))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_garbage_prefixes(data: bytes) -> None:
     with pytest.raises(WireError):
         wire.decode_prefix(data)
@@ -41,7 +41,7 @@ def test_garbage_prefixes(data: bytes) -> None:
 
 
 @given(st.binary(max_size=60) | values.map(msgpack.packb))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_garbage_headers_are_dicts_or_wire_errors(data: bytes) -> None:
     try:
         assert isinstance(wire.decode_header(data), dict)
@@ -50,7 +50,7 @@ def test_garbage_headers_are_dicts_or_wire_errors(data: bytes) -> None:
 
 
 @given(headers, st.data())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_damaged_frames_never_raise_anything_else(
     header: dict, choose: st.DataObject
 ) -> None:
@@ -66,7 +66,7 @@ def test_damaged_frames_never_raise_anything_else(
 
 @pytest.mark.parametrize("header", [b"\x93" * 100_000, b"\x81\x90\x01", b"\xdf\xff"])
 def test_hostile_msgpack(header: bytes) -> None:
-    with pytest.raises(WireError, match="not msgpack"):
+    with pytest.raises(WireError, match="not msgpack|nests them"):
         wire.decode_header(header)
 
 

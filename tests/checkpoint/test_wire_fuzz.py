@@ -1,6 +1,7 @@
 """A short run of the fuzzer, and headers that hypothesis thinks up."""
 
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint import wire_fuzz
+from tests.checkpoint import fuzz_inputs, wire_fuzz
+from tests.checkpoint.fuzz_inputs import STEP, Member
 from tests.checkpoint.hosts import EPOCH, divided, hosts
-from tests.checkpoint.wire_fuzz import STEP, Member, Target
+from tests.checkpoint.wire_fuzz import Target
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary()
 values = st.recursive(
@@ -23,7 +25,8 @@ numbers = st.sampled_from([0, 1, STEP, -1, 3, 2**63]) | values
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    with hosts(tmp_path_factory.mktemp("fuzz"), divided(2)) as (_, host):
+    folder = tmp_path_factory.mktemp("fuzz")
+    with wire_fuzz.guarded_arenas(), hosts(folder, divided(2)) as (_, host):
         yield Target(host)
 
 
@@ -37,7 +40,13 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def test_seeded_inputs(tmp_path: Path) -> None:
     counts = wire_fuzz.run(1500, seed=1, folder=tmp_path)
     assert sum(counts.values()) == 1500
-    assert set(counts) == {kind.__name__ for kind in wire_fuzz.KINDS}
+    assert set(counts) - {"bomb"} == {kind.__name__ for kind in fuzz_inputs.KINDS}
+
+
+def test_headers_that_stand_for_much(target: Target) -> None:
+    for number in range(10):
+        target.serve(fuzz_inputs.bomb(random.Random(number), target.host))
+    target.check()
 
 
 @given(

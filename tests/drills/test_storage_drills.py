@@ -1,4 +1,8 @@
-"""A live job whose storage becomes full, and is well again."""
+"""Live jobs whose storage becomes full, read-only, slow or vanishes, and is well again.
+
+However it fails: training and commits go on, people are told, every step that was
+offered before can be read all the while, and no half step is ever offered.
+"""
 
 import contextlib
 import os
@@ -10,26 +14,30 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic.journal import read_events, storage_steps
+from dtft.checkpoint.storage import StorageTier, load_numpy
+from dtft.elastic.journal import read_events
 from tests.drills.harness import launched
 
 pytestmark = [
     pytest.mark.drill,
     pytest.mark.drill_all,
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount"),
 ]
 
+MIB = 1 << 20
+GROUP = Path("/sys/fs/cgroup/blkio") / f"dtft-drill-{os.getpid()}"
+SLOW_BYTES_PER_S = 4096
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Path]:
-    """A run directory whose checkpoints lie on a file system of 32 MiB."""
-    checkpoints = tmp_path / "run" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "dtft-test", str(checkpoints)]
-    subprocess.run(mount, check=True)
-    yield tmp_path / "run"
-    subprocess.run(["umount", "-l", str(checkpoints)], check=True)
+
+def command(*words: object) -> str:
+    return subprocess.run(
+        [str(word) for word in words],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout.strip()
 
 
 def until(ready: Callable[[], object], limit_s: float = 120.0) -> None:
@@ -39,14 +47,139 @@ def until(ready: Callable[[], object], limit_s: float = 120.0) -> None:
         time.sleep(0.1)
 
 
-def fill(path: Path) -> None:
-    with open(path, "wb", buffering=0) as ballast, contextlib.suppress(OSError):
-        while ballast.write(bytes(1 << 16)):
-            pass
+class Trouble:
+    """A file system of its own for the checkpoints, and what happens to it."""
+
+    told = ""
+    """What the job says of it."""
+    readable = True
+    """Whether the older steps can be read meanwhile."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        command("mount", "-t", "tmpfs", "-o", "size=32m", "dtft-test", directory)
+
+    def admit(self, pid: int) -> None:
+        """The job has started."""
+
+    def begin(self) -> None:
+        """The trouble begins."""
+
+    def end(self) -> None:
+        """Storage is well again."""
+
+    def clear(self) -> None:
+        while os.path.ismount(self.directory):
+            command("umount", "-l", self.directory)
 
 
-def test_training_goes_on_while_storage_is_full(run: Path) -> None:
-    checkpoints = run / "checkpoints"
+class Full(Trouble):
+    told = "No space left"
+
+    def begin(self) -> None:
+        path = self.directory / "ballast"
+        with open(path, "wb", buffering=0) as ballast, contextlib.suppress(OSError):
+            while ballast.write(bytes(1 << 16)):
+                pass
+
+    def end(self) -> None:
+        (self.directory / "ballast").unlink()
+
+
+class ReadOnly(Trouble):
+    told = "Read-only file system"
+
+    def _remount(self, mode: str) -> bool:
+        with contextlib.suppress(subprocess.CalledProcessError):  # a step is written
+            command("mount", "-o", f"remount,{mode}", self.directory)
+            return True
+        return False
+
+    def begin(self) -> None:
+        until(lambda: self._remount("ro"))
+
+    def end(self) -> None:
+        until(lambda: self._remount("rw"))
+
+
+class Gone(Trouble):
+    told = "mount the file system again, or put the directory back"
+    readable = False
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.away = directory.with_name("away")
+        self.away.mkdir()
+        command("mount", "--bind", directory, self.away)  # keeps it
+
+    def begin(self) -> None:
+        command("umount", "-l", self.directory)
+        self.directory.rmdir()
+        self.directory.write_text("not a directory")  # which nobody makes anew
+
+    def end(self) -> None:
+        self.directory.unlink()
+        self.directory.mkdir()
+        command("mount", "--bind", self.away, self.directory)
+
+    def clear(self) -> None:
+        super().clear()
+        command("umount", "-l", self.away)
+
+
+class Slow(Trouble):
+    told = "TimeoutError"
+
+    def __init__(self, directory: Path) -> None:
+        if not (GROUP.parent / "blkio.throttle.write_bps_device").exists():
+            pytest.skip("needs the blkio controller of cgroup v1 to slow a disk down")
+        self.directory, image = directory, directory.with_name("image")
+        with image.open("wb") as file:
+            file.truncate(32 * MIB)
+        command("mkfs.ext2", "-q", image)
+        self.loop = command("losetup", "--find", "--show", image)
+        number = os.stat(self.loop).st_rdev
+        self.number = f"{os.major(number)}:{os.minor(number)}"
+        command("mount", "-o", "sync", self.loop, directory)
+        GROUP.mkdir()
+
+    def admit(self, pid: int) -> None:
+        (GROUP / "cgroup.procs").write_text(str(pid))  # its children come with it
+
+    def _limit(self, bytes_per_s: int) -> None:
+        rule = GROUP / "blkio.throttle.write_bps_device"
+        rule.write_text(f"{self.number} {bytes_per_s}")
+
+    def begin(self) -> None:
+        self._limit(SLOW_BYTES_PER_S)
+
+    def end(self) -> None:
+        self._limit(0)
+
+    def clear(self) -> None:
+        super().clear()
+        command("losetup", "--detach", self.loop)
+        until(lambda: not (GROUP / "cgroup.procs").read_text())
+        GROUP.rmdir()
+
+
+@pytest.fixture(params=[Full, ReadOnly, Gone, Slow])
+def trouble(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trouble]:
+    directory = tmp_path / "run" / "checkpoints"
+    directory.mkdir(parents=True)
+    made: Trouble = request.param(directory)
+    yield made
+    made.clear()
+
+
+def steps_in(directory: Path) -> tuple[int, ...]:
+    if not directory.is_dir():
+        return ()
+    return StorageTier(directory, read_only=True).all_steps()
+
+
+def test_training_goes_on_while_storage_does_not(trouble: Trouble) -> None:
+    run = trouble.directory.parent
 
     def events(kind: str) -> list[dict]:
         return [event for event in read_events(run) if event["event"] == kind]
@@ -54,19 +187,30 @@ def test_training_goes_on_while_storage_is_full(run: Path) -> None:
     def failures() -> int:
         return sum(not event["ok"] for event in events("export"))
 
-    with launched(run, "--checkpoint.storage_interval", "5") as job:
-        until(lambda: storage_steps(checkpoints))
-        fill(checkpoints / "ballast")
-        until(lambda: failures() >= 2)
-        kept, committed = storage_steps(checkpoints), len(events("commit"))
-        assert kept
+    options = ("--checkpoint.storage_interval", "5", "--timeouts.export", "20")
+    with launched(run, *options) as job:
+        trouble.admit(job.process.pid)
+        until(lambda: steps_in(trouble.directory))
+        trouble.begin()
+        before, failed = steps_in(trouble.directory), failures()
+        until(lambda: failures() >= failed + 2, 180)
+        committed = len(events("commit"))
         until(lambda: len(events("commit")) > committed + 20)
-        (checkpoints / "ballast").unlink()
-        until(lambda: max(storage_steps(checkpoints)) > max(kept))
+        kept = steps_in(trouble.directory)
+        if trouble.readable:
+            assert set(before) <= set(kept) and kept
+            for step in kept:  # whatever is offered is whole
+                assert load_numpy(trouble.directory, step)
+        trouble.end()
+        last = max(event["step"] for event in events("commit"))
+        until(lambda: max(steps_in(trouble.directory), default=0) > last, 180)
     output = job.output
     assert not events("recovery"), output
     told = re.findall(r"storage: step \d+ was not written to .* by host-", output)
     assert 1 <= len(told) <= 1 + failures().bit_length()
-    assert "No space left" in output and "free space there" in output
+    assert trouble.told in output
+    assert "Training goes on and older steps stay" in output
     assert "is well again" in output
-    assert not list(checkpoints.glob("*orbax-checkpoint-tmp*"))
+    assert not list(trouble.directory.glob("*orbax-checkpoint-tmp*"))
+    for step in steps_in(trouble.directory):
+        assert load_numpy(trouble.directory, step)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.journal import Journal, read_events
 from dtft.elastic.leader import Leader
@@ -64,7 +65,7 @@ class Desk:
     def answer(self, host: str) -> None:
         for asked, _, fields in list(self.orders):
             if asked == host:
-                reply = {"holdings": [], "corrupt": [], "finished": 0, "layout": ""}
+                reply = {"holdings": {}, "corrupt": [], "finished": 0, "layout": ""}
                 report = {"op": "holdings", "ballot": fields["ballot"], "items": {}}
                 self.leader.hears(host, report | reply)
 
@@ -102,6 +103,31 @@ def test_waiting_ends_when_the_store_tells_of_a_connected_host(tmp_path: Path) -
         assert desk.events().count("forming") == 1
         desk.register("c")
         assert desk.events().count("forming") == 2
+    finally:
+        desk.leader.close()
+
+
+def test_a_spare_is_told_what_a_slot_holds(tmp_path: Path) -> None:
+    layout = Layout(
+        mesh=MeshLayout(axis_names=("replica",), axis_sizes=(2,), slots=(0, 1)),
+        leaves=(Leaf(path="w", shape=(4,), dtype="float32"),),
+    )
+    desk = Desk(tmp_path)
+    try:
+        desk.register("b")
+        desk.leader.connected("b")
+        desk.answer("a")
+        desk.answer("b")
+        ballot = desk.orders[-1][2]["ballot"]
+        desk.register("c")
+        desk.leader.connected("c")
+        desk.leader.written("assignment", ballot, True)
+        said = {"op": "layout", "ballot": ballot, "layout": layout.to_json()}
+        desk.leader.hears("a", dict(said))
+        desk.register("d")
+        desk.leader.connected("d")
+        told = [(host, fields) for host, op, fields in desk.orders if op == "expect"]
+        assert told == [("c", {"layout": said["layout"]}), ("d", told[0][1])]
     finally:
         desk.leader.close()
 

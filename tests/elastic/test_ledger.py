@@ -1,12 +1,16 @@
 """The leader's ledger: commits, releases and exports of one formation."""
 
+import itertools
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dtft.checkpoint.cadence import Cadence, Schedule
 from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.shares import Shares
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.ledger import GRACE_S, Ledger
@@ -196,11 +200,74 @@ def test_writers_borrow_what_was_not_their_turn_to_copy():
 
 @pytest.mark.parametrize("interval", [1, 4])
 def test_stop_names_a_boundary_that_no_trainer_has_passed(interval):
-    desk = Desk(2, 1, interval=interval)
+    desk = Desk(2, 1, cadence=Cadence.every(interval))
     desk.ledger.stopping = True
     desk.stage(12)
     desk.ledger.written(desk.recorded[-1])
     assert {f["stop_at"] for _, f in desk.ops("release")} == {12 + interval}
+
+
+def windows(step_s: float, snapshot_s: float, interval: int) -> dict[str, float]:
+    """What a trainer measures when replication ends within the third step."""
+    affected = min(3, interval)
+    quiet = interval - affected
+    return {
+        "affected_steps": affected,
+        "affected_s": affected * step_s + snapshot_s,
+        "quiet_steps": quiet,
+        "quiet_s": quiet * step_s,
+        "stall_s": snapshot_s / 2,
+    }
+
+
+def test_an_automatic_interval_is_told_before_any_trainer_needs_it():
+    allowed = Automatic(budget=0.01, maximum=32)
+    cadence = Cadence(interval=1, period=32)
+    desk = Desk(2, 1, cadence=cadence, automatic=allowed)
+    trainers = [Schedule.of(cadence), Schedule.of(cadence)]
+    step, previous, used = 11, 10, []
+    while step < 400:
+        for slot, trainer in enumerate(trainers):
+            # Each goes on alone up to its next boundary: it must be the other's.
+            following = next(
+                s for s in itertools.count(previous + 1) if trainer.is_boundary(s)
+            )
+            assert following == step
+            interval = trainer.interval(after=step)
+            window = windows(0.1, 0.01, step - previous)
+            digests = [value(p.key) for p in desk.state.slices(slot)]
+            desk.ledger.staged(slot, step, digests, interval, window)
+        desk.hold(step)
+        desk.ledger.written(desk.recorded[-1])
+        _, told = desk.ops("release")[-1]
+        trainers = [_tell(trainer, told["changes"]) for trainer in trainers]
+        used.append(desk.recorded[-1].interval)
+        previous, step = (
+            step,
+            next(s for s in itertools.count(step + 1) if trainers[0].is_boundary(s)),
+        )
+    assert used[:8] == [1] * 8 and max(used) == 16 and used[-1] == 16
+    assert desk.ledger.intervals.reach == 16
+    assert sum(a != b for a, b in itertools.pairwise(used)) == 1
+
+
+def _tell(trainer: Schedule, changes: Sequence[tuple[int, int]]) -> Schedule:
+    for after, interval in changes:
+        trainer = trainer.changed(interval, after=after)
+    return trainer
+
+
+def test_a_restored_job_goes_on_with_the_interval_of_its_commit():
+    allowed = Automatic(budget=0.01, maximum=32)
+    cadence = Cadence(interval=1, period=32)
+    desk = Desk(2, 1, cadence=cadence, automatic=allowed)
+    desk.ledger.stopping = True
+    for slot in range(2):
+        digests = [value(p.key) for p in desk.state.slices(slot)]
+        desk.ledger.staged(slot, 16, digests, 8, windows(0.1, 0.01, 8))
+    desk.hold(16)
+    assert desk.recorded[-1].interval == 8 and desk.ledger.stop_at == 24
+    assert desk.ledger.intervals.changes == () and desk.ledger.intervals.reach == 8
 
 
 def commit(step: int) -> Commit:

@@ -46,6 +46,7 @@ class MemoryRuntime:
     run_directory: Path
     num_devices: int = 1
     stop_at: int = -1
+    interval: int = 1
     restored: tuple[int, Any, dict[str, Any]] | None = None
     calls: list[str] = field(default_factory=list)
     saved: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
@@ -72,6 +73,10 @@ class MemoryRuntime:
     def dispatched(self, step: int) -> None:
         """Remembers the call."""
         self.calls.append(f"dispatched {step}")
+
+    def should_save(self, step: int) -> bool:
+        """At multiples of the interval."""
+        return step % self.interval == 0
 
     def await_turn(self, step: int) -> None:
         """Remembers the call."""

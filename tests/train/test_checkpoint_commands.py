@@ -50,7 +50,8 @@ def test_ls_and_show(run: Run, storage: Path) -> None:
     assert [step["step"] for step in found["steps"]] == [5, 9]
     assert all(step["num_bytes"] > 200 for step in found["steps"])
     code, text, _ = run("show", storage)
-    assert code == 0 and "step 9: 8 leaves" in text and "item position: 864" in text
+    assert code == 0 and f"step 9: {len(state())} leaves" in text
+    assert "item position: 864" in text
     code, text, _ = run("show", storage, "--step", "5", "--json")
     leaves: dict[str, Any] = {it["path"]: it for it in json.loads(text)["leaves"]}
     assert leaves["params/w"]["shape"] == [8, 6]

@@ -42,7 +42,7 @@ def test_eight_devices_train_as_one(tmp_path: Path, mesh: MeshConfig) -> None:
 
 
 def test_calls_come_in_the_promised_order(tmp_path: Path) -> None:
-    runtime = MemoryRuntime(tmp_path)
+    runtime = MemoryRuntime(tmp_path, interval=2)
     checkpoint = CheckpointConfig(interval=2, storage_interval=2)
     run(tiny(tmp_path, steps=3, checkpoint=checkpoint), runtime)
     boundary = ["await_turn {0}", "finished_step {0}", "save {0}"]

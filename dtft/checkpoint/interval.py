@@ -1,0 +1,165 @@
+"""How often a snapshot is affordable, from what steps and snapshots took. Pure.
+
+A snapshot costs what its copy holds up training, and what the steps beside its
+replication take longer. The interval is the smallest whose cost, spread over all steps,
+stays within a budget; the less that is known of the cost, the more is assumed, so that
+intervals become shorter as more is known. Must not know clocks, hosts or messages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+KEPT_WINDOWS = 32
+"""Snapshots, and quiet spans, whose measurements count."""
+WARM_WINDOWS = 8
+"""Snapshots before anything is decided: the first steps are slow."""
+PROBE_STEPS = 16
+"""An interval long enough that steps without replication are seen."""
+LEAST_MAXIMUM = 8
+"""Intervals up to here need not have a step without replication."""
+PROBE_EVERY = 1000
+"""Where no such steps occur by themselves they are looked for after so many steps."""
+AIM = 0.8
+"""A new interval is to cost this part of the budget; it is kept while it costs less
+than the whole."""
+WORTHWHILE = 0.8
+"""An interval is given up for a shorter one only if that is at most so much as long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Automatic:
+    """What a user allows."""
+
+    budget: float = 0.01
+    """Part of the wall time that snapshots may cost."""
+    maximum: int = 64
+    """Most steps from one snapshot to the next, whatever they cost."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget < 1:
+            raise ValueError(
+                f"budget={self.budget} is out of range. Allowed: above 0 and below 1, "
+                "a part of the wall time. Set 0.01 for 1 %."
+            )
+        if self.maximum < LEAST_MAXIMUM:
+            raise ValueError(
+                f"maximum={self.maximum} is too small. Allowed: {LEAST_MAXIMUM} steps "
+                "or more, or else none is without replication and its cost is unknown."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What was measured from one finished boundary to the next one.
+
+    The steps at the beginning pay for the snapshot and for what is done with it in the
+    background; those at the end, if there are any, are quiet.
+    """
+
+    affected_steps: int
+    affected_s: float
+    """Wall time of the affected steps, the snapshot among it, in seconds."""
+    quiet_steps: int = 0
+    quiet_s: float = 0.0
+    """Wall time of the quiet steps, in seconds."""
+    stall_s: float = 0.0
+    """Seconds that taking the snapshot held up the training thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What is known of steps and snapshots, in seconds."""
+
+    step_s: float
+    """A step without snapshot or replication."""
+    snapshot_s: float
+    """What one snapshot adds to the wall time, at most (as far as is known)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """The newest measurements. A value: `and_window` makes the next one."""
+
+    windows: tuple[Window, ...] = ()
+    quiet_step_s: tuple[float, ...] = ()
+    """Seconds per step of quiet spans."""
+    unseen_steps: int = 0
+    """Steps since the last quiet one."""
+
+    def and_window(self, window: Window) -> "Experience":
+        """With one more window; the oldest is forgotten."""
+        windows = (*self.windows, window)[-KEPT_WINDOWS:]
+        if not window.quiet_steps:
+            unseen = self.unseen_steps + window.affected_steps
+            return replace(self, windows=windows, unseen_steps=unseen)
+        quiet = (*self.quiet_step_s, window.quiet_s / window.quiet_steps)
+        return Experience(windows=windows, quiet_step_s=quiet[-KEPT_WINDOWS:])
+
+    @property
+    def costs(self) -> Costs | None:
+        """What it comes to; None as long as no quiet step was seen.
+
+        >>> seen = Experience()
+        >>> for _ in range(3):
+        ...     seen = seen.and_window(Window(
+        ...         affected_steps=2, affected_s=2.5, quiet_steps=4, quiet_s=4.0))
+        >>> seen.costs
+        Costs(step_s=1.0, snapshot_s=0.5)
+        """
+        if not self.quiet_step_s or not self.windows:
+            return None
+        step_s = median(self.quiet_step_s)
+        extra = [it.affected_s - it.affected_steps * step_s for it in self.windows]
+        stall_s = median(it.stall_s for it in self.windows)
+        return Costs(step_s=step_s, snapshot_s=max(_at_most(extra), stall_s))
+
+
+def _at_most(values: Sequence[float]) -> float:
+    """The median and its standard error, both from ranks: single outliers are many."""
+    middle = median(values)
+    spread = 1.48 * median(abs(value - middle) for value in values)
+    return middle + 1.25 * spread / len(values) ** 0.5
+
+
+def inflation(interval: int, costs: Costs, maximum: int) -> float:
+    """The part of the wall time that snapshots add at an interval.
+
+    >>> costs = Costs(step_s=0.5, snapshot_s=0.25)
+    >>> inflation(1, costs, maximum=64), inflation(16, costs, maximum=64)
+    (0.5, 0.03125)
+    """
+    snapshots = -(-maximum // interval)
+    return snapshots * costs.snapshot_s / (maximum * costs.step_s)
+
+
+def affordable(costs: Costs, budget: float, maximum: int) -> int:
+    """The smallest interval whose inflation is within the budget, else `maximum`.
+
+    >>> affordable(Costs(step_s=0.1, snapshot_s=0.01), budget=0.01, maximum=64)
+    11
+    >>> affordable(Costs(step_s=0.1, snapshot_s=9.0), budget=0.01, maximum=64)
+    64
+    """
+    if inflation(1, costs, maximum) <= budget:
+        return 1
+    snapshots = int(budget * maximum * costs.step_s / costs.snapshot_s)
+    return -(-maximum // max(1, snapshots))
+
+
+def next_interval(current: int, seen: Experience, allowed: Automatic) -> int:
+    """The interval to go on with.
+
+    At first every step has a snapshot; then a longer interval shows what a step takes
+    without one; then the interval follows from the costs, and changes only when it
+    must (it costs more than the budget) or when that is worth while.
+    """
+    maximum, costs = allowed.maximum, seen.costs
+    if len(seen.windows) < WARM_WINDOWS:
+        return current
+    if costs is None or seen.unseen_steps >= PROBE_EVERY:
+        return max(current, min(PROBE_STEPS, maximum))
+    wanted = affordable(costs, AIM * allowed.budget, maximum)
+    if inflation(current, costs, maximum) > allowed.budget:
+        return max(current, wanted)
+    return wanted if wanted <= WORTHWHILE * current else current

@@ -1,0 +1,111 @@
+"""What a recovered job still lacks until every slice has its copies again. Pure.
+
+After a restore from memory the slices that a lost host kept for others have a copy less
+than asked for. Says who must push what again, and when the job may call itself healthy.
+Where copies go is the placement's decision, for the arenas have room for nothing else.
+Must not know connections, the store or the clock.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dtft.checkpoint.inventory import inventory_of
+from dtft.checkpoint.placement import Placement, Push
+from dtft.checkpoint.repair import re_replication
+from dtft.checkpoint.tables import size_text
+
+Holders = Mapping[str, Collection[str]]
+"""Slice key to the hosts that were found to hold a verified copy."""
+
+
+@dataclass(kw_only=True)
+class Mending:
+    """The copies of one restored step, from the restore until all are there."""
+
+    step: int
+    pushes: tuple[Push, ...]
+    """What must be sent again."""
+    copies: int
+    """Failure domains that every slice is in before that, at least."""
+    begun: float
+    """When the state was restored, in seconds of any clock."""
+    _held: set[tuple[int, int]] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are sent again."""
+        return sum(piece.nbytes for push in self.pushes for piece in push.slices)
+
+    @property
+    def whole(self) -> bool:
+        """All copies are there."""
+        return {(push.source, push.target) for push in self.pushes} <= self._held
+
+    def held(self, step: int, source: int, target: int) -> None:
+        """A host has received a push and has verified it."""
+        if step == self.step:
+            self._held.add((source, target))
+
+    def targets(self, source: int) -> list[int]:
+        """The slots to which a slot sends its copies again."""
+        return [push.target for push in self.pushes if push.source == source]
+
+    def degraded_line(self, wanted: int) -> str:
+        """For people, while copies are missing."""
+        targets = {push.target for push in self.pushes}
+        return (
+            f"degraded: slices of step {self.step} have {self.copies} of {wanted} "
+            f"copies; {size_text(self.nbytes)} are pushed again to {len(targets)} "
+            f"host{'s' * (len(targets) != 1)}"
+        )
+
+    def healthy_line(self, wanted: int, committed: int, now: float) -> str:
+        """For people, once there are enough; `committed`: by that step, 0 for none."""
+        copies = f"{wanted} cop{'ies' if wanted != 1 else 'y'}"
+        seconds = f"{now - self.begun:.2f} s"
+        if committed:
+            return (
+                f"healthy again: step {committed} was committed with {copies} of every "
+                f"slice, {seconds} after the restore"
+            )
+        return (
+            f"healthy again: every slice has {copies}, {size_text(self.nbytes)} "
+            f"re-replicated in {seconds}"
+        )
+
+
+def mending_of(
+    step: int,
+    placement: Placement,
+    slots: Sequence[str],
+    holders: Holders,
+    domains: Mapping[str, str],
+    now: float,
+) -> Mending:
+    """What is missing when every slot has its own slices again.
+
+    Args:
+        step: the step restored.
+        placement: where copies go.
+        slots: the host of each slot.
+        holders: what was found, verified, before the restore.
+        domains: host to its failure domain; hosts not named are each their own.
+        now: the time.
+    """
+    layout = placement.layout
+    found = {
+        piece.key: {*holders.get(piece.key, ()), *(slots[slot] for slot in owners)}
+        for piece, owners in layout.owners.items()
+    }
+    repair = re_replication(
+        inventory_of(layout, found),
+        alive=slots,
+        copies=placement.effective_copies,
+        domains=domains,
+    )
+    pushes = tuple(
+        push
+        for push in placement.pushes
+        if any(slots[push.target] not in found[piece.key] for piece in push.slices)
+    )
+    return Mending(step=step, pushes=pushes, copies=repair.effective_copies, begun=now)

@@ -1,0 +1,216 @@
+"""What a host's report to the leader must look like. Pure checks.
+
+Whoever reports has proved that it knows the job's secret, but may still be of another
+version, or broken: what does not fit is refused by name, and the leader goes on. Must
+not know what a report leads to, nor connections.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dtft.checkpoint.slices import Layout
+
+Check = Callable[[object], bool]
+
+
+def _number(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _code(value: object) -> bool:
+    return type(value) is int and abs(value) < 1 << 31
+
+
+def _port(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 16
+
+
+def _seconds(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _bytes(value: object) -> bool:
+    return isinstance(value, bytes)
+
+
+def _ballot(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(_of(value, _int))
+
+
+def _int(value: object) -> bool:
+    return type(value) is int
+
+
+def _of(values: Any, check: Check) -> list[bool]:
+    return [check(value) for value in values]
+
+
+def _list(check: Check) -> Check:
+    return lambda value: isinstance(value, list | tuple) and all(_of(value, check))
+
+
+def _map(key: Check, check: Check) -> Check:
+    return lambda value: (
+        isinstance(value, dict) and all(_of(value, key) + _of(value.values(), check))
+    )
+
+
+_anything: Check = _map(_text, lambda value: True)
+
+
+@functools.lru_cache(maxsize=4)
+def _readable(text: str) -> bool:
+    """Whether a layout can be read and its slices can be made."""
+    try:
+        layout = Layout.from_json(text)
+        sizes = [piece.nbytes for piece in layout.slices(0)]
+        slots = set(layout.mesh.slots)
+    except Exception:  # it can be wrong in any way at any depth
+        return False
+    return all(size >= 0 for size in sizes) and slots == set(range(len(slots)))
+
+
+def _layout(value: object) -> bool:
+    return isinstance(value, str) and _readable(value)
+
+
+def _layout_or_none(value: object) -> bool:
+    return value == "" or _layout(value)
+
+
+FIELDS: Mapping[str, Mapping[str, Check]] = {
+    "holdings": {
+        "ballot": _ballot,
+        "layout": _layout_or_none,
+        "holdings": _map(_number, _map(_text, _bytes)),
+        "items": _map(_number, _anything),
+        "corrupt": _list(_text),
+        "finished": _number,
+    },
+    "prepared": {
+        "ballot": _ballot,
+        "export_port": _port,
+        "own": _number,
+        "peers": _number,
+        "seconds": _seconds,
+    },
+    "prepare_failed": {
+        "ballot": _ballot,
+        "error": _text,
+        "corrupt": _list(_text),
+    },
+    "layout": {"ballot": _ballot, "layout": _layout},
+    "running": {
+        "ballot": _ballot,
+        "slot": _number,
+        "step": _number,
+        "bytes_from_storage": _number,
+    },
+    "staged": {
+        "ballot": _ballot,
+        "slot": _number,
+        "step": _number,
+        "digests": _list(_bytes),
+    },
+    "held": {
+        "ballot": _ballot,
+        "step": _number,
+        "source": _number,
+        "target": _number,
+    },
+    "finished": {
+        "ballot": _ballot,
+        "slot": _number,
+        "step": _number,
+        "summary": lambda value: True,
+    },
+    "trainer_exit": {"ballot": _ballot, "code": _code},
+    "exported": {"ballot": _ballot, "step": _number, "ok": _flag, "error": _text},
+    "fatal": {"message": _text, "ballot": _ballot, "slot": _number, "code": _code},
+}
+"""The reports there are, and what each of their fields must be."""
+
+OPTIONAL: Mapping[str, frozenset[str]] = {
+    "fatal": frozenset({"ballot", "slot", "code"}),
+    "finished": frozenset({"summary"}),
+}
+"""Fields that may be left out."""
+
+OF_A_SLOT = (
+    *("prepared", "prepare_failed", "layout", "running"),
+    *("staged", "held", "finished"),
+)
+"""Reports that only the host of a slot can make."""
+
+
+def fault_of(message: Mapping[str, Any]) -> str | None:
+    """What is wrong with a report by itself; None if nothing is.
+
+    >>> fault_of({"op": "trainer_exit", "ballot": [7, 1], "code": "9"})
+    "trainer_exit: code='9'"
+    >>> fault_of({"op": "trainer_exit", "ballot": [7, 1], "code": 9})
+    """
+    op = message.get("op")
+    fields = FIELDS.get(op) if isinstance(op, str) else None
+    if fields is None:
+        return f"there is no report {_short(op)}"
+    for name, check in fields.items():
+        if name in message and not check(message[name]):
+            return f"{op}: {name}={_short(message[name])}"
+    missing = set(fields) - set(message) - OPTIONAL.get(str(op), frozenset())
+    return f"{op}: no {', '.join(sorted(missing))}" if missing else None
+
+
+def fields_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What counts of a report without fault: the fields that the leader knows.
+
+    A host of a newer version may say more.
+    """
+    known = FIELDS[message["op"]].keys() - {"ballot"}
+    return {name: value for name, value in message.items() if name in known}
+
+
+def misfit(
+    host: str, message: Mapping[str, Any], slots: Sequence[str], layout: Layout | None
+) -> str | None:
+    """Why a report without fault cannot be of this formation; None if it can.
+
+    Args:
+        host: who reports.
+        message: the report.
+        slots: the host of each slot; empty while nothing is assigned.
+        layout: of the formation's state, once it is known.
+    """
+    op = message["op"]
+    if op not in OF_A_SLOT:
+        return None
+    if host not in slots:
+        return f"{op}: {host} has no slot"
+    slot = message.get("target" if op == "held" else "slot")
+    if slot is not None and slots.index(host) != slot:
+        return f"{op}: {host} has slot {slots.index(host)}, not {slot}"
+    if op == "held" and message["source"] >= len(slots):
+        return f"{op}: there is no slot {message['source']}"
+    if op == "layout":
+        mesh = Layout.from_json(message["layout"]).mesh
+        if mesh.num_slots != len(slots):
+            return f"layout: {mesh.num_slots} slots instead of {len(slots)}"
+    if op == "staged" and layout is not None:
+        told, expected = len(message["digests"]), len(layout.slices(slots.index(host)))
+        if told != expected:
+            return f"staged: {told} digests instead of {expected}"
+    return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

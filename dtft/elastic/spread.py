@@ -1,0 +1,147 @@
+"""How a formation spreads its copies over failure domains. Pure decisions.
+
+Copies are placed by slot, once for as long as the arenas live: what a host keeps must
+not move because another host was replaced. So a spare is chosen that keeps the copies
+apart, and where none does, people are told. Must not know the store or the clock.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dtft.checkpoint.apart import Spread, choose_spares, copy_groups, domains_reached
+from dtft.checkpoint.domains import FailureDomains, domains_at, from_labels, separate
+from dtft.checkpoint.placement import Placement
+from dtft.checkpoint.slices import Layout
+from dtft.elastic.membership import View
+from dtft.elastic.roles import Assignment, HostRecord
+
+
+def known_domains(records: Iterable[HostRecord]) -> tuple[FailureDomains, str]:
+    """What the labels of all hosts say, and why they say nothing if they disagree."""
+    try:
+        return from_labels({record.host: record.domain for record in records}), ""
+    except ValueError as error:
+        return from_labels({}), str(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """The failure domains of a job, for somebody who looks at it."""
+
+    assignment: Assignment | None
+    domains: FailureDomains
+    names: Mapping[str, str]
+    """Host to the domain in which its copy counts."""
+
+    @classmethod
+    def of(cls, view: View) -> "Surroundings":
+        """What the store says."""
+        domains, _ = known_domains(view.hosts.values())
+        level = view.assignment.spread.level if view.assignment else "host"
+        hosts = list(view.hosts)
+        names = dict(zip(hosts, domains_at(domains, hosts, level), strict=True))
+        return cls(assignment=view.assignment, domains=domains, names=names)
+
+    @property
+    def placed(self) -> tuple[str, ...]:
+        """Per slot the domain by which copies were placed."""
+        return self.assignment.spread.domains if self.assignment else ()
+
+    def copies(self, layout: Layout | None) -> tuple[int, int, str]:
+        """Copies asked for, effective ones, and why they differ; zeros if unknown."""
+        now = self.assignment
+        if now is None or layout is None or layout.mesh.num_slots != len(now.slots):
+            return 0, 0, ""
+        if not self.names.keys() >= set(now.slots):
+            return 0, 0, ""  # a host is missing: the health of the commits tells
+        placement = now.spread.place(layout)
+        found = shortfall(now.spread, placement, now.slots, self.domains)
+        return now.spread.copies, *found
+
+
+def spread_over(slots: Sequence[str], domains: FailureDomains, copies: int) -> Spread:
+    """For a formation that begins without copies in memory."""
+    if not domains.levels:
+        return Spread(copies=copies)
+    found = separate(domains, slots, copies)
+    return Spread(copies=copies, level=found.level, domains=found.domains)
+
+
+def next_spread(
+    previous: Assignment | None,
+    slots: Sequence[str],
+    domains: FailureDomains,
+    copies: int,
+    *,
+    keep: bool,
+) -> Spread:
+    """The former spread while copies stay in memory (`keep`), else a new one."""
+    if keep and previous is not None and len(previous.slots) == len(slots):
+        return previous.spread
+    return spread_over(slots, domains, copies)
+
+
+def preferred(
+    previous: Assignment | None,
+    layout: Layout | None,
+    seats: Sequence[HostRecord | None],
+    spares: Sequence[HostRecord],
+    domains: FailureDomains,
+) -> tuple[HostRecord | None, ...]:
+    """The host of each slot: those that have one, and spares that suit the others.
+
+    Args:
+        previous: the former assignment.
+        layout: of its state; without it spares are taken in order.
+        seats: the host of each slot, None where it is empty.
+        spares: in the order in which they are taken otherwise.
+        domains: of all hosts.
+    """
+    groups, wanted, level = (), 0, "host"
+    if previous and layout and layout.mesh.num_slots == len(seats):
+        placement = previous.spread.place(layout)
+        groups, wanted = copy_groups(placement), placement.effective_copies
+        level = previous.spread.level
+    hosts = [record.host for record in (*seats, *spares) if record is not None]
+    names = dict(zip(hosts, domains_at(domains, hosts, level), strict=True))
+    taken = choose_spares(
+        groups,
+        [names[record.host] if record else None for record in seats],
+        [names[record.host] for record in spares],
+        wanted,
+    )
+    return tuple(
+        record if at is None else spares[at]
+        for record, at in zip(seats, taken, strict=True)
+    )
+
+
+def shortfall(
+    spread: Spread,
+    placement: Placement,
+    slots: Sequence[str],
+    domains: FailureDomains,
+) -> tuple[int, str]:
+    """Effective copies of a formation, and why they are fewer than asked for.
+
+    Copies count at the level at which they are kept apart; where that is the host
+    although hosts are labelled, at the narrowest level of the labels, for a rack fails
+    as a whole.
+
+    Returns:
+        The number, and a line for people that is empty if nothing is missing.
+    """
+    level = spread.level
+    if level == "host" and domains.levels:
+        level = domains.levels[-1]
+    names = domains_at(domains, slots, level)
+    reached = domains_reached(copy_groups(placement), names)
+    effective = min(reached, spread.copies)
+    if effective >= spread.copies:
+        return effective, ""
+    return effective, (
+        f"degraded: {spread.copies} copies are asked for, but some slices are in "
+        f"{effective} {level}{'s' * (effective != 1)} only (the job's "
+        f"{len(slots)} hosts are in {len(set(names))}). Start spares in another "
+        f"{level}, or lower --checkpoint.copies"
+    )

@@ -1,0 +1,208 @@
+"""After a loss copies are pushed again, and only then the job calls itself healthy."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.checkpoint.apart import Spread
+from dtft.checkpoint.inventory import inventory_of
+from dtft.checkpoint.repair import re_replication
+from dtft.elastic.forming import Round
+from dtft.elastic.journal import Journal, read_events
+from dtft.elastic.membership import View
+from dtft.elastic.mender import Mender
+from dtft.elastic.mending import Mending, mending_of
+from dtft.elastic.recovery import decide
+from dtft.elastic.replication import Pusher
+from dtft.elastic.roles import Assignment, HostRecord
+from tests.checkpoint.hosts import (
+    EPOCH,
+    JOB,
+    divided,
+    hosts,
+    order_after_loss,
+    wait_until,
+)
+from tests.elastic.test_recovery import HOSTS, commit_of, holdings_of, layout
+
+SHAPES = [(1, 4), (2, 2), (4, 1)]
+
+
+def after_loss(
+    shape: tuple[int, int], dead: int, domains: Mapping[str, str] | None = None
+) -> tuple[Mending, Round, tuple[str, ...]]:
+    state = layout(*shape)
+    holdings = holdings_of(state, 2, 7)
+    del holdings[HOSTS[dead]]
+    slots = tuple("spare" if slot == dead else h for slot, h in enumerate(HOSTS))
+    round_ = Round(ballot=(1, 2), reasons=["lost"], detected=0.0)
+    round_.reply("h3", {"layout": state.to_json(), "corrupt": [], "finished": 7})
+    round_.decision = decide(
+        commits=[commit_of(state, 7)],
+        layout=state,
+        holdings=holdings,
+        slots=slots,
+        storage_steps=[],
+    )
+    round_.assignment = Assignment(
+        generation=2,
+        attempt=1,
+        slots=slots,
+        incarnations=slots,
+        source="memory",
+        step=7,
+        rung=2,
+        reason="",
+    )
+    located = round_.decision.located
+    assert located is not None
+    placement = Spread().place(state)
+    mending = mending_of(7, placement, slots, located.holders, domains or {}, 5.0)
+    return mending, round_, slots
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dead", range(4))
+def test_what_is_pushed_again_brings_the_copies_up(
+    shape: tuple[int, int], dead: int
+) -> None:
+    mending, round_, slots = after_loss(shape, dead)
+    state = layout(*shape)
+    decision = round_.decision
+    assert decision is not None and decision.located is not None
+    held = {key: set(found) for key, found in decision.located.holders.items()}
+    for piece, owners in state.owners.items():
+        held[piece.key] |= {slots[slot] for slot in owners}
+    for push in mending.pushes:
+        assert slots[push.target] == "spare"
+        for piece in push.slices:
+            assert slots[push.source] in held[piece.key]
+            held[piece.key].add(slots[push.target])
+    repaired = re_replication(inventory_of(state, held), alive=slots, copies=2)
+    assert repaired.healthy
+    # Data-parallel owners hold everything: nothing is missing there.
+    assert bool(mending.pushes) == (shape == (1, 4)) == (mending.copies < 2)
+    assert mending.whole == (not mending.pushes)
+
+
+def test_held_pushes_count_for_their_step_only() -> None:
+    mending, _, _ = after_loss((1, 4), 1)
+    (push,) = mending.pushes
+    assert (push.source, push.target) == (0, 1) and mending.targets(0) == [1]
+    assert mending.degraded_line(2) == (
+        "degraded: slices of step 7 have 1 of 2 copies; 32 B are pushed again to 1 host"
+    )
+    mending.held(8, 0, 1)
+    assert not mending.whole
+    mending.held(7, 0, 1)
+    assert mending.whole
+    assert mending.healthy_line(2, 0, 7.5) == (
+        "healthy again: every slice has 2 copies, 32 B re-replicated in 2.50 s"
+    )
+    assert "step 9 was committed with 2 copies" in mending.healthy_line(2, 9, 7.5)
+
+
+class Desk:
+    """A mender whose orders are written down."""
+
+    def __init__(self, directory: Path, racks: Mapping[str, str] | None = None) -> None:
+        self.orders: list[tuple[str, str, dict[str, Any]]] = []
+        self.mender = Mender(
+            Journal(directory, "h0"),
+            lambda host, op, **fields: self.orders.append((host, op, fields)),
+            lambda: 7.0,
+        )
+        self.directory = directory
+        self.view = View(
+            hosts={host: record(host, racks) for host in (*HOSTS, "spare")}
+        )
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [e for e in read_events(self.directory) if e["event"] == kind]
+
+    def said(self) -> str:
+        return "\n".join(event["text"] for event in self.events("message"))
+
+
+def record(host: str, racks: Mapping[str, str] | None) -> HostRecord:
+    label = f"rack={racks[host]}" if racks else ""
+    return HostRecord(
+        host=host, address="", incarnation=host, joined_ns=0, pid=1, domain=label
+    )
+
+
+def test_a_job_is_healthy_once_the_copies_are_back(tmp_path: Path) -> None:
+    desk, (_, round_, _) = Desk(tmp_path), after_loss((1, 4), 1)
+    desk.view = View(hosts=desk.view.hosts, assignment=round_.assignment)
+    desk.mender.begin(round_, desk.view)
+    fields = {"ballot": (1, 2), "step": 7, "targets": [1]}
+    assert desk.orders == [("h0", "replicate", fields)]
+    assert "degraded" in desk.said() and "healthy" not in desk.said()
+    desk.mender.held(None, 7, 0, 1)  # of another formation
+    assert desk.events("replicated") == []
+    desk.mender.held(round_, 7, 0, 1)
+    assert "healthy again: every slice has 2 copies" in desk.said()
+    (event,) = desk.events("replicated")
+    assert (event["healthy"], event["copies"], event["num_bytes"]) == (True, 2, 32)
+    desk.mender.committed(round_, 8)
+    assert len(desk.events("replicated")) == 1
+
+
+def test_a_newer_commit_makes_it_healthy_too(tmp_path: Path) -> None:
+    desk, (_, round_, _) = Desk(tmp_path), after_loss((1, 4), 1)
+    desk.view = View(hosts=desk.view.hosts, assignment=round_.assignment)
+    desk.mender.begin(round_, desk.view)
+    desk.mender.committed(round_, 8)
+    assert "step 8 was committed with 2 copies" in desk.said()
+
+
+def test_a_spare_in_its_partners_rack_leaves_the_job_degraded(tmp_path: Path) -> None:
+    racks = {"h0": "1", "h1": "2", "h2": "1", "h3": "2", "spare": "1"}
+    desk, (_, round_, _) = Desk(tmp_path, racks), after_loss((1, 4), 1)
+    assert round_.assignment is not None
+    spread = Spread(copies=2, level="rack", domains=("1", "2", "1", "2"))
+    round_.assignment = Assignment(**{**vars(round_.assignment), "spread": spread})
+    desk.view = View(hosts=desk.view.hosts, assignment=round_.assignment)
+    desk.mender.begin(round_, desk.view)
+    desk.mender.held(round_, 7, 0, 1)
+    (event,) = desk.events("replicated")
+    assert (event["healthy"], event["copies"], event["copies_asked"]) == (False, 1, 2)
+    assert "healthy again" not in desk.said()
+
+
+def test_replicated_layouts_are_healthy_at_once(tmp_path: Path) -> None:
+    desk, (_, round_, _) = Desk(tmp_path), after_loss((4, 1), 2)
+    desk.view = View(hosts=desk.view.hosts, assignment=round_.assignment)
+    desk.mender.begin(round_, desk.view)
+    (event,) = desk.events("replicated")
+    assert event["healthy"] and event["num_bytes"] == 0
+    assert desk.orders == [] and desk.said() == ""
+
+
+def test_a_restored_step_is_pushed_to_the_new_host(tmp_path: Path) -> None:
+    with hosts(tmp_path, divided(2)) as (kept, lost):
+        for host in (kept, lost):
+            host.stage(7)
+        (push,) = kept.holder.outgoing
+        order_after_loss(lost, kept, 7)
+        pusher = Pusher(kept.holder, push, lost.address, JOB, EPOCH, 10.0)
+        try:
+            assert pusher.target == lost.slot
+            pusher.offer(7)
+            wait_until(lambda: lost.held == [(7, kept.slot)])
+        finally:
+            pusher.close()
+        # A copy that rots is found, forgotten, and can be sent again.
+        (parts,) = lost.holder.find(7, [push.slices[0].key])
+        parts.views[0][0] ^= 1
+        assert any("step 7: big" in text for text in lost.holder.holdings()[1])
+        again = Pusher(kept.holder, push, lost.address, JOB, EPOCH, 10.0)
+        try:
+            again.offer(7)
+            wait_until(lambda: len(lost.held) == 2)
+        finally:
+            again.close()
+        hosted = {f"step 7: {piece.key}" for piece in push.slices}
+        assert hosted.isdisjoint(lost.holder.holdings()[1])

@@ -1,0 +1,188 @@
+"""Reports of members: whatever an authenticated host sends, the leader goes on."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtft.elastic.forming import Round
+from dtft.elastic.leader import Leader
+from dtft.elastic.reports import FIELDS, OPTIONAL, fault_of, misfit
+from dtft.elastic.roles import Assignment
+from dtft.elastic.rounds import Phase
+from tests.elastic.test_leader import Desk
+from tests.elastic.test_recovery import layout, value
+
+STATE = layout(1, 2)
+DIGESTS = [value(piece.key) for piece in STATE.slices(0)]
+SLOTS = ("a", "b")
+BALLOT = (1, 3)
+SOUND: dict[str, dict[str, Any]] = {
+    "holdings": {
+        "layout": STATE.to_json(),
+        "holdings": {7: {"w": b"0" * 16}},
+        "items": {7: {"data": 1}},
+        "corrupt": [],
+        "finished": 7,
+    },
+    "prepared": {"export_port": 80, "own": 1, "peers": 2, "seconds": 0.5},
+    "prepare_failed": {"error": "gone", "corrupt": ["b step 7: w"]},
+    "layout": {"layout": STATE.to_json()},
+    "running": {"slot": 0, "step": 8, "bytes_from_storage": 0},
+    "staged": {"slot": 0, "step": 8, "digests": DIGESTS},
+    "held": {"step": 8, "source": 1, "target": 0},
+    "finished": {"slot": 0, "step": 9, "summary": {}},
+    "trainer_exit": {"code": -9},
+    "exported": {"step": 8, "ok": False, "error": "full"},
+    "fatal": {"message": "no memory", "code": 2},
+}
+
+
+def sound(op: str) -> dict[str, Any]:
+    return {"op": op, "ballot": list(BALLOT), **SOUND[op]}
+
+
+class Busy(Desk):
+    """A leader of two slots that can be put into any phase at once."""
+
+    def enter(self, phase: Phase) -> None:
+        rounds = self.leader._rounds
+        rounds.frozen = False
+        rounds.current = Round(ballot=BALLOT, reasons=["test"], detected=0.0)
+        rounds.assignment = rounds.ledger = None
+        if phase in ("preparing", "running"):
+            rounds.assignment = rounds.current.assignment = Assignment(
+                generation=1,
+                attempt=1,
+                slots=SLOTS,
+                incarnations=SLOTS,
+                source="memory",
+                step=7,
+                rung=1,
+                reason="",
+            )
+        if phase == "running":
+            assert rounds.assignment is not None
+            rounds.open_ledger(STATE, rounds.assignment)
+        rounds.enter(phase, 60.0)
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
+    desk = Busy(tmp_path_factory.mktemp("leader"))
+    desk.register("b")
+    yield desk
+    desk.leader.close()
+
+
+def test_every_sound_report_is_taken(desk: Busy) -> None:
+    assert SOUND.keys() == FIELDS.keys()
+    for op in SOUND:
+        assert fault_of(sound(op)) is None
+        assert misfit("a", sound(op), SLOTS, STATE) is None
+        desk.enter("running")
+        desk.leader.hears("a", sound(op))
+
+
+@pytest.mark.parametrize("op", sorted(FIELDS.keys() - {"fatal"}))
+def test_the_table_names_what_the_leader_takes(op: str) -> None:
+    handler = inspect.signature(getattr(Leader, f"_on_{op}")).parameters.values()
+    takes = {p.name for p in handler if p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert takes - {"self", "host"} <= FIELDS[op].keys()
+    if not any(p.kind is p.VAR_KEYWORD for p in handler):
+        assert FIELDS[op].keys() - {"ballot"} <= takes
+
+
+@pytest.mark.parametrize("op", sorted(SOUND))
+def test_a_field_that_is_left_out_is_named(op: str) -> None:
+    for name in FIELDS[op].keys() - OPTIONAL.get(op, frozenset()):
+        message = sound(op)
+        del message[name]
+        assert fault_of(message) == f"{op}: no {name}"
+
+
+WRONG = [
+    ("b", {**sound("staged")}, "b has slot 1, not 0"),
+    ("c", {**sound("running")}, "c has no slot"),
+    ("a", {**sound("held"), "source": 2}, "there is no slot 2"),
+    ("a", {**sound("held"), "target": 1}, "a has slot 0, not 1"),
+    ("a", {**sound("staged"), "digests": DIGESTS[:1]}, "1 digests instead of 2"),
+    ("a", {**sound("layout"), "layout": layout(2, 2).to_json()}, "4 slots instead"),
+]
+
+
+@pytest.mark.parametrize(("host", "message", "reason"), WRONG)
+def test_what_does_not_fit_the_formation_is_dropped(
+    desk: Busy, host: str, message: dict[str, Any], reason: str
+) -> None:
+    assert fault_of(message) is None
+    assert reason in (misfit(host, message, SLOTS, STATE) or "")
+    desk.enter("running")
+    desk.leader.hears(host, dict(message))
+    round_, ledger = desk.leader._rounds.current, desk.leader._rounds.ledger
+    assert round_ is not None and round_.running == set()
+    assert ledger is not None and ledger.waiting_for() == "the next step"
+
+
+NAMES = sorted({name for fields in FIELDS.values() for name in fields})
+PHASES: list[Phase] = ["gathering", "waiting", "assigning", "preparing", "running"]
+SMALL = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(),
+    st.text(max_size=8),
+    st.binary(max_size=20),
+    st.sampled_from([*FIELDS, "a", '{"mesh": {}}', '{"mesh": {"slots": [9]}}']),
+)
+ANYTHING = st.recursive(
+    SMALL,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(st.text(max_size=4), st.integers(0, 9)), inner),
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    host=st.sampled_from(["a", "b", "c"]),
+    op=st.sampled_from(sorted(FIELDS)),
+    phase=st.sampled_from(PHASES),
+    changes=st.dictionaries(
+        st.sampled_from([*NAMES, "op", "x"]),
+        ANYTHING,
+        max_size=3,
+    ),
+    left_out=st.sets(st.sampled_from(NAMES), max_size=2),
+)
+@settings(
+    max_examples=400,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
+)
+def test_no_report_ends_the_leader(
+    desk: Busy,
+    host: str,
+    op: str,
+    phase: Phase,
+    changes: dict[str, Any],
+    left_out: set[str],
+) -> None:
+    desk.enter(phase)
+    message = {k: v for k, v in sound(op).items() if k not in left_out} | changes
+    desk.leader.hears(host, dict(message))
+    desk.leader.tick()
+    # A later sound report still counts.
+    desk.enter("running")
+    desk.leader.hears("a", sound("running") | {"news": 1})
+    assert desk.leader._rounds.current is not None
+    assert desk.leader._rounds.current.running == {"a"}
+
+
+def test_a_report_without_an_op_is_dropped() -> None:
+    for message in ({}, {"op": 7}, {"op": "close"}, {"op": ["held"]}):
+        assert fault_of(message) is not None
