@@ -40,6 +40,8 @@ def _push(folder: Path, address: str, step: int, mine: Connection) -> None:
     mine.send(host.address)
     end = time.monotonic() + LIFE_S
     while time.monotonic() < end and not mine.poll(0.002):
+        if not pusher._steps.empty():
+            continue  # a step that is dropped before it is sent is not sent at all
         host.stage(step)
         pusher.offer(step)
         host.holder.drop_before(step - 2, keep=set())
