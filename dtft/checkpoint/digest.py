@@ -67,9 +67,12 @@ def copy_chunk(source: np.ndarray, target: memoryview) -> bytes:
         source: [bytes] uint8.
         target: as many bytes.
     """
-    state = xxhash.xxh3_128()
     # numpy copies without holding the interpreter lock, slice assignment holds it.
     to_array = np.frombuffer(target, np.uint8)
+    if len(target) <= _BLOCK_BYTES:
+        np.copyto(to_array, source)
+        return xxhash.xxh3_128_digest(target)
+    state = xxhash.xxh3_128()
     for low in range(0, len(target), _BLOCK_BYTES):
         high = low + _BLOCK_BYTES
         np.copyto(to_array[low:high], source[low:high])

@@ -55,6 +55,7 @@ class SnapshotPlan:
         """Lays the slices of `slot` side by side, in the layout's order."""
         self.slices: tuple[Slice, ...] = layout.slices(slot)
         self.chunks = Chunks.of(self.slices, chunk_bytes)
+        self._first: list[int] = self.chunks.first.tolist()
 
     def write(
         self,
@@ -81,42 +82,63 @@ class SnapshotPlan:
             base: the last snapshot, if it still is in the arena.
             copied: [slices] bool, which slices to copy; by default all.
         """
-        digests, kept = [], np.zeros(self.chunks.num_chunks, bool)
+        # Lists, for a state may have many leaves that are small.
+        where = (places * np.int64(self.chunks.nbytes) + self.chunks.starts).tolist()
+        calm = base.kept.tolist() if base is not None else [False] * len(where)
+        digests = []
         for index, piece in enumerate(self.slices):
             if copied is not None and not copied[index]:
                 digests.append(b"")
                 continue
             raw = host_bytes(_shard_of(arrays[piece.path], piece))
-            found = self._write_slice(index, raw, memory, places, base, kept)
+            mine = slice(self._first[index], self._first[index + 1])
+            known = base.digests[index] if base is not None else b""
+            found = self._write_slice(raw, memory, where[mine], known, calm[mine])
             digests.append(b"".join(found))
+        kept = self._equal(digests, base.digests if base is not None else ())
         return Snapshot(step=step, digests=tuple(digests), kept=kept)
 
     def _write_slice(
         self,
-        index: int,
         raw: memoryview,
         memory: memoryview,
-        places: np.ndarray,
-        base: Snapshot | None,
-        kept: np.ndarray,
+        where: Sequence[int],
+        known: bytes,
+        calm: Sequence[bool],
     ) -> list[bytes]:
-        """The digests of a slice's chunks; says in `kept` which were not written."""
-        source, numbers = np.frombuffer(raw, np.uint8), self.chunks.numbers(index)
-        known = _cut(base.digests[index]) if base is not None else []
+        """The digests of a slice's chunks, after writing those that may be new.
+
+        Args:
+            raw: the slice's bytes.
+            memory: the arena.
+            where: of each chunk, where in `memory` it may be written.
+            known: the digests of the last snapshot; empty if that has not got it.
+            calm: of each chunk, whether it did not change last time.
+        """
+        source, size = np.frombuffer(raw, np.uint8), self.chunks.chunk_bytes
         found: list[bytes] = []
-        for at, number in enumerate(range(numbers.start, numbers.stop)):
-            begin = at * self.chunks.chunk_bytes
-            part = source[begin : begin + self.chunks.chunk_bytes]
-            before = known[at] if known else b""
-            if base is not None and base.kept[number]:
-                if xxhash.xxh3_128_digest(part.data) == before:
-                    kept[number] = True
-                    found.append(before)
-                    continue
-            target = self.chunks.chunk(memory, int(places[number]), number)
-            found.append(digest.copy_chunk(part, target))
-            kept[number] = found[-1] == before
+        for at, start in enumerate(where):
+            part = source[at * size : (at + 1) * size]
+            before = known[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+            if calm[at] and xxhash.xxh3_128_digest(part.data) == before:
+                found.append(before)
+            else:
+                target = memory[start : start + len(part)]
+                found.append(digest.copy_chunk(part, target))
         return found
+
+    def _equal(self, digests: Sequence[bytes], before: Sequence[bytes]) -> np.ndarray:
+        """[chunks] bool: where both snapshots have the same bytes."""
+        if not before:
+            return np.zeros(self.chunks.num_chunks, bool)
+        here = self.chunks.mask([i for i, one in enumerate(digests) if one])
+        both = zip(digests, before, np.diff(self._first).tolist(), strict=True)
+        pairs = [
+            (one or bytes(DIGEST_BYTES * n), old or bytes(DIGEST_BYTES * n))
+            for one, old, n in both
+        ]
+        new, last = (b"".join(side) for side in zip(*pairs, strict=True))
+        return here & digest.equal_chunks(new, last)
 
     def copied(self, packed: bytes) -> np.ndarray | None:
         """[slices] bool from what the agent says is to be copied; None for all."""
@@ -170,13 +192,6 @@ class SnapshotPlan:
             found.append(digest.copy_and_digest(view, part, self.chunks.chunk_bytes))
             begun += view.nbytes
         return b"".join(found)
-
-
-def _cut(digests: bytes) -> list[bytes]:
-    return [
-        digests[start : start + DIGEST_BYTES]
-        for start in range(0, len(digests), DIGEST_BYTES)
-    ]
 
 
 def _bounds(

@@ -308,8 +308,8 @@ def check(
     divided = memory_tier and experiment.checkpoint.share == "divided"
     if divided and replicas < max(copies, 2):
         raise ValueError(
-            f"checkpoint.share=divided has nothing to divide: {replicas} hosts have "
-            f"the same slices (mesh.replica={mesh.replica}, {hosts} hosts) and "
+            f"checkpoint.share=divided has nothing to divide: hosts with "
+            f"the same slices: {replicas} (mesh.replica={mesh.replica}), and "
             f"checkpoint.copies={copies} of them shall copy each. Set "
             "--checkpoint.share full, or use more replicas than copies."
         )

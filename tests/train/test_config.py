@@ -173,7 +173,7 @@ def test_check_says_what_to_change() -> None:
     check(divided, hosts=3)
     check(divided, hosts=1, memory_tier=False)
     few = parse("digits_cnn", ["--checkpoint.share", "divided", "--mesh.fsdp", "3"])
-    with pytest.raises(ValueError, match=r"share=divided has nothing .* share full"):
+    with pytest.raises(ValueError, match=r"share=divided has nothing .*share full"):
         check(few, hosts=3)
     with pytest.raises(ValueError, match=r"global_batch=96 .*global_batch 100"):
         check(experiment, hosts=5)
