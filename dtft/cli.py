@@ -25,6 +25,14 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("--hosts", type=int, help="slots (default: cluster.hosts)")
         made.add_argument("--run-dir", help="run directory; an old one is resumed")
 
+    def shrinks(made: argparse.ArgumentParser) -> None:
+        made.add_argument(
+            "--min-replicas",
+            type=_count,
+            metavar="B",
+            help="go on with B replicas when hosts are lost (default: wait for a host)",
+        )
+
     def safety(made: argparse.ArgumentParser) -> None:
         made.add_argument(
             "--domain-file", metavar="FILE", help="lines: HOST power=NAME rack=NAME"
@@ -42,11 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     job(made)
     safety(made)
     made.add_argument("--spares", type=_count, default=0, help="hosts that wait")
+    shrinks(made)
     text = "encrypt, with a certificate that is made for this job"
     made.add_argument("--tls", action="store_true", help=text)
     made = command("agent", "one host of a job; start one per machine")
     job(made)
     safety(made)
+    shrinks(made)
     made.add_argument("--domain", metavar="power=NAME,rack=NAME", help="where it is")
     made.add_argument("--store", required=True, metavar="HOST:PORT", help="etcd")
     made.add_argument("--job", required=True, help="name of the job")
@@ -57,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     job(made)
     safety(made)
     made.add_argument("--spares", type=_count, default=0, help="hosts that wait")
+    shrinks(made)
     made.add_argument("--fault", action="append", default=[], metavar="KIND:SLOT@STEP")
     made.add_argument("--rejoin", type=float, metavar="S", help="killed hosts return")
     made.add_argument("--seed", type=int, default=0, help="of the moment in a step")
@@ -67,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--json", help="write the figures here")
     _checkpoint(commands)
+    _scale(commands)
     return parser
 
 
@@ -110,6 +122,20 @@ def _checkpoint(commands: Any) -> None:
     made = actions.add_parser("odds", help="how likely several losses are survived")
     made.add_argument("--hosts", type=int, required=True, help="hosts of the job")
     made.add_argument("--copies", type=int, default=2, help="of every slice")
+
+
+def _scale(commands: Any) -> None:
+    made = commands.add_parser(
+        "scale", help="more or fewer replicas for a live job", allow_abbrev=False
+    )
+    made.add_argument("--job", required=True, help="name of the live job")
+    made.add_argument("--store", required=True, metavar="HOST:PORT", help="its etcd")
+    made.add_argument("--secret-file", help="default: $DTFT_SECRET_FILE")
+    made.add_argument("--replicas", type=int, required=True, metavar="T")
+    made.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="default: 600"
+    )
+    made.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _count(text: str) -> int:

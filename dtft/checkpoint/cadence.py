@@ -90,6 +90,15 @@ class Schedule:
         """Whether a snapshot is taken after `step`."""
         return self._in_force(step - 1).is_boundary(step)
 
+    def following(self, step: int) -> int:
+        """The first boundary after `step`, a boundary.
+
+        >>> schedule = Schedule.of(Cadence(interval=2, period=8)).changed(4, after=2)
+        >>> schedule.following(0), schedule.following(2)
+        (2, 4)
+        """
+        return self._in_force(step).following(step)
+
     def interval(self, *, after: int) -> int:
         """The interval in force after a step."""
         return self._in_force(after).interval

@@ -54,6 +54,8 @@ class Channel:
         self.peer: Header = {}
         """What the client said in its hello; at the client, the server's answer."""
         self.stream = stream
+        self.paced: Callable[[int], None] | None = None
+        """Called with every number of bytes sent; pauses, to send more slowly."""
         self._sealer: seal.Sealer | None = None
         self._opener: seal.Opener | None = None
         self._sending = threading.Lock()
@@ -214,6 +216,8 @@ class Channel:
                     self._wait(wait.event, deadline, "room to send")
                     continue
                 begun = True
+                if self.paced is not None:
+                    self.paced(sent)
                 while sent and sent >= len(buffers[at]):
                     sent, at = sent - len(buffers[at]), at + 1
                 if sent:

@@ -208,9 +208,11 @@ def _locate_one(
     commit: Commit, layout: Layout, holdings: Holdings, placed: Sequence[str]
 ) -> tuple[Located | None, str]:
     claims: dict[str, dict[bytes, list[str]]] = {}
+    wanted = {piece.key for piece in layout.owners}
     for host in sorted(holdings):
         for key, value in holdings[host].get(commit.step, {}).items():
-            claims.setdefault(key, {}).setdefault(value, []).append(host)
+            if key in wanted:  # hosts may hold what another layout divides otherwise
+                claims.setdefault(key, {}).setdefault(value, []).append(host)
     lost = [piece for piece in layout.owners if piece.key not in claims]
     if lost:
         slots = place(layout, commit.copies, placed or None).holders[lost[0]]

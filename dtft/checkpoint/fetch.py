@@ -7,6 +7,7 @@ copy if it stays wrong. At most `DEPTH` answers per connection are on their way,
 memory stays bounded on both sides. Must not know steps, arenas or who has what.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -19,6 +20,8 @@ from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.ranges import Part, Range, Wanted, memory_of, not_right, split
 from dtft.checkpoint.transport import Channel, Credentials, connect
+
+logger = logging.getLogger(__name__)
 
 STREAMS = 4
 """Connections of one fetch, if there is enough for each to do."""
@@ -192,6 +195,8 @@ def _stream(
                 if work.nixl is not None and offer:
                     _read(channel, work, offer, flying, gained, deadline)
                 else:
+                    if work.nixl is not None:
+                        logger.info("%s has no NIXL: fetching over TCP", address)
                     _pump(channel, work, flying, gained, deadline)
         except FetchError as error:
             work.cut((), tuple(flying), str(error))

@@ -95,6 +95,11 @@ class Holder:
             shelf = self._own.shelf
             return shelf.parts(self._own.copies[step], shelf.index[piece])
 
+    def staging_parts(self, step: int, piece: Slice) -> Parts:
+        """Where one own slice of a step goes between `begin_stage` and `staged`."""
+        with self._lock:
+            return self._own.staging_parts(step, piece)
+
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
         """Digests of some of the own slices of a staged step."""
         with self._lock:
@@ -282,13 +287,18 @@ class Holder:
         Raises:
             KeyError: a slice is not held here for that step.
         """
+        here = self.here(step)
+        return [here[key] for key in keys]
+
+    def here(self, step: int) -> dict[str, Parts]:
+        """Every slice of `step` that can be sent to peers, by key; reads nothing."""
         with self._lock:
             here = {key: parts for key, parts, _ in self.copies(step)}
             for pinned, copy in self._own.pins.values():
                 if pinned == step:
                     for piece, parts, _ in self._own.shelf.held(copy):
                         here.setdefault(piece.key, parts)
-        return [here[key] for key in keys]
+            return here
 
     def _all_copies(self, step: int) -> Iterator[tuple[Shelf, Copy]]:
         if step in self._own.copies:

@@ -1,14 +1,18 @@
 """Looks at a storage directory: its steps, what they hold, whether that is right.
 
-Lists without Orbax; what needs values goes through `StorageTier`. Writes nothing except
-a copy of a step into another directory. Must not know how the findings are shown.
+Lists without Orbax; what needs values goes through `StorageTier` for a job's steps and
+`StoredSteps` for others. Writes nothing except a copy of a step into another directory.
+Must not know how the findings are shown.
 """
 
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dtft.checkpoint.inspect_step import missing_from, writer_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +27,8 @@ class StoredStep:
     """Of its files."""
     written: float
     """Seconds since the epoch."""
+    problem: str = ""
+    """What is missing, as far as can be seen without reading it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +60,17 @@ def checkpoints_in(directory: Path | str) -> Path:
 
 
 def list_steps(directory: Path) -> tuple[list[StoredStep], list[str]]:
-    """The complete steps, ascending, and the names of what is unfinished."""
+    """The steps, ascending, and the names of what is unfinished."""
     steps, unfinished = [], []
     for path in directory.iterdir():
-        if path.name.isdigit():
-            found = path.stat()
-            size = _bytes_below(path)
+        if path.name.isdigit() and path.is_dir():
             steps.append(
-                StoredStep(step=int(path.name), num_bytes=size, written=found.st_mtime)
+                StoredStep(
+                    step=int(path.name),
+                    num_bytes=_bytes_below(path),
+                    written=path.stat().st_mtime,
+                    problem=missing_from(path),
+                )
             )
         elif "orbax-checkpoint-tmp" in path.name:
             unfinished.append(path.name)
@@ -69,12 +78,16 @@ def list_steps(directory: Path) -> tuple[list[StoredStep], list[str]]:
 
 
 def pick(directory: Path, step: int | None) -> int:
-    """The wanted step, or the newest.
+    """The wanted step, or the newest from which nothing is missing.
 
     Raises:
         ValueError: the directory does not have it; names those it has.
     """
-    steps = [found.step for found in list_steps(directory)[0]]
+    found = list_steps(directory)[0]
+    problems = {it.step: it.problem for it in found if it.problem}
+    if step in problems:
+        raise ValueError(f"--step {step} of {directory} is {problems[step]}.")
+    steps = [it.step for it in found if not it.problem]
     if not steps:
         raise ValueError(f"DIR {directory} has no complete checkpoint.")
     if step is not None and step not in steps:
@@ -84,24 +97,38 @@ def pick(directory: Path, step: int | None) -> int:
 
 
 def describe(directory: Path, step: int) -> tuple[list[StoredLeaf], dict[str, Any]]:
-    """The leaves of a step by path, and its items; reads no values."""
-    from dtft.checkpoint.storage import StorageTier
+    """The leaves of a step by path, and its items; reads no values.
 
-    tier = StorageTier(directory, read_only=True)
-    try:
-        leaves = [
-            StoredLeaf(
-                path=path,
-                shape=shape,
-                dtype=dtype.name,
-                num_bytes=_count(shape) * dtype.itemsize,
-                fingerprint=fingerprint,
-            )
-            for path, (shape, dtype, fingerprint) in sorted(tier.leaves(step).items())
-        ]
-        return leaves, tier.items(step)
-    finally:
-        tier.close()
+    Raises:
+        CheckpointUnreadable: the step is damaged.
+    """
+    if writer_of(directory / str(step)) == "job":
+        from dtft.checkpoint.storage import StorageTier
+
+        tier = StorageTier(directory, read_only=True)
+        try:
+            found = {
+                path: (shape, dtype.name, dtype.itemsize, fingerprint)
+                for path, (shape, dtype, fingerprint) in tier.leaves(step).items()
+            }
+            items = tier.items(step)
+        finally:
+            tier.close()
+    else:
+        from dtft.checkpoint.inspect_tree import leaves_and_items
+
+        found, items = leaves_and_items(directory, step)
+    leaves = [
+        StoredLeaf(
+            path=path,
+            shape=shape,
+            dtype=dtype,
+            num_bytes=_count(shape) * size,
+            fingerprint=fingerprint,
+        )
+        for path, (shape, dtype, size, fingerprint) in sorted(found.items())
+    ]
+    return leaves, items
 
 
 def verify(directory: Path, steps: Iterable[int]) -> dict[int, str]:
@@ -110,31 +137,48 @@ def verify(directory: Path, steps: Iterable[int]) -> dict[int, str]:
     Returns:
         For each step "" if all is right, or what is wrong.
     """
-    from dtft.checkpoint.storage import CheckpointUnreadable, load_numpy
+    from dtft.checkpoint.storage import CheckpointUnreadable
 
     found = {}
     for step in steps:
         try:
-            load_numpy(directory, step)
+            _read_all(directory, step)
             found[step] = ""
-        except CheckpointUnreadable as error:
+        except (CheckpointUnreadable, ValueError) as error:
             found[step] = str(error)
     return found
+
+
+def _read_all(directory: Path, step: int) -> None:
+    path = directory / str(step)
+    if problem := missing_from(path):
+        raise ValueError(f"{path} is {problem}.")
+    if writer_of(path) == "job":
+        from dtft.checkpoint.storage import load_numpy
+
+        load_numpy(directory, step)
+    else:
+        from dtft.checkpoint.inspect_tree import read_all
+
+        read_all(directory, step)
 
 
 def copy(directory: Path, step: int, target: Path) -> int:
     """Writes a step, checked while it is read, to another directory; returns bytes.
 
     Raises:
-        ValueError: the target is the source, or has the step already.
+        ValueError: the target is the source, or has the step already; or stock Orbax
+            wrote the step, so that nothing can be checked.
         CheckpointUnreadable: the step is damaged; nothing was written.
     """
-    from dtft.checkpoint.storage import StorageTier
-
     if target.resolve() == directory.resolve() or (target / str(step)).exists():
         raise ValueError(
             f"--to {target} has step {step} already. Give another directory."
         )
+    if writer_of(directory / str(step)) != "job":
+        return _copy_files(directory, step, target)
+    from dtft.checkpoint.storage import StorageTier
+
     source = StorageTier(directory, read_only=True)
     try:
         values, items = source.load_numpy(step), source.items(step)
@@ -147,6 +191,16 @@ def copy(directory: Path, step: int, target: Path) -> int:
     finally:
         tier.close()
     return sum(value.nbytes for value in values.values())
+
+
+def _copy_files(directory: Path, step: int, target: Path) -> int:
+    """The user's own trees must stay as they are, so their files are copied."""
+    _read_all(directory, step)
+    half = target / f"{step}.orbax-checkpoint-tmp"
+    shutil.copytree(directory / str(step), half)
+    half.rename(target / str(step))
+    _read_all(target, step)
+    return _bytes_below(target / str(step))
 
 
 def _steps_in(directory: Path) -> list[StoredStep]:

@@ -66,6 +66,12 @@ class Window:
     stall_s: float = 0.0
     """Seconds that taking the snapshot held up the training thread."""
 
+    @property
+    def step_s(self) -> float:
+        """Wall time per step, of all of them."""
+        steps = self.affected_steps + self.quiet_steps
+        return (self.affected_s + self.quiet_s) / steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:

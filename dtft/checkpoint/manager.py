@@ -19,7 +19,7 @@ from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.cadence import Cadence, Schedule
 from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.interval import Window
-from dtft.checkpoint.link import Link, LinkClosed
+from dtft.checkpoint.link import Link, LinkClosed, Outbox
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
 from dtft.checkpoint.storage import StorageTier
@@ -66,6 +66,7 @@ class AgentCheckpointManager:
         deadline_s: float,
         cadence: Cadence | None = None,
         automatic: bool = False,
+        last: int | None = None,
     ) -> None:
         """Announces the layout and waits for what the agent was told to restore.
 
@@ -78,6 +79,8 @@ class AgentCheckpointManager:
             deadline_s: limit of every wait for the agent.
             cadence: after which steps `should_save`; by default after every step.
             automatic: the leader changes the interval; commits hold it.
+            last: the last step of all, which is saved whatever the cadence is. If it is
+                given, room for a step is asked for when the one before it is safe.
 
         Raises:
             TimeoutError: the agent did not answer in time.
@@ -90,6 +93,9 @@ class AgentCheckpointManager:
         self._order: dict[str, Any] | None = None
         self._room: dict[str, Any] | None = None
         self._last: Snapshot | None = None
+        self._asked: int | None = None
+        self._last_step = last
+        self._outbox = Outbox(link)
         self._gone = False
         self._released = self._committed = self._saved = 0
         self._stop_at: int | None = None
@@ -128,7 +134,7 @@ class AgentCheckpointManager:
         op = message["op"]
         if op == "restore":
             self._order = message
-        elif op == "room":
+        elif op == "room" and message["step"] == self._asked:
             self._room = message
         elif op == "release":
             if message["step"] > self._released:
@@ -138,6 +144,18 @@ class AgentCheckpointManager:
             self._stop_at = message["stop_at"]
             for after, interval in message["changes"]:
                 self._schedule = self._schedule.changed(interval, after=after)
+            if message["step"] == self._saved and self._asked is None:
+                self._ask_ahead()
+
+    def _ask_ahead(self) -> None:
+        """Asks for room for the next step, while the devices compute it."""
+        if self._last_step is not None and self._saved < self._last_step:
+            following = self._schedule.following(self._saved)
+            self._ask(min(following, self._last_step))
+
+    def _ask(self, step: int) -> None:
+        self._asked, self._room = step, None
+        self._outbox.send("stage", step=step)
 
     def _wait(self, ready: Any, what: str) -> None:
         with self._condition:
@@ -187,8 +205,9 @@ class AgentCheckpointManager:
         donated as soon as this returns.
         """
         begun = time.monotonic()
-        self._room = None
-        self._link.send("stage", step=step)
+        with self._condition:
+            if self._asked != step:
+                self._ask(step)
         self._wait(lambda: self._room is not None, f"room for step {step}")
         room, last = self._room, self._last
         assert room is not None and self._arena is not None
@@ -200,10 +219,11 @@ class AgentCheckpointManager:
             last if last is not None and last.step == room["base"] else None,
             self._plan.copied(room["copied"]),
         )
-        self._saved = step
+        with self._condition:
+            self._saved, self._asked = step, None
         interval = self.interval()
         items = dict(args.items) | ({ITEM: interval} if self._automatic else {})
-        self._link.send(
+        self._outbox.send(
             "staged",
             step=step,
             digests=self._last.digests,
@@ -265,6 +285,7 @@ class AgentCheckpointManager:
 
     def close(self) -> None:
         """Detaches from the arena; its bytes stay."""
+        self._outbox.close()
         if self._arena is not None:
             self._arena.close()
 

@@ -187,7 +187,7 @@ def _bundles(
 ) -> tuple[tuple[Bundle, ...], list[tuple[tuple[int, ...], ...]]]:
     """Leaves that are divided alike, before and after, and held alike; the holders."""
     old_leaves = holdings.layout.leaves
-    specs = _new_specs(holdings.layout, new_layout)
+    specs = new_specs(holdings.layout, new_layout)
     old_mesh, new_mesh = holdings.layout.mesh, new_layout.mesh
     new = {spec: partition_of(new_mesh, spec) for spec in set(specs.values())}
     old: dict[Spec, Partition] = {}
@@ -215,8 +215,12 @@ def _bundles(
     return tuple(bundles), holders
 
 
-def _new_specs(old_layout: Layout, new_layout: Layout) -> dict[int, Spec]:
-    """For each needed leaf, as a position in the old layout, how it is now divided."""
+def new_specs(old_layout: Layout, new_layout: Layout) -> dict[int, Spec]:
+    """For each needed leaf, as a position in the old layout, how it is now divided.
+
+    Raises:
+        ValueError: a leaf was not committed, or has another shape or dtype now.
+    """
     known: Mapping[str, int] = {
         leaf.path: index for index, leaf in enumerate(old_layout.leaves)
     }

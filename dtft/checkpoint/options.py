@@ -8,6 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dtft.checkpoint.cadence import Cadence
+from dtft.checkpoint.interval import Automatic
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedOptions:
@@ -18,8 +21,13 @@ class ReplicatedOptions:
     ValueError: max_to_keep=0 would keep nothing. Allowed: 1 or more, or None for all.
     """
 
-    save_interval_steps: int = 1
-    """`save` takes steps that are a multiple of this into memory, and the first."""
+    save_interval_steps: int | Literal["auto"] = 1
+    """`save` takes steps that are a multiple of this into memory, and the first.
+    `auto`: as many as the stall budget allows, measured in this loop."""
+    stall_budget: float = Automatic.budget
+    """With `auto`: part of the wall time that saves may cost."""
+    max_interval_steps: int = Automatic.maximum
+    """With `auto`: most steps between saves; multiples of it are always saved."""
     storage_interval_steps: int = 100
     """A saved step goes to storage when a multiple of this was reached or passed."""
     max_to_keep: int | None = 3
@@ -50,15 +58,31 @@ class ReplicatedOptions:
             "chunk_bytes",
             "storage_timeout_s",
         ):
-            if getattr(self, name) <= 0:
+            if getattr(self, name) != "auto" and getattr(self, name) <= 0:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is not positive. Allowed: above 0. "
                     f"Set ReplicatedOptions({name}=...)."
                 )
+        allowed = self.automatic  # refuses bounds that cannot be
+        if self.save_interval_steps != "auto" and allowed != Automatic():
+            raise ValueError(
+                f"save_interval_steps={self.save_interval_steps} is fixed, so "
+                "stall_budget and max_interval_steps have no effect. Set "
+                "ReplicatedOptions(save_interval_steps='auto'), or leave them out."
+            )
         if self.best_mode not in ("max", "min"):
             raise ValueError(
                 f"best_mode={self.best_mode!r} is not known. Allowed: 'max', 'min'."
             )
+
+    @property
+    def automatic(self) -> Automatic:
+        """The bounds of an automatic interval.
+
+        Raises:
+            ValueError: they cannot be.
+        """
+        return Automatic(budget=self.stall_budget, maximum=self.max_interval_steps)
 
     def score(self, metrics: Any) -> float | None:
         """The higher the better, whatever `best_mode` is; None without metrics."""
@@ -68,16 +92,16 @@ class ReplicatedOptions:
         return value if self.best_mode == "max" else -value
 
 
-def is_due(options: ReplicatedOptions, step: int, latest: int | None) -> bool:
+def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:
     """Whether `save` takes a step, as Orbax decides it.
 
-    >>> options = ReplicatedOptions(save_interval_steps=5)
-    >>> [is_due(options, step, latest) for step, latest in [(3, None), (4, 3), (5, 3)]]
+    >>> cadence = Cadence.every(5)
+    >>> [is_due(cadence, step, latest) for step, latest in [(3, None), (4, 3), (5, 3)]]
     [True, False, True]
     """
     if latest is None:
         return True
-    return step > latest and step % options.save_interval_steps == 0
+    return step > latest and cadence.is_boundary(step)
 
 
 def is_storage_due(

@@ -57,7 +57,8 @@ class Owning:
         Raises:
             RuntimeError: a chunk has no free place, so a commit or export is stuck.
         """
-        self._cancel(step)
+        for asked in list(self._staging):
+            self._cancel(asked)  # there is one trainer, and it writes one step
         pool = self.shelf.pool
         places = pool.acquire(np.arange(self.shelf.chunks.num_chunks))
         if places is None:
@@ -71,6 +72,11 @@ class Owning:
         pool.retain(base.places)
         self._staging[step] = _Staging(base=base, places=places)
         return Room(base=newest, places=places.tobytes())
+
+    def staging_parts(self, step: int, piece: Slice) -> Parts:
+        """Where one slice of a step that is being written goes."""
+        copy = Copy(places=self._staging[step].places, digests=[])
+        return self.shelf.parts(copy, self.shelf.index[piece])
 
     def staged(
         self, step: int, digests: Sequence[bytes], items: dict, kept: bytes
@@ -189,11 +195,8 @@ class Owning:
 
     def fill(self, step: int, index: int, source: Parts, digests: bytes) -> None:
         """Copies a slice from elsewhere in this host's memory; it is held then."""
-        copy, begun = self.copies[step], 0
-        for view in self.shelf.parts(copy, index).views:
-            cut = source.cut(begun, begun + view.nbytes)
-            view[:] = cut[0] if len(cut) == 1 else b"".join(cut)
-            begun += view.nbytes
+        copy = self.copies[step]
+        self.shelf.parts(copy, index).fill(source)
         copy.digests[index] = digests
 
     def restored(self, step: int, digests: Mapping[Slice, bytes]) -> None:

@@ -48,6 +48,15 @@ class Parts:
             index += 1
         return found
 
+    def fill(self, source: "Parts | memoryview") -> None:
+        """Overwrites all of it with as many bytes from elsewhere."""
+        given = source if isinstance(source, Parts) else Parts([source])
+        begun = 0
+        for view in self.views:
+            cut = given.cut(begun, begun + view.nbytes)
+            view[:] = cut[0] if len(cut) == 1 else b"".join(cut)
+            begun += view.nbytes
+
     def whole(self) -> memoryview:
         """All of it in one piece: the memory itself, or a copy if it is scattered."""
         return self.views[0] if len(self.views) == 1 else memoryview(bytes(self))

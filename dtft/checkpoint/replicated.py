@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from dtft.checkpoint.options import ReplicatedOptions, best, is_due
 from dtft.checkpoint.reading import Reader
-from dtft.checkpoint.record import record_of
+from dtft.checkpoint.record import Record, record_of
+from dtft.checkpoint.save_clock import SaveClock
 from dtft.checkpoint.storing import Storing
 from dtft.checkpoint.versions import Versions
 
@@ -70,6 +72,10 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         text = os.fspath(directory)
         self._directory = epath.Path(text if "://" in text else os.path.abspath(text))
         self._options = options or ReplicatedOptions()
+        interval = self._options.save_interval_steps
+        self._clock = SaveClock(
+            None if interval == "auto" else interval, self._options.automatic
+        )
         self._condition = threading.Condition()
         self._versions = Versions(
             keep=self._options.memory_to_keep, chunk_bytes=self._options.chunk_bytes
@@ -124,7 +130,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     def should_save(self, step: int) -> bool:
         """Whether `save` takes this step: see `ReplicatedOptions`."""
         latest = self.latest_step()
-        if is_due(self._options, step, latest):
+        if is_due(self._clock.cadence, step, latest):
             return True
         return (latest is None or step > latest) and self.reached_preemption(step)
 
@@ -160,7 +166,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         self._refuse_closed()
         if not force and not self.should_save(step):
             return False
-        record, values = record_of(args, metrics, custom_metadata)
+        with self._clock.saving(step, args):
+            self._save(step, *record_of(args, metrics, custom_metadata))
+        return True
+
+    def _save(self, step: int, record: Record, values: Sequence[Any]) -> None:
         with self._condition:
             if step in self.all_steps():
                 raise StepAlreadyExistsError(
@@ -169,7 +179,6 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
                 )
             version = self._versions.write(step, record, values)
             self._storing.committed(version, at_once=self.reached_preemption(step))
-        return True
 
     # ------------------------------------------------------------------ restore
 

@@ -4,6 +4,7 @@ A path joins dict keys, attribute names and sequence indices with "/". Knows jax
 registry only; must not know what the leaves are or where they are kept.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,16 +24,24 @@ def to_paths(tree: Any) -> dict[str, Any]:
     Raises:
         ValueError: a key contains "/" or is empty, or two leaves have one path.
     """
-    leaves: dict[str, Any] = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    return dict(zip(_paths(structure), leaves, strict=True))
+
+
+@functools.lru_cache(maxsize=16)
+def _paths(structure: Any) -> tuple[str, ...]:
+    """Of a treedef. Every step has the same structure: its leaves are named once."""
+    paths: dict[str, None] = {}
+    numbers = jax.tree_util.tree_unflatten(structure, range(structure.num_leaves))
+    for keys, _ in jax.tree_util.tree_flatten_with_path(numbers)[0]:
         path = _path(keys)
-        if path in leaves:
+        if path in paths:
             raise ValueError(
                 f"tree has two leaves at path {path!r} (keys {keys}): keys that "
                 "differ only by type are not allowed. Rename one of them."
             )
-        leaves[path] = leaf
-    return leaves
+        paths[path] = None
+    return tuple(paths)
 
 
 def from_paths(like: Any, mapping: Mapping[str, Any]) -> Any:

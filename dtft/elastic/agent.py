@@ -29,6 +29,7 @@ from dtft.elastic.membership import Membership, View
 from dtft.elastic.peers import Peers
 from dtft.elastic.replication import serve_fetch, serve_pushes
 from dtft.elastic.roles import HostRecord
+from dtft.elastic.scaling import AGAIN, serve_scaling
 from dtft.elastic.store import Store, StoreUnavailable
 from dtft.elastic.upward import Upward
 
@@ -93,6 +94,7 @@ class Agent:
                     "control": self._peers.serve,
                     "inspect": lambda c: serve_inspection(c, config, inbox),
                     "export": lambda c: serve_export(c, config, self._emit),
+                    "scale": lambda c: serve_scaling(c, self._emit),
                 },
             )
         except OSError as error:
@@ -330,9 +332,18 @@ class Agent:
 
     def _on_export_wanted(self, answer: Callable[[dict[str, Any]], None]) -> None:
         if self._leader is None:
-            answer({"error": f"{self._config.host} does not lead the job"})
+            text = f"{self._config.host} does not lead the job"
+            answer({"error": text, "moved": True})
         else:
             self._leader.export_wanted(answer)
+
+    def _on_scaling_wanted(
+        self, replicas: int, answer: Callable[[dict[str, Any]], None]
+    ) -> None:
+        if self._leader is None:
+            answer({"error": AGAIN, "again": True})
+        else:
+            self._leader.scaling_wanted(replicas, answer)
 
     def _on_committing(self, step: int) -> None:
         self._board.set("committing", step)

@@ -8,6 +8,7 @@ from dtft.checkpoint.commit import Share
 from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.checkpoint.wire import Tls
+from dtft.elastic.sizing import SizeLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,9 @@ class AgentConfig:
     secret: bytes
     """The job secret; it never leaves this process."""
     num_slots: int
-    """Slots of the mesh; further hosts are spares."""
+    """Slots of the mesh at the start of the job; further hosts are spares."""
+    sizes: SizeLimits = field(default_factory=SizeLimits)
+    """What the job's size must obey when it grows or shrinks."""
     trainer_command: tuple[str, ...]
     """Command line that starts a trainer."""
     trainer_environment: dict[str, str] = field(default_factory=dict)

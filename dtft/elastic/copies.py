@@ -1,11 +1,14 @@
 """The copies that this host keeps for the job, over all its formations.
 
-One holder at a time; a formation with the same layout and slot goes on with the arena
-of the last one, so that copies outlive the trainers. Must not know orders, the leader
-or the trainer.
+A formation with the same layout and slot goes on with the arena of the last one, so
+that copies outlive the trainers. One with another layout or slot gets an arena of its
+own, and the former ones stay beside it until a step was committed in the new one: what
+the old commit needs is never given up for what is only being restored. Must not know
+orders, the leader or the trainer.
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,6 +17,7 @@ from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.arena_map import arena_bytes
 from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.pace import Pace
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.shares import Shares
 from dtft.checkpoint.slices import Layout
@@ -31,38 +35,74 @@ class Copies:
         """Reserves nothing yet."""
         self._config = config
         self.holder: Holder | None = None
-        self._shares: Shares | None = None
+        """Of the newest formation."""
+        self._shares: dict[Holder, Shares] = {}
+        self.former: tuple[Holder, ...] = ()
+        """Of the formations since the last commit, where they were others."""
+        self.pace = Pace(0)
+        """Of the pushers made last."""
         self._reserve: Future[Arena] | None = None
-        self._domains: tuple[str, ...] = ()
+        self._placed: dict[Holder, tuple[str, ...]] = {}
+        self._lock = threading.Lock()  # a restore that was given up may still end
 
-    def hold(self, layout: Layout, slot: int, domains: Sequence[str] = ()) -> Holder:
+    def hold(
+        self,
+        layout: Layout,
+        slot: int,
+        domains: Sequence[str] = (),
+        keep: int | None = None,
+    ) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed.
 
         Args:
-            layout: of the state.
+            layout: of the formation.
             slot: this host's.
             domains: per slot the failure domain by which copies are placed; empty if
                 every slot is its own.
+            keep: the step that is to be restored: other holders that have some of it
+                stay until `committed`. Without it they go.
 
         Raises:
             OSError: the memory for a new arena is not there.
         """
-        old = self.holder
-        same = self._domains == (chosen := tuple(domains))
-        if old and old.layout.digest == layout.digest and old.slot == slot and same:
-            return old
-        self.holder, self._shares, self._domains = None, None, chosen
-        if old is not None:
-            old.close()
-        self.holder = Holder(
+        with self._lock:
+            return self._hold(layout, slot, tuple(domains), keep)
+
+    def _hold(
+        self, layout: Layout, slot: int, domains: tuple[str, ...], keep: int | None
+    ) -> Holder:
+        known = [it for it in (self.holder, *self.former) if it is not None]
+        wanted = layout.digest, slot, domains
+        same = [
+            it
+            for it in known
+            if (it.layout.digest, it.slot, self._placed[it]) == wanted
+        ]
+        others = tuple(it for it in known if it not in same)
+        self.former = tuple(it for it in others if keep in it.steps())
+        self.holder = None
+        for one in others:
+            if one not in self.former:
+                self._drop(one)
+        self.holder = same[0] if same else self._make(layout, slot, domains)
+        self._placed[self.holder] = domains
+        return self.holder
+
+    def _drop(self, holder: Holder) -> None:
+        self._placed.pop(holder, None)
+        holder.close()
+
+    def _make(self, layout: Layout, slot: int, domains: tuple[str, ...]) -> Holder:
+        directory = self._config.memory_directory
+        paths = (directory / f"arena{'-' * bool(n)}{n or ''}" for n in range(100))
+        return Holder(
             layout,
             slot,
-            place(layout, self._config.copies, chosen or None),
-            path=self._config.memory_directory / "arena",
+            place(layout, self._config.copies, domains or None),
+            path=next(path for path in paths if not path.exists()),
             chunk_bytes=self._config.chunk_bytes,
             reserved=self._take_reserve(),
         )
-        return self.holder
 
     def share(self, turn: int) -> bytes:
         """Which own slices are copied at a turn, packed; nothing for all of them."""
@@ -70,12 +110,25 @@ class Copies:
         assert holder is not None
         if self._config.share == "full":
             return b""
-        if self._shares is None:
-            copies, domains = self._config.copies, self._domains or None
-            self._shares = Shares(holder.layout, copies, domains)
-        return pack_flags(self._shares.of(holder.slot, turn))
+        if holder not in self._shares:
+            domains = self._placed[holder] or None
+            shares = Shares(holder.layout, self._config.copies, domains)
+            self._shares = {holder: shares}
+        return pack_flags(self._shares[holder].of(holder.slot, turn))
 
-    def expect(self, layout: Layout) -> None:
+    def committed(self) -> None:
+        """A step was committed in the newest formation: the former ones may go."""
+        with self._lock:
+            former, self.former = self.former, ()
+        for one in former:
+            self._drop(one)
+
+    def holding(self, step: int) -> Holder | None:
+        """The holder that has a step, the newest one if none has."""
+        known = (it for it in (self.holder, *self.former) if it is not None)
+        return next((it for it in known if step in it.steps()), self.holder)
+
+    def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
         """Reserves memory for a slot of this layout, beside whatever goes on.
 
         A host that waits then need not spend that time when it is given one. Slots
@@ -83,11 +136,12 @@ class Copies:
         """
         if self.holder is None and self._reserve is None:
             pool = ThreadPoolExecutor(1)
-            self._reserve = pool.submit(self._prepare, layout)
+            self._reserve = pool.submit(self._prepare, layout, tuple(domains))
             pool.shutdown(wait=False)
 
-    def _prepare(self, layout: Layout) -> Arena:
-        needed = arena_bytes(layout, 0, place(layout, self._config.copies))
+    def _prepare(self, layout: Layout, domains: tuple[str, ...]) -> Arena:
+        placement = place(layout, self._config.copies, domains or None)
+        needed = arena_bytes(layout, 0, placement)
         path = self._config.memory_directory / "reserve"
         arena = Arena.create(path, max(needed, 1))
         arena.prefault()
@@ -104,13 +158,21 @@ class Copies:
 
     def report(self) -> dict[str, Any]:
         """What is held here, read and checked now, for the leader."""
-        holder = self.holder
-        good, bad = holder.holdings() if holder else ({}, [])
+        holders = [it for it in (self.holder, *self.former) if it is not None]
+        held: dict[int, dict[str, bytes]] = {}
+        items: dict[int, dict[str, Any]] = {}
+        corrupt: list[str] = []
+        for holder in holders:
+            good, bad = holder.holdings()
+            for step, digests in good.items():
+                held[step] = digests | held.get(step, {})
+                items[step] = holder.items(step) or items.get(step, {})
+            corrupt += [f"{self._config.host} {text}" for text in bad]
         return {
-            "layout": holder.layout.to_json() if holder else "",
-            "holdings": good,
-            "items": {step: holder.items(step) for step in good} if holder else {},
-            "corrupt": [f"{self._config.host} {text}" for text in bad],
+            "layouts": [holder.layout.to_json() for holder in holders],
+            "holdings": held,
+            "items": items,
+            "corrupt": corrupt,
         }
 
     def located(self, step: int, in_memory: bool) -> dict[str, Any]:
@@ -130,19 +192,33 @@ class Copies:
         credentials: Credentials,
         epoch: tuple[int, int],
     ) -> list[Pusher]:
-        """One for each copy that a peer keeps; `addresses` are by slot."""
+        """One for each copy that a peer keeps; `addresses` are by slot.
+
+        They keep to a new `pace`.
+        """
         holder = self.holder
         assert holder is not None
         limit_s = self._config.timeouts.replicate
+        pieces = (piece for push in holder.outgoing for piece in push.slices)
+        self.pace = Pace(sum(piece.nbytes for piece in pieces))
         return [
-            Pusher(holder, push, addresses[push.target], credentials, epoch, limit_s)
+            Pusher(
+                holder,
+                push,
+                addresses[push.target],
+                credentials,
+                epoch,
+                limit_s,
+                self.pace.bucket.sent,
+            )
             for push in holder.outgoing
         ]
 
     def close(self) -> None:
         """Frees the memory."""
-        if self.holder is not None:
-            self.holder.close()
+        for one in (self.holder, *self.former):
+            if one is not None:
+                one.close()
         if (reserve := self._take_reserve()) is not None:
             reserve.close()
             reserve.unlink()

@@ -40,7 +40,8 @@ class Demands:
     def close(self) -> None:
         """Tells all who still wait that nothing will come."""
         for _, answer in self._waiting:
-            answer({"error": "this host does not lead any more; ask again"})
+            text = "this host does not lead any more; ask again"
+            answer({"error": text, "moved": True})
         self._waiting.clear()
 
 

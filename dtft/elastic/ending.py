@@ -5,12 +5,15 @@ missing then. Reads what the rounds and the ledger know and has the result recor
 must not know how a formation comes about.
 """
 
+import dataclasses
 import json
 
+from dtft.checkpoint.apart import Spread
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.journal import Journal
 from dtft.elastic.records import Records
+from dtft.elastic.roles import Assignment
 from dtft.elastic.roster import Roster
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.storage_watch import StorageWatch
@@ -57,8 +60,9 @@ class Ending:
             return
         self._rescuing, rounds = True, self._rounds
         round_, previous = rounds.current, rounds.previous
-        if rounds.ledger is None and previous and round_ and round_.layout_json:
-            rounds.open_ledger(Layout.from_json(round_.layout_json), previous)
+        layout = round_.layout_of(self._records.commits) if round_ else None
+        if rounds.ledger is None and previous and layout:
+            rounds.open_ledger(layout, self._as_committed(previous, layout))
         last, ledger = self._records.last_step, rounds.ledger
         alive = self._roster.connected
         replies = round_.replies if round_ is not None else {}
@@ -69,6 +73,14 @@ class Ending:
             or not ledger.export_from(last, alive, held)
         ):
             self._end_with_what_is_stored()
+
+    def _as_committed(self, previous: Assignment, layout: Layout) -> Assignment:
+        """A formation of another size was begun: the one that has the last step."""
+        if len(previous.slots) == layout.mesh.num_slots:
+            return previous
+        holders = self._records.commits[0].holders if self._records.commits else ()
+        spread = Spread(copies=previous.spread.copies)
+        return dataclasses.replace(previous, slots=holders, spread=spread)
 
     def _end_with_what_is_stored(self) -> None:
         stored = self._storage.newest
@@ -89,7 +101,9 @@ class Ending:
     def conclude(self) -> None:
         """Ends the job once the last step is finished, committed and in storage."""
         round_, ledger = self._rounds.current, self._rounds.ledger
-        if round_ is None or len(round_.finished) < self._config.num_slots:
+        if round_ is None or round_.assignment is None:
+            return
+        if len(round_.finished) < len(round_.assignment.slots):
             return
         last = max(round_.finished.values())
         if ledger is None or ledger.committed < last or ledger.exporting is not None:

@@ -1,7 +1,8 @@
 """The faults a drill can play, and how they are written.
 
 ``KIND[:SLOT[+SLOT...]]@STEP[:PHASE]``, for example ``kill-host:1@150`` or
-``kill-host:0+2@40:replicate``. Pure parsing; how a fault strikes is `strikes`.
+``kill-host:0+2@40:replicate``. ``scale:REPLICAS@STEP`` asks for another size, as
+`dtft scale` does. Pure parsing; how a fault strikes is `strikes`.
 """
 
 import re
@@ -9,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["kill-host", "kill-trainer", "kill-leader", "kill-store", "corrupt"]
+Kind = Literal[
+    "kill-host", "kill-trainer", "kill-leader", "kill-store", "corrupt", "scale"
+]
 Phase = Literal[
     "compute", "collective", "replicate", "commit", "export", "recovery", "stored"
 ]
@@ -36,9 +39,12 @@ class Fault:
     slots: tuple[int, ...]
     step: int
     phase: Phase | None
+    replicas: int = 0
+    """`scale`: how many there shall be."""
 
     def __str__(self) -> str:
-        slots = ":" + "+".join(map(str, self.slots)) if self.slots else ""
+        numbers = (self.replicas,) if self.kind == "scale" else self.slots
+        slots = ":" + "+".join(map(str, numbers)) if numbers else ""
         phase = f":{self.phase}" if self.phase else ""
         return f"{self.kind}{slots}@{self.step}{phase}"
 
@@ -66,6 +72,8 @@ def parse_fault(text: str, num_slots: int) -> Fault:
             f"--fault {text!r}: phase {phase!r}; known: {', '.join(PHASES)}"
         )
     slots = tuple(int(slot) for slot in (match["slots"] or "").split("+") if slot)
+    if kind == "scale":
+        return _scale(text, slots, int(match["step"]), phase)
     if bool(slots) != (kind in _WITH_SLOTS):
         need = "needs a slot" if kind in _WITH_SLOTS else "takes no slot"
         raise ValueError(f"--fault {text!r}: {kind} {need}")
@@ -78,6 +86,15 @@ def parse_fault(text: str, num_slots: int) -> Fault:
                 f"{num_slots - 1}."
             )
     return Fault(kind=kind, slots=slots, step=int(match["step"]), phase=phase)  # type: ignore[arg-type]
+
+
+def _scale(text: str, sizes: tuple[int, ...], step: int, phase: str | None) -> Fault:
+    if len(sizes) != 1 or sizes[0] < 1 or phase is not None:
+        raise ValueError(
+            f"--fault {text!r}: scale takes one number of replicas, 1 or more, and no "
+            "phase, for example scale:3@20"
+        )
+    return Fault(kind="scale", slots=(), step=step, phase=None, replicas=sizes[0])
 
 
 def in_order(faults: Sequence[Fault]) -> list[Fault]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.interval import Window
 from dtft.checkpoint.nixl import started
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -38,7 +39,7 @@ class Formation:
     """The trainer has told the layout."""
     pushers: list[Pusher] = field(default_factory=list)
     turn: int = 0
-    """Snapshots begun; equal on all hosts, which take turns in copying."""
+    """Steps staged; equal on all hosts, which take turns in copying."""
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -85,6 +86,7 @@ class Follower:
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
             held=lambda step, source: self._emit("held", self.epoch, step, source),
+            former=lambda: self._copies.former,
             nixl=self._nixl,
         )
 
@@ -94,9 +96,9 @@ class Follower:
 
     # ------------------------------------------------------- orders of the leader
 
-    def expect(self, layout: str) -> None:
+    def expect(self, layout: str, domains: list[str]) -> None:
         """Has memory ready for a slot of the running job, should one be free."""
-        self._copies.expect(Layout.from_json(layout))
+        self._copies.expect(Layout.from_json(layout), domains)
 
     def reform(self, ballot: tuple[int, int]) -> None:
         """Stops training here and reports what this host holds, read and checked."""
@@ -138,6 +140,7 @@ class Follower:
         self._board.set("generation", order["generation"])
         self._board.set("attempt", order["attempt"])
         self._board.set("finished", order["step"])
+        self._board.set("committed", order["step"])  # kept until there is a newer one
         self._board.set("staged", 0)
         self._board.set("recovering", 1)
         self._pool.start(start_message(self._config, order))
@@ -151,8 +154,9 @@ class Follower:
     def _restore_memory(self, formation: Formation) -> None:
         order = formation.order
         try:
-            layout = Layout.from_json(order["layout"])
-            holder = self._copies.hold(layout, order["slot"], order["domains"])
+            layout, step = Layout.from_json(order["layout"]), order["step"]
+            slot, domains = order["slot"], order["domains"]
+            holder = self._copies.hold(layout, slot, domains, keep=step)
             outcome = restore_into(
                 holder,
                 order,
@@ -160,6 +164,7 @@ class Follower:
                 self._credentials,
                 self._config.timeouts.restore,
                 self._nixl,
+                former=self._copies.former,
             )
         except OSError as error:
             outcome = {"fatal": str(error)}
@@ -170,7 +175,7 @@ class Follower:
         if formation is not self._formation:
             return
         if "fatal" in outcome:
-            self._report("fatal", message=outcome["fatal"])
+            self._fatal(outcome["fatal"])
         elif "error" in outcome:
             self._report(
                 "prepare_failed",
@@ -187,8 +192,12 @@ class Follower:
                 own=outcome["own"],
                 peers=outcome["peers"],
                 seconds=outcome["s"],
+                restored=outcome.get("restored", {}),
             )
             self._hand_over(formation)
+
+    def _fatal(self, message: str) -> None:
+        self._report("fatal", ballot=self._ballot, message=message)
 
     def _hand_over(self, formation: Formation) -> None:
         """Gives the trainer its state, once both it and the state are there."""
@@ -207,6 +216,8 @@ class Follower:
         if committed:
             self._board.set("committed", step)
             last = step
+            if step > self._formation.order["step"]:
+                self._copies.committed()
         self._copies.holder.drop_before(step, keep={last})
         if self._board.get("replicating") <= step:
             self._board.set("replicating", 0)
@@ -242,14 +253,14 @@ class Follower:
         if order["source"] == "memory":
             if Layout.from_json(order["layout"]).digest != layout.digest:
                 text = "the trainer's state differs from the commit's: other config?"
-                self._report("fatal", message=text)
+                self._fatal(text)
                 return
         else:
             try:
                 slot, domains = order["slot"], order["domains"]
                 self._copies.hold(layout, slot, domains).keep_only(set())
             except OSError as error:
-                self._report("fatal", message=str(error))
+                self._fatal(str(error))
                 return
         formation.announced = True
         self._start_pushers(formation)
@@ -274,20 +285,23 @@ class Follower:
 
     def _stage(self, formation: Formation, holder: Holder, step: int) -> None:
         copied = self._copies.share(formation.turn)
-        formation.turn += 1
         try:
             room = asdict(holder.begin_stage(step))
             self._pool.send("room", step=step, copied=copied, **room)
         except RuntimeError as error:
-            self._report("fatal", message=str(error))
+            self._fatal(str(error))
 
     def _staged(
         self, formation: Formation, holder: Holder, message: dict[str, Any]
     ) -> None:
         step = message["step"]
         holder.staged(step, message["digests"], message["items"], message["kept"])
+        formation.turn += 1
         self._board.set("staged", step)
         self._board.set("replicating", step)
+        if (window := message["window"]) is not None:
+            step_s = Window(**window).step_s
+            self._copies.pace.staged(step_s, message["interval"])
         for pusher in formation.pushers:
             pusher.offer(step)
         self._report(
@@ -315,16 +329,18 @@ class Follower:
 
     def export(self, order: dict[str, Any]) -> None:
         """Begins to write a committed step to storage, from the arena."""
-        if self._copies.holder is not None:
-            self._exports.begin(self._copies.holder, {**order, "epoch": self.epoch})
+        holder = self._copies.holding(order["step"])
+        if holder is not None:
+            self._exports.begin(holder, {**order, "epoch": self.epoch})
         else:
             text = f"{self._config.host} holds nothing"
             self._exported(order["step"], False, text)
 
     def lend(self, step: int) -> None:
         """Keeps a step for peers that lack some of it to export; 0 ends that."""
-        if self._copies.holder is not None:
-            self._exports.lend(self._copies.holder, step)
+        holder = self._copies.holding(step)
+        if holder is not None:
+            self._exports.lend(holder, step)
 
     def exporter_says(self, exporter: Exporter, message: dict[str, Any]) -> None:
         """The exporter has written a step, failed, or ended."""

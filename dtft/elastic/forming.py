@@ -12,6 +12,7 @@ from typing import Any
 from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.domains import FailureDomains
 from dtft.checkpoint.slices import Layout
+from dtft.elastic.assembling import regions_to
 from dtft.elastic.recovery import Decision, RecoveryReport, decide, transfers_to
 from dtft.elastic.roles import Assignment, HostRecord, next_epoch
 from dtft.elastic.spread import next_spread
@@ -52,9 +53,17 @@ class Round:
         self.last_finished = max(self.last_finished, reply["finished"])
 
     @property
-    def layout_json(self) -> str:
-        """The layout of the state, if any host knows it."""
-        return next((r["layout"] for r in self.replies.values() if r["layout"]), "")
+    def layouts(self) -> dict[str, Layout]:
+        """Digest to layout: what hosts know of the state; two after a new size."""
+        texts = {text for r in self.replies.values() for text in r["layouts"]}
+        found = [Layout.from_json(text) for text in sorted(texts)]
+        return {layout.digest: layout for layout in found}
+
+    def layout_of(self, commits: Sequence[Commit]) -> Layout | None:
+        """The layout of the newest commit whose layout a host knows, or any."""
+        known = self.layouts
+        chosen = [known[it.layout] for it in commits if it.layout in known]
+        return next(iter([*chosen, *known.values()]), None)
 
 
 def next_round(old: Round | None, ballot: Ballot, reason: str, now: float) -> Round:
@@ -83,11 +92,11 @@ def assign(
     copies: int,
 ) -> tuple[Assignment, Decision]:
     """Decides what is restored and writes it down as an assignment."""
-    text = round_.layout_json
     hosts = tuple(record.host for record in filled)
     decision = decide(
         commits=commits,
-        layout=Layout.from_json(text) if text else None,
+        layout=None,
+        other_layouts=round_.layouts.values(),
         holdings={host: reply["holdings"] for host, reply in round_.replies.items()},
         slots=hosts,
         storage_steps=storage_steps,
@@ -123,6 +132,7 @@ def orders(
     assert assignment is not None and decision is not None
     addresses = {host: record.address for host, record in hosts.items()}
     located = decision.located
+    layout = decision.layout
     items = [reply["items"].get(decision.step) for reply in round_.replies.values()]
     common = {
         "ballot": round_.ballot,
@@ -133,7 +143,8 @@ def orders(
         "source": decision.source,
         "step": decision.step,
         "domains": list(assignment.spread.domains),
-        "layout": round_.layout_json if located else "",
+        "layout": layout.to_json() if layout else "",
+        "resized": bool(located and layout and layout.digest != located.commit.layout),
         "digests": dict(located.digests) if located else {},
         "items": next((found for found in items if found), {}) if located else {},
     }
@@ -142,6 +153,9 @@ def orders(
             **common,
             "slot": slot,
             "transfers": transfers_to(decision.transfers, addresses, host),
+            "regions": regions_to(decision.plan, addresses, host)
+            if decision.plan
+            else [],
         }
         for slot, host in enumerate(assignment.slots)
     }
@@ -159,7 +173,7 @@ def export_addresses(
     }
 
 
-def report_of(round_: Round, now: float) -> RecoveryReport:
+def report_of(round_: Round, previous: Assignment | None, now: float) -> RecoveryReport:
     """What a recovery cost, once every slot trains again."""
     assignment = round_.assignment
     assert assignment is not None
@@ -179,6 +193,8 @@ def report_of(round_: Round, now: float) -> RecoveryReport:
         bytes_from_storage=round_.bytes_from_storage,
         processes_restarted=len(assignment.slots) + 1,
         corrupt_copies=tuple(sorted(set(round_.corrupt))),
+        slots=len(assignment.slots),
+        slots_before=len(previous.slots) if previous else 0,
     )
 
 

@@ -29,8 +29,15 @@ VERIFY_S = 600.0
 """How long a host may take to read all its copies."""
 EXPORT_S = 900.0
 TRIES = 20
+LEADER_S = 20.0
+"""A job without a leader has one again by then, if it lives."""
+LEADER_PAUSE_S = 0.2
 VERIFY_TRIES = 8
 """Steps go on while one looks: so often is looked for one that all hosts still have."""
+
+
+class NotThere(RuntimeError):
+    """Nobody leads the job at the moment, or the leader does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +75,11 @@ class JobState:
 
     @property
     def telling(self) -> bool:
-        """Whether it does not show hosts between two steps: looking again may help."""
-        if not self.commits or any(host.corrupt for host in self.hosts):
+        """Whether it does not show hosts between two steps: looking again may help.
+
+        A silent host explains what is missing, and asking it again takes long.
+        """
+        if not self.commits or any(host.corrupt or host.error for host in self.hosts):
             return True
         unread = {step for host in self.hosts for step in host.unread}
         healthy = {it.step for it in self.commits if it.state == "healthy"}
@@ -127,15 +137,20 @@ class Observer:
         with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
             hosts = tuple(pool.map(lambda record: self._ask(record, verify), records))
         commits |= {commit.step: commit for commit in self._commits()}
-        layouts = [host.layout for host in hosts if host.layout]
-        layout = Layout.from_json(layouts[0]) if layouts else None
+        texts = {host.layout for host in hosts if host.layout}
+        known = {layout.digest: layout for layout in map(Layout.from_json, texts)}
         holdings = {host.record.host: host.held for host in hosts}
         seen = Surroundings.of(view)
+        layouts = {it.step: known.get(it.layout) for it in commits.values()}
         found = [
             commit_health(
-                commit, layout, holdings, placed=seen.placed, domains=seen.names
+                commit,
+                layouts[step],
+                holdings,
+                placed=seen.placed_on(layouts[step]),
+                domains=seen.names,
             )
-            for commit in commits.values()
+            for step, commit in commits.items()
         ]
         return JobState(
             job=self._job,
@@ -143,7 +158,7 @@ class Observer:
             view=view,
             hosts=hosts,
             commits=tuple(worth_showing(found)),
-            copies=seen.copies(layout),
+            copies=seen.copies(layouts[max(layouts)] if layouts else None),
         )
 
     def _commits(self) -> tuple[Commit, ...]:
@@ -179,20 +194,48 @@ class Observer:
     def export(self) -> int:
         """Has the leader write the newest commit to storage; returns its step.
 
+        If another host leads before the answer is here, that one is asked.
+
         Raises:
             RuntimeError: it could not; says why.
+        """
+        end = time.monotonic() + LEADER_S
+        while True:
+            try:
+                reply = self.ask_leader("export", {}, EXPORT_S)
+                problem = f"leader {reply['leader']}: {reply.get('error')}"
+                again = reply.get("moved")
+            except NotThere as error:
+                reply, problem = {}, str(error)
+                again = not isinstance(error.__cause__, TimeoutError)
+            if "step" in reply:
+                return reply["step"]
+            if not again or time.monotonic() > end:
+                raise RuntimeError(problem)
+            time.sleep(LEADER_PAUSE_S)
+
+    def ask_leader(
+        self, op: str, request: dict[str, Any], limit_s: float
+    ) -> dict[str, Any]:
+        """Asks whoever leads the job now; adds `leader` to the answer.
+
+        Raises:
+            NotThere: nobody leads, or the leader does not answer.
         """
         view, _ = read_view(self._store, self._job)
         leader = view.hosts.get(view.leader or "")
         if leader is None:
-            raise RuntimeError(f"job {self._job!r} has no leader at the moment.")
+            raise NotThere(f"job {self._job!r} has no leader at the moment.")
         try:
-            reply = self._call(leader, "export", {}, EXPORT_S)
+            reply = self._call(leader, op, request, limit_s)
         except (OSError, TimeoutError) as error:
-            raise RuntimeError(f"leader {leader.host}: {error}") from error
-        if "error" in reply:
-            raise RuntimeError(f"leader {leader.host}: {reply['error']}")
-        return reply["step"]
+            raise NotThere(f"leader {leader.host}: {error}") from error
+        return {**reply, "leader": leader.host}
+
+    def result(self) -> str | None:
+        """How the job ended, for people; None while it lives."""
+        view, _ = read_view(self._store, self._job)
+        return json.loads(view.result)["status"] if view.result else None
 
 
 def _jobs(store: Store) -> list[str]:

@@ -44,6 +44,7 @@ def _held(holder: Holder, *, verify: bool) -> dict[str, Any]:
         step: {key: known for key, _, known in holder.copies(step)}
         for step in holder.steps()
     }
+    held = {step: found for step, found in held.items() if found}  # room ahead: none
     corrupt: list[str] = []
     unread: list[int] = []
     for step in held if verify else ():

@@ -102,10 +102,10 @@ class Journal:
             return error
         return None
 
-    def committed(self, step: int) -> None:
-        """Remembers and records a commit."""
+    def committed(self, step: int, root: str) -> None:
+        """Remembers and records a commit; `root` is the digest over its slices."""
         self.last_commit = step
-        self.event("commit", step=step)
+        self.event("commit", step=step, root=root)
 
     def recovery(self, report: RecoveryReport, detected: float, ended: float) -> None:
         """Prints the recovery line and records every figure."""
@@ -136,7 +136,8 @@ def storage_steps(directory: Path) -> list[int]:
     """Steps whose checkpoint is complete: Orbax renames a directory when it is."""
     if not directory.is_dir():
         return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+    named = [path for path in directory.iterdir() if path.name.isdigit()]
+    return sorted(int(path.name) for path in named if path.is_dir())
 
 
 def steps_seen(directory: Path) -> list[int]:

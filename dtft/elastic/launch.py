@@ -101,6 +101,11 @@ class LocalCluster:
         """host:port of the private etcd."""
         return self.etcd.address
 
+    @property
+    def secret(self) -> bytes:
+        """The job's secret, as agents read it."""
+        return self._secret_file.read_bytes().strip()
+
     def memory_directory(self, name: str) -> Path:
         """Where a host's arena and board lie."""
         return self.options.arena_directory / f"dtft-{self.options.job}-{name}"

@@ -24,6 +24,8 @@ from dtft.elastic.records import Records
 from dtft.elastic.reports import fault_of, fields_of, misfit
 from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.rounds import Rounds
+from dtft.elastic.scaling import Scaling
+from dtft.elastic.sizes import Sizes
 from dtft.elastic.storage_health import StorageHealth
 from dtft.elastic.storage_watch import StorageWatch
 
@@ -33,6 +35,10 @@ START_FAILURES = 3
 """So often may trainers die after one and the same restore."""
 FRUITLESS = 10
 """So often in a row may they die without one new commit."""
+
+
+FATAL_INPUT = 2
+"""Code of errors that lie in what a trainer was given, not in how training goes."""
 
 
 class Leader:
@@ -55,15 +61,13 @@ class Leader:
         self._demands = Demands()
         self._fruitless = 0
         self._storage = StorageWatch(config.storage_directory)
+        self._sizes = sizes = Sizes(config, self._records, journal)
         self._rounds = Rounds(
-            config,
-            self._records,
-            self._roster,
-            emit,
-            send,
-            journal,
-            self._health,
-            self._storage,
+            *(config, self._records, self._roster, emit, send, journal),
+            *(self._health, self._storage, sizes),
+        )
+        self._scaling = Scaling(
+            *(config, self._records, self._rounds, self._roster, sizes, journal)
         )
         self._mender = Mender(journal, send)
         self._ending = Ending(
@@ -146,7 +150,8 @@ class Leader:
         ballot = tuple(message.get("ballot", ()))
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "fatal":
-            self._ending.end("error", message["message"], code=message.get("code", 2))
+            if round_ is None or ballot in ((), round_.ballot):
+                self._on_fatal(message["message"], message.get("code", FATAL_INPUT))
         elif round_ is not None and ballot == round_.ballot:
             slots = round_.assignment.slots if round_.assignment else ()
             ledger = self._rounds.ledger
@@ -161,6 +166,10 @@ class Leader:
             assert round_ is not None
             slots = previous.slots if previous else ()  # it died beside what began this
             round_.reasons.append(death(slots, host, message["code"]))
+
+    def _on_fatal(self, message: str, code: int) -> None:
+        if code != FATAL_INPUT or not self._scaling.undone(message):
+            self._ending.end("error", message, code=code)
 
     def _refused(self, host: str, reason: str | None) -> bool:
         if reason is not None:
@@ -184,11 +193,12 @@ class Leader:
 
     def _on_prepared(self, host: str, **outcome: Any) -> None:
         round_ = self._rounds.current
-        assert round_ is not None
+        assert round_ is not None and round_.assignment is not None
         round_.prepared[host] = outcome
-        if len(round_.prepared) == self._config.num_slots:
+        if len(round_.prepared) == len(round_.assignment.slots):
             round_.restore_s = time.time() - round_.restore_begun
-            self._mender.begin(round_, self.view)
+            if self._scaling.restored(round_):
+                self._mender.begin(round_, self.view)
 
     def _on_layout(self, host: str, layout: str) -> None:
         announced = Layout.from_json(layout)
@@ -204,16 +214,21 @@ class Leader:
         assert round_ is not None and round_.assignment is not None
         round_.running.add(host)
         round_.bytes_from_storage += bytes_from_storage
-        if len(round_.running) < self._config.num_slots or round_.reported:
+        slots = len(round_.assignment.slots)
+        if len(round_.running) < slots or round_.reported:
             return
         self._rounds.enter("running", self._stage_limit())
         round_.reported = True
         self._rounds.succeeded()
         if round_.assignment.rung == 0:
             self._journal.event("started", step=round_.assignment.step)
+            assert self._rounds.ledger is not None
+            self._sizes.forewarn(self._rounds.ledger.layout)
         else:
             now = time.time()
-            self._journal.recovery(report_of(round_, now), round_.detected, now)
+            report = report_of(round_, self._rounds.previous, now)
+            self._journal.recovery(report, round_.detected, now)
+            self._scaling.trained(report)
 
     def _stage_limit(self) -> float:
         ledger = self._rounds.ledger
@@ -278,6 +293,10 @@ class Leader:
         else:
             self._demands.add(ledger.committed, answer)
 
+    def scaling_wanted(self, replicas: int, answer: Answer) -> None:
+        """Somebody wants another number of replicas."""
+        self._scaling.asked(replicas, answer)
+
     def _say(self, line: str | None) -> None:
         if line:
             self._journal.say(line)
@@ -295,8 +314,12 @@ class Leader:
         elif label == "commit" and self._rounds.ledger is not None:
             self._fruitless = 0
             self._emit("committing", 0)
-            self._journal.committed(value.step)
+            self._journal.committed(value.step, value.root)
             self._mender.committed(self._rounds.current, value.step)
+            if why := self._scaling.due():
+                self._rounds.ledger.recorded(value)
+                self._rounds.form(why)
+                return
             self._rounds.ledger.written(value)
             self._say(self._rounds.ledger.intervals.news())
             if self._demands:
@@ -330,7 +353,7 @@ class Leader:
         elif rounds.phase == "preparing":
             late = set(rounds.assignment.slots if rounds.assignment else ())
             names = ", ".join(sorted(late - round_.running))
-            rounds.form(f"{names} did not start training in time")
+            self._scaling.late(f"{names} did not start training in time")
         elif rounds.phase == "running":
             assert rounds.ledger is not None
             missing = rounds.ledger.waiting_for()
@@ -341,5 +364,6 @@ class Leader:
     def close(self) -> None:
         """Hands over to whoever leads next."""
         self._demands.close()
+        self._scaling.close()
         self._records.close()
         self._rounds.close()

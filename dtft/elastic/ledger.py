@@ -149,11 +149,15 @@ class Ledger:
         """The store is away: training goes on, the commit waits."""
         self._release(commit.step, committed=False)
 
-    def written(self, commit: Commit) -> None:
-        """A commit is recorded."""
+    def recorded(self, commit: Commit) -> None:
+        """A commit is recorded; the trainers wait on for their release."""
         if self.pending is not None and self.pending.step <= commit.step:
             self.pending = None
         self.committed = max(self.committed, commit.step)
+
+    def written(self, commit: Commit) -> None:
+        """A commit is recorded, and training goes on."""
+        self.recorded(commit)
         self._release(commit.step, committed=True)
         self._export_if_due(commit.step)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dtft.checkpoint.commit import Commit
 from dtft.elastic.roles import Assignment, HostRecord
+from dtft.elastic.sizing import WantedSize
 from dtft.elastic.store import Compare, Delete, Put, Store, StoreUnavailable
 from dtft.elastic.upkeep import Upkeep
 
@@ -33,6 +34,8 @@ class View:
     stored: int = 0
     """The newest step that was ever written to storage."""
     stop: bool = False
+    wanted: WantedSize | None = None
+    """The size that somebody asked for; None: that of the start."""
     result: str | None = None
     """JSON of the job's end, once it has ended."""
 
@@ -58,6 +61,7 @@ def read_view(store: Store, job: str) -> tuple[View, int]:
             hosts[record.host], leases[record.host] = record, pair.lease
     leader, assignment = found.get("leader"), found.get("assignment")
     result, stored = found.get("result"), found.get("stored")
+    size = found.get("size")
     view = View(
         hosts=hosts,
         leases=leases,
@@ -68,6 +72,7 @@ def read_view(store: Store, job: str) -> tuple[View, int]:
         assignment_revision=assignment.mod_revision if assignment else 0,
         stored=int(stored.value) if stored else 0,
         stop="stop" in found,
+        wanted=WantedSize.from_json(size.value) if size else None,
         result=result.value.decode() if result else None,
     )
     return view, revision

@@ -39,7 +39,8 @@ class Mender:
         located = decision.located
         if assignment.rung == 0 or located is None:
             return
-        self._layout = Layout.from_json(round_.layout_json)
+        assert decision.layout is not None
+        self._layout = decision.layout
         placement = assignment.spread.place(self._layout)
         self._mending = mending = mending_of(
             assignment.step,

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 from dtft.checkpoint.commit import Commit, Holdings, Located, locate
 from dtft.checkpoint.exact import ExactTransfer, Missing, plan_exact
+from dtft.checkpoint.inventory import inventory_of
+from dtft.checkpoint.restore import RestorePlan, plan_restore
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.tables import size_text
 from dtft.elastic.roles import Source
+from dtft.elastic.sizing import resized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +27,13 @@ class Decision:
     step: int
     located: Located | None = None
     """Set when the source is memory."""
+    layout: Layout | None = None
+    """Set when the source is memory: of the new formation."""
     transfers: tuple[ExactTransfer, ...] = ()
     """Set when the source is memory: what each host fetches from whom."""
+    plan: RestorePlan | None = None
+    """Set instead of transfers if the new formation's slices are not those that were
+    committed, but are made of them."""
     passed_over: tuple[str, ...] = ()
     """A reason for each newer commit that cannot be restored."""
 
@@ -38,6 +46,7 @@ def decide(
     slots: Sequence[str],
     storage_steps: Collection[int],
     quarantined: Collection[int] = (),
+    other_layouts: Collection[Layout] = (),
     placed: Sequence[str] = (),
     domains: Mapping[str, str] | None = None,
 ) -> Decision:
@@ -47,33 +56,59 @@ def decide(
         commits: recorded commits, newest first.
         layout: the running job's layout, if any live host knows it.
         holdings: what live hosts hold, verified.
-        slots: the host of each slot in the new formation.
+        slots: the host of each slot in the new formation; if there are more or fewer
+            than in the commit's layout, the job has more or fewer replicas.
         storage_steps: steps that storage holds.
         quarantined: steps whose restore failed twice.
+        other_layouts: what else live hosts know, after a formation of another size.
         placed: per slot the failure domain by which the commits' copies were placed;
             empty if every slot was its own.
         domains: host to its failure domains, "power/rack"; near hosts send first.
     """
+    known = {one.digest: one for one in (layout, *other_layouts) if one is not None}
     usable = [c for c in commits if c.step not in quarantined]
-    located, reasons = locate(usable, layout, holdings, placed)
+    located, reasons = _newest(usable, known, holdings, placed)
     newest_stored = max(storage_steps, default=None)
-    if located is not None and layout is not None:
+    if located is not None:
         if newest_stored is None or newest_stored <= located.commit.step:
-            return _from_memory(located, layout, slots, tuple(reasons), domains)
+            before = known[located.commit.layout]
+            return _from_memory(located, before, slots, tuple(reasons), domains)
     source: Source = "init" if newest_stored is None else "storage"
     return Decision(
         rung=3, source=source, step=newest_stored or 0, passed_over=tuple(reasons)
     )
 
 
+def _newest(
+    commits: Sequence[Commit],
+    known: Mapping[str, Layout],
+    holdings: Holdings,
+    placed: Sequence[str],
+) -> tuple[Located | None, list[str]]:
+    """As `locate`, each commit in its own layout."""
+    reasons: list[str] = []
+    for commit in commits:
+        layout = known.get(commit.layout)
+        fits = layout is not None and len(placed) == layout.mesh.num_slots
+        domains = placed if fits else ()
+        located, passed_over = locate([commit], layout, holdings, domains)
+        if located is not None:
+            return located, reasons
+        reasons += passed_over
+    return None, reasons
+
+
 def _from_memory(
     located: Located,
-    layout: Layout,
+    before: Layout,
     slots: Sequence[str],
     reasons: tuple[str, ...],
     domains: Mapping[str, str] | None,
 ) -> Decision:
+    layout = layout_on(before, len(slots))
     needs = {host: layout.slices(slot) for slot, host in enumerate(slots)}
+    if any(it.key not in located.digests for own in needs.values() for it in own):
+        return _assembled(located, before, layout, slots, reasons, domains)
     plan = plan_exact(needs, located.holders, domains)
     assert not isinstance(plan, Missing), plan
     here = {host for hosts in located.holders.values() for host in hosts}
@@ -84,9 +119,46 @@ def _from_memory(
         source="memory",
         step=located.commit.step,
         located=located,
+        layout=layout,
         transfers=plan.transfers,
         passed_over=reasons,
     )
+
+
+def _assembled(
+    located: Located,
+    before: Layout,
+    layout: Layout,
+    slots: Sequence[str],
+    reasons: tuple[str, ...],
+    domains: Mapping[str, str] | None,
+) -> Decision:
+    plan = plan_restore(
+        located.commit,
+        inventory_of(before, located.holders),
+        layout,
+        slots=slots,
+        alive={host for hosts in located.holders.values() for host in hosts},
+        domains=domains,
+    )
+    assert isinstance(plan, RestorePlan), plan.reason
+    return Decision(
+        rung=2 if plan.sent else 1,
+        source="memory",
+        step=located.commit.step,
+        located=located,
+        layout=layout,
+        plan=plan,
+        passed_over=reasons,
+    )
+
+
+def layout_on(layout: Layout, num_slots: int) -> Layout:
+    """The same state on so many slots, with as many more or fewer replicas."""
+    before = layout.mesh.num_slots
+    if num_slots == before:
+        return layout
+    return resized(layout, num_slots * layout.mesh.axis_sizes[0] // before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +180,9 @@ class RecoveryReport:
     bytes_from_storage: int
     processes_restarted: int
     corrupt_copies: tuple[str, ...] = ()
+    slots: int = 0
+    slots_before: int = 0
+    """Hosts that train, and how many did before; 0: no others than before."""
 
     @property
     def steps_lost(self) -> int:
@@ -127,8 +202,12 @@ class RecoveryReport:
             if self.corrupt_copies
             else ""
         )
+        size = ""
+        if self.slots_before not in (0, self.slots):
+            size = f"{self.slots} hosts train instead of {self.slots_before}; "
         return (
-            f"recovered: {self.fault}; generation {self.generation}; rung {self.rung}; "
+            f"recovered: {self.fault}; {size}generation {self.generation}; "
+            f"rung {self.rung}; "
             f"step {self.restored_step} restored ({where}{corrupt}); "
             f"{self.steps_lost} steps lost; restored in {self.restore_s:.2f} s, "
             f"training again {self.total_s:.2f} s after it was noticed; "

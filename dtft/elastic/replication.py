@@ -24,6 +24,7 @@ from dtft.checkpoint.pushing import Outgoing, receive_chunks, send_push
 from dtft.checkpoint.ranges import Wanted
 from dtft.checkpoint.serving import no_payload, serve
 from dtft.checkpoint.transport import Channel, ChannelClosed, Credentials, connect
+from dtft.elastic.finding import cut_out, find_copies
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +42,16 @@ class Pusher:
         credentials: Credentials,
         epoch: Epoch,
         deadline_s: float,
+        paced: Callable[[int], None] | None = None,
     ) -> None:
-        """Starts the thread; the connection is made with the first step."""
+        """Starts the thread; the connection is made with the first step.
+
+        `paced`, if given, is told all bytes sent and pauses, to have them sent slowly.
+        """
         self._holder, self._push, self._address = holder, push, address
         self.target = push.target
         self._credentials, self._epoch = credentials, epoch
-        self._deadline_s = deadline_s
+        self._deadline_s, self._paced = deadline_s, paced
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._closed = threading.Event()
         self._channel: Channel | None = None
@@ -106,7 +111,9 @@ class Pusher:
 
     def _connect(self, deadline: float) -> Channel:
         left = min(deadline - time.monotonic(), 5.0)
-        return connect(self._address, self._credentials, {"op": "push"}, left)
+        channel = connect(self._address, self._credentials, {"op": "push"}, left)
+        channel.paced = self._paced
+        return channel
 
     def _hang_up(self) -> None:
         if self._channel is not None:
@@ -124,6 +131,8 @@ class Inbox:
     """Called with (step, source slot) when a push was verified, once for each."""
     nixl: Nixl | None = None
     """Lends memory to peers that fetch with NIXL."""
+    former: Callable[[], Sequence[Holder]] = tuple
+    """Holders of former formations that peers may still need."""
 
 
 def serve_pushes(channel: Channel, inbox: Inbox) -> None:
@@ -226,10 +235,8 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
             raise wire.WireError("a fetch whose keys are not text")
         if _epoch(request.get("epoch")) < inbox.epoch():
             raise KeyError("the order to fetch it is older than this host's")
-        holder = inbox.holder()
-        if holder is None:
-            raise KeyError("this host holds nothing")
-        return holder.find(step, keys)
+        views = find_copies((inbox.holder(), *inbox.former()), step, keys)
+        return cut_out(views, request["spans"]) if "spans" in request else views
 
     serve(channel, find, inbox.nixl)
 

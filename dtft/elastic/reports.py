@@ -5,10 +5,13 @@ version, or broken: what does not fit is refused by name, and the leader goes on
 not know what a report leads to, nor connections.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dtft.checkpoint.interval import Window
 from dtft.checkpoint.slices import Layout
 
 Check = Callable[[object], bool]
@@ -27,7 +30,7 @@ def _port(value: object) -> bool:
 
 
 def _seconds(value: object) -> bool:
-    return type(value) in (int, float)
+    return type(value) is float and 0 <= value < math.inf
 
 
 def _text(value: object) -> bool:
@@ -83,14 +86,29 @@ def _layout(value: object) -> bool:
     return isinstance(value, str) and _readable(value)
 
 
-def _layout_or_none(value: object) -> bool:
-    return value == "" or _layout(value)
+def _positive_or_none(value: object) -> bool:
+    return value is None or (_number(value) and value != 0)
+
+
+def _window_or_none(value: object) -> bool:
+    """A `Window` as a mapping: counts and finite seconds, none of them negative."""
+    if value is None:
+        return True
+    kinds = {field.name: field.type for field in dataclasses.fields(Window)}
+    return (
+        isinstance(value, dict)
+        and value.keys() == kinds.keys()
+        and all(
+            _number(number) or (kinds[name] is float and _seconds(number))
+            for name, number in value.items()
+        )
+    )
 
 
 FIELDS: Mapping[str, Mapping[str, Check]] = {
     "holdings": {
         "ballot": _ballot,
-        "layout": _layout_or_none,
+        "layouts": _list(_layout),
         "holdings": _map(_number, _map(_text, _bytes)),
         "items": _map(_number, _anything),
         "corrupt": _list(_text),
@@ -102,6 +120,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "own": _number,
         "peers": _number,
         "seconds": _seconds,
+        "restored": _map(_text, _bytes),
     },
     "prepare_failed": {
         "ballot": _ballot,
@@ -120,6 +139,8 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "slot": _number,
         "step": _number,
         "digests": _list(_bytes),
+        "interval": _positive_or_none,
+        "window": _window_or_none,
     },
     "held": {
         "ballot": _ballot,
@@ -140,7 +161,9 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
 """The reports there are, and what each of their fields must be."""
 
 OPTIONAL: Mapping[str, frozenset[str]] = {
+    "staged": frozenset({"interval", "window"}),
     "fatal": frozenset({"ballot", "slot", "code"}),
+    "prepared": frozenset({"restored"}),
     "finished": frozenset({"summary"}),
 }
 """Fields that may be left out."""

@@ -6,11 +6,15 @@ named, all in parallel, and checked again. Knows neither why nor what comes afte
 
 import concurrent.futures
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from dtft.checkpoint import digest
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.nixl import Nixl
+from dtft.checkpoint.slices import Slice
 from dtft.checkpoint.transport import Credentials
+from dtft.elastic.assembling import assemble
 from dtft.elastic.replication import FetchFailed, FetchOrder, fetch, fetch_into
 
 
@@ -21,23 +25,32 @@ def restore_into(
     credentials: Credentials,
     limit_s: float,
     nixl: Nixl | None = None,
+    former: Sequence[Holder] = (),
 ) -> dict[str, Any]:
     """Carries out the restore part of a leader's order.
 
     Args:
         holder: of the slot in the order.
-        order: generation, attempt, step, digests, items and transfers.
+        order: generation, attempt, step, digests, items and transfers; regions
+            instead of transfers where slices are not those that were committed.
         host: this host's name.
         credentials: the job's.
         limit_s: deadline of each fetch, in seconds.
         nixl: reads from peers that have NIXL too.
+        former: this host's holders of former formations.
 
     Returns:
-        `own` and `peers` (bytes) and `s` (seconds); or `error`, `host` and `corrupt`.
+        `own` and `peers` (bytes) and `s` (seconds), in a formation of another size
+        also `restored` (slice key to the digest of what is here now, read again); or
+        `error`, `host` and `corrupt`.
     """
     begun = time.monotonic()
     try:
+        if order.get("regions"):
+            args = holder, order, host, credentials, limit_s, former
+            return _outcome(holder, order, assemble(*args), begun)
         missing = holder.begin_restore(order["step"], order["digests"], order["items"])
+        missing = _adopt(holder, order, missing, former)
         planned = {key for transfer in order["transfers"] for key in transfer["keys"]}
         surprise = [piece.key for piece in missing if piece.key not in planned]
         if surprise:
@@ -46,8 +59,46 @@ def restore_into(
         peers = _fetch_all(holder, order, credentials, limit_s, nixl)
     except FetchFailed as error:
         return {"error": str(error), "host": error.host, "corrupt": error.corrupt}
-    own = sum(piece.nbytes for piece in holder.own_slices) - peers
-    return {"own": own, "peers": peers, "s": time.monotonic() - begun}
+    return _outcome(holder, order, peers, begun)
+
+
+def _outcome(
+    holder: Holder, order: dict[str, Any], peers: int, begun: float
+) -> dict[str, Any]:
+    own = max(0, sum(piece.nbytes for piece in holder.own_slices) - peers)
+    outcome = {"own": own, "peers": peers, "s": time.monotonic() - begun}
+    if order.get("resized"):
+        outcome["restored"] = _read_again(holder, order["step"])
+    return outcome
+
+
+def _adopt(
+    holder: Holder,
+    order: dict[str, Any],
+    missing: Sequence[Slice],
+    former: Sequence[Holder],
+) -> list[Slice]:
+    """Copies what a former holder of this host has; returns what is still missing."""
+    step, left = order["step"], list(missing)
+    for old in former:
+        here = {key: view for key, view, _ in old.copies(step)}
+        for piece in [it for it in left if it.key in here]:
+            target, good = holder.own_parts(step, piece), order["digests"][piece.key]
+            target.fill(here[piece.key])
+            if digest.is_right(target, good, holder.chunk_bytes):
+                holder.restored(step, {piece.key: good})
+                left.remove(piece)
+    return left
+
+
+def _read_again(holder: Holder, step: int) -> dict[str, bytes]:
+    """Slice key to the digest of the bytes that are in memory now."""
+    return {
+        piece.key: digest.digests_of_parts(
+            holder.own_parts(step, piece).views, holder.chunk_bytes
+        )
+        for piece in holder.own_slices
+    }
 
 
 def borrow(

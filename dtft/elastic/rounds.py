@@ -18,8 +18,10 @@ from dtft.elastic.forming import Round, assign, export_addresses, next_round, or
 from dtft.elastic.journal import Journal
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
-from dtft.elastic.roles import Assignment, HostRecord, fill_slots
+from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.roster import Roster, lost
+from dtft.elastic.sizes import Sizes
+from dtft.elastic.sizing import Groups, seat
 from dtft.elastic.spread import known_domains, preferred, shortfall
 from dtft.elastic.storage_health import StorageHealth
 from dtft.elastic.storage_watch import StorageWatch
@@ -54,9 +56,11 @@ class Rounds:
         journal: Journal,
         health: StorageHealth,
         storage: StorageWatch,
+        sizes: Sizes,
     ) -> None:
         """Begins nothing yet, but has a coordination service wait."""
         self._config, self._records, self._roster = config, records, roster
+        self._sizes = sizes
         self._send, self._journal, self._health = send, journal, health
         self._storage = storage
         self._coordinator = Coordinator(config, emit)
@@ -108,12 +112,14 @@ class Rounds:
         old = self.previous
         slots = zip(old.slots, old.incarnations, strict=True) if old else ()
         usable = self._roster.usable(hosts)
-        text, domains = round_.layout_json, self._domains()
-        layout = Layout.from_json(text) if text else None
-        filled = fill_slots(
+        layout, domains = round_.layout_of(self._records.commits), self._domains()
+        size = self._sizes.choose(len(usable), layout)
+        group = Groups.of(layout, self._config.sizes).group[1] if layout else 1
+        filled = seat(
             list(slots),
             usable,
-            self._config.num_slots,
+            size,
+            group,
             lambda seats, spares: preferred(old, layout, seats, spares, domains),
         )
         present = [record for record in filled if record is not None]
@@ -202,7 +208,7 @@ class Rounds:
         assert round_.assignment is not None
         self.assignment, self.ledger = round_.assignment, None
         self._journal.event("assignment", **json.loads(round_.assignment.to_json()))
-        self._coordinator.start(self._config.num_slots, round_.ballot)
+        self._coordinator.start(len(round_.assignment.slots), round_.ballot)
 
     def coordinator_ready(self, ballot: tuple[int, int], address: str) -> None:
         """The coordination service of a formation serves: slots can be given out."""
@@ -235,7 +241,6 @@ class Rounds:
             health=self._health,
         )
         self.ledger.stopping = view.stop
-        self.expect(self._roster.connected)
         _, problem = shortfall(
             assignment.spread,
             self.ledger.placement,
@@ -243,19 +248,25 @@ class Rounds:
             self._domains(),
         )
         self._journal.say_once("copies", problem)
+        self.expect(self._roster.connected)
 
     def expect(self, hosts: Collection[str]) -> None:
         """Tells hosts without a slot what one would hold, so that they are ready."""
         if self.ledger is not None and self.assignment is not None:
-            text = self.ledger.layout.to_json()
+            text, domains = self.ledger.layout.to_json(), self.assignment.spread.domains
             for host in sorted(set(hosts) - set(self.assignment.slots)):
-                self._send(host, "expect", layout=text)
+                self._send(host, "expect", layout=text, domains=list(domains))
 
     def count_failure(self, step: int) -> int:
         """A restore of `step` has failed; returns how often without one new step.
 
-        The same restore failing twice: quarantine.
+        The same restore failing twice: quarantine. In a size that is new the size is
+        to blame, not the step.
         """
+        chosen = self.current.assignment if self.current else None
+        if chosen is not None and self._sizes.is_new(chosen):
+            self._sizes.failed(chosen, f"step {step} could not be trained on there")
+            return 0
         self._failures[step] = self._failures.get(step, 0) + 1
         known = any(commit.step == step for commit in self._records.commits)
         if self._failures[step] == 2 and known:

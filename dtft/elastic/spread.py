@@ -47,6 +47,11 @@ class Surroundings:
         """Per slot the domain by which copies were placed."""
         return self.assignment.spread.domains if self.assignment else ()
 
+    def placed_on(self, layout: Layout | None) -> tuple[str, ...]:
+        """As `placed`, if that is of a formation of this layout's size."""
+        fits = layout is not None and layout.mesh.num_slots == len(self.placed)
+        return self.placed if fits else ()
+
     def copies(self, layout: Layout | None) -> tuple[int, int, str]:
         """Copies asked for, effective ones, and why they differ; zeros if unknown."""
         now = self.assignment
@@ -98,7 +103,8 @@ def preferred(
         domains: of all hosts.
     """
     groups, wanted, level = (), 0, "host"
-    if previous and layout and layout.mesh.num_slots == len(seats):
+    sizes = {len(seats), len(previous.slots) if previous else 0}
+    if previous and layout and sizes == {layout.mesh.num_slots}:
         placement = previous.spread.place(layout)
         groups, wanted = copy_groups(placement), placement.effective_copies
         level = previous.spread.level

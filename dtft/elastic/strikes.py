@@ -14,17 +14,20 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from dtft.checkpoint.board import Board, Field
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.faults import Fault, in_order
+from dtft.elastic.inspect_job import Observer
 from dtft.elastic.journal import read_events
 from dtft.elastic.launch import LocalCluster
+from dtft.elastic.scale_job import scale
 
 POLL_S = 0.0003
 STORE_AWAY_S = 5.0
 FIRST_EXPORT_S = 50.0  # below `timeouts.stage`: held trainers are not taken for hung
+SCALE_S = 240.0
 _PHASE_FIELD: dict[str, Field] = {
     "replicate": "replicating",
     "commit": "committing",
@@ -48,7 +51,8 @@ class Strike:
     steps_seen: tuple[int, int] = (0, 0)
     """kill-store: last finished step when the store went, and when it came back."""
     corrupted_bytes: int = 0
-    notes: list[str] = field(default_factory=list)
+    reply: dict[str, Any] = field(default_factory=dict)
+    """scale: what whoever asked was told; empty until then."""
 
 
 class Striker(threading.Thread):
@@ -96,9 +100,10 @@ class Striker(threading.Thread):
 
     @property
     def done(self) -> bool:
-        """Every fault has struck."""
+        """Every fault has struck, and every request for a size was answered."""
         expected = [fault for fault in self._faults if fault.kind != "corrupt"]
-        return len(self.strikes) == len(expected)
+        open_ = [it for it in self.strikes if it.fault.kind == "scale" and not it.reply]
+        return len(self.strikes) == len(expected) and not open_
 
     # ------------------------------------------------------------------ looking
 
@@ -145,6 +150,8 @@ class Striker(threading.Thread):
         return pair.value.decode()
 
     def _reached(self, fault: Fault) -> bool:
+        if max(fault.slots, default=-1) >= len(self._slots):
+            return False  # the job has not grown so far yet
         if fault.phase == "recovery":
             started = bool(self.strikes) or fault.step == 0
             return started and self._most("recovering") == 1
@@ -168,6 +175,9 @@ class Striker(threading.Thread):
         """Freezes, looks again, and strikes; False if the moment had passed."""
         if fault.kind == "kill-store":
             self._kill_store(fault)
+            return True
+        if fault.kind == "scale":
+            self._scale(fault)
             return True
         victims = self._victims(fault)
         if any(host not in self._cluster.agents for host in victims):
@@ -236,14 +246,44 @@ class Striker(threading.Thread):
 
     def _corrupt(self, host: str) -> int:
         """Flips one byte in every 4 KiB of a host's arena; returns how many."""
-        path: Path = self._cluster.memory_directory(host) / "arena"
-        with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-            places = range(0, len(memory), 4096)
-            for place in places:
-                memory[place] ^= 0xFF
-            memory.close()
-        return len(places)
+        flipped = 0
+        memory_directory = self._cluster.memory_directory(host)
+        for path in (*memory_directory.glob("arena*"), memory_directory / "reserve"):
+            if not path.exists():
+                continue
+            with open(path, "r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0)
+                places = range(0, len(memory), 4096)
+                for place in places:
+                    memory[place] ^= 0xFF
+                memory.close()
+            flipped += len(places)
+        return flipped
+
+    def _scale(self, fault: Fault) -> None:
+        """Asks as `dtft scale` does; other faults may strike while it is waited for."""
+        strike = Strike(fault=fault, at=time.time())
+        strike.finished, strike.committed = (
+            self._most("finished"),
+            self._most("committed"),
+        )
+        self.strikes.append(strike)
+        threading.Thread(target=self._ask, args=(strike,), daemon=True).start()
+
+    def _ask(self, strike: Strike) -> None:
+        cluster = self._cluster
+        store = EtcdStore(cluster.store_address)
+        try:
+            observer = Observer(
+                store, cluster.store_address, cluster.options.job, cluster.secret
+            )
+            strike.reply = scale(observer, strike.fault.replicas, SCALE_S)
+        except Exception as error:
+            strike.reply = {"error": str(error)}
+            if all(fault.kind == "scale" for fault in self._faults):
+                self.error = f"{strike.fault}: {error}"  # nothing else is to blame
+        finally:
+            store.close()
 
     def _kill_store(self, fault: Fault) -> None:
         strike = Strike(fault=fault, at=time.time())

@@ -159,7 +159,7 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
     timeouts = config.timeouts
     return {
         "slot": order["slot"],
-        "num_slots": config.num_slots,
+        "num_slots": len(order["addresses"]),
         "generation": order["generation"],
         "attempt": order["attempt"],
         "coordinator": order["coordinator"],

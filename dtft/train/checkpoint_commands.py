@@ -7,6 +7,7 @@ that record alone. Where things are found out is `checkpoint.inspect_storage` an
 
 import contextlib
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,7 +49,10 @@ def run(options: Namespace, secret: Callable[[], bytes]) -> int:
             record, lines, code = _ON_JOB[options.action](options, observer)
     else:
         directory = inspect_storage.checkpoints_in(options.directory)
-        record, lines, code = _ON_DIRECTORY[options.action](options, directory)
+        try:
+            record, lines, code = _ON_DIRECTORY[options.action](options, directory)
+        except RuntimeError as error:  # the step is damaged; its text says which
+            raise ValueError(str(error)) from error
     print(json.dumps(record, indent=1) if options.json else "\n".join(lines))
     return code
 
@@ -91,7 +95,9 @@ def _show_directory(options: Namespace, directory: Path) -> Printed:
 def _verify_directory(options: Namespace, directory: Path) -> Printed:
     _use_cpu()
     steps = [found.step for found in inspect_storage.list_steps(directory)[0]]
-    if options.step is not None or not steps:
+    if options.step in steps:
+        steps = [options.step]  # also a torn one, which is then said
+    elif options.step is not None or not steps:
         steps = [inspect_storage.pick(directory, options.step)]
     found = inspect_storage.verify(directory, steps)
     record = {"directory": str(directory), "problems": found}
@@ -197,6 +203,7 @@ def _use_cpu() -> None:
     """Reads on the CPU whatever devices there are, and 64-bit values as they are."""
     import jax
 
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what is no news
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
 

@@ -17,10 +17,22 @@ def storage_lines(record: Record) -> list[str]:
     rows = [
         (it["step"], size_text(it["num_bytes"]), _when(it["written"]))
         for it in record["steps"]
+        if not it["problem"]
     ]
-    lines = [f"storage {record['directory']}: {len(rows)} checkpoints"]
+    many = "1 checkpoint" if len(rows) == 1 else f"{len(rows)} checkpoints"
+    lines = [f"storage {record['directory']}: {many}"]
     if rows:
         lines += table(("step", "size", "written"), rows)
+    else:
+        lines.append(
+            "a storage directory has a directory for each step; a run directory has it "
+            "in `checkpoints`"
+        )
+    lines += [
+        f"step {it['step']}, not offered here: {it['problem']}"
+        for it in record["steps"]
+        if it["problem"]
+    ]
     lines += [f"unfinished, not offered: {name}" for name in record["unfinished"]]
     return lines
 
@@ -32,6 +44,7 @@ def job_record(state: "JobState") -> Record:
         "job": state.job,
         "store": state.store,
         "leader": state.view.leader,
+        "result": state.view.result,
         "generation": assignment.generation if assignment else 0,
         "attempt": assignment.attempt if assignment else 0,
         "slots": list(assignment.slots) if assignment else [],
@@ -80,6 +93,10 @@ def job_lines(record: Record) -> list[str]:
         f"job {record['job']}: generation {record['generation']}, attempt "
         f"{record['attempt']}, leader {record['leader'] or 'none'}"
     ]
+    if not record["hosts"]:
+        lines.append("no host of it is alive, so nothing is in memory")
+    if record["result"]:
+        lines.append(f"it has ended: {record['result']}")
     lines += [record["copies_problem"]] if record["copies_problem"] else []
     rows = [
         (
@@ -111,7 +128,8 @@ def job_lines(record: Record) -> list[str]:
         )
         for host in record["hosts"]
     ]
-    lines += table(("host", "slot", "slices", "steps", "arena", "state"), hosts)
+    if hosts:
+        lines += table(("host", "slot", "slices", "steps", "arena", "state"), hosts)
     if record.get("storage"):
         lines += storage_lines(record["storage"])
     elif record["storage_directory"]:
@@ -137,7 +155,7 @@ def verify_lines(record: Record) -> tuple[list[str], bool]:
             f"step {it['step']}: {it['health']}, {it['problem'] or copies}{late}"
         )
     read = [it for it in commits if it["step"] not in unread]
-    well = well and (bool(read) or not commits)
+    well = well and bool(read)  # nothing that was read is nothing verified
     well = well and all(it["health"] == "healthy" for it in read)
     return lines or ["nothing is committed yet"], well
 

@@ -43,6 +43,8 @@ def _experiment(options: Namespace, overrides: list[str]) -> Experiment:
         overrides += ["--cluster.hosts", str(options.hosts)]
     if getattr(options, "run_dir", None):
         overrides += ["--log.run_dir", options.run_dir]
+    if getattr(options, "min_replicas", None) is not None:
+        overrides += ["--cluster.min_replicas", str(options.min_replicas)]
     return configs.load(options.config, overrides, f"dtft {options.command}")
 
 
@@ -84,9 +86,11 @@ def _launch(options: Namespace, overrides: list[str]) -> int:
     check(experiment)
     flags = host_flags.handed_on(options)
     directory, extra = prepare_run(experiment)
+    least = experiment.cluster.min_replicas
     resume = shlex.join(
         ["dtft", "launch", options.config, *given, "--spares", str(options.spares)]
         + ["--hosts", str(experiment.cluster.hosts), "--run-dir", str(directory)]
+        + (["--min-replicas", str(least)] if least else [])
         + [*flags, *["--tls"] * options.tls]
     )
     flags += host_flags.own_certificate(options, directory)
@@ -152,6 +156,7 @@ def _exit_code(outcome: str, host: str) -> int:
 
 def _agent_config(options: Namespace, overrides: list[str]):
     from dtft.elastic.config import AgentConfig
+    from dtft.elastic.sizing import SizeLimits
 
     experiment = _experiment(options, overrides)
     check(experiment)
@@ -169,6 +174,11 @@ def _agent_config(options: Namespace, overrides: list[str]):
         store=options.store,
         secret=secret,
         num_slots=experiment.cluster.hosts,
+        sizes=SizeLimits(
+            min_replicas=experiment.cluster.min_replicas,
+            global_batch=experiment.data.global_batch,
+            batch_axes=("replica", "fsdp"),
+        ),
         trainer_command=(sys.executable, "-m", "dtft.train.worker", *arguments),
         trainer_environment={
             "DTFT_COMPILATION_CACHE": os.environ.get(
@@ -227,7 +237,10 @@ def _for_clusters(
     experiment = _experiment(options, overrides)
     check(experiment)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    return experiment, [*given, "--cluster.hosts", str(experiment.cluster.hosts)]
+    cluster = experiment.cluster
+    sizes = ["--cluster.hosts", str(cluster.hosts)]
+    sizes += ["--cluster.min_replicas", str(cluster.min_replicas)]
+    return experiment, [*given, *sizes]
 
 
 def _drill(options: Namespace, overrides: list[str]) -> int:
@@ -266,14 +279,24 @@ def _bench_transport(options: Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def _scale(options: Namespace, overrides: list[str]) -> int:
+    from dtft.train import scale_command
+
+    _refuse_unknown("scale", overrides)
+    return scale_command.run(options, _secret(options))
+
+
+def _refuse_unknown(command: str, overrides: list[str]) -> None:
+    if overrides:
+        raise UserError(
+            f"unknown arguments: {' '.join(overrides)}. See `dtft {command} --help`."
+        )
+
+
 def _checkpoint(options: Namespace, overrides: list[str]) -> int:
     from dtft.train import checkpoint_commands
 
-    if overrides:
-        raise UserError(
-            f"unknown arguments: {' '.join(overrides)}. See `dtft checkpoint "
-            f"{options.action} --help`."
-        )
+    _refuse_unknown(f"checkpoint {options.action}", overrides)
     if options.action == "odds":
         from dtft.checkpoint.odds import odds_table
 
@@ -284,6 +307,7 @@ def _checkpoint(options: Namespace, overrides: list[str]) -> int:
 
 _COMMANDS = {
     "checkpoint": _checkpoint,
+    "scale": _scale,
     "train": _train,
     "config": _config,
     "launch": _launch,

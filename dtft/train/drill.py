@@ -22,6 +22,7 @@ from dtft.elastic.launch import ClusterOptions, LocalCluster
 from dtft.elastic.strikes import Strike, Striker
 from dtft.train import config as configs
 from dtft.train.experiment import Experiment
+from dtft.train.resize_check import compare_losses, resize_lines, resizes
 
 DEADLINE_S = 600.0
 
@@ -35,7 +36,10 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
         ValueError: a fault cannot be read.
     """
     logging.getLogger("absl").setLevel(logging.ERROR)
-    faults = [parse_fault(t, experiment.cluster.hosts) for t in options.fault]
+    hosts = experiment.cluster.hosts
+    if any(text.startswith("scale:") for text in options.fault):
+        hosts += options.spares  # the job may grow over them
+    faults = [parse_fault(t, hosts) for t in options.fault]
     for fault in faults:
         if fault.step >= experiment.stop.steps:
             raise ValueError(
@@ -46,6 +50,8 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
     root = root.resolve()
     arguments = [options.config, *overrides, "--log.sample_ids", "True"]
     arguments += ["--log.tensorboard", "False"]
+    if experiment.cluster.min_replicas or any(it.kind == "scale" for it in faults):
+        arguments += ["--log.every", "1"]  # the losses of all steps are compared
     control = Path(options.control).resolve() if options.control else root / "control"
     if not _usable(control, experiment):
         print(f"dtft: undisturbed run in {control}", flush=True)
@@ -150,10 +156,17 @@ def judge(
         "fault_error": striker.error,
         "storage_interval": experiment.checkpoint.storage_interval,
         "status": ended[-1]["status"] if ended else "none",
+        "resized": resizes(control, events),
         **{k: v for k, v in summary.items() if k.startswith("test_")},
     }
+    same_state = record["bit_identical"]
+    if record["resized"]:
+        segments = surviving_segments(events, step)
+        record["loss_curve"] = compare_losses(control, faulted, segments)
+        exact = all(it["bit_exact"] for it in record["resized"])
+        same_state = exact and record["loss_curve"]["within_tolerance"]
     record["ok"] = bool(
-        record["bit_identical"]
+        same_state
         and samples
         and striker.done
         and not striker.error
@@ -219,6 +232,8 @@ def _strike(strike: Strike, events: Events) -> dict[str, Any]:
         "finished": strike.finished,
         "committed": strike.committed,
     }
+    if strike.reply:
+        entry["reply"] = strike.reply
     if strike.corrupted_bytes:
         entry["corrupted_bytes"] = strike.corrupted_bytes
     if strike.fault.kind == "kill-store":
@@ -307,7 +322,10 @@ def _say(record: dict[str, Any]) -> None:
             f"{entry['bytes_from_storage']} from storage"
         )
     tests = [f"{k} {v:.4f}" for k, v in record.items() if k.startswith("test_")]
-    equal = "equal bit for bit to" if record["bit_identical"] else "DIFFERENT from"
+    for line in resize_lines(record):
+        print(line)
+    different = "not those of" if record["resized"] else "DIFFERENT from"
+    equal = "equal bit for bit to" if record["bit_identical"] else different
     once = "every sample once" if record["samples_exactly_once"] else "SAMPLES WRONG"
     print(
         f"dtft: final parameters and optimizer state at step {record['final_step']} "

@@ -53,8 +53,15 @@ class ClusterConfig:
     """Slots: hosts that train at the same time."""
     devices_per_host: int = 1
     """Devices of each host; -1 for all it has (accelerators)."""
+    min_replicas: int = 0
+    """Lost hosts without spares: the job goes on with so many replicas; 0: it waits."""
 
     def __post_init__(self) -> None:
+        if self.min_replicas < 0:
+            raise ValueError(
+                f"cluster.min_replicas={self.min_replicas} is negative. Set "
+                "--min-replicas 1 or more, or 0 to wait for a host."
+            )
         if self.hosts < 1:
             raise ValueError(
                 f"cluster.hosts={self.hosts} is not positive. Set --cluster.hosts 1 "
@@ -258,6 +265,23 @@ def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshCon
     return replace(mesh, **({unknown: devices // known} if unknown else {}))
 
 
+def scaled_mesh(
+    experiment: Experiment, slots: int, devices_per_host: int
+) -> MeshConfig:
+    """The mesh on so many slots: that of the config with more or fewer replicas.
+
+    Args:
+        experiment: the config, for `cluster.hosts` slots.
+        slots: slots there are now.
+        devices_per_host: devices of each.
+
+    Raises:
+        ValueError: the sizes do not fit the devices.
+    """
+    mesh = resolve_mesh(experiment.mesh, experiment.cluster.hosts, devices_per_host)
+    return resolve_mesh(replace(mesh, replica=-1), slots, devices_per_host)
+
+
 def check(
     experiment: Experiment,
     hosts: int | None = None,
@@ -320,4 +344,27 @@ def check(
             f"data.global_batch={batch} is not divisible by {parts} (mesh.replica x "
             f"mesh.fsdp): every part of the mesh takes equally many rows. Set "
             f"--data.global_batch {larger}, or change the number of hosts."
+        )
+    if experiment.cluster.min_replicas:
+        _check_min_replicas(experiment, mesh, hosts)
+
+
+def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) -> None:
+    """Refuses a least number of replicas that the job could never have.
+
+    Raises:
+        ValueError: says which are allowed.
+    """
+    least, batch = experiment.cluster.min_replicas, experiment.data.global_batch
+    fitting = [
+        replicas
+        for replicas in range(1, mesh.replica + 1)
+        if replicas * hosts % mesh.replica == 0 and batch % (replicas * mesh.fsdp) == 0
+    ]
+    if least not in fitting:
+        raise ValueError(
+            f"--min-replicas {least} (cluster.min_replicas) is not a size that this "
+            f"job can shrink to: whole hosts of the {hosts}, at most {mesh.replica} "
+            f"replicas, and equal parts of data.global_batch={batch} rows. Allowed: "
+            f"{', '.join(map(str, fitting))}, or 0 to wait for a host."
         )

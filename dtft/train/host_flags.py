@@ -41,6 +41,11 @@ def tls_of(options: Namespace) -> Tls | None:
     """
     if not options.tls_cert and not options.tls_key:
         return None
+    if options.nixl:
+        raise ValueError(
+            "--nixl reads memory past TLS, unencrypted: give either --nixl or "
+            "--tls-cert and --tls-key."
+        )
     if not options.tls_cert or not options.tls_key:
         raise ValueError(
             "--tls-cert FILE and --tls-key FILE belong together: give both, or neither."
@@ -64,8 +69,8 @@ def own_certificate(options: Namespace, directory: Path) -> list[str]:
     """
     if not options.tls:
         return []
-    if options.tls_cert:
-        raise ValueError("give either --tls or --tls-cert and --tls-key, not both.")
+    if options.tls_cert or options.nixl:
+        raise ValueError("give only one of --nixl, --tls, --tls-cert with --tls-key.")
     tls = Tls(certificate=directory / "tls.cert.pem", key=directory / "tls.key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "3650"]
     command += ["-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=dtft"]

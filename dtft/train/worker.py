@@ -56,6 +56,7 @@ class AgentRuntime:
         self._running = False
         self._dispatched_at: list[float] = []
         self._checkpoint = experiment.checkpoint
+        self._last_step = experiment.stop.steps
         self._clock = WindowClock()
         self._window: Window | None = None
         self._seen = Experience()
@@ -65,6 +66,7 @@ class AgentRuntime:
         import jax
 
         from dtft import _jax_internals
+        from dtft.train.experiment import scaled_mesh
         from dtft.train.step import make_mesh
 
         _jax_internals.join_world(
@@ -76,7 +78,8 @@ class AgentRuntime:
         )
         logger.info("joined the world")
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-        return make_mesh(experiment.mesh, devices)
+        per_host = len(devices) // self.num_slots
+        return make_mesh(scaled_mesh(experiment, self.num_slots, per_host), devices)
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """The state and items that the leader chose, or None at the very start."""
@@ -95,6 +98,7 @@ class AgentRuntime:
             deadline_s=self._start["start_s"],
             cadence=self._checkpoint.cadence,
             automatic=self._checkpoint.interval == "auto",
+            last=self._last_step,
         )
         abstract = to_paths(abstract_state)
         wanted = RestoreArgs(abstract=typed_keys.plain(abstract))

@@ -17,7 +17,7 @@ import numpy as np
 from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.parts import Parts
-from dtft.checkpoint.placement import place
+from dtft.checkpoint.placement import Push, place
 from dtft.checkpoint.pushing import Sent
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.transport import Channel, Credentials, TransportServer
@@ -162,6 +162,26 @@ def stage(
         write(chunks.parts(memory, places, index), data)
         digests.append(chunk_digests(data, holder.chunk_bytes))
     holder.staged(step, digests, {"step": step}, kept)
+
+
+def hand_over(
+    source: Holder, target: Holder, push: Push, step: int, flip: bool = False
+) -> bool:
+    """Copies a push from one holder to another, as two hosts do; whether it counts."""
+    digests = source.own_digests(step, push.slices)
+    found = target.begin_receive(step, source.slot, digests)
+    assert found is not None
+    for number in np.flatnonzero(found.lacks()).tolist():
+        claimed = found.claim([number])
+        assert claimed is not None
+        (memory,) = claimed
+        (memory[:],) = source.push_chunks(step, push, [number])
+        if flip and len(memory):
+            memory[len(memory) // 2] ^= 1
+        found.arrived([number])
+    kept = target.received(step, source.slot, found, source.items(step))
+    target.end_receive(step, source.slot, found)
+    return kept
 
 
 def write(parts: Parts, data: bytes, at: int = 0) -> None:

@@ -11,8 +11,8 @@ from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
+from tests.checkpoint.hosts import hand_over, write
 from tests.checkpoint.hosts import stage as write_step
-from tests.checkpoint.hosts import write
 from tests.elastic.test_recovery import layout
 
 CHUNK = 16
@@ -33,20 +33,7 @@ def stage(held: Holder, step: int) -> None:
 
 def push(source: Holder, target: Holder, step: int, flip: bool = False) -> bool:
     (one,) = source.outgoing
-    digests = source.own_digests(step, one.slices)
-    found = target.begin_receive(step, source.slot, digests)
-    assert found is not None
-    for number in np.flatnonzero(found.lacks()).tolist():
-        claimed = found.claim([number])
-        assert claimed is not None
-        (memory,) = claimed
-        (memory[:],) = source.push_chunks(step, one, [number])
-        if flip and len(memory):
-            memory[len(memory) // 2] ^= 1
-        found.arrived([number])
-    kept = target.received(step, source.slot, found, source.items(step))
-    target.end_receive(step, source.slot, found)
-    return kept
+    return hand_over(source, target, one, step, flip)
 
 
 @pytest.fixture

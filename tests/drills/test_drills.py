@@ -5,6 +5,8 @@ import random
 import pytest
 
 from dtft.elastic.faults import PHASES
+from dtft.elastic.journal import read_events
+from tests.checkpoint.test_stream import certificate
 from tests.drills.harness import DIGITS, FSDP, HYBRID, drill
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
@@ -63,6 +65,35 @@ def test_a_corrupt_copy_is_refused_and_another_taken(tmp_path, control):
 
 
 @every
+def test_a_spare_of_the_lost_rack_is_taken_and_copies_are_pushed_again(
+    tmp_path, control
+):
+    racks = {0: "a", 1: "a", 2: "b", 3: "b", 4: "b", 5: "a"}
+    domains = tmp_path / "domains"
+    domains.write_text("".join(f"host-{i} rack={r}\n" for i, r in racks.items()))
+    tls = certificate(tmp_path, "job")
+    record = drill(
+        *(tmp_path, *FSDP, *control("fsdp"), "--spares", "2"),
+        *("--checkpoint.interval", "5", "--domain-file", str(domains)),
+        *("--tls-cert", str(tls.certificate), "--tls-key", str(tls.key)),
+        *("--fault", "kill-host:1@32"),
+    )
+    recovery = only(record)
+    assert recovery["rung"] == 2 and recovery["healthy"]
+    assert recovery["bytes_re_replicated"] > 0
+    assert "healthy again: every slice has 2 copies" in record["output"]
+    formed = [
+        event["slots"]
+        for event in read_events(tmp_path / "faulted")
+        if event["event"] == "assignment"
+    ]
+    (taken,) = set(formed[-1]) - set(formed[0])
+    (gone,) = set(formed[0]) - set(formed[-1])
+    rack = {f"host-{number}": name for number, name in racks.items()}
+    assert rack[taken] == rack[gone]
+
+
+@every
 def test_no_good_copy_left_falls_to_storage(tmp_path, control):
     record = drill(
         *(tmp_path, *FSDP, *control("fsdp"), "--spares", "1"),
@@ -106,6 +137,25 @@ def test_sharded_state_survives_a_host(tmp_path, control, name, job):
         *("--spares", "2", "--fault", "kill-host:1@45"),
     )
     assert only(record)["rung"] == 2 and only(record)["bytes_from_storage"] == 0
+
+
+@every
+def test_an_automatic_interval_survives_a_host(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, "--stop.steps", "150", *control("automatic")),
+        *("--checkpoint.interval", "auto", "--checkpoint.max_interval", "16"),
+        *("--spares", "1", "--fault", "kill-host:1@90"),
+    )
+    recovery = only(record)
+    assert recovery["rung"] == 2 and recovery["bytes_from_storage"] == 0
+    assert recovery["steps_lost"] <= 32 and record["final_step"] == 150
+    assert "a snapshot every 16 steps" in record["output"]
+    commits = [
+        event["step"]
+        for event in read_events(tmp_path / "faulted")
+        if event["event"] == "commit"
+    ]
+    assert {48, 96, 112, 128, 144, 150} <= set(commits) and len(commits) < 75
 
 
 @every

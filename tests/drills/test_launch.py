@@ -209,6 +209,7 @@ def test_memory_too_small_is_refused_with_the_numbers(tmp_path):
         (("--hosts", "3", "--data.global_batch", "97"), "not divisible by 3"),
         (("--hosts", "2", "--checkpoint.copies", "3"), "more than the number of hosts"),
         (("--hosts", "3", "--mesh.fsdp", "2"), "does not fit 3 devices"),
+        (("--hosts", "3", "--min-replicas", "4"), "Allowed: 1, 2, 3, or 0"),
     ],
 )
 def test_wrong_input_is_one_clear_error(tmp_path, arguments, hint):

@@ -16,7 +16,8 @@ faults = st.builds(
         if kind in ("kill-host", "kill-trainer", "corrupt")
         else (),
         step=step,
-        phase=phase,
+        phase=None if kind == "scale" else phase,
+        replicas=min(slots) + 1 if kind == "scale" else 0,
     ),
     st.sampled_from(KINDS),
     st.sets(st.integers(0, 3), min_size=1),
@@ -39,6 +40,10 @@ def test_text_round_trips(fault):
         ("kill-host@3", "needs a slot"),
         ("kill-leader:1@3", "takes no slot"),
         ("kill-host:4@3", "slots 0 to 3"),
+        ("scale@3", "one number of replicas"),
+        ("scale:0@3", "1 or more"),
+        ("scale:2+3@3", "one number of replicas"),
+        ("scale:2@3:commit", "no phase"),
     ],
 )
 def test_wrong_faults_say_what_is_allowed(text, hint):

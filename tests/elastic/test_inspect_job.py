@@ -1,8 +1,10 @@
 """A job looked at from outside: real holders and sockets, no trainers."""
 
+import concurrent.futures
 import contextlib
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,7 @@ class Job:
     def __init__(self, directory: Path) -> None:
         self.store, self.holders = MemoryStore(), []
         self.servers: list[TransportServer] = []
+        self.emits: list[Callable[..., None]] = []
         self.demands = Demands()
         self._put("m/fingerprint", json.dumps({"secret": proof_of(SECRET, "j")}))
         self._put("m/leader", "h1")
@@ -80,12 +83,15 @@ class Job:
             self.demands.outcome(6, True, "")  # an older step: not what was asked for
             self.demands.outcome(8, slot == 1, "No space left on device")
 
+        self.emits.append(emit)
         server = TransportServer(
             "127.0.0.1:0",
             Credentials(job="j", secret=SECRET),
             {
                 "inspect": lambda channel: serve_inspection(channel, config, inbox),
-                "export": lambda channel: serve_export(channel, config, emit),
+                "export": lambda channel: serve_export(
+                    channel, config, lambda *event: self.emits[slot](*event)
+                ),
             },
         )
         self.servers.append(server)
@@ -138,14 +144,54 @@ def test_a_corrupt_copy_and_a_silent_host_are_named(job: Job) -> None:
     assert not well and "no answer: h1" in lines
 
 
-def test_the_leader_is_asked_to_export(job: Job) -> None:
+def test_the_leader_is_asked_to_export(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert job.observer().export() == 8
     job.store.put(job_key("j", "m/leader"), b"h0")
     with pytest.raises(RuntimeError, match="leader h0: No space left"):
         job.observer().export()
+    monkeypatch.setattr("dtft.elastic.inspect_job.LEADER_S", 0.2)
     job.store.delete(job_key("j", "m/leader"))
-    with pytest.raises(RuntimeError, match="has no leader"):
+    with pytest.raises(RuntimeError, match="has no leader at the moment"):
         job.observer().export()
+
+
+def test_a_leader_that_changes_while_asked(job: Job) -> None:
+    observer = job.observer()
+    asked = threading.Event()
+
+    def leads_no_more(kind: str, answer) -> None:
+        asked.set()
+        job.demands.add(99, answer)  # answered by nobody until the host is deposed
+
+    job.emits[1] = leads_no_more
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        export = pool.submit(observer.export)
+        assert asked.wait(10)
+        job.emits[0] = lambda kind, answer: answer({"step": 12})
+        job.store.put(job_key("j", "m/leader"), b"h0")
+        job.demands.close()
+        assert export.result(timeout=20) == 12
+        job.store.put(job_key("j", "m/leader"), b"h1")
+        asked.clear()
+        export = pool.submit(observer.export)
+        assert asked.wait(10)
+        job.store.put(job_key("j", "m/leader"), b"h0")
+        job.servers[1].close()  # the leader dies with the question
+        assert export.result(timeout=20) == 12
+
+
+def test_a_job_of_which_nobody_lives(job: Job) -> None:
+    for slot in range(2):
+        job.store.delete(job_key("j", f"m/hosts/h{slot}"))
+    record = job_record(job.observer().look())
+    text = "\n".join(job_lines(record))
+    assert "no host of it is alive" in text and "step 7: " in text
+    job.store.delete(job_key("j", "c/commits"))
+    record = job_record(job.observer().look())
+    assert "nothing is committed yet" in "\n".join(job_lines(record))
+    assert verify_lines(record) == (["nothing is committed yet"], False)
 
 
 def test_wrong_secret_and_wrong_name(job: Job) -> None:

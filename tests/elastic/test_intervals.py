@@ -184,6 +184,7 @@ class Trainer(threading.Thread):
             deadline_s=LIMIT_S,
             cadence=Cadence(interval=1, period=MAXIMUM),
             automatic=True,
+            last=self.last if self.slot else None,  # one asks for room ahead
         )
         device = jax.devices()[self.slot]
         arrays = {

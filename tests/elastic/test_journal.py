@@ -17,7 +17,7 @@ def test_a_file_that_hangs_is_waited_for_once(
     os.mkfifo(path)  # to open it hangs until somebody reads
     journal = Journal(tmp_path, "h0")
     for step in range(1000):
-        journal.committed(step)
+        journal.committed(step, root="r")
     journal.say("still said")
     out = capfd.readouterr().out
     assert out.count("hangs; training goes on") == 1 and "still said" in out

@@ -65,7 +65,7 @@ class Desk:
     def answer(self, host: str) -> None:
         for asked, _, fields in list(self.orders):
             if asked == host:
-                reply = {"holdings": {}, "corrupt": [], "finished": 0, "layout": ""}
+                reply = {"holdings": {}, "corrupt": [], "finished": 0, "layouts": []}
                 report = {"op": "holdings", "ballot": fields["ballot"], "items": {}}
                 self.leader.hears(host, report | reply)
 
@@ -127,7 +127,8 @@ def test_a_spare_is_told_what_a_slot_holds(tmp_path: Path) -> None:
         desk.register("d")
         desk.leader.connected("d")
         told = [(host, fields) for host, op, fields in desk.orders if op == "expect"]
-        assert told == [("c", {"layout": said["layout"]}), ("d", told[0][1])]
+        fields = {"layout": said["layout"], "domains": []}
+        assert told == [("c", fields), ("d", fields)]
     finally:
         desk.leader.close()
 

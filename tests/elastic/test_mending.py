@@ -38,7 +38,7 @@ def after_loss(
     del holdings[HOSTS[dead]]
     slots = tuple("spare" if slot == dead else h for slot, h in enumerate(HOSTS))
     round_ = Round(ballot=(1, 2), reasons=["lost"], detected=0.0)
-    round_.reply("h3", {"layout": state.to_json(), "corrupt": [], "finished": 7})
+    round_.reply("h3", {"layouts": [state.to_json()], "corrupt": [], "finished": 7})
     round_.decision = decide(
         commits=[commit_of(state, 7)],
         layout=state,

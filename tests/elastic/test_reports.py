@@ -1,5 +1,6 @@
 """Reports of members: whatever an authenticated host sends, the leader goes on."""
 
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -8,9 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dtft.checkpoint.interval import Window
+from dtft.elastic.follower import REPORTED
 from dtft.elastic.forming import Round
 from dtft.elastic.leader import Leader
-from dtft.elastic.reports import FIELDS, OPTIONAL, fault_of, misfit
+from dtft.elastic.ledger import Ledger
+from dtft.elastic.reports import FIELDS, OPTIONAL, fault_of, fields_of, misfit
 from dtft.elastic.roles import Assignment
 from dtft.elastic.rounds import Phase
 from tests.elastic.test_leader import Desk
@@ -22,7 +26,7 @@ SLOTS = ("a", "b")
 BALLOT = (1, 3)
 SOUND: dict[str, dict[str, Any]] = {
     "holdings": {
-        "layout": STATE.to_json(),
+        "layouts": [STATE.to_json()],
         "holdings": {7: {"w": b"0" * 16}},
         "items": {7: {"data": 1}},
         "corrupt": [],
@@ -89,11 +93,27 @@ def test_every_sound_report_is_taken(desk: Busy) -> None:
 
 @pytest.mark.parametrize("op", sorted(FIELDS.keys() - {"fatal"}))
 def test_the_table_names_what_the_leader_takes(op: str) -> None:
-    handler = inspect.signature(getattr(Leader, f"_on_{op}")).parameters.values()
+    method = Ledger.staged if op == "staged" else getattr(Leader, f"_on_{op}")
+    handler = inspect.signature(method).parameters.values()
     takes = {p.name for p in handler if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert takes - {"self", "host"} <= FIELDS[op].keys()
     if not any(p.kind is p.VAR_KEYWORD for p in handler):
         assert FIELDS[op].keys() - {"ballot"} <= takes
+
+
+def test_the_table_names_what_is_told_of_a_staged_step() -> None:
+    assert set(REPORTED) <= FIELDS["staged"].keys()
+    window = dataclasses.asdict(Window(affected_steps=1, affected_s=0.5))
+    full = sound("staged") | {"interval": 4, "window": window}
+    assert fault_of(full) is None and fields_of(full)["window"] == window
+    for wrong in [
+        {"interval": 0},
+        {"window": {}},
+        {"window": window | {"more": 1}},
+        {"window": window | {"affected_steps": 0.5}},
+        {"window": window | {"stall_s": float("nan")}},
+    ]:
+        assert (fault_of(full | wrong) or "").startswith("staged: ")
 
 
 @pytest.mark.parametrize("op", sorted(SOUND))
@@ -160,7 +180,7 @@ ANYTHING = st.recursive(
     left_out=st.sets(st.sampled_from(NAMES), max_size=2),
 )
 @settings(
-    max_examples=400,
+    max_examples=150,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     deadline=None,
 )

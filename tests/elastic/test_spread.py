@@ -3,9 +3,17 @@
 from dataclasses import replace
 
 from dtft.checkpoint.apart import Spread
+from dtft.checkpoint.health import commit_health
+from dtft.elastic.membership import View
 from dtft.elastic.roles import Assignment, HostRecord, fill_slots
-from dtft.elastic.spread import known_domains, next_spread, preferred, shortfall
-from tests.elastic.test_recovery import HOSTS, layout
+from dtft.elastic.spread import (
+    Surroundings,
+    known_domains,
+    next_spread,
+    preferred,
+    shortfall,
+)
+from tests.elastic.test_recovery import HOSTS, commit_of, holdings_of, layout
 
 RACKS = {"h0": "r1", "h1": "r1", "h2": "r2", "h3": "r2", "s1": "r2", "s2": "r1"}
 STATE = layout(1, 4)
@@ -80,6 +88,28 @@ def test_too_few_domains_are_told() -> None:
     lone = Spread(copies=3)
     two = layout(1, 2)
     assert shortfall(lone, lone.place(two), HOSTS[:2], nothing)[0] == 2
+
+
+def test_whoever_looks_at_a_job_sees_its_effective_copies() -> None:
+    spread = next_spread(None, HOSTS, DOMAINS, 2, keep=False)
+    moved = replace(assignment(spread), slots=("h0", "s1", "h2", "h3"))
+    for now, expected in [(assignment(spread), 2), (moved, 1)]:
+        view = View(hosts={host: record(host) for host in RACKS}, assignment=now)
+        seen = Surroundings.of(view)
+        asked, effective, problem = seen.copies(STATE)
+        assert (asked, effective, bool(problem)) == (2, expected, expected < 2)
+        assert seen.placed == spread.domains
+    gone = View(hosts={}, assignment=moved)
+    assert Surroundings.of(gone).copies(STATE) == (0, 0, "")
+    assert Surroundings.of(View()).copies(STATE) == (0, 0, "")
+
+
+def test_copies_in_one_rack_count_once() -> None:
+    held = holdings_of(STATE, 2, 7)  # by slot: h0 and h1 keep copies of each other
+    racks = {host: RACKS[host] for host in HOSTS}
+    found = commit_health(commit_of(STATE, 7), STATE, held, domains=racks)
+    assert (found.copies[0], found.state) == (1, "degraded")
+    assert commit_health(commit_of(STATE, 7), STATE, held).state == "healthy"
 
 
 def test_labels_that_contradict_are_not_used() -> None:

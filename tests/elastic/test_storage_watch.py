@@ -90,7 +90,8 @@ def said(directory: Path) -> str:
 def answer(desk: Desk, held: dict) -> None:
     ballot = desk.orders[-1][2]["ballot"]
     for host in ("a", "b"):
-        reply = {"layout": STATE.to_json(), "corrupt": [], "finished": 7, "items": {}}
+        known = [STATE.to_json()]
+        reply = {"layouts": known, "corrupt": [], "finished": 7, "items": {}}
         report = {"op": "holdings", "ballot": ballot, "holdings": held.get(host, {})}
         desk.leader.hears(host, report | reply)
 

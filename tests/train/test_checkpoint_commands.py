@@ -1,6 +1,7 @@
 """`dtft checkpoint` on a storage directory, and its errors."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 
+from dtft.checkpoint import ReplicatedCheckpointManager
 from dtft.checkpoint.storage import StorageTier
 from dtft.cli import main
 from tests.checkpoint.states import same_bits, state
@@ -41,6 +43,15 @@ def storage(tmp_path: Path) -> Path:
     return directory
 
 
+def damage(directory: Path) -> None:
+    """Flips a bit in the middle of the largest file."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    good = largest.read_bytes()
+    place = len(good) // 2
+    largest.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+
+
 def test_ls_and_show(run: Run, storage: Path) -> None:
     code, text, _ = run("ls", storage.parent)
     assert code == 0 and "2 checkpoints" in text
@@ -62,11 +73,7 @@ def test_ls_and_show(run: Run, storage: Path) -> None:
 def test_verify_names_the_step_that_is_damaged(run: Run, storage: Path) -> None:
     code, text, _ = run("verify", storage)
     assert code == 0 and text.count("every leaf is right") == 2
-    files = [path for path in (storage / "9" / "state").rglob("*") if path.is_file()]
-    largest = max(files, key=lambda path: path.stat().st_size)
-    good = largest.read_bytes()
-    place = len(good) // 2
-    largest.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+    damage(storage / "9" / "state")
     code, text, _ = run("verify", storage)
     assert code == 1 and "step 5: every leaf is right" in text
     assert f"step 9: {storage}/9 exists but cannot be read" in text
@@ -88,6 +95,69 @@ def test_export_is_read_by_stock_orbax(run: Run, storage: Path, tmp_path: Path) 
     assert restored["items"]["items"]["position"] == 480
     code, _, error = run("export", storage, "--step", "5", "--to", target)
     assert code == 2 and "has step 5 already" in error
+
+
+def test_a_torn_copy_of_a_step_is_not_offered(run: Run, storage: Path) -> None:
+    shutil.rmtree(storage / "9" / "state")
+    (storage / "10").mkdir()
+    (storage / "11").write_text("a file")
+    code, text, _ = run("ls", storage)
+    assert code == 0 and "1 checkpoint\n" in text
+    assert "step 9, not offered here: incomplete: it has no item state" in text
+    assert "step 10, not offered here" in text and "step 11" not in text
+    assert "step 5: " in run("show", storage)[1]  # the newest whole one
+    for action in ("show", "export", "verify"):
+        to = ("--to", storage.parent / "to") if action == "export" else ()
+        code, text, error = run(action, storage, "--step", "9", *to)
+        assert code == (1 if action == "verify" else 2), action
+        assert "incomplete: it has no item state" in text + error
+        assert not (storage.parent / "to").exists()
+    code, text, _ = run("verify", storage)
+    assert code == 1 and "step 5: every leaf is right" in text
+
+
+def test_damage_inside_a_step_is_one_clear_error(run: Run, storage: Path) -> None:
+    (storage / "9" / "items" / "metadata").write_text("{")
+    code, _, error = run("show", storage)
+    assert code == 2 and f"{storage}/9 exists but cannot be read" in error
+    assert error.count("\n") == 1
+
+
+def test_a_directory_without_checkpoints_says_what_one_is(
+    run: Run, tmp_path: Path
+) -> None:
+    code, text, _ = run("ls", tmp_path)
+    assert code == 0 and "0 checkpoints" in text and "a directory for each step" in text
+    code, _, error = run("verify", tmp_path)
+    assert code == 2 and "has no complete checkpoint" in error
+
+
+@pytest.mark.timeout(120)  # a process that imports jax and Orbax
+def test_steps_of_the_public_manager_and_of_stock_orbax(
+    run: Run, tmp_path: Path
+) -> None:
+    state = {"w": jax.numpy.arange(6.0), "key": jax.random.key(0), "n": 3}
+    saved = ocp.args.StandardSave(state)
+    with ReplicatedCheckpointManager(tmp_path / "ours") as manager:
+        manager.save(3, args=saved, custom_metadata={"note": 1})
+    with ocp.CheckpointManager(tmp_path / "stock") as manager:
+        manager.save(4, args=saved)
+    code, text, _ = run("show", tmp_path / "ours")
+    assert code == 0 and "step 3: 3 leaves" in text and "default/w" in text
+    assert 'item custom_metadata: {"note": 1}' in text
+    assert "every leaf is right" in run("verify", tmp_path / "ours")[1]
+    code, text, _ = run("export", tmp_path / "ours", "--to", tmp_path / "copy")
+    assert code == 0 and "step 3 copied" in text
+    with ReplicatedCheckpointManager(tmp_path / "copy") as manager:
+        assert manager.restore(3)["w"].tolist() == state["w"].tolist()
+    damage(tmp_path / "copy" / "3" / "default")
+    assert run("verify", tmp_path / "copy")[0] == 1
+    code, text, _ = run("show", tmp_path / "stock", "--json")
+    assert {leaf["path"] for leaf in json.loads(text)["leaves"]} >= {"w"}
+    code, text, _ = run("verify", tmp_path / "stock")
+    assert code == 1 and "written by stock Orbax, which keeps no fingerprints" in text
+    code, _, error = run("export", tmp_path / "stock", "--to", tmp_path / "copy")
+    assert code == 2 and "written by stock Orbax" in error
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""Asks a live job for another number of replicas, from outside.
+
+Asks whoever leads, and again if that host stops leading: the wish is in the store by
+then. Must not know how the job does it, nor how the outcome is shown.
+"""
+
+import time
+from typing import Any
+
+from dtft.elastic.inspect_job import NotThere, Observer
+from dtft.elastic.store import StoreUnavailable
+
+PAUSE_S = 0.5
+
+
+class ScaleRefused(ValueError):
+    """The job may never have this size; says what is allowed."""
+
+
+def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
+    """Returns when the job trains with `replicas` replicas.
+
+    Args:
+        observer: of the job; knows its secret.
+        replicas: how many there shall be.
+        limit_s: deadline in seconds.
+
+    Returns:
+        `replicas`, `before`, `hosts`; if something had to change also `step`,
+        `bytes_from_peers`, `bytes_from_storage` and `seconds`. `asked_again`: the
+        first answer was lost with whoever led then.
+
+    Raises:
+        ScaleRefused: the job may not have so many.
+        RuntimeError: it could not be done, or not in time; says why.
+    """
+    end = time.monotonic() + limit_s
+    why = ""
+    while (left := end - time.monotonic()) > 0:
+        try:
+            reply = _ask(observer, replicas, left)
+        except (NotThere, StoreUnavailable) as error:
+            reply = {"error": str(error), "again": True}
+        if "error" not in reply:
+            return reply | {"asked_again": bool(why)}
+        if reply.get("code") == 2:
+            raise ScaleRefused(reply["error"])
+        if not reply.get("again"):
+            raise RuntimeError(reply["error"])
+        why = reply["error"]
+        time.sleep(min(PAUSE_S, max(0.0, end - time.monotonic())))
+    raise RuntimeError(
+        f"the job does not train with {replicas} replicas after {limit_s:.0f} s: {why}"
+    )
+
+
+def _ask(observer: Observer, replicas: int, left_s: float) -> dict[str, Any]:
+    if (ended := observer.result()) is not None:
+        raise RuntimeError(f"the job has ended ({ended}).")
+    request = {"replicas": replicas, "limit_s": left_s}
+    return observer.ask_leader("scale", request, left_s + PAUSE_S)

@@ -1,0 +1,212 @@
+"""People who asked for more or fewer replicas, and what they are told.
+
+The wish is kept in the store, fenced like everything the leader writes, so it outlives
+the leader: whoever leads next goes on with it, and who asked asks again. Decides when a
+running job is formed anew for the sake of its size; must not know how.
+"""
+
+import dataclasses
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.checkpoint import wire
+from dtft.checkpoint.channel import no_payload
+from dtft.checkpoint.transport import Channel
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.demands import Answer
+from dtft.elastic.forming import Round
+from dtft.elastic.journal import Journal
+from dtft.elastic.proof import prove
+from dtft.elastic.records import Records
+from dtft.elastic.recovery import RecoveryReport
+from dtft.elastic.roster import Roster
+from dtft.elastic.rounds import Rounds
+from dtft.elastic.sizes import Sizes
+from dtft.elastic.sizing import Groups, WantedSize, size_for
+
+ASK_S = 10.0
+AGAIN = "this host does not lead any more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    size: WantedSize
+    before: int
+    """Replicas when it was asked."""
+    at: float
+    answer: Answer
+
+
+class Scaling:
+    """Who waits for which size. Used by the event loop."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        rounds: Rounds,
+        roster: Roster,
+        sizes: Sizes,
+        journal: Journal,
+    ) -> None:
+        """Nobody waits."""
+        self._config, self._records, self._rounds = config, records, rounds
+        self._roster, self._sizes, self._journal = roster, sizes, journal
+        self._waiting: list[_Request] = []
+
+    def asked(self, replicas: int, answer: Answer) -> None:
+        """Somebody wants `replicas` replicas; answered when they train."""
+        rounds, ledger = self._rounds, self._rounds.ledger
+        if rounds.frozen or ledger is None or rounds.phase != "running":
+            text = f"the job does not train now ({rounds.phase}); ask again later"
+            answer({"error": text, "again": not rounds.frozen})
+            return
+        try:
+            size = size_for(replicas, ledger.layout, self._config.sizes)
+        except ValueError as error:
+            answer({"error": str(error), "code": 2})
+            return
+        groups = Groups.of(ledger.layout, self._config.sizes)
+        if (short := size.slots - self._available()) > 0:
+            answer({"error": self._too_few(size, short)})
+            return
+        self._sizes.asked_for(size)
+        if size.slots != self._sizes.wanted:
+            self._records.put("size", size, "size", size.to_json())
+        if size.slots == groups.slots:
+            answer({"replicas": replicas, "before": replicas, "hosts": size.slots})
+        else:
+            now = time.monotonic()
+            self._waiting.append(
+                _Request(size=size, before=groups.replicas, at=now, answer=answer)
+            )
+
+    def _too_few(self, size: WantedSize, short: int) -> str:
+        return (
+            f"{size.replicas} replicas need {size.slots} hosts, but "
+            f"{size.slots - short} are here. Start {short} more (the command of the "
+            f"other agents, with --job {self._config.job} --store "
+            f"{self._config.store}), then ask again."
+        )
+
+    def _available(self) -> int:
+        return len(self._roster.usable(self._records.view.hosts))
+
+    def due(self) -> str:
+        """Why the job is to be formed anew at this commit; "" if it is not."""
+        rounds, ledger = self._rounds, self._rounds.ledger
+        round_ = rounds.current
+        if ledger is None or round_ is None or round_.assignment is None:
+            return ""
+        training = rounds.phase == "running" and not (rounds.frozen or round_.finished)
+        if not training or ledger.stopping:
+            return ""
+        now = len(round_.assignment.slots)
+        then = self._sizes.choose(self._available(), ledger.layout)
+        if then == now:
+            return ""
+        groups = Groups.of(ledger.layout, self._config.sizes)
+        return (
+            f"the job {'grows' if then > now else 'shrinks'} from {groups.replicas} "
+            f"to {groups.replicas_on(then)} replicas"
+        )
+
+    def restored(self, round_: Round) -> bool:
+        """All hosts have their slices: are they the committed ones, on a new mesh?
+
+        Nobody trains on there on anything else.
+
+        Returns:
+            False if they are not: all form anew.
+        """
+        decision, assignment = round_.decision, round_.assignment
+        assert decision is not None and assignment is not None
+        told = [one.get("restored", {}) for one in round_.prepared.values()]
+        if decision.located is None or decision.layout is None or not any(told):
+            return True
+        proof = prove(decision.located, decision.layout, told)
+        self._journal.event("resized", **dataclasses.asdict(proof))
+        if proof.differing:
+            self._journal.say(f"restored leaves differ: {', '.join(proof.differing)}")
+            self._rounds.count_failure(assignment.step)
+            self._rounds.form("the restored state was not the committed one")
+        return not proof.differing
+
+    def undone(self, message: str) -> bool:
+        """What would come again on any host came on a new size: back to the old one.
+
+        Returns:
+            False if the size is not new, so that the job cannot go on.
+        """
+        round_ = self._rounds.current
+        chosen = round_.assignment if round_ is not None else None
+        if chosen is None or not self._sizes.is_new(chosen):
+            return False
+        self._sizes.give_up(len(chosen.slots), message)
+        self._rounds.form(f"not on {len(chosen.slots)} hosts: {message}")
+        return True
+
+    def late(self, why: str) -> None:
+        """Somebody did not train in time: once more, on a new size not for ever."""
+        chosen = self._rounds.assignment
+        if chosen is not None and self._sizes.is_new(chosen):
+            self._sizes.failed(chosen, why)
+        self._rounds.form(why)
+
+    def trained(self, report: RecoveryReport) -> None:
+        """Every slot trains: who waited for this size, or for one that cannot be."""
+        assert self._rounds.assignment is not None and self._rounds.ledger is not None
+        now = len(self._rounds.assignment.slots)
+        then = self._sizes.choose(self._available(), self._rounds.ledger.layout)
+        for one in list(self._waiting):
+            size = one.size
+            if size.slots == now:
+                one.answer(
+                    {
+                        "replicas": size.replicas,
+                        "before": one.before,
+                        "hosts": now,
+                        "step": report.restored_step,
+                        "bytes_from_peers": report.bytes_from_peers,
+                        "bytes_from_storage": report.bytes_from_storage,
+                        "seconds": time.monotonic() - one.at,
+                    }
+                )
+            elif then == now:
+                why = self._sizes.why_not(size.slots) or "a host was lost meanwhile"
+                text = f"the job trains on {now} hosts, not on {size.slots}: {why}"
+                one.answer({"error": text})
+            else:
+                continue
+            self._waiting.remove(one)
+
+    def close(self) -> None:
+        """Tells all who still wait to ask whoever leads next."""
+        for one in self._waiting:
+            one.answer({"error": AGAIN, "again": True})
+        self._waiting.clear()
+
+
+def serve_scaling(channel: Channel, emit: Callable[..., None]) -> None:
+    """Has the leader asked for another size, and answers when it is trained with."""
+    request = _asked(channel)
+    replicas, limit_s = request.get("replicas"), request.get("limit_s")
+    if type(replicas) is not int or not isinstance(limit_s, int | float):
+        channel.send({"error": "not a request for a size", "code": 2}, timeout_s=ASK_S)
+        return
+    answers: queue.Queue[dict[str, Any]] = queue.Queue()
+    emit("scaling_wanted", replicas, answers.put)
+    try:
+        reply = answers.get(timeout=max(0.0, min(float(limit_s), 86400.0)))
+    except queue.Empty:
+        reply = {"error": f"the job did not train so within {limit_s:.0f} s"}
+    channel.send(reply, timeout_s=ASK_S)
+    _asked(channel)  # the caller has it
+
+
+def _asked(channel: Channel) -> dict[str, Any]:
+    small = wire.MAX_REQUEST_HEADER
+    return channel.receive(ASK_S, no_payload, max_header=small)[0]

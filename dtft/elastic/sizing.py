@@ -1,0 +1,272 @@
+"""How many hosts a formation has, in whole replica groups, and who keeps which slot.
+
+A replica group is the fewest hosts that together hold whole copies of the model: one
+copy, or as many as one host has. Decides which numbers of replicas a job may have, what
+its state looks like on each, how large the next formation is and who sits where. Pure;
+must not know connections, the store or where the bytes are.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from dtft.checkpoint.needs import new_specs
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.elastic.roles import Choose, HostRecord, fill_slots
+
+REPLICA_AXIS = "replica"
+"""The mesh axis along which jobs grow and shrink; its groups are neighbouring slots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeLimits:
+    """What a job's size must obey, whatever it is asked for."""
+
+    min_replicas: int = 0
+    """When hosts are lost and no spare is left, the job goes on with this many
+    replicas or more; 0: it waits for a host."""
+    global_batch: int = 0
+    """Rows of a step, which never change: every part of the mesh takes equally many;
+    0 if any number of parts will do."""
+    batch_axes: tuple[str, ...] = (REPLICA_AXIS,)
+    """Mesh axes that divide the rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedSize:
+    """The size that somebody asked for, as it is kept in the store."""
+
+    replicas: int
+    slots: int
+
+    def to_json(self) -> str:
+        """JSON; inverse of `from_json`."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "WantedSize":
+        """Reads what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """How the slots of a job make up replicas.
+
+    >>> Groups(replicas=4, slots=2, parts=1).group  # every host has two replicas
+    (2, 1)
+    """
+
+    replicas: int
+    slots: int
+    parts: int
+    """Parts that the rows of one replica are divided into."""
+
+    @classmethod
+    def of(cls, layout: Layout, limits: SizeLimits) -> "Groups":
+        """The groups of a running job."""
+        mesh = layout.mesh
+        sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        others = [axis for axis in limits.batch_axes if axis != REPLICA_AXIS]
+        return cls(
+            replicas=sizes.get(REPLICA_AXIS, 1),
+            slots=mesh.num_slots,
+            parts=math.prod(sizes.get(axis, 1) for axis in others),
+        )
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """(replicas, slots) of the smallest group."""
+        common = math.gcd(self.replicas, self.slots)
+        return self.replicas // common, self.slots // common
+
+    def fits(self, replicas: int, limits: SizeLimits) -> bool:
+        """Whether a job may have this many replicas: whole groups, equal rows."""
+        whole = replicas >= 1 and replicas % self.group[0] == 0
+        return whole and limits.global_batch % (replicas * self.parts) == 0
+
+    def slots_of(self, replicas: int) -> int:
+        """The slots of whole groups.
+
+        >>> Groups(replicas=2, slots=6, parts=3).slots_of(3)
+        9
+        """
+        return replicas * self.slots // self.replicas
+
+    def replicas_on(self, slots: int) -> int:
+        """The replicas of whole groups."""
+        return slots * self.replicas // self.slots
+
+
+def size_for(replicas: int, layout: Layout, limits: SizeLimits) -> WantedSize:
+    """The size of a job that shall have `replicas` replicas.
+
+    Args:
+        replicas: how many are asked for.
+        layout: of the running job.
+        limits: the job's.
+
+    Raises:
+        ValueError: it may not have so many; says what is allowed.
+    """
+    groups = Groups.of(layout, limits)
+    if replicas < max(1, limits.min_replicas):
+        lowest = max(1, limits.min_replicas)
+        raise ValueError(
+            f"--replicas {replicas} is below {lowest}, the least that this job may "
+            f"have (its --min-replicas is {limits.min_replicas}). Ask for {lowest} or "
+            "more."
+        )
+    if not groups.fits(replicas, limits):
+        raise ValueError(_unfit(replicas, groups, limits))
+    new_specs(layout, resized(layout, replicas))
+    return WantedSize(replicas=replicas, slots=groups.slots_of(replicas))
+
+
+def _unfit(replicas: int, groups: Groups, limits: SizeLimits) -> str:
+    highest = limits.global_batch // groups.parts or 2 * replicas + groups.group[0]
+    near = [n for n in range(1, highest + 1) if groups.fits(n, limits)]
+    below = [n for n in near if limits.min_replicas <= n < replicas][-1:]
+    allowed = " or ".join(map(str, below + [n for n in near if n > replicas][:1]))
+    if replicas % groups.group[0]:
+        why = f"is not whole hosts: each has {groups.group[0]} replicas"
+    else:
+        why = (
+            f"does not divide the global batch of {limits.global_batch} rows evenly "
+            f"(each replica's rows have {groups.parts} parts), and the batch stays "
+            "what it is"
+        )
+    return f"--replicas {replicas} {why}. Nearest allowed: {allowed or 'none'}."
+
+
+def resized(layout: Layout, replicas: int) -> Layout:
+    """What the same state looks like on a mesh with another number of replicas.
+
+    Raises:
+        ValueError: replicas are not groups of neighbouring slots in this mesh.
+
+    >>> mesh = MeshLayout(
+    ...     axis_names=("replica", "fsdp"), axis_sizes=(1, 2), slots=(0, 1))
+    >>> resized(Layout(mesh=mesh, leaves=()), 2).mesh.slots
+    (0, 1, 2, 3)
+    """
+    mesh = layout.mesh
+    per_slot = len(mesh.slots) // mesh.num_slots
+    if mesh.axis_names[:1] != (REPLICA_AXIS,) or mesh.slots != _in_order(
+        mesh.num_slots, per_slot
+    ):
+        raise ValueError(
+            f"mesh axes {mesh.axis_names} over slots {mesh.slots[:8]}: a job grows and "
+            f"shrinks only where {REPLICA_AXIS!r} is the first axis and devices are in "
+            "the order of the slots."
+        )
+    before = mesh.axis_sizes[0]
+    slots = replicas * mesh.num_slots // before
+    return Layout(
+        mesh=MeshLayout(
+            axis_names=mesh.axis_names,
+            axis_sizes=(replicas, *mesh.axis_sizes[1:]),
+            slots=_in_order(slots, per_slot),
+        ),
+        leaves=tuple(_with_rows(leaf, before, replicas) for leaf in layout.leaves),
+        config=layout.config,
+    )
+
+
+def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:
+    return tuple(slot for slot in range(slots) for _ in range(per_slot))
+
+
+def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
+    """A leaf with a row for each replica has as many rows as there are replicas.
+
+    So its shape changes, and whoever compares refuses it by name: what belonged to one
+    replica means nothing to a new one.
+    """
+    rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
+    return dataclasses.replace(
+        leaf, shape=(replicas, *leaf.shape[1:]) if rows else leaf.shape
+    )
+
+
+def choose_slots(
+    *,
+    wanted: int,
+    committed: int,
+    available: int,
+    groups: Groups | None,
+    limits: SizeLimits,
+    unfit: Collection[int] = (),
+) -> int:
+    """How many slots the next formation has.
+
+    As many as are wanted; with fewer hosts than that, the most whole groups that
+    `limits.min_replicas` allows, or the size in which the last step was committed: so
+    growing never costs the job its life. More than `available` means to wait.
+
+    Args:
+        wanted: what was asked for, or what the job began with.
+        committed: slots when the newest step was committed; 0 if none was.
+        available: hosts that can be given a slot.
+        groups: of the running job; None if no live host knows its state.
+        limits: the job's.
+        unfit: sizes that could not be restored or trained on.
+
+    >>> choose_slots(wanted=3, committed=2, available=2, groups=None,
+    ...     limits=SizeLimits())
+    2
+    >>> choose_slots(wanted=3, committed=3, available=2, groups=None,
+    ...     limits=SizeLimits())
+    3
+    """
+    smaller: list[int] = []
+    if groups is not None and limits.min_replicas:
+        most = groups.replicas_on(wanted)
+        smaller = [
+            groups.slots_of(replicas)
+            for replicas in range(most - 1, limits.min_replicas - 1, -1)
+            if groups.fits(replicas, limits)
+        ]
+    sizes = [wanted, *smaller, *([committed] if committed else [])]
+    fit = [size for size in sizes if size not in unfit] or [committed or wanted]
+    return next((size for size in fit if size <= available), min(fit))
+
+
+def seat(
+    previous: Sequence[tuple[str, str]],
+    hosts: Collection[HostRecord],
+    num_slots: int,
+    group_slots: int = 1,
+    choose: Choose | None = None,
+) -> tuple[HostRecord | None, ...]:
+    """Who fills which slot when there may be more or fewer of them than before.
+
+    A live host keeps its slot if there still is one. An empty slot goes first to a
+    host whose slot is gone and which sat at the same position of its group, for it
+    has the very same slices; then as `fill_slots` has it.
+
+    Args:
+        previous: (host, incarnation) of each slot before.
+        hosts: the live hosts.
+        num_slots: slots from now on.
+        group_slots: slots of a replica group.
+        choose: as in `fill_slots`.
+    """
+    if not previous or len(previous) == num_slots:
+        return fill_slots(previous, hosts, num_slots, choose)
+    live = {(record.host, record.incarnation) for record in hosts}
+    nobody = [("", "")] * (num_slots - len(previous))
+    kept = [*previous[:num_slots], *nobody]
+    moving = [
+        (slot, entry)
+        for slot, entry in enumerate(previous)
+        if slot >= num_slots and entry in live
+    ]
+    for slot, entry in enumerate(kept):
+        alike = [one for one in moving if one[0] % group_slots == slot % group_slots]
+        if entry not in live and alike:
+            moving.remove(alike[0])
+            kept[slot] = alike[0][1]
+    return fill_slots(kept, hosts, num_slots, choose)

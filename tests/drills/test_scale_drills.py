@@ -1,0 +1,141 @@
+"""Jobs that grow and shrink while they train; `make test` runs the first drill."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.elastic.journal import read_events, storage_steps
+from tests.drills.harness import DIGITS, HYBRID, drill, dtft, launched
+from tests.drills.test_checkpoint_commands import store_and_job
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
+every = pytest.mark.drill_all
+TWO = (*DIGITS, "--hosts", "2")  # the last of equal options counts
+
+
+def sizes(record: dict[str, Any]) -> list[list[int]]:
+    return [it["hosts"] for it in record["resized"]]
+
+
+def test_a_job_grows_from_its_peers_memory(tmp_path, control):
+    record = drill(
+        *(tmp_path, *TWO, *control("digits-2"), "--spares", "1"),
+        *("--fault", "scale:3@20"),
+    )
+    (recovery,) = record["recoveries"]
+    assert recovery["rung"] == 2 and recovery["bytes_from_peers"] > 0
+    assert recovery["bytes_from_storage"] == 0 and recovery["steps_lost"] == 0
+    (grown,) = record["resized"]
+    assert grown["hosts"] == [2, 3] and grown["leaves"] > 30
+    assert grown["control_root"] == grown["committed_root"] == grown["restored_root"]
+    (asked,) = record["faults"]
+    assert (asked["reply"]["before"], asked["reply"]["replicas"]) == (2, 3)
+
+
+@every
+def test_a_job_shrinks_and_grows_again(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits")),
+        *("--fault", "scale:1@20", "--fault", "scale:3@40"),
+    )
+    assert sizes(record) == [[3, 1], [1, 3]]
+    assert [it["rung"] for it in record["recoveries"]] == [1, 2]
+    assert record["bytes_from_storage"] == 0
+
+
+@every
+def test_a_job_grows_and_shrinks(tmp_path, control):
+    record = drill(
+        *(tmp_path, *TWO, *control("digits-2"), "--spares", "1"),
+        *("--fault", "scale:3@20", "--fault", "scale:1@40"),
+    )
+    assert sizes(record) == [[2, 3], [3, 1]] and record["bytes_from_storage"] == 0
+
+
+@every
+@pytest.mark.parametrize("slot", [0, 1, 2])
+def test_without_a_spare_the_job_goes_on_with_fewer_replicas(tmp_path, control, slot):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits-min"), "--min-replicas", "2"),
+        *("--fault", f"kill-host:{slot}@30"),
+    )
+    assert sizes(record) == [[3, 2]] and record["bytes_from_storage"] == 0
+    assert "2 hosts train instead of 3" in record["output"]
+
+
+@every
+def test_it_grows_back_when_the_host_returns(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits-min-800"), "--min-replicas", "2"),
+        *("--stop.steps", "800", "--rejoin", "2", "--fault", "kill-host:1@30"),
+    )
+    assert sizes(record) == [[3, 2], [2, 3]] and record["bytes_from_storage"] == 0
+
+
+@every
+def test_replica_groups_of_two_hosts(tmp_path, control):
+    record = drill(
+        *(tmp_path, *HYBRID, *control("hybrid"), "--spares", "2"),
+        *("--fault", "scale:3@20", "--fault", "scale:1@40"),
+    )
+    assert sizes(record) == [[4, 6], [6, 2]] and record["bytes_from_storage"] == 0
+
+
+@every
+def test_a_group_that_lost_a_host_is_dissolved(tmp_path, control):
+    record = drill(
+        *(tmp_path, *HYBRID, *control("hybrid-min"), "--min-replicas", "1"),
+        *("--fault", "kill-host:1@30"),
+    )
+    (recovery,) = record["recoveries"]
+    assert sizes(record) == [[4, 2]] and recovery["rung"] == 1
+    assert recovery["bytes_from_storage"] == 0
+
+
+@every
+def test_a_host_lost_while_the_job_grows(tmp_path, control):
+    record = drill(
+        *(tmp_path, *TWO, *control("digits-2"), "--spares", "1"),
+        *("--fault", "scale:3@20", "--fault", "kill-host:2@20:recovery"),
+    )
+    reply = record["faults"][0]["reply"]
+    assert "the job trains on 2 hosts, not on 3" in reply["error"]
+    assert record["bytes_from_storage"] == 0
+
+
+@every
+def test_the_leader_lost_while_the_job_grows(tmp_path, control):
+    record = drill(
+        *(tmp_path, *TWO, *control("digits-2"), "--spares", "2"),
+        *("--fault", "scale:3@20", "--fault", "kill-leader@20:recovery"),
+    )
+    assert record["faults"][0]["reply"]["replicas"] == 3
+    assert record["resized"][-1]["hosts"][-1] == 3
+    assert record["bytes_from_storage"] == 0
+
+
+@every
+def test_the_command_on_a_live_job(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with launched(run, "--spares", "1") as job:
+        end = time.monotonic() + 240
+        while not storage_steps(run / "checkpoints"):
+            assert time.monotonic() < end and job.runs
+            time.sleep(0.1)
+        asked = store_and_job(run)
+        for replicas, code, hint in (
+            ("3", 0, "trains with 3 replicas (3 hosts) instead of 2"),
+            ("3", 0, "nothing was changed"),
+            ("5", 2, "Nearest allowed: 4 or 6"),
+            ("4", 1, "but 3 are here. Start 1 more"),
+            ("1", 0, "trains with 1 replicas (1 hosts) instead of 3"),
+        ):
+            done = dtft("scale", *asked, "--replicas", replicas, timeout=200)
+            assert done.returncode == code, done.stdout + done.stderr
+            assert hint in done.stdout + done.stderr
+        done = dtft("scale", *asked, "--replicas", "2", "--json", timeout=200)
+        assert json.loads(done.stdout)["replicas"] == 2
+    assert not [e for e in read_events(run) if e.get("bytes_from_storage")]

@@ -1,0 +1,382 @@
+"""A live job is asked for another size: what the leader does, and what it answers."""
+
+import json
+import queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.placement import place
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.inspect_job import NotThere, Observer
+from dtft.elastic.journal import Journal, read_events
+from dtft.elastic.leader import Leader
+from dtft.elastic.membership import Membership, read_view
+from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.roles import Assignment, HostRecord
+from dtft.elastic.scale_job import ScaleRefused, scale
+from dtft.elastic.sizing import SizeLimits, resized
+from dtft.train.scale_command import line
+from tests.elastic.test_recovery import layout, value
+
+STATE = layout(2, 1)
+ANSWER_S = 20.0
+
+
+class Desk:
+    """A leader whose hosts do at once what they are told; no trainers, no sockets.
+
+    The store is the in-memory twin; the leader and its threads are the real ones.
+    """
+
+    def __init__(self, directory: Path, hosts: int, min_replicas: int = 0) -> None:
+        (directory / "logs").mkdir()
+        self.directory, self.store = directory, MemoryStore()
+        self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.orders: list[tuple[str, dict[str, Any]]] = []
+        self.exports: list[tuple[str, int, int]] = []
+        self.answers: list[dict[str, Any]] = []
+        self.held: dict[int, Any] = {7: STATE}
+        self.silent: set[str] = set()
+        self.members = {"h0", "h1"}
+        self.config = AgentConfig(
+            job="j",
+            host="h0",
+            store="s:1",
+            secret=b"x" * 16,
+            num_slots=2,
+            sizes=SizeLimits(min_replicas=min_replicas, global_batch=96),
+            trainer_command=(),
+            run_directory=directory,
+            config_digest="",
+        )
+        for number in range(hosts):
+            self._put(f"m/hosts/h{number}", _record(number).to_json())
+        self._put("m/leader", "h0")
+        self._put("m/assignment", _assignment().to_json())
+        self._put("c/commits", _commit(7, STATE).to_json())
+        self.lead()
+
+    def _put(self, name: str, text: str) -> None:
+        self.store.put(f"/dtft/j/{name}", text.encode())
+
+    def lead(self) -> None:
+        """A leader takes over, and the job trains again."""
+        view, _ = read_view(self.store, "j")
+        membership = Membership(self.store, "j", _record(0), 5.0, lambda *_: None)
+        self.leader = Leader(
+            self.config,
+            membership,
+            view,
+            lambda *event: self.events.put(event),
+            self._order,
+            Journal(self.directory, "h0"),
+        )
+        for host in view.hosts:
+            self.leader.connected(host)
+        self.until(lambda: self.leader._rounds.phase in ("running", "waiting"))
+
+    def _order(self, host: str, op: str, **fields: Any) -> None:
+        if op == "prepare":
+            self.orders.append((host, fields))
+        elif op == "export":
+            self.exports.append((host, fields["step"], fields["slot"]))
+        if host in self.silent and op == "prepare":
+            return
+        told = {"ballot": fields.get("ballot")}
+        if op == "reform":
+            digests = {
+                p.key: value(p.key) for s in self.held.values() for p in s.owners
+            }
+            mine = self.held if host in self.members else {}
+            holdings = {step: digests for step in mine}
+            known = [state.to_json() for state in mine.values()]
+            told |= {"op": "holdings", "holdings": holdings, "layouts": known}
+            told |= {"corrupt": [], "finished": 7, "items": {}}
+            self.events.put(("report", host, told))
+        elif op == "prepare":
+            self.members.add(host)
+            restored = {key: value(key) for key in fields["digests"]}
+            prepared = {"op": "prepared", "own": 1, "peers": 2, "seconds": 0.0}
+            prepared |= {"export_port": 1, "restored": restored}
+            if not fields["resized"]:
+                prepared["restored"] = {}
+            self.events.put(("report", host, told | prepared))
+            announced = {"op": "layout", "layout": fields["layout"]}
+            self.events.put(("report", host, told | announced))
+            running = {"op": "running", "bytes_from_storage": 0, "step": 8}
+            running["slot"] = fields["slot"]
+            self.events.put(("report", host, told | running))
+
+    def until(self, ready: Any) -> None:
+        """Handles the leader's events until something is so."""
+        while not ready():
+            kind, *values = self.events.get(timeout=ANSWER_S)
+            names = {"report": "hears", "coordinator": "coordinator_ready"}
+            if kind in ("report", "written", "coordinator", "write_delayed"):
+                getattr(self.leader, names.get(kind, kind))(*values)
+            if kind == "written":
+                self.look()
+
+    def look(self) -> None:
+        self.leader.see(read_view(self.store, "j")[0])
+
+    def ask(self, replicas: int) -> None:
+        self.leader.scaling_wanted(replicas, self.answers.append)
+
+    def commit(self, step: int) -> None:
+        """All hosts of the formation stage and hold a step; the leader records it."""
+        ledger = self.leader._rounds.ledger
+        assert ledger is not None
+        self.held = {step: ledger.layout}
+        for slot in range(ledger.layout.mesh.num_slots):
+            told = [value(piece.key) for piece in ledger.layout.slices(slot)]
+            ledger.staged(slot, step, told)
+        for push in place(ledger.layout, 2).pushes:
+            ledger.held(step, push.source, push.target)
+        told = self.leader._journal
+        self.until(lambda: told.last_commit == step)
+
+    def lose(self, host: str) -> None:
+        self.store.delete(f"/dtft/j/m/hosts/{host}")
+        self.look()
+
+    def settle(self, slots: int) -> None:
+        """Until the job trains on so many hosts."""
+
+        def trains() -> bool:
+            found = self.leader._rounds.assignment
+            running = self.leader._rounds.phase == "running"
+            return running and found is not None and len(found.slots) == slots
+
+        self.until(trains)
+
+    @property
+    def said(self) -> str:
+        told = [e["text"] for e in read_events(self.directory) if "text" in e]
+        return "\n".join(told)
+
+
+def _record(number: int) -> HostRecord:
+    return HostRecord(
+        host=f"h{number}",
+        address=f"h{number}:1",
+        incarnation=f"i{number}",
+        joined_ns=number,
+        pid=1,
+    )
+
+
+def _assignment() -> Assignment:
+    return Assignment(
+        generation=1,
+        attempt=1,
+        slots=("h0", "h1"),
+        incarnations=("i0", "i1"),
+        source="init",
+        step=0,
+        rung=0,
+        reason="",
+    )
+
+
+def _commit(step: int, state: Any) -> Commit:
+    from dtft.checkpoint.digest import digest_root
+
+    slots = state.mesh.num_slots
+    return Commit(
+        step=step,
+        generation=1,
+        attempt=1,
+        root=digest_root((p.key, value(p.key)) for p in state.owners),
+        layout=state.digest,
+        holders=tuple(f"h{n}" for n in range(slots)),
+        copies=2,
+    )
+
+
+class Coordinator:
+    """Serves at once; the real one takes seconds, and nobody connects to it here."""
+
+    def __init__(self, _: AgentConfig, emit: Any) -> None:
+        self._emit = emit
+
+    def start(self, num_processes: int, ballot: tuple[int, int]) -> None:
+        self._emit("coordinator", ballot, f"serves:{num_processes}")
+
+    def end(self) -> None:
+        pass
+
+    close = end
+
+
+@pytest.fixture
+def desk_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("dtft.elastic.rounds.Coordinator", Coordinator)
+    made: list[Desk] = []
+
+    def make(hosts: int, **options: Any) -> Desk:
+        made.append(Desk(tmp_path, hosts, **options))
+        return made[0]
+
+    yield make
+    for desk in made:
+        desk.leader.close()
+
+
+def test_a_job_grows_at_the_next_commit_and_says_when_it_trains(desk_of) -> None:
+    desk = desk_of(hosts=3)
+    desk.ask(2)
+    assert desk.answers.pop() == {"replicas": 2, "before": 2, "hosts": 2}
+    desk.ask(5)
+    refused = desk.answers.pop()
+    assert refused["code"] == 2 and "Nearest allowed: 4 or 6" in refused["error"]
+    desk.ask(4)
+    assert "2 replicas" not in desk.answers[0]["error"]
+    assert "4 replicas need 4 hosts, but 3 are here" in desk.answers.pop()["error"]
+    desk.ask(3)
+    desk.until(lambda: desk.leader.view.wanted)
+    assert not desk.answers and desk.leader._rounds.phase == "running"
+    desk.commit(8)
+    desk.settle(3)
+    desk.until(lambda: desk.answers)
+    (answer,) = desk.answers
+    assert (answer["replicas"], answer["before"], answer["step"]) == (3, 2, 8)
+    assert answer["bytes_from_storage"] == 0
+    (proof,) = [e for e in read_events(desk.directory) if e["event"] == "resized"]
+    assert proof["committed_root"] == proof["restored_root"] and not proof["differing"]
+    prepared = [order for host, order in desk.orders if host == "h2"][-1]
+    assert prepared["layout"] == resized(STATE, 3).to_json()
+    assert len(prepared["addresses"]) == 3 and prepared["transfers"]
+
+
+def test_a_new_leader_goes_on_with_the_wish(desk_of) -> None:
+    desk = desk_of(hosts=3)
+    desk.ask(1)
+    desk.until(lambda: desk.leader.view.wanted)
+    desk.leader.close()
+    (told,) = desk.answers
+    assert told["again"]
+    desk.lead()
+    desk.settle(1)
+    desk.answers.clear()
+    desk.ask(1)
+    assert desk.answers == [{"replicas": 1, "before": 1, "hosts": 1}]
+
+
+def test_a_host_lost_while_the_job_grows_leads_back(desk_of) -> None:
+    desk = desk_of(hosts=3)
+    desk.ask(3)
+    desk.until(lambda: desk.leader.view.wanted)
+    desk.silent = {"h2"}
+    desk.commit(8)
+    desk.until(lambda: desk.leader._rounds.phase == "preparing")
+    desk.lose("h2")
+    desk.settle(2)
+    (answer,) = desk.answers
+    assert "trains on 2 hosts, not on 3: a host was lost" in answer["error"]
+    desk.silent.clear()
+    desk._put("m/hosts/h3", _record(3).to_json())
+    desk.leader.connected("h3")
+    desk.look()
+    desk.commit(9)
+    desk.settle(3)
+
+
+def test_a_size_that_trainers_refuse_is_given_up(desk_of) -> None:
+    desk = desk_of(hosts=3)
+    desk.ask(3)
+    desk.until(lambda: desk.leader.view.wanted)
+    desk.silent = {"h2"}
+    desk.commit(8)
+    desk.until(lambda: desk.leader._rounds.phase == "preparing")
+    round_ = desk.leader._rounds.current
+    assert round_ is not None
+    fatal = {"op": "fatal", "ballot": round_.ballot, "message": "no memory for it"}
+    desk.silent.clear()
+    desk.leader.hears("h2", dict(fatal))
+    desk.leader.hears("h1", dict(fatal))  # of the same round: it is over
+    desk.settle(2)
+    assert "no memory for it" in desk.answers.pop()["error"]
+    assert "cannot train on 3 hosts" in desk.said
+    desk.commit(9)
+    assert desk.leader._rounds.phase == "running"  # not tried again unasked
+
+
+def test_a_stop_after_growing_failed_still_stores_the_last_step(desk_of) -> None:
+    desk = desk_of(hosts=3)
+    desk.ask(3)
+    desk.until(lambda: desk.leader.view.wanted)
+    desk.silent = {"h2"}
+    desk.commit(8)
+    desk.until(lambda: desk.leader._rounds.phase == "preparing")
+    desk.lose("h2")
+    desk.lose("h1")
+    desk.until(lambda: desk.leader._rounds.phase == "waiting")
+    desk._put("m/stop", "1")
+    desk.look()
+    assert desk.exports[-1] == ("h0", 8, 0)
+
+
+def test_with_a_least_number_a_lost_host_is_not_waited_for(desk_of) -> None:
+    desk = desk_of(hosts=2, min_replicas=1)
+    desk.lose("h1")
+    desk.settle(1)
+    assert "waiting_for_host" not in [e["event"] for e in read_events(desk.directory)]
+
+
+@pytest.mark.parametrize("least", [0, 2])
+def test_without_one_the_job_waits(desk_of, least) -> None:
+    desk = desk_of(hosts=2, min_replicas=least)
+    desk.lose("h1")
+    desk.until(lambda: desk.leader._rounds.phase == "waiting")
+    assert "no spare is left for slot 1" in desk.said
+
+
+class Told(Observer):
+    """An observer whose leader gives these answers, one after the other."""
+
+    def __init__(self, *replies: dict[str, Any] | str, ended: str = "") -> None:
+        self.replies, self.ended = list(replies), ended
+
+    def result(self) -> str | None:
+        return self.ended or None
+
+    def ask_leader(self, op: str, request: dict[str, Any], limit_s: float) -> dict:
+        reply = self.replies.pop(0)
+        if isinstance(reply, str):
+            raise NotThere(reply)
+        return reply
+
+
+def test_who_asks_asks_the_next_leader_too(monkeypatch) -> None:
+    monkeypatch.setattr("dtft.elastic.scale_job.PAUSE_S", 0.0)
+    good = {"replicas": 3, "before": 2, "hosts": 3}
+    gone = {"error": "this host does not lead any more", "again": True}
+    found = scale(Told("refused", gone, good), 3, limit_s=9.0)
+    assert found == good | {"asked_again": True}
+    assert (
+        line("j", found)
+        == "job j trains with 3 replicas (3 hosts); its leader changed meanwhile"
+    )
+    assert scale(Told(good), 3, limit_s=9.0) == good | {"asked_again": False}
+    with pytest.raises(ScaleRefused, match="nearest"):
+        scale(Told({"error": "nearest 4", "code": 2}), 3, limit_s=9.0)
+    with pytest.raises(RuntimeError, match="start 1 more"):
+        scale(Told({"error": "start 1 more"}), 3, limit_s=9.0)
+    with pytest.raises(RuntimeError, match=r"has ended \(done\)"):
+        scale(Told(ended="done"), 3, limit_s=9.0)
+    with pytest.raises(RuntimeError, match="after 0 s"):
+        scale(Told(), 3, limit_s=0.0)
+
+
+def test_what_is_printed() -> None:
+    found = {"replicas": 3, "before": 2, "hosts": 3, "step": 20, "seconds": 2.0}
+    found |= {"bytes_from_peers": 2048, "bytes_from_storage": 0}
+    assert line("j", found) == (
+        "job j trains with 3 replicas (3 hosts) instead of 2: went on from step 20, "
+        "2.0 KiB from peers' memory and 0 B from storage, 2.00 s after it was asked for"
+    )
+    assert json.dumps(found)
