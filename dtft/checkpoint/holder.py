@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.arena import Arena
-from dtft.checkpoint.arena_map import HOSTED_PLACES, OWN_PLACES, ArenaMap
+from dtft.checkpoint.arena_map import HOSTED_PLACES, OWN_PLACES, ArenaMap, arena_bytes
 from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.owning import Owning, Room
 from dtft.checkpoint.parts import Parts
@@ -43,9 +43,11 @@ class Holder:
         self.chunk_bytes = chunk_bytes
         self.own_slices = layout.slices(slot)
         self.outgoing = tuple(p for p in placement.pushes if p.source == slot)
-        self.map = ArenaMap.of(layout, slot, placement, chunk_bytes)
-        self.arena = _arena(path, max(self.map.size, 1), reserved)
+        # Before the state is cut into chunks: it may be far too large.
+        needed = arena_bytes(layout, slot, placement)
+        self.arena = _arena(path, max(needed, 1), reserved)
         self.path = self.arena.path
+        self.map = ArenaMap.of(layout, slot, placement, chunk_bytes)
         self._lock = threading.RLock()
         self._own = Owning(self._new_shelf(self.map.own, OWN_PLACES, 0))
         index = self._own.shelf.index
