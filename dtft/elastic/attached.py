@@ -126,7 +126,8 @@ class AttachedTrainers:
                 if process is not None:
                     self._heard(process, message)
                 elif message["op"] == "who":
-                    taken = self._attached.pid if self._attached else 0
+                    with self._lock:  # whoever is told to be attached is seen here
+                        taken = self._attached.pid if self._attached else 0
                     link.send("agent", job=self._job, host=self._host, taken_by=taken)
                 elif message["op"] == "attach":
                     process = self._welcome(message, link)

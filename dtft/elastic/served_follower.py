@@ -79,7 +79,7 @@ class ServedFollower(Follower):
             step=step,
             layout=holder.layout.to_json(),
             arena=str(holder.path),
-            offset=holder.own_offset(step),
+            places=holder.own_places(step),
             digests=holder.all_own_digests(step),
             items=holder.items(step),
         )
