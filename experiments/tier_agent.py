@@ -189,14 +189,14 @@ class HostAgent:
 
     def _on_stage(self, step: int) -> None:
         assert self._copies.holder is not None and self._trainer is not None
-        offset = self._copies.holder.begin_stage(step)
-        self._trainer.send("extent", step=step, offset=offset)
+        room = self._copies.holder.begin_stage(step)
+        self._trainer.send("room", step=step, copied=b"", **asdict(room))
 
     def _on_staged(
-        self, step: int, digests: list[bytes], items: dict, **_: Any
+        self, step: int, digests: list[bytes], kept: bytes, items: dict, **_: Any
     ) -> None:
         assert self._copies.holder is not None
-        self._copies.holder.staged(step, digests, items)
+        self._copies.holder.staged(step, digests, items, kept)
         for pusher in self._pushers:
             pusher.offer(step)
         self._tell("staged", step=step, digests=digests)

@@ -1,7 +1,7 @@
-"""Shared memory that outlives processes, and the allocator for equal parts of it.
+"""Shared memory that outlives processes.
 
-Reserves one file in memory, all of it at once, and hands out views; counts who still
-uses which extent. Must not know what the bytes mean, nor steps, slices or peers.
+Reserves one file in memory, all of it at once, and hands out views. Must not know what
+the bytes mean, who uses which part, nor steps, slices or peers.
 """
 
 import ctypes
@@ -138,59 +138,6 @@ class Arena:
     def unlink(self) -> None:
         """Removes the file; the memory is free once no process maps it."""
         self.path.unlink(missing_ok=True)
-
-
-class ExtentPool:
-    """Which of a fixed number of equal extents are free, by reference count.
-
-    >>> pool = ExtentPool(num_extents=1, extent_bytes=4096)
-    >>> pool.acquire(), pool.acquire()
-    (0, None)
-    >>> pool.release(0)
-    >>> pool.acquire()
-    0
-    """
-
-    def __init__(self, num_extents: int, extent_bytes: int) -> None:
-        """Starts with every extent free; not thread-safe."""
-        if num_extents < 1 or extent_bytes < 0:
-            raise ValueError(
-                f"num_extents={num_extents}, extent_bytes={extent_bytes}. Allowed: "
-                "1 or more extents of 0 or more bytes. Change the one below."
-            )
-        self.num_extents, self.extent_bytes = num_extents, extent_bytes
-        self._counts = [0] * num_extents
-
-    @property
-    def num_free(self) -> int:
-        """Extents that `acquire` could give."""
-        return self._counts.count(0)
-
-    def acquire(self) -> int | None:
-        """The number of a free extent, now held once; None if all are in use."""
-        if 0 not in self._counts:
-            return None
-        extent = self._counts.index(0)
-        self._counts[extent] = 1
-        return extent
-
-    def retain(self, extent: int) -> None:
-        """Holds an extent in use once more."""
-        self._check_in_use(extent)
-        self._counts[extent] += 1
-
-    def release(self, extent: int) -> None:
-        """Ends one hold; the last one frees the extent."""
-        self._check_in_use(extent)
-        self._counts[extent] -= 1
-
-    def _check_in_use(self, extent: int) -> None:
-        if not 0 <= extent < self.num_extents or not self._counts[extent]:
-            used = [i for i, count in enumerate(self._counts) if count]
-            raise ValueError(
-                f"extent={extent} is not in use. Allowed: {used}. "
-                "Acquire it first, and release it once per acquire or retain."
-            )
 
 
 def _available(path: Path) -> int:

@@ -1,74 +1,57 @@
-"""Where in a host's arena each slice of each version lies.
+"""Where in a host's arena the places of each slice's chunks lie.
 
-Own versions come first, each with the host's slices where `offsets_of` puts them; then
-hosted versions, each with what every peer pushes, side by side. Pure: knows the layout
-and the placement; must not know memory, steps, or which version is in which extent.
+The host's own slices come first, with all their places; then, peer by peer, what each
+pushes. Pure: knows the layout and the placement; must not know memory, steps, or which
+version is in which place.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.placement import Placement, Push
-from dtft.checkpoint.slices import Layout, Slice, offsets_of
+from dtft.checkpoint.slices import Layout, offsets_of
 
-OWN_VERSIONS = 4
+OWN_PLACES = 4
 """Last commit, replicated but not yet committed, being staged, being exported."""
-HOSTED_VERSIONS = 3
+HOSTED_PLACES = 3
 """As above, without the export: storage gets every slice from an owner."""
+
+
+def arena_bytes(layout: Layout, slot: int, placement: Placement) -> int:
+    """Bytes of the whole arena of one slot's host; cuts nothing into chunks."""
+    incoming = [p.slices for p in placement.pushes if p.target == slot]
+    hosted = sum(offsets_of(slices)[1] for slices in incoming)
+    return OWN_PLACES * offsets_of(layout.slices(slot))[1] + HOSTED_PLACES * hosted
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArenaMap:
-    """Offsets and sizes in bytes; extents are numbers of versions."""
+    """Chunks, offsets and sizes; sizes and offsets are in bytes."""
 
-    own: Mapping[Slice, int]
-    """Own slices in order, with the offset of each in an own extent."""
-    own_bytes: int
-    """Size of an own extent."""
+    own: Chunks
+    """The host's own slices; their places begin with the arena."""
     incoming: Mapping[int, Push]
     """By the slot that sends: what peers push to this host."""
-    hosted: Mapping[int, int]
-    """By the slot that sends: the offset of its push in a hosted extent."""
-    hosted_bytes: int
-    """Size of a hosted extent."""
+    hosted: Mapping[int, Chunks]
+    """By the slot that sends: the chunks of its push, in the push's order."""
+    hosted_starts: Mapping[int, int]
+    """By the slot that sends: where the places of its push begin."""
+    size: int
+    """Bytes of the whole arena."""
 
     @classmethod
-    def of(cls, layout: Layout, slot: int, placement: Placement) -> "ArenaMap":
+    def of(
+        cls, layout: Layout, slot: int, placement: Placement, chunk_bytes: int
+    ) -> "ArenaMap":
         """The map of one slot's host."""
-        slices = layout.slices(slot)
-        offsets, own_bytes = offsets_of(slices)
+        own = Chunks.of(layout.slices(slot), chunk_bytes)
         incoming = {p.source: p for p in placement.pushes if p.target == slot}
-        hosted, hosted_bytes = {}, 0
-        for source, push in incoming.items():
-            hosted[source] = hosted_bytes
-            hosted_bytes += offsets_of(push.slices)[1]
+        hosted = {s: Chunks.of(p.slices, chunk_bytes) for s, p in incoming.items()}
+        starts, size = {}, OWN_PLACES * own.nbytes
+        for source, chunks in hosted.items():
+            starts[source] = size
+            size += HOSTED_PLACES * chunks.nbytes
         return cls(
-            own=dict(zip(slices, offsets, strict=True)),
-            own_bytes=own_bytes,
-            incoming=incoming,
-            hosted=hosted,
-            hosted_bytes=hosted_bytes,
+            own=own, incoming=incoming, hosted=hosted, hosted_starts=starts, size=size
         )
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole arena."""
-        return OWN_VERSIONS * self.own_bytes + HOSTED_VERSIONS * self.hosted_bytes
-
-    def own_start(self, extent: int) -> int:
-        """Where an own extent begins."""
-        return extent * self.own_bytes
-
-    def own_range(self, extent: int, piece: Slice) -> tuple[int, int]:
-        """Start and size of one own slice."""
-        return self.own_start(extent) + self.own[piece], piece.nbytes
-
-    def hosted_range(self, extent: int, source: int) -> tuple[int, int]:
-        """Start and size of what one peer pushes, unpadded.
-
-        Raises:
-            KeyError: that slot pushes nothing to this host.
-        """
-        begin = OWN_VERSIONS * self.own_bytes + extent * self.hosted_bytes
-        size = sum(piece.nbytes for piece in self.incoming[source].slices)
-        return begin + self.hosted[source], size

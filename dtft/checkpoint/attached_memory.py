@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.attach import Attached
@@ -55,10 +56,12 @@ class AttachedMemory(AgentCheckpointManager):
             storage_directory=directory,
             deadline_s=attached.deadline_s,
         )
-        self._farewell = (
-            f"the agent of host {attached.host} (job {attached.job!r}, {attached.path})"
-            " has ended. Start it again, or another one, and restart all processes"
-        )
+        if not self._gone:  # or it was told why already
+            self._farewell = (
+                f"the agent of host {attached.host} (job {attached.job!r}, "
+                f"{attached.path}) has ended. Start it again, or another one, and "
+                "restart all processes"
+            )
         try:
             self._wait(lambda: self._formed is not None, "the job")
         except TimeoutError as error:
@@ -130,7 +133,7 @@ class AttachedMemory(AgentCheckpointManager):
     # ------------------------------------------------------------------ restore
 
     def locate(self, step: int) -> dict[str, Any]:
-        """Where a committed step lies: arena, offset, digests, layout and items.
+        """Where a committed step lies: arena, places, digests, layout and items.
 
         Raises:
             NotHeld: it is not here.
@@ -151,8 +154,9 @@ class AttachedMemory(AgentCheckpointManager):
         plan = SnapshotPlan(layout, self._slot, self._chunk_bytes)
         arena = Arena.attach(Path(found["arena"]))
         try:
-            view = arena.view(found["offset"], plan.nbytes)
-            return plan.read(view, found["digests"], abstract)
+            memory = arena.view(0, arena.size)
+            places = np.frombuffer(found["places"], np.uint8)
+            return plan.read(memory, places, found["digests"], abstract)
         finally:
             arena.close()
 

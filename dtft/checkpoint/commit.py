@@ -8,11 +8,13 @@ values; must not know connections, etcd or the clock.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.placement import Placement, place
 from dtft.checkpoint.slices import Layout
+
+Share = Literal["full", "divided"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class Commit:
     """The host of each slot when the step was committed."""
     copies: int
     """Copies every slice has at least."""
+    share: Share = "full"
+    """Whether every slot copied all its slices, or its share of them."""
     interval: int = 1
     """Steps from this commit to the next."""
 
@@ -87,24 +91,33 @@ class StepTracker:
     placement: Placement
     step: int
     digests: dict[str, bytes] = field(default_factory=dict)
-    _first: dict[str, int] = field(default_factory=dict)
+    copied: dict[str, list[int]] = field(default_factory=dict)
+    """Slice key to the slots that copied it, in the order of their reports."""
     _staged: set[int] = field(default_factory=set)
     _held: set[tuple[int, int]] = field(default_factory=set)
 
     def staged(self, slot: int, digests: Sequence[bytes]) -> None:
-        """A slot has its own slices in its host's memory.
+        """A slot has its own slices in its host's memory, or its share of them.
+
+        Args:
+            slot: the slot.
+            digests: per own slice; empty for one that it did not copy.
 
         Raises:
             Divergence: another slot has other bytes for one of these slices.
         """
         pieces = self.layout.slices(slot)
         for piece, value in zip(pieces, digests, strict=True):
+            if not value:
+                continue
             known = self.digests.setdefault(piece.key, value)
-            first = self._first.setdefault(piece.key, slot)
+            copied = self.copied.setdefault(piece.key, [])
+            copied.append(slot)
             if known != value:
                 raise Divergence(
-                    f"step {self.step}: slots {first} and {slot} have different bytes "
-                    f"for {piece.key}. Replicas have diverged; nothing was committed."
+                    f"step {self.step}: slots {copied[0]} and {slot} have different "
+                    f"bytes for {piece.key}. Replicas have diverged; nothing was "
+                    "committed."
                 )
         self._staged.add(slot)
 
@@ -116,7 +129,18 @@ class StepTracker:
     def complete(self) -> bool:
         """Every slice has its verified holders."""
         pushes = {(push.source, push.target) for push in self.placement.pushes}
-        return len(self._staged) == self.layout.mesh.num_slots and pushes <= self._held
+        everyone = len(self._staged) == self.layout.mesh.num_slots
+        return everyone and pushes <= self._held and not self._short()
+
+    def _short(self) -> list[str]:
+        """Keys of slices that too few slots copied."""
+        owners, wanted = self.layout.owners, self.placement.effective_copies
+        return [
+            piece.key
+            for piece, slots in self.placement.holders.items()
+            if len(self.copied.get(piece.key, ()))
+            < min(wanted - len(slots) + len(owners[piece]), len(owners[piece]))
+        ]
 
     @property
     def missing(self) -> str:
@@ -126,6 +150,8 @@ class StepTracker:
         copies = sorted(pushes - self._held)
         parts = [f"snapshot of slot {slot}" for slot in slots]
         parts += [f"copy of slot {a} on slot {b}" for a, b in copies]
+        if not parts:
+            parts = [f"another copy of {key}" for key in self._short()[:8]]
         return ", ".join(parts)
 
     def root(self) -> str:

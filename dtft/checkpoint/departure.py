@@ -8,12 +8,13 @@ fingerprint. Must not know arenas, nor what writes.
 from collections.abc import Iterable, Sequence
 
 from dtft.checkpoint import digest
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.tree import listed
 
 
 def refuse_corrupt(
     step: int,
-    copies: Iterable[tuple[str, memoryview, bytes]],
+    copies: Iterable[tuple[str, Parts, bytes]],
     chunk_bytes: int,
 ) -> None:
     """Reads the bytes of a step again; call it once the fingerprints are taken.

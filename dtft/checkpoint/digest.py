@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import xxhash
 
+from dtft.checkpoint.parts import Parts
+
 Buffer = bytes | bytearray | memoryview
 
 DIGEST_BYTES = 16
@@ -51,18 +53,31 @@ def copy_and_digest(
             f"destination has {len(target)} bytes, but source has "
             f"{len(_flat(source))}. Give a destination of the source's size."
         )
-    # numpy copies without holding the interpreter lock, slice assignment holds it.
     from_array = np.frombuffer(_flat(source), np.uint8)
+    return b"".join(
+        copy_chunk(from_array[start:stop], target[start:stop])
+        for start, stop in _chunks(len(target), chunk_bytes)
+    )
+
+
+def copy_chunk(source: np.ndarray, target: memoryview) -> bytes:
+    """Copies one chunk and returns the digest of the copy; one pass over the source.
+
+    Args:
+        source: [bytes] uint8.
+        target: as many bytes.
+    """
+    # numpy copies without holding the interpreter lock, slice assignment holds it.
     to_array = np.frombuffer(target, np.uint8)
-    digests = []
-    for start, stop in _chunks(len(target), chunk_bytes):
-        state = xxhash.xxh3_128()
-        for low in range(start, stop, _BLOCK_BYTES):
-            high = min(low + _BLOCK_BYTES, stop)
-            np.copyto(to_array[low:high], from_array[low:high])
-            state.update(target[low:high])
-        digests.append(state.digest())
-    return b"".join(digests)
+    if len(target) <= _BLOCK_BYTES:
+        np.copyto(to_array, source)
+        return xxhash.xxh3_128_digest(target)
+    state = xxhash.xxh3_128()
+    for low in range(0, len(target), _BLOCK_BYTES):
+        high = low + _BLOCK_BYTES
+        np.copyto(to_array[low:high], source[low:high])
+        state.update(target[low:high])
+    return state.digest()
 
 
 def verify(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[int, ...]:
@@ -75,7 +90,15 @@ def verify(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[int, ...]:
     >>> verify(b"abcdef", good, chunk_bytes=2), verify(b"abXdef", good, chunk_bytes=2)
     ((), (1,))
     """
-    actual = chunk_digests(buffer, chunk_bytes)
+    return differing(chunk_digests(buffer, chunk_bytes), digests)
+
+
+def differing(actual: bytes, digests: bytes) -> tuple[int, ...]:
+    """The numbers of the chunks whose digests are not as they should be; see `verify`.
+
+    >>> differing(b"a" * 16 + b"b" * 16, b"a" * 16 + b"c" * 16)
+    (1,)
+    """
     if len(actual) != len(digests):
         return tuple(range(len(actual) // DIGEST_BYTES))
     return tuple(
@@ -85,8 +108,33 @@ def verify(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[int, ...]:
     )
 
 
+def is_right(parts: Parts, digests: bytes, chunk_bytes: int) -> bool:
+    """Whether memory in pieces of whole chunks is what its digests say.
+
+    >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
+    >>> is_right(Parts([memoryview(b"abcd"), memoryview(b"ef")]), good, chunk_bytes=2)
+    True
+    """
+    return digests_of_parts(parts.views, chunk_bytes) == digests
+
+
+def digests_of_parts(views: Iterable[memoryview], chunk_bytes: int) -> bytes:
+    """The digests of memory in pieces, each of whole chunks but for the last."""
+    return b"".join(chunk_digests(view, chunk_bytes) for view in views)
+
+
+def equal_chunks(one: bytes, other: bytes) -> np.ndarray:
+    """[chunks] bool: where two strings of as many digests agree.
+
+    >>> equal_chunks(b"a" * 16 + b"b" * 16, b"a" * 16 + b"c" * 16).tolist()
+    [True, False]
+    """
+    pairs = [np.frombuffer(text, np.uint64).reshape(-1, 2) for text in (one, other)]
+    return (pairs[0] == pairs[1]).all(axis=1)
+
+
 def check_copies(
-    copies: Iterable[tuple[str, Buffer, bytes]], chunk_bytes: int
+    copies: Iterable[tuple[str, Parts, bytes]], chunk_bytes: int
 ) -> tuple[dict[str, bytes], list[str]]:
     """Reads copies, given as (key, bytes, digests that they should have).
 
@@ -94,17 +142,18 @@ def check_copies(
         Key to digests of each good copy, and the keys of bad ones.
 
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
-    >>> found = check_copies([("a", b"abcdef", good), ("b", b"abXdef", good)], 2)
+    >>> a, b = Parts([memoryview(b"abcdef")]), Parts([memoryview(b"abXdef")])
+    >>> found = check_copies([("a", a, good), ("b", b, good)], 2)
     >>> list(found[0]), found[1]
     (['a'], ['b'])
     """
     good: dict[str, bytes] = {}
     bad: list[str] = []
     for key, content, expected in copies:
-        if verify(content, expected, chunk_bytes):
-            bad.append(key)
-        else:
+        if is_right(content, expected, chunk_bytes):
             good[key] = expected
+        else:
+            bad.append(key)
     return good, bad
 
 

@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.departure import from_hex, refuse_corrupt
 from dtft.checkpoint.export_plan import ExportWorld, export_world
 from dtft.checkpoint.job_layout import record_in
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.save_server import serve
-from dtft.checkpoint.slices import Layout, Slice, offsets_of, slice_at
+from dtft.checkpoint.slices import Layout, Slice, slice_at
 from dtft.checkpoint.storage import StorageTier
 from dtft.checkpoint.tree_tier import TreeTier
 
@@ -46,7 +48,7 @@ class Opening:
     arena: str
     """Path of the arena file."""
     slot: int
-    """The slot whose extent lies in the arena."""
+    """The slot whose own slices lie in the arena, from its start."""
     devices: int
     """CPU devices of this process: at least the slot's part of the sub-mesh."""
     chunk_bytes: int
@@ -69,62 +71,58 @@ class ArenaExporter:
         _join(opening, self._layout)
         self._mesh = _mesh(self._world, opening.rank)
         pieces = self._layout.slices(opening.slot)
-        offsets, self._nbytes = offsets_of(pieces)
-        self._offsets = dict(zip(pieces, offsets, strict=True))
-        self._chunk_bytes = opening.chunk_bytes
+        self._chunks = Chunks.of(pieces, opening.chunk_bytes)
+        self._index = {piece: index for index, piece in enumerate(pieces)}
         self._arena = Path(opening.arena)
         self._tier = _tier(opening, self._layout)
 
     def save(
-        self,
-        *,
-        step: int,
-        extent_offset: int,
-        digests: list[str],
-        items: dict[str, Any],
+        self, *, step: int, places: str, digests: list[str], items: dict[str, Any]
     ) -> int:
-        """Writes one step and waits for it; returns this slot's bytes in the extent.
+        """Writes one step and waits for it; returns the bytes of this slot's slices.
 
         Args:
             step: the step.
-            extent_offset: where this slot's extent begins in the arena, in bytes.
+            places: in hex, the place of each chunk of this slot's own slices.
             digests: in hex, of each of the slot's slices in the layout's order.
             items: what is not an array.
 
         Raises:
-            ValueError: the extent is not in the arena, or does not match the digests.
+            ValueError: the places are not in the arena, or do not match the digests.
         """
         # Mapped for each save: an agent may replace a file by one of another size.
         with open(self._arena, "rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if extent_offset < 0 or extent_offset + self._nbytes > len(memory):
+        at = np.frombuffer(bytes.fromhex(places), np.uint8)
+        num_places = len(memory) // max(self._chunks.nbytes, 1)
+        if len(at) != self._chunks.num_chunks or (at >= num_places).any():
             raise ValueError(
-                f"extent_offset={extent_offset}: the slot's {self._nbytes} bytes do "
-                f"not fit into {self._arena} of {len(memory)} bytes. Send the byte "
-                "offset of this slot's own extent."
+                f"places={places:.40} are not places of the {self._chunks.num_chunks} "
+                f"chunks of this slot: {self._arena} has at most {num_places} of each. "
+                "Send one byte, as two hex digits, for each chunk."
             )
-        expected = from_hex(digests)
+        whole, expected = memoryview(memory), from_hex(digests)
         self._tier.save(
             step,
-            self._arrays(memory, extent_offset),
+            self._arrays(whole, at),
             items,
-            check=lambda: self._check(memory, extent_offset, step, expected),
+            check=lambda: self._check(whole, at, step, expected),
         )
         self._tier.wait_until_finished()
-        return self._nbytes
+        return int(self._chunks.sizes.sum())
 
     def _check(
-        self, memory: mmap.mmap, extent_offset: int, step: int, digests: list[bytes]
+        self, memory: memoryview, places: np.ndarray, step: int, digests: list[bytes]
     ) -> None:
-        pieces = zip(self._offsets.items(), digests, strict=True)
-        with memoryview(memory) as whole, whole[extent_offset:] as extent:
-            copies = (
-                (piece.key, extent[start : start + piece.nbytes], expected)
-                for (piece, start), expected in pieces
+        copies = (
+            (piece.key, self._chunks.parts(memory, places, index), expected)
+            for (piece, index), expected in zip(
+                self._index.items(), digests, strict=True
             )
-            refuse_corrupt(step, copies, self._chunk_bytes)
+        )
+        refuse_corrupt(step, copies, self._chunks.chunk_bytes)
 
-    def _arrays(self, memory: mmap.mmap, extent_offset: int) -> dict[str, jax.Array]:
+    def _arrays(self, memory: memoryview, places: np.ndarray) -> dict[str, jax.Array]:
         devices = self._mesh.devices
         arrays = {}
         for leaf in self._layout.leaves:
@@ -132,9 +130,8 @@ class ArenaExporter:
             parts = []
             for position in self._positions:
                 piece = slice_at(self._world.mesh, leaf, position)
-                offset = extent_offset + self._offsets[piece]
-                view = _view(memory, piece, offset)
-                parts.append(jax.device_put(view, devices[position]))
+                found = self._chunks.parts(memory, places, self._index[piece])
+                parts.append(jax.device_put(_array(found, piece), devices[position]))
             arrays[leaf.path] = jax.make_array_from_single_device_arrays(
                 leaf.shape,
                 jax.sharding.NamedSharding(self._mesh, spec),
@@ -202,12 +199,12 @@ def _mesh(world: ExportWorld, rank: int) -> jax.sharding.Mesh:
     )
 
 
-def _view(memory: mmap.mmap, piece: Slice, offset: int) -> np.ndarray:
+def _array(parts: Parts, piece: Slice) -> np.ndarray:
+    """A slice as an array: a view on the arena, unless it lies there in pieces."""
     dtype = np.dtype(piece.dtype)
     if not piece.nbytes:
         return np.zeros(piece.shape, dtype)
-    raw = np.frombuffer(memory, np.uint8, piece.nbytes, offset)
-    return raw.view(dtype).reshape(piece.shape)
+    return np.frombuffer(parts.whole(), np.uint8).view(dtype).reshape(piece.shape)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 from dtft.checkpoint import wire
 from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.nixl import Nixl
-from dtft.checkpoint.ranges import Range, Wanted, memory_of, not_right, split
+from dtft.checkpoint.ranges import Part, Range, Wanted, memory_of, not_right, split
 from dtft.checkpoint.transport import Channel, Credentials, connect
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class _Work:
         self, wanted: Sequence[Wanted], chunk_bytes: int, nixl: Nixl | None
     ) -> None:
         self.wanted, self.chunk_bytes, self.nixl = wanted, chunk_bytes, nixl
-        sizes = [len(one.memory) for one in wanted]
+        sizes = [one.memory.nbytes for one in wanted]
         self.waiting = deque(split(sizes, chunk_bytes, RANGE_BYTES))
         self.sizes, self.error = sizes, "nothing was tried"
         self._verified, self._received, self._cuts = 0, 0, 0
@@ -260,16 +260,18 @@ def _read(
 ) -> None:
     """Reads the lent memory until nothing waits; the peer says that it still holds."""
     assert work.nixl is not None
-    addresses = offer["addresses"]
-    with (
-        work.nixl.receiving([one.memory for one in work.wanted]),
-        work.nixl.borrow(offer),
-    ):
+    own = [view for one in work.wanted for view in one.memory.views]
+    with work.nixl.receiving(own), work.nixl.borrow(offer):
         while (range_ := work.next()) is not None:
             flying.append(range_)
+            lent = [
+                piece
+                for part in range_
+                for piece in cut_lent(offer["addresses"][part.index], part)
+            ]
             work.nixl.read(
                 offer["name"],
-                [(addresses[part.index] + part.start, part.nbytes) for part in range_],
+                lent,
                 memory_of(range_, work.wanted),
                 min(deadline, time.monotonic() + READ_S),
             )
@@ -277,3 +279,18 @@ def _read(
             channel.receive(deadline - time.monotonic(), no_payload, begin_s=BEGIN_S)
             work.arrived(flying.popleft())
             gained[0] += _nbytes(range_)
+
+
+def cut_lent(pieces: Sequence[tuple[int, int]], part: Part) -> list[tuple[int, int]]:
+    """The lent memory of a part, as (address, size), from that of its slice.
+
+    >>> cut_lent([(100, 8), (300, 8)], Part(0, 4, 12))
+    [(104, 4), (300, 4)]
+    """
+    found, begin = [], 0
+    for address, size in pieces:
+        low, high = max(part.start, begin), min(part.stop, begin + size)
+        if low < high:
+            found.append((address + low - begin, high - low))
+        begin += size
+    return found

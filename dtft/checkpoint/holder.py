@@ -6,27 +6,19 @@ where peers are, or how bytes travel. Thread-safe.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint import digest
-from dtft.checkpoint.arena import Arena, ExtentPool
-from dtft.checkpoint.arena_map import HOSTED_VERSIONS, OWN_VERSIONS, ArenaMap
+from dtft.checkpoint.arena import Arena
+from dtft.checkpoint.arena_map import HOSTED_PLACES, OWN_PLACES, ArenaMap, arena_bytes
+from dtft.checkpoint.chunks import Chunks
+from dtft.checkpoint.owning import Owning, Room
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placement import Placement, Push
+from dtft.checkpoint.receiving import Hosting, Receiving
+from dtft.checkpoint.shelf import Copy, Read, Shelf
 from dtft.checkpoint.slices import Layout, Slice
-
-
-@dataclass(kw_only=True)
-class _Version:
-    """The copies of one step. Extents are numbers in the pools."""
-
-    own: int | None = None
-    own_digests: list[bytes] | None = None
-    hosted: int | None = None
-    hosted_digests: dict[int, list[bytes]] = field(default_factory=dict)
-    items: dict[str, Any] = field(default_factory=dict)
 
 
 class Holder:
@@ -51,194 +43,197 @@ class Holder:
         self.chunk_bytes = chunk_bytes
         self.own_slices = layout.slices(slot)
         self.outgoing = tuple(p for p in placement.pushes if p.source == slot)
-        self.map = ArenaMap.of(layout, slot, placement)
-        self.arena = _arena(path, max(self.map.size, 1), reserved)
+        # Before the state is cut into chunks: it may be far too large.
+        needed = arena_bytes(layout, slot, placement)
+        self.arena = _arena(path, max(needed, 1), reserved)
         self.path = self.arena.path
-        self._own_pool = ExtentPool(OWN_VERSIONS, self.map.own_bytes)
-        self._hosted_pool = ExtentPool(HOSTED_VERSIONS, self.map.hosted_bytes)
-        self._versions: dict[int, _Version] = {}
-        self._receiving: dict[tuple[int, int], int] = {}  # to the extent
+        self.map = ArenaMap.of(layout, slot, placement, chunk_bytes)
         self._lock = threading.RLock()
+        self._own = Owning(self._new_shelf(self.map.own, OWN_PLACES, 0))
+        index = self._own.shelf.index
+        self._sent = {
+            push.target: self.map.own.numbers_of([index[p] for p in push.slices])
+            for push in self.outgoing
+        }
+        starts = self.map.hosted_starts
+        shelves = {
+            source: self._new_shelf(chunks, HOSTED_PLACES, starts[source])
+            for source, chunks in self.map.hosted.items()
+        }
+        self._hosting = Hosting(shelves, self._lock)
+
+    def _new_shelf(self, chunks: Chunks, num_places: int, start: int) -> Shelf:
+        size = num_places * chunks.nbytes
+        return Shelf(chunks, num_places, lambda: self.arena.view(start, size))
 
     # ------------------------------------------------------------- own slices
 
-    def begin_stage(self, step: int) -> int:
-        """Reserves an extent for this host's own slices of `step`.
-
-        Returns:
-            Its offset in the arena, in bytes.
+    def begin_stage(self, step: int) -> Room:
+        """Reserves a place for every chunk of this host's own slices of `step`.
 
         Raises:
-            RuntimeError: every extent is in use, so a commit or export is stuck.
+            RuntimeError: a chunk has no free place, so a commit or export is stuck.
         """
         with self._lock:
-            version = self._versions.setdefault(step, _Version())
-            if version.own is None:
-                version.own = self._own_pool.acquire()
-            if version.own is None:
-                raise RuntimeError(
-                    f"no free extent for step {step}: all {OWN_VERSIONS} hold steps "
-                    f"{sorted(self._versions)} that are still needed."
-                )
-            return self.map.own_start(version.own)
+            return self._own.begin_stage(step)
 
-    def staged(self, step: int, digests: Sequence[bytes], items: dict) -> None:
-        """Records that the trainer has written all own slices of `step`."""
-        with self._lock:
-            version = self._versions[step]
-            version.own_digests, version.items = list(digests), items
+    def staged(
+        self, step: int, digests: Sequence[bytes], items: dict, kept: bytes = b""
+    ) -> None:
+        """Records that the trainer has a step's own slices in the arena.
 
-    def own_views(self, step: int, push: Push) -> list[memoryview]:
-        """The bytes of the slices that `push` sends, in its order."""
+        Args:
+            step: the step, after its `begin_stage`.
+            digests: per own slice; empty for one that was not copied.
+            items: the items (data position and so on) of the step.
+            kept: packed, the chunks that are as in the base and were not written.
+        """
         with self._lock:
-            return [self._own_view(step, piece) for piece in push.slices]
+            self._own.staged(step, digests, items, kept)
+
+    def own_parts(self, step: int, piece: Slice) -> Parts:
+        """The bytes of one own slice of a step, or where a fetch puts them."""
+        with self._lock:
+            shelf = self._own.shelf
+            return shelf.parts(self._own.copies[step], shelf.index[piece])
+
+    def staging_parts(self, step: int, piece: Slice) -> Parts:
+        """Where one own slice of a step goes between `begin_stage` and `staged`."""
+        with self._lock:
+            return self._own.staging_parts(step, piece)
 
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
         """Digests of some of the own slices of a staged step."""
         with self._lock:
-            known = self._versions[step].own_digests
-            assert known is not None
-            table = dict(zip(self.own_slices, known, strict=True))
-            return [table[piece] for piece in slices]
-
-    def own_offset(self, step: int) -> int:
-        """Arena offset of the own extent of `step`."""
-        with self._lock:
-            return self.map.own_start(self._own_extent(step))
+            known, index = self._own.copies[step].digests, self._own.shelf.index
+            return [known[index[piece]] for piece in slices]
 
     def all_own_digests(self, step: int) -> list[bytes]:
         """Digests of all own slices of a staged or restored step."""
         return self.own_digests(step, self.own_slices)
 
-    def items(self, step: int) -> dict[str, Any]:
-        """The items (data position and so on) that were staged with `step`."""
+    def own_places(self, step: int) -> bytes:
+        """The place of each chunk of the own slices of a step, one byte each."""
         with self._lock:
-            return self._versions[step].items
+            return self._own.copies[step].places.tobytes()
 
-    def _own_extent(self, step: int) -> int:
-        extent = self._versions[step].own
-        assert extent is not None
-        return extent
+    def push_chunks(
+        self, step: int, push: Push, numbers: Sequence[int]
+    ) -> list[memoryview]:
+        """The bytes of some chunks of what is pushed, counted through its slices."""
+        with self._lock:
+            places, sent = self._own.copies[step].places, self._sent[push.target]
+            return [self._own.shelf.chunk(places, int(sent[n])) for n in numbers]
 
-    def _own_view(self, step: int, piece: Slice) -> memoryview:
-        return self.arena.view(*self.map.own_range(self._own_extent(step), piece))
+    def items(self, step: int) -> dict[str, Any]:
+        """The items (data position and so on) that came with the copies of `step`."""
+        with self._lock:
+            found = self._own.items.get(step)
+            return self._hosting.items[step] if found is None else found
 
     # ---------------------------------------------------------- hosted slices
-
-    def hosted_view(self, step: int, source: int) -> memoryview:
-        """Where the bytes of a push from slot `source` go: side by side, unpadded.
-
-        Raises:
-            RuntimeError: every extent is in use.
-        """
-        with self._lock:
-            version = self._versions.get(step) or _Version()
-            if version.hosted is None:
-                version.hosted = self._hosted_pool.acquire()
-            if version.hosted is None:
-                raise RuntimeError(
-                    f"no free extent to host step {step} of slot {source}: all "
-                    f"{HOSTED_VERSIONS} are in use by {sorted(self._versions)}."
-                )
-            self._versions[step] = version
-            return self.arena.view(*self.map.hosted_range(version.hosted, source))
 
     def has_received(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
         """Whether the very bytes of a push are here already, verified."""
         with self._lock:
-            version = self._versions.get(step)
-            known = version.hosted_digests.get(source) if version else None
-            return known is not None and known == list(digests)
+            return self._hosting.has(step, source, digests)
 
-    def begin_receive(self, step: int, source: int) -> memoryview | None:
-        """Where one push may write, and nothing else until `end_receive`.
+    def begin_receive(
+        self, step: int, source: int, digests: list[bytes]
+    ) -> Receiving | None:
+        """Lets a connection bring a push; needs an `end_receive`.
+
+        Args:
+            step: the step.
+            source: the slot that sends.
+            digests: of each slice of the push, 16 bytes per chunk.
 
         Returns:
-            The memory; None if a verified copy is there (nothing overwrites one),
-            another push of the same is under way, or no extent is free.
+            None if the push does not belong here, if other bytes of the same step are
+            here or on their way (nothing overwrites them), or if no place is free.
         """
         with self._lock:
-            known = self._versions.get(step)
-            if known is not None and source in known.hosted_digests:
-                return None
-            if (step, source) in self._receiving:
-                return None
-            try:
-                view = self.hosted_view(step, source)
-            except RuntimeError:
-                return None
-            version = self._versions[step]
-            assert version.hosted is not None
-            self._hosted_pool.retain(version.hosted)  # though the step be dropped
-            self._receiving[step, source] = version.hosted
-            return view
-
-    def end_receive(self, step: int, source: int) -> None:
-        """The push has ended, well or not, and writes no more."""
-        with self._lock:
-            self._hosted_pool.release(self._receiving.pop((step, source)))
+            return self._hosting.begin(step, source, digests)
 
     def received(
-        self, step: int, source: int, digests: Sequence[bytes], items: dict
+        self, step: int, source: int, receiving: Receiving, items: dict
     ) -> bool:
-        """Checks what was written to `hosted_view`; keeps it if every byte is right."""
+        """Keeps a push whose every byte has arrived and was verified.
+
+        Returns:
+            Whether it became a copy by this call: once, and never if it was dropped.
+        """
         with self._lock:
-            version = self._versions.get(step)
-            if version is None or version.hosted is None:
-                return False  # dropped while it was received
-            view = self.hosted_view(step, source)
-        pieces = self.map.incoming[source].slices
-        if len(pieces) != len(digests):
-            return False
-        copies = ((p.key, v, d) for p, v, d in _side_by_side(view, pieces, digests))
-        if digest.check_copies(copies, self.chunk_bytes)[1]:
-            return False
+            return self._hosting.conclude(step, source, receiving, items)
+
+    def end_receive(self, step: int, source: int, receiving: Receiving) -> None:
+        """A connection brings no more; what it had verified waits for the next."""
         with self._lock:
-            if self._versions.get(step) is not version:
-                return False
-            version.hosted_digests[source] = list(digests)
-            version.items = items
-            return True
+            self._hosting.end(step, source, receiving)
 
     # -------------------------------------------------------------- retention
 
     def keep_only(self, steps: set[int]) -> None:
         """Drops every version except those of `steps`."""
-        with self._lock:
-            for step in set(self._versions) - steps:
-                version = self._versions.pop(step)
-                if version.own is not None:
-                    self._own_pool.release(version.own)
-                if version.hosted is not None:
-                    self._hosted_pool.release(version.hosted)
+        self._drop(lambda step: step in steps)
 
     def drop_before(self, step: int, keep: set[int]) -> None:
         """Drops versions older than `step`, except those of `keep`."""
+        self._drop(lambda one: one >= step or one in keep)
+
+    def _drop(self, needed: Callable[[int], bool]) -> None:
         with self._lock:
-            self.keep_only({s for s in self._versions if s >= step or s in keep})
+            self._own.drop(needed)
+            self._hosting.drop(needed)
 
     def pin(self, step: int) -> int:
-        """Keeps the own extent of `step` until `unpin`; returns its number.
+        """Keeps the own copy of `step` until `unpin`; returns the pin's number.
 
         Raises:
             KeyError: the step is not held here any more.
         """
         with self._lock:
-            extent = self._versions[step].own
-            if extent is None:
-                raise KeyError(step)
-            self._own_pool.retain(extent)
-            return extent
+            return self._own.pin(step)
 
-    def unpin(self, extent: int) -> None:
+    def unpin(self, pin: int) -> None:
         """Ends one `pin`."""
         with self._lock:
-            self._own_pool.release(extent)
+            self._own.unpin(pin)
+
+    def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
+        """The place of each chunk of a pinned copy, one byte each, and its digests."""
+        with self._lock:
+            copy = self._own.pins[pin][1]
+            return copy.places.tobytes(), list(copy.digests)
+
+    def complete_pin(self, pin: int) -> tuple[dict[Slice, Parts], int]:
+        """Memory for the own slices that a pinned copy lacks, to be fetched into.
+
+        Returns:
+            The memory, and one more pin, which whoever writes there ends afterwards.
+
+        Raises:
+            RuntimeError: a chunk has no free place.
+            KeyError: the pin has ended.
+        """
+        with self._lock:
+            return self._own.complete(pin)
+
+    def completed(self, pin: int, digests: Mapping[str, bytes]) -> None:
+        """Slices (key to digests) of a pinned copy were fetched and verified.
+
+        Raises:
+            KeyError: the pin has ended.
+        """
+        with self._lock:
+            copy = self._own.pins[pin][1]
+            for index, piece in enumerate(self.own_slices):
+                copy.digests[index] = copy.digests[index] or digests.get(piece.key, b"")
 
     # --------------------------------------------------------------- verified
 
     def holdings(self) -> tuple[dict[int, dict[str, bytes]], list[str]]:
-        """Every slice held, read again and checked now.
+        """Every slice held, read again and checked now; shared chunks once.
 
         A copy for a peer that is wrong is forgotten, so that it can be sent again.
 
@@ -248,56 +243,70 @@ class Holder:
         """
         good: dict[int, dict[str, bytes]] = {}
         bad: list[str] = []
+        read: dict[int, Read] = {}
         with self._lock:
-            for step in self._versions:
-                found = digest.check_copies(self.copies(step), self.chunk_bytes)
-                if found[0]:
-                    good[step] = found[0]
-                bad += [f"step {step}: {key}" for key in found[1]]
-                self._forget_hosted(step, set(found[1]))
+            for step in self.steps():
+                found, wrong = self._check(step, read)
+                if found:
+                    good[step] = found
+                bad += [f"step {step}: {key}" for key in wrong]
+                self._hosting.forget(step, wrong)
         return good, bad
 
-    def _forget_hosted(self, step: int, bad: set[str]) -> None:
-        hosted = self._versions[step].hosted_digests
-        for source in list(hosted):
-            if not bad.isdisjoint(p.key for p in self.map.incoming[source].slices):
-                del hosted[source]
+    def _check(
+        self, step: int, read: dict[int, Read]
+    ) -> tuple[dict[str, bytes], list[str]]:
+        """Key to digests of each good copy, and the keys of bad ones."""
+        good: dict[str, bytes] = {}
+        bad: list[str] = []
+        for shelf, copy in self._all_copies(step):
+            known = read.setdefault(id(shelf), {})
+            for index, expected in enumerate(copy.digests):
+                key = shelf.chunks.slices[index].key
+                if expected and shelf.right(copy, index, known):
+                    good[key] = expected
+                elif expected:
+                    bad.append(key)
+        return good, bad
 
     def steps(self) -> tuple[int, ...]:
         """The steps of which something is held, ascending."""
         with self._lock:
-            return tuple(sorted(self._versions))
+            return tuple(sorted({*self._own.copies, *self._hosting.copies}))
 
-    def copies(self, step: int) -> list[tuple[str, memoryview, bytes]]:
+    def copies(self, step: int) -> list[tuple[str, Parts, bytes]]:
         """Slice key, bytes and recorded digest of every copy of `step`, not read."""
         with self._lock:
-            return [(piece.key, view, d) for piece, view, d in self._copies(step)]
+            return [
+                (piece.key, parts, digests)
+                for shelf, copy in self._all_copies(step)
+                for piece, parts, digests in shelf.held(copy)
+            ]
 
-    def find(self, step: int, keys: Sequence[str]) -> list[memoryview]:
-        """Views of the named slices of `step`, from own or hosted copies.
+    def find(self, step: int, keys: Sequence[str]) -> list[Parts]:
+        """The bytes of the named slices of `step`, from own, hosted or pinned copies.
 
         Raises:
             KeyError: a slice is not held here for that step.
         """
+        here = self.here(step)
+        return [here[key] for key in keys]
+
+    def here(self, step: int) -> dict[str, Parts]:
+        """Every slice of `step` that can be sent to peers, by key; reads nothing."""
         with self._lock:
-            here = {key: view for key, view, _ in self.copies(step)}
-            return [here[key] for key in keys]
+            here = {key: parts for key, parts, _ in self.copies(step)}
+            for pinned, copy in self._own.pins.values():
+                if pinned == step:
+                    for piece, parts, _ in self._own.shelf.held(copy):
+                        here.setdefault(piece.key, parts)
+            return here
 
-    def _copies(self, step: int) -> Iterator[tuple[Slice, memoryview, bytes]]:
-        version = self._versions.get(step)
-        if version is None:
-            return
-        if version.own is not None and version.own_digests is not None:
-            yield from self._own_copies(step, version.own_digests)
-        for source, digests in version.hosted_digests.items():
-            pieces = self.map.incoming[source].slices
-            yield from _side_by_side(self.hosted_view(step, source), pieces, digests)
-
-    def _own_copies(
-        self, step: int, digests: Sequence[bytes]
-    ) -> Iterator[tuple[Slice, memoryview, bytes]]:
-        for piece, expected in zip(self.own_slices, digests, strict=True):
-            yield piece, self._own_view(step, piece), expected
+    def _all_copies(self, step: int) -> Iterator[tuple[Shelf, Copy]]:
+        if step in self._own.copies:
+            yield self._own.shelf, self._own.copies[step]
+        for source, copy in self._hosting.copies.get(step, {}).items():
+            yield self._hosting.shelves[source], copy
 
     # ---------------------------------------------------------------- restore
 
@@ -306,38 +315,48 @@ class Holder:
     ) -> list[Slice]:
         """Makes `step` the only version; own slices that are right stay.
 
+        Only what is recorded to be here is read: a new host reads nothing.
+
         Args:
             step: the step to restore.
             digests: slice key to digest, for every own slice.
             items: the items of the commit.
 
         Returns:
-            The own slices that must be fetched (absent, or not matching).
+            The own slices that must be fetched (absent, or not matching). Each has a
+            place of its own now, and counts as held once `restored` was called.
         """
         with self._lock:
             self.keep_only({step})
-            self.begin_stage(step)
             expected = [digests[piece.key] for piece in self.own_slices]
-            self._copy_from_hosted(step, digests)
-            self.staged(step, expected, items)
-            return [
-                piece
-                for piece, view, good in self._own_copies(step, expected)
-                if digest.verify(view, good, self.chunk_bytes)
-            ]
+            lacking = self._own.begin_restore(step, expected, items)
+            hosted = self._hosted_right(step) if lacking else {}
+            missing = []
+            for index in lacking:
+                piece = self.own_slices[index]
+                found = hosted.get((piece.key, expected[index]))
+                if found is None:
+                    missing.append(piece)
+                else:
+                    self._own.fill(step, index, found, expected[index])
+            return missing
 
-    def _copy_from_hosted(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """A spare that hosted a slice before may own it now."""
-        for piece, view, known in list(self._copies(step)):
-            if piece in self.map.own and known == digests[piece.key]:
-                target = self._own_view(step, piece)
-                if digest.verify(target, known, self.chunk_bytes):
-                    target[:] = view
+    def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
+        """Verified hosted slices: a spare that hosted one before may own it now."""
+        found = {}
+        for source, copy in self._hosting.copies.get(step, {}).items():
+            shelf, read = self._hosting.shelves[source], Read()
+            for piece, parts, digests in shelf.held(copy):
+                mine = piece in self._own.shelf.index
+                if mine and shelf.right(copy, shelf.index[piece], read):
+                    found[piece.key, digests] = parts
+        return found
 
-    def own_slice_view(self, step: int, piece: Slice) -> memoryview:
-        """Where one own slice of `step` is, to be filled by a fetch."""
+    def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
+        """Slices (key to digests) were fetched and verified: they are held now."""
         with self._lock:
-            return self._own_view(step, piece)
+            known = {p: digests[p.key] for p in self.own_slices if p.key in digests}
+            self._own.restored(step, known)
 
     def close(self) -> None:
         """Frees the arena's memory."""
@@ -354,12 +373,3 @@ def _arena(path: Path, nbytes: int, reserved: Arena | None) -> Arena:
     arena = Arena.create(path, nbytes)
     arena.prefault()
     return arena
-
-
-def _side_by_side(
-    view: memoryview, pieces: Sequence[Slice], digests: Sequence[bytes]
-) -> Iterator[tuple[Slice, memoryview, bytes]]:
-    offset = 0
-    for piece, expected in zip(pieces, digests, strict=True):
-        yield piece, view[offset : offset + piece.nbytes], expected
-        offset += piece.nbytes

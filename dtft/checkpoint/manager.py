@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.cadence import Cadence, Schedule
+from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.interval import Window
 from dtft.checkpoint.link import Link, LinkClosed, Outbox
 from dtft.checkpoint.slices import Layout
-from dtft.checkpoint.snapshot import SnapshotPlan
+from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
 from dtft.checkpoint.storage import StorageTier
 
 ITEM = "interval"
@@ -30,8 +32,8 @@ ITEM = "interval"
 class SaveArgs:
     """What a commit holds."""
 
-    arrays: Mapping[str, jax.Array]
-    """Leaf path to global array, all ready."""
+    arrays: Mapping[str, jax.Array | np.ndarray]
+    """Leaf path to global array, all ready; or to a numpy array of all processes."""
     items: Mapping[str, Any] = field(default_factory=dict)
     """What is not an array, as JSON values: data position and so on."""
     window: Window | None = None
@@ -89,7 +91,8 @@ class AgentCheckpointManager:
         self._storage_directory = storage_directory
         self._condition = threading.Condition()
         self._order: dict[str, Any] | None = None
-        self._extent: dict[str, Any] | None = None
+        self._room: dict[str, Any] | None = None
+        self._last: Snapshot | None = None
         self._asked: int | None = None
         self._last_step = last
         self._outbox = Outbox(link)
@@ -142,8 +145,8 @@ class AgentCheckpointManager:
         op = message["op"]
         if op == "restore":
             self._order = message
-        elif op == "extent" and message["step"] == self._asked:
-            self._extent = message
+        elif op == "room" and message["step"] == self._asked:
+            self._room = message
         elif op == "release":
             if message["step"] > self._released:
                 self._released, self.released_at = message["step"], time.monotonic()
@@ -162,7 +165,7 @@ class AgentCheckpointManager:
             self._ask(min(following, self._last_step))
 
     def _ask(self, step: int) -> None:
-        self._asked, self._extent = step, None
+        self._asked, self._room = step, None
         self._outbox.send("stage", step=step)
 
     def _wait(self, ready: Any, what: str, limit_s: float | None = None) -> None:
@@ -215,16 +218,24 @@ class AgentCheckpointManager:
     def save(self, step: int, *, args: SaveArgs) -> bool:
         """Copies a step into this host's arena; the rest happens elsewhere.
 
-        The arrays may be donated as soon as this returns.
+        What did not change since the last save is not written. The arrays may be
+        donated as soon as this returns.
         """
         begun = time.monotonic()
         with self._condition:
             if self._asked != step:
                 self._ask(step)
-        self._wait(lambda: self._extent is not None, f"room for step {step}")
-        assert self._extent is not None and self._arena is not None
-        view = self._arena.view(self._extent["offset"], self._plan.nbytes)
-        digests = self._plan.write(args.arrays, view)
+        self._wait(lambda: self._room is not None, f"room for step {step}")
+        room, last = self._room, self._last
+        assert room is not None and self._arena is not None
+        self._last = self._plan.write(
+            step,
+            args.arrays,
+            self._arena.view(0, self._arena.size),
+            np.frombuffer(room["places"], np.uint8),
+            last if last is not None and last.step == room["base"] else None,
+            self._plan.copied(room["copied"]),
+        )
         with self._condition:
             self._saved, self._asked = step, None
         interval = self.interval()
@@ -232,7 +243,8 @@ class AgentCheckpointManager:
         self._outbox.send(
             "staged",
             step=step,
-            digests=digests,
+            digests=self._last.digests,
+            kept=pack_flags(self._last.kept),
             items=items,
             interval=interval,
             window=asdict(args.window) if args.window else None,
@@ -259,8 +271,10 @@ class AgentCheckpointManager:
         if order["source"] == "init":
             return None
         if order["source"] == "memory":
-            view = self._arena.view(order["offset"], self._plan.nbytes)
-            arrays = self._plan.read(view, order["digests"], args.abstract)
+            memory = self._arena.view(0, self._arena.size)
+            places = np.frombuffer(order["places"], np.uint8)
+            arrays = self._plan.read(memory, places, order["digests"], args.abstract)
+            self._last = self._plan.recalled(order["step"], order["digests"])
             self._arena.prefault()
             items = order["items"]
         else:

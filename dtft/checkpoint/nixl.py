@@ -17,11 +17,14 @@ import os
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
+from dtft.checkpoint.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +58,16 @@ class Nixl:
         self._lock = threading.Lock()
 
     @contextmanager
-    def lend(self, views: Sequence[memoryview]) -> Iterator[dict[str, Any]]:
+    def lend(self, slices: Sequence[Parts]) -> Iterator[dict[str, Any]]:
         """Makes memory readable to peers while the context lasts.
 
         Yields:
             What a peer's `read` needs, as plain values.
         """
-        addresses = [_address(view) for view in views]
-        with self._registered(views):
+        addresses = [
+            [(_address(view), view.nbytes) for view in parts.views] for parts in slices
+        ]
+        with self._registered([view for parts in slices for view in parts.views]):
             with self._lock:
                 metadata = self._agent.get_agent_metadata()
             yield {"name": self._name, "metadata": metadata, "addresses": addresses}
@@ -109,16 +114,20 @@ class Nixl:
         targets: Sequence[memoryview],
         deadline: float,
     ) -> None:
-        """Reads a peer's memory, (address, size) by (address, size).
+        """Reads a peer's memory, (address, size) by (address, size), into `targets`.
+
+        The two may be cut into pieces in different ways.
 
         Raises:
             NixlError: the peer is gone, or does not lend that memory.
             TimeoutError: the monotonic clock has passed `deadline`.
         """
-        remote = [(address, size, 0) for address, size in sources if size]
-        local = [(_address(view), view.nbytes, 0) for view in targets if view.nbytes]
-        if not remote:
+        here = [(_address(view), view.nbytes) for view in targets if view.nbytes]
+        pairs = _paired([one for one in sources if one[1]], here)
+        if not pairs:
             return
+        remote = [(there, size, 0) for there, _, size in pairs]
+        local = [(mine, size, 0) for _, mine, size in pairs]
         agent = self._agent
         with self._lock, _as_errors("a read"):
             handle = agent.initialize_xfer(
@@ -167,6 +176,27 @@ def _as_errors(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise NixlError(f"NIXL: {what} failed: {error!r}") from error
+
+
+def _paired(
+    sources: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """(address there, address here, size) of every piece that is whole on both sides.
+
+    >>> _paired([(100, 5), (200, 3)], [(7, 2), (50, 6)])
+    [(100, 7, 2), (102, 50, 3), (200, 53, 3)]
+    """
+    there, here = deque(sources), deque(targets)
+    found = []
+    while there and here:
+        (far, left), (near, room) = there.popleft(), here.popleft()
+        size = min(left, room)
+        found.append((far, near, size))
+        if left > size:
+            there.appendleft((far + size, left - size))
+        if room > size:
+            here.appendleft((near + size, room - size))
+    return found
 
 
 def _address(view: memoryview) -> int:

@@ -237,7 +237,7 @@ class _Neighbours:
     """
 
     def __init__(self, domains: Sequence[str], group_size: int) -> None:
-        self._order = _interleaved(domains)
+        self._order = interleaved(domains)
         self._at = {slot: index for index, slot in enumerate(self._order)}
         self._size = group_size
         num_slots = len(self._order)
@@ -258,14 +258,14 @@ class _Neighbours:
             yield from (self._order[i] for i in near[:turn])
 
 
-def _interleaved(domains: Sequence[str]) -> list[int]:
+def interleaved(domains: Sequence[str]) -> list[int]:
     """Slots in an order in which neighbours are of different domains.
 
     Nested names ("power/rack") are told apart at the widest level first.
 
-    >>> _interleaved(["a", "a", "b", "b"])
+    >>> interleaved(["a", "a", "b", "b"])
     [0, 2, 1, 3]
-    >>> _interleaved(["p/a", "p/b", "q/c", "q/c"])
+    >>> interleaved(["p/a", "p/b", "q/c", "q/c"])
     [0, 2, 1, 3]
     """
     names = [domain.split("/") for domain in domains]

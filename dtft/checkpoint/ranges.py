@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dtft.checkpoint import digest
 from dtft.checkpoint.digest import DIGEST_BYTES
+from dtft.checkpoint.parts import Parts
 
 MAX_PARTS = 1024
 """Most parts of one range."""
@@ -19,8 +20,9 @@ class Wanted:
     """One slice to be fetched: its key, where it goes, and what it must be."""
 
     key: str
-    memory: memoryview
-    """Exactly the slice's bytes; they may be written at any time."""
+    memory: Parts
+    """Exactly the slice's bytes, in pieces of whole chunks; they may be written at any
+    time."""
     digests: bytes
     """Digest of every chunk."""
 
@@ -76,7 +78,11 @@ def _pieces(sizes: Sequence[int], step: int) -> Iterator[Part]:
 
 def memory_of(range_: Range, wanted: Sequence[Wanted]) -> list[memoryview]:
     """Where the bytes of a range go."""
-    return [wanted[part.index].memory[part.start : part.stop] for part in range_]
+    return [
+        piece
+        for part in range_
+        for piece in wanted[part.index].memory.cut(part.start, part.stop)
+    ]
 
 
 def not_right(range_: Range, wanted: Sequence[Wanted], chunk_bytes: int) -> Range:
@@ -84,7 +90,7 @@ def not_right(range_: Range, wanted: Sequence[Wanted], chunk_bytes: int) -> Rang
 
     >>> memory = bytearray(b"abcdef")
     >>> good = digest.chunk_digests(memory, 2)
-    >>> slices = [Wanted(key="w", memory=memoryview(memory), digests=good)]
+    >>> slices = [Wanted(key="w", memory=Parts([memoryview(memory)]), digests=good)]
     >>> memory[2] ^= 1
     >>> not_right((Part(0, 0, 6),), slices, chunk_bytes=2)
     (Part(index=0, start=2, stop=4),)
@@ -95,8 +101,10 @@ def not_right(range_: Range, wanted: Sequence[Wanted], chunk_bytes: int) -> Rang
         first = part.start // chunk_bytes
         last = max(-(-part.stop // chunk_bytes), first + 1)
         expected = one.digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
-        memory = one.memory[part.start : part.stop]
-        for chunk in digest.verify(memory, expected, chunk_bytes):
+        actual = digest.digests_of_parts(
+            one.memory.cut(part.start, part.stop), chunk_bytes
+        )
+        for chunk in digest.differing(actual, expected):
             start = part.start + chunk * chunk_bytes
             bad.append(Part(part.index, start, min(start + chunk_bytes, part.stop)))
     return tuple(bad)

@@ -11,6 +11,7 @@ from typing import Any
 from dtft.checkpoint import wire
 from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.nixl import Nixl
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.transport import Channel, ChannelClosed
 
 OPEN_S = 10.0
@@ -23,7 +24,7 @@ MAX_ANSWER = 256 << 20
 
 def serve(
     channel: Channel,
-    find: Callable[[dict[str, Any]], Sequence[memoryview]],
+    find: Callable[[dict[str, Any]], Sequence[Parts]],
     nixl: Nixl | None = None,
 ) -> None:
     """Answers one connection of a peer's `fetch` until the peer ends it.
@@ -38,21 +39,19 @@ def serve(
     """
     request, _ = channel.receive(OPEN_S, no_payload, max_header=wire.MAX_DATA_HEADER)
     try:
-        views = [view.cast("B") if view.nbytes else view for view in find(request)]
+        slices = find(request)
     except KeyError as error:
         channel.send({"error": f"not held here: {error}"}, timeout_s=OPEN_S)
         return
-    opened = {"sizes": [view.nbytes for view in views]}
+    opened = {"sizes": [parts.nbytes for parts in slices]}
     if nixl is None or request.get("nixl") is not True:
-        _answer(channel, views, opened)
+        _answer(channel, slices, opened)
         return
-    with nixl.lend(views) as offer:
-        _answer(channel, views, opened | {"nixl": offer})
+    with nixl.lend(slices) as offer:
+        _answer(channel, slices, opened | {"nixl": offer})
 
 
-def _answer(
-    channel: Channel, views: Sequence[memoryview], opened: dict[str, Any]
-) -> None:
+def _answer(channel: Channel, slices: Sequence[Parts], opened: dict[str, Any]) -> None:
     channel.send(opened, timeout_s=OPEN_S)
     while True:
         try:
@@ -61,11 +60,11 @@ def _answer(
             )
         except ChannelClosed:
             return
-        payload = _cut_out(views, asked.get("parts"))
+        payload = _cut_out(slices, asked.get("parts"))
         channel.send({}, payload, timeout_s=IDLE_S)
 
 
-def _cut_out(views: Sequence[memoryview], parts: object) -> list[memoryview]:
+def _cut_out(slices: Sequence[Parts], parts: object) -> list[memoryview]:
     """The bytes that a peer asks for.
 
     Raises:
@@ -81,9 +80,9 @@ def _cut_out(views: Sequence[memoryview], parts: object) -> list[memoryview]:
         ):
             raise wire.WireError("a request's parts are not (slice, start, stop)")
         index, start, stop = part
-        inside = 0 <= index < len(views) and 0 <= start <= stop <= views[index].nbytes
+        inside = 0 <= index < len(slices) and 0 <= start <= stop <= slices[index].nbytes
         size += stop - start
         if not inside or size > MAX_ANSWER:
             raise wire.WireError(f"a request's part {part} is not to be had here")
-        found.append(views[index][start:stop])
+        found += slices[index].cut(start, stop)
     return found

@@ -1,19 +1,42 @@
 """Copies a step's slices from devices into an arena, and back.
 
 Runs in the trainer, at a step boundary: every array must be ready, and the next step
-(which donates the buffers) must not have been dispatched. Knows JAX and memory; must
-not know steps, agents, peers or commits.
+(which donates the buffers) must not have been dispatched. What did not change since the
+last snapshot is not written. Knows JAX and memory; must not know agents, peers or
+commits.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+import xxhash
 
 from dtft.checkpoint import digest
+from dtft.checkpoint.chunks import ABSENT, Chunks, unpack_flags
+from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.host_bytes import host_bytes
-from dtft.checkpoint.slices import Layout, Slice, offsets_of
+from dtft.checkpoint.parts import Parts
+from dtft.checkpoint.slices import Layout, Slice
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Snapshot:
+    """A step in the arena, as the trainer remembers it until the next one."""
+
+    step: int
+    digests: tuple[bytes, ...]
+    """One string per slice, 16 bytes per chunk; empty for one that is not there."""
+    kept: np.ndarray
+    """[chunks] bool: the bytes are those of the snapshot before, in its place."""
+
+    @property
+    def written_chunks(self) -> int:
+        """Chunks that are new in the arena."""
+        return sum(map(len, self.digests)) // DIGEST_BYTES - int(self.kept.sum())
+
 
 _ALIGNMENT = 64
 """Of the memory of XLA's CPU arrays, in bytes."""
@@ -24,56 +47,136 @@ class CorruptCopy(RuntimeError):
 
 
 class SnapshotPlan:
-    """Where each slice of a slot is on the devices and in an extent.
+    """Where each slice of a slot is on the devices and in the arena.
 
-    Built once per layout; `write` then only copies.
+    Built once per layout; `write` then only copies and digests.
     """
 
     def __init__(self, layout: Layout, slot: int, chunk_bytes: int) -> None:
         """Lays the slices of `slot` side by side, in the layout's order."""
         self.slices: tuple[Slice, ...] = layout.slices(slot)
-        self.offsets, self.nbytes = offsets_of(self.slices)
-        self._chunk_bytes = chunk_bytes
+        self.chunks = Chunks.of(self.slices, chunk_bytes)
+        self._first: list[int] = self.chunks.first.tolist()
 
     def write(
-        self, arrays: Mapping[str, jax.Array | np.ndarray], extent: memoryview
-    ) -> list[bytes]:
-        """Copies every slice into `extent`.
+        self,
+        step: int,
+        arrays: Mapping[str, jax.Array | np.ndarray],
+        memory: memoryview,
+        places: np.ndarray,
+        base: Snapshot | None = None,
+        copied: np.ndarray | None = None,
+    ) -> Snapshot:
+        """Copies every slice, but for the chunks that are as they were.
+
+        A chunk that changed last time is copied and digested in one pass, and taken for
+        unchanged afterwards if the digests agree; one that did not is only digested.
+        Equal digests (xxh3-128) stand for equal bytes: a change goes unnoticed by
+        accident with a chance of 2^-128. What an unchanged chunk's place holds is
+        checked by whoever reads it, as every byte in the arena is.
 
         Args:
+            step: number of the step.
             arrays: leaf path to global array, all ready; or to a numpy array of which
                 every process has all.
-            extent: at least `nbytes` bytes of an arena.
-
-        Returns:
-            One digest string per slice (16 bytes per chunk), in slice order.
+            memory: the arena, from its start.
+            places: [chunks] uint8, a free place for each chunk.
+            base: the last snapshot, if it still is in the arena.
+            copied: [slices] bool, which slices to copy; by default all.
         """
+        # Lists, for a state may have many leaves that are small.
+        where = (places * np.int64(self.chunks.nbytes) + self.chunks.starts).tolist()
+        calm = base.kept.tolist() if base is not None else [False] * len(where)
         digests = []
-        for piece, offset in zip(self.slices, self.offsets, strict=True):
-            target = extent[offset : offset + piece.nbytes]
-            source = _bytes_of(arrays[piece.path], piece)
-            digests.append(digest.copy_and_digest(source, target, self._chunk_bytes))
-        return digests
+        for index, piece in enumerate(self.slices):
+            if copied is not None and not copied[index]:
+                digests.append(b"")
+                continue
+            raw = _bytes_of(arrays[piece.path], piece)
+            mine = slice(self._first[index], self._first[index + 1])
+            known = base.digests[index] if base is not None else b""
+            found = self._write_slice(raw, memory, where[mine], known, calm[mine])
+            digests.append(b"".join(found))
+        kept = self._equal(digests, base.digests if base is not None else ())
+        return Snapshot(step=step, digests=tuple(digests), kept=kept)
+
+    def _write_slice(
+        self,
+        raw: memoryview,
+        memory: memoryview,
+        where: Sequence[int],
+        known: bytes,
+        calm: Sequence[bool],
+    ) -> list[bytes]:
+        """The digests of a slice's chunks, after writing those that may be new.
+
+        Args:
+            raw: the slice's bytes.
+            memory: the arena.
+            where: of each chunk, where in `memory` it may be written.
+            known: the digests of the last snapshot; empty if that has not got it.
+            calm: of each chunk, whether it did not change last time.
+        """
+        source, size = np.frombuffer(raw, np.uint8), self.chunks.chunk_bytes
+        found: list[bytes] = []
+        for at, start in enumerate(where):
+            part = source[at * size : (at + 1) * size]
+            before = known[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+            if calm[at] and xxhash.xxh3_128_digest(part.data) == before:
+                found.append(before)
+            else:
+                target = memory[start : start + len(part)]
+                found.append(digest.copy_chunk(part, target))
+        return found
+
+    def _equal(self, digests: Sequence[bytes], before: Sequence[bytes]) -> np.ndarray:
+        """[chunks] bool: where both snapshots have the same bytes."""
+        if not before:
+            return np.zeros(self.chunks.num_chunks, bool)
+        here = self.chunks.mask([i for i, one in enumerate(digests) if one])
+        both = zip(digests, before, np.diff(self._first).tolist(), strict=True)
+        pairs = [
+            (one or bytes(DIGEST_BYTES * n), old or bytes(DIGEST_BYTES * n))
+            for one, old, n in both
+        ]
+        new, last = (b"".join(side) for side in zip(*pairs, strict=True))
+        return here & digest.equal_chunks(new, last)
+
+    def copied(self, packed: bytes) -> np.ndarray | None:
+        """[slices] bool from what the agent says is to be copied; None for all."""
+        return unpack_flags(packed, len(self.slices)) if packed else None
+
+    def recalled(self, step: int, digests: Sequence[bytes]) -> Snapshot:
+        """A restored step: what of it changes from step to step is not known yet."""
+        kept = np.zeros(self.chunks.num_chunks, bool)
+        return Snapshot(step=step, digests=tuple(digests), kept=kept)
 
     def read(
         self,
-        extent: memoryview,
+        memory: memoryview,
+        places: np.ndarray,
         digests: Sequence[bytes],
         abstract: Mapping[str, jax.ShapeDtypeStruct],
     ) -> dict[str, Any]:
-        """Builds the global arrays from an extent, checking every digest.
+        """Builds the global arrays from an arena, checking every digest.
+
+        Args:
+            memory: the arena, from its start.
+            places: [chunks] uint8, the place of each chunk.
+            digests: of every slice.
+            abstract: leaf path to shape, dtype and sharding.
 
         A leaf whose struct has no sharding becomes a numpy array.
 
         Raises:
             CorruptCopy: names the first slice whose bytes do not match.
         """
+        assert not (places == ABSENT).any(), "a restore brings every own slice"
         copies: dict[str, dict[tuple, np.ndarray]] = {}
-        parts = zip(self.slices, self.offsets, digests, strict=True)
-        for piece, offset, expected in parts:
-            raw = extent[offset : offset + piece.nbytes]
+        for index, piece in enumerate(self.slices):
+            parts = self.chunks.parts(memory, places, index)
             copy = _aligned(piece.nbytes)
-            if digest.copy_and_digest(raw, copy.data, self._chunk_bytes) != expected:
+            if self._copied_out(parts, copy) != digests[index]:
                 raise CorruptCopy(
                     f"slice {piece.key} does not match its digest: the copy in this "
                     "host's memory is corrupt and was not loaded."
@@ -84,6 +187,15 @@ class SnapshotPlan:
             path: _global_array(struct, copies[path])
             for path, struct in abstract.items()
         }
+
+    def _copied_out(self, parts: Parts, target: np.ndarray) -> bytes:
+        """Copies a slice, which may lie in pieces; the digests of the copy."""
+        found, begun = [], 0
+        for view in parts.views:
+            part = target[begun : begun + view.nbytes].data
+            found.append(digest.copy_and_digest(view, part, self.chunks.chunk_bytes))
+            begun += view.nbytes
+        return b"".join(found)
 
 
 def _bounds(

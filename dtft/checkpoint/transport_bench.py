@@ -24,6 +24,7 @@ import numpy as np
 from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.fetch import STREAMS, fetch
 from dtft.checkpoint.nixl import Nixl
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.ranges import Wanted
 from dtft.checkpoint.serving import serve
 from dtft.checkpoint.transport import (
@@ -82,7 +83,7 @@ def bench_transport(config: TransportBench) -> dict[str, Any]:
     nixl = Nixl() if config.nixl else None
     with _peer(config, secret) as (address, raw_address, digests):
         wanted = [
-            Wanted(key=str(i), memory=row.data.cast("B"), digests=digests[i])
+            Wanted(key=str(i), memory=Parts([row.data]), digests=digests[i])
             for i, row in enumerate(memory)
         ]
         for number in range(config.rounds):
@@ -175,9 +176,9 @@ def _receive_raw(address: str, share: Sequence[Wanted]) -> None:
         indices = ",".join(one.key for one in share)
         connection.sendall(indices.encode() + b"\n")
         for one in share:
-            at = 0
-            while at < len(one.memory):
-                received = connection.recv_into(one.memory[at:])
+            memory, at = one.memory.whole(), 0
+            while at < len(memory):
+                received = connection.recv_into(memory[at:])
                 if not received:
                     raise ConnectionError("the raw sender has gone")
                 at += received
@@ -213,12 +214,13 @@ def _serve(config: TransportBench, secret: bytes, pipe: Connection) -> None:
     shape = (config.num_slices, config.slice_bytes)
     data = random.integers(0, 256, shape, np.uint8)
     views = [row.data.cast("B") for row in data]
+    slices = [Parts([view]) for view in views]
     credentials = Credentials(job=_JOB, secret=secret, tls=config.tls)
 
     nixl = Nixl() if config.nixl else None
 
     def answer(channel: Channel) -> None:
-        serve(channel, lambda asked: [views[int(k)] for k in asked["keys"]], nixl)
+        serve(channel, lambda asked: [slices[int(k)] for k in asked["keys"]], nixl)
 
     server = TransportServer("127.0.0.1:0", credentials, {"fetch": answer})
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)

@@ -14,6 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from dtft.checkpoint.departure import from_hex, refuse_corrupt
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placing import as_array
 from dtft.checkpoint.record import LeafRecord, Record
 from dtft.checkpoint.save_server import serve
@@ -87,7 +88,8 @@ class TreeExporter:
         ]
         items = items_of(saved, values)
         paths = [leaf.path for leaf in saved.leaves]
-        copies = zip(paths, views, from_hex(digests), strict=True)
+        parts = [Parts([view]) for view in views]
+        copies = zip(paths, parts, from_hex(digests), strict=True)
         refuse_corrupt(step, copies, chunk_bytes)
         self._manager.reload()
         self._remove([step])

@@ -300,6 +300,8 @@ class Agent:
             self._follower.release(**fields)
         elif op == "export":
             self._follower.export(fields)
+        elif op == "lend":
+            self._follower.lend(fields["step"])
         elif op == "expect":
             self._follower.expect(**fields)
         else:

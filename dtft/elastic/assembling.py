@@ -18,6 +18,7 @@ from dtft.checkpoint import digest
 from dtft.checkpoint import fetch as fetching
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.overlap import Region
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.ranges import Wanted
 from dtft.checkpoint.regions import digests_in, move, span_of
 from dtft.checkpoint.restore import RestorePlan
@@ -64,27 +65,41 @@ def assemble(
     step, digests = order["step"], order["digests"]
     holder.keep_only({step})
     holder.begin_stage(step)
+    new = {piece: _memory(holder, step, piece) for piece in holder.own_slices}
     own = [it for it in order["regions"] if it["host"] == host]
     peers = [it for it in order["regions"] if it["host"] != host]
     for source in own:
-        _take_own(holder, order, host, _regions(source), former)
+        _take_own(new, order, host, _regions(source), former)
 
     def fetch(source: Mapping[str, Any]) -> int:
-        return _fetch(holder, order, source, credentials, limit_s)
+        return _fetch(new, order, source, credentials, limit_s, holder.chunk_bytes)
 
     fetched = 0
     if peers:
         with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
             fetched = sum(pool.map(fetch, peers))
-    found = [
-        digest.chunk_digests(holder.own_slice_view(step, piece), holder.chunk_bytes)
-        for piece in holder.own_slices
-    ]
+    found = [_settled(holder, step, piece, memory) for piece, memory in new.items()]
     for piece, value in zip(holder.own_slices, found, strict=True):
         if value != digests.get(piece.key, value):
             raise FetchFailed(host, f"{piece.key} was not assembled right")
     holder.staged(step, found, order["items"])
     return fetched
+
+
+def _memory(holder: Holder, step: int, piece: Slice) -> memoryview:
+    """One piece of memory for a new slice: its place, unless that is in pieces."""
+    parts = holder.staging_parts(step, piece)
+    return (
+        parts.views[0] if len(parts.views) == 1 else memoryview(bytearray(len(parts)))
+    )
+
+
+def _settled(holder: Holder, step: int, piece: Slice, memory: memoryview) -> bytes:
+    """The digests of a new slice that is complete, and in its place now."""
+    parts = holder.staging_parts(step, piece)
+    if len(parts.views) > 1:
+        parts.fill(memory)
+    return digest.digests_of_parts(parts.views, holder.chunk_bytes)
 
 
 def _regions(source: Mapping[str, Any]) -> dict[Slice, list[Region]]:
@@ -106,47 +121,48 @@ def _slice(entry: Mapping[str, Any]) -> Slice:
 
 
 def _take_own(
-    holder: Holder,
+    new: Mapping[Slice, memoryview],
     order: Order,
     host: str,
     regions: Mapping[Slice, Sequence[Region]],
     former: Sequence[Holder],
 ) -> None:
-    step, chunk = order["step"], holder.chunk_bytes
+    step = order["step"]
     for old, parts in regions.items():
         try:
-            (view,) = find_copies(former, step, [old.key])
+            (found,) = find_copies(former, step, [old.key])
         except KeyError:
             raise FetchFailed(host, f"it has no copy of {old.key} any more") from None
+        view, chunk = found.whole(), former[0].chunk_bytes
         span = span_of(parts, chunk)
         expected = digests_in(order["digests"][old.key], span, chunk)
         if digest.verify(view[slice(*span)], expected, chunk):
             corrupt = [f"{host} step {step}: {old.key}"]
             raise FetchFailed(host, f"own copy of {old.key} is corrupt", corrupt)
         for region in parts:
-            move(region, view, holder.own_slice_view(step, region.new))
+            move(region, view, new[region.new])
 
 
 def _fetch(
-    holder: Holder,
+    new: Mapping[Slice, memoryview],
     order: Order,
     source: Mapping[str, Any],
     credentials: Credentials,
     limit_s: float,
+    chunk: int,
 ) -> int:
     """Fetches the chunks that hold one peer's regions, and moves the regions."""
-    step, chunk = order["step"], holder.chunk_bytes
-    wanted, spans, moves = [], [], []
+    step, wanted, spans, moves = order["step"], [], [], []
     for old, parts in _regions(source).items():
         span = span_of(parts, chunk)
         # As large as the old slice, but pages that nobody writes take no memory.
         whole = np.empty(old.nbytes, np.uint8).data
         if len(parts) == 1 and parts[0].whole:
-            whole = holder.own_slice_view(step, parts[0].new)
+            whole = new[parts[0].new]
         else:
             moves += [(region, whole) for region in parts]
         expected = digests_in(order["digests"][old.key], span, chunk)
-        memory = whole[slice(*span)]
+        memory = Parts([whole[slice(*span)]])
         wanted.append(Wanted(key=old.key, memory=memory, digests=expected))
         spans.append(span)
     epoch = order["generation"], order["attempt"]
@@ -165,5 +181,5 @@ def _fetch(
         corrupt = [f"{peer} step {step}: {key}" for key in error.corrupt]
         raise FetchFailed(peer, str(error), corrupt) from error
     for region, whole in moves:
-        move(region, whole, holder.own_slice_view(step, region.new))
+        move(region, whole, new[region.new])
     return fetched.nbytes

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtft.checkpoint.cadence import Cadence
+from dtft.checkpoint.commit import Share
 from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.checkpoint.wire import Tls
@@ -46,6 +47,8 @@ class AgentConfig:
     """Whether fetches go over NIXL where the peer has it too."""
     copies: int = 2
     """Copies every slice shall have."""
+    share: Share = "full"
+    """Whether each host copies all its slices at a commit, or copies/d of them."""
     cadence: Cadence = field(default_factory=Cadence)
     """After which steps snapshots are taken; at first, if that is automatic."""
     automatic: Automatic | None = None

@@ -14,9 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from dtft.checkpoint.arena import Arena
-from dtft.checkpoint.arena_map import ArenaMap
+from dtft.checkpoint.arena_map import arena_bytes
+from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
+from dtft.checkpoint.shares import Shares
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
@@ -33,6 +35,7 @@ class Copies:
         self._config = config
         self.holder: Holder | None = None
         """Of the newest formation."""
+        self._shares: dict[Holder, Shares] = {}
         self.former: tuple[Holder, ...] = ()
         """Of the formations since the last commit, where they were others."""
         self._reserve: Future[Arena] | None = None
@@ -98,6 +101,18 @@ class Copies:
             reserved=self._take_reserve(),
         )
 
+    def share(self, turn: int) -> bytes:
+        """Which own slices are copied at a turn, packed; nothing for all of them."""
+        holder = self.holder
+        assert holder is not None
+        if self._config.share == "full":
+            return b""
+        if holder not in self._shares:
+            domains = self._placed[holder] or None
+            shares = Shares(holder.layout, self._config.copies, domains)
+            self._shares = {holder: shares}
+        return pack_flags(self._shares[holder].of(holder.slot, turn))
+
     def committed(self) -> None:
         """A step was committed in the newest formation: the former ones may go."""
         with self._lock:
@@ -123,7 +138,7 @@ class Copies:
 
     def _prepare(self, layout: Layout, domains: tuple[str, ...]) -> Arena:
         placement = place(layout, self._config.copies, domains or None)
-        needed = ArenaMap.of(layout, 0, placement).size
+        needed = arena_bytes(layout, 0, placement)
         path = self._config.memory_directory / "reserve"
         arena = Arena.create(path, max(needed, 1))
         arena.prefault()
@@ -163,7 +178,7 @@ class Copies:
         assert holder is not None
         return {
             "arena": str(holder.path),
-            "offset": holder.own_offset(step) if in_memory else 0,
+            "places": holder.own_places(step) if in_memory else b"",
             "digests": holder.all_own_digests(step) if in_memory else [],
             "items": holder.items(step) if in_memory else {},
         }

@@ -65,10 +65,12 @@ class Ending:
             rounds.open_ledger(layout, self._as_committed(previous, layout))
         last, ledger = self._records.last_step, rounds.ledger
         alive = self._roster.connected
+        replies = round_.replies if round_ is not None else {}
+        held = {host: told["holdings"].get(last, {}) for host, told in replies.items()}
         if (
             ledger is None
             or last <= self._storage.newest
-            or not ledger.export_from(last, alive)
+            or not ledger.export_from(last, alive, held)
         ):
             self._end_with_what_is_stored()
 

@@ -17,8 +17,11 @@ from typing import Any
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.processes import die_with_parent, open_log
+from dtft.elastic.replication import FetchFailed
+from dtft.elastic.restoring import borrow
 
 
 class Exporter:
@@ -44,30 +47,37 @@ class Exporter:
                 preexec_fn=die_with_parent,
             )
         self._emit = emit
-        self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._messages: queue.Queue[Callable[[], dict[str, Any]] | None]
+        self._messages = queue.Queue()
         for target in (self._speak, self._hear):
             threading.Thread(target=target, daemon=True).start()
-        self._messages.put({"op": "open", **opening})
+        self._messages.put(lambda: {"op": "open", **opening})
 
     def save(
         self,
         step: int,
-        extent_offset: int,
-        digests: Sequence[bytes],
+        located: Callable[[], tuple[bytes, Sequence[bytes]]],
         items: dict[str, Any],
         limit_s: float,
     ) -> None:
-        """Begins to write one step, which is given up after `limit_s` seconds."""
-        self._messages.put(
-            {
+        """Begins to write one step, which is given up after `limit_s` seconds.
+
+        `located` gives the place of each chunk and the digests of each slice. It is
+        called on a thread, for it may have to fetch slices first.
+        """
+
+        def message() -> dict[str, Any]:
+            places, digests = located()
+            return {
                 "op": "save",
                 "step": step,
-                "extent_offset": extent_offset,
+                "places": places.hex(),
                 "digests": [one.hex() for one in digests],
                 "items": items,
                 "timeout_s": limit_s,
             }
-        )
+
+        self._messages.put(message)
 
     def _speak(self) -> None:
         """Writes on a thread: a process that is stuck does not read, and pipes fill."""
@@ -75,7 +85,12 @@ class Exporter:
         with contextlib.suppress(OSError):  # its end is reported by `_hear`
             with self._process.stdin as pipe:
                 while (message := self._messages.get()) is not None:
-                    pipe.write(json.dumps(message) + "\n")
+                    try:
+                        line = json.dumps(message())
+                    except FetchFailed as error:
+                        self._emit("exporter", self, {"ok": False, "error": str(error)})
+                        continue
+                    pipe.write(line + "\n")
                     pipe.flush()
 
     def _hear(self) -> None:
@@ -99,16 +114,18 @@ class ExportDesk:
     def __init__(
         self,
         config: AgentConfig,
+        credentials: Credentials,
         board: Board,
         emit: Callable[..., None],
         exported: Callable[[int, bool, str], None],
     ) -> None:
         """`exported(step, ok, error)` is called once for each step begun."""
-        self._config, self._board = config, board
+        self._config, self._credentials, self._board = config, credentials, board
         self._emit, self._exported = emit, exported
         self._exporter: Exporter | None = None
         self._world: tuple[dict[str, Any], int] | None = None
         self._pinned: dict[int, tuple[Holder, int]] = {}
+        self._lent: tuple[Holder, int] | None = None
 
     def begin(self, holder: Holder, order: dict[str, Any]) -> None:
         """Begins to write one committed step.
@@ -132,13 +149,18 @@ class ExportDesk:
             return
         self._board.set("exporting", step)
         items = {**holder.items(step), "config": holder.layout.config}
-        exporter.save(
-            step,
-            holder.own_offset(step),
-            holder.all_own_digests(step),
-            items,
-            self._config.timeouts.export,
-        )
+        pin = self._pinned[step][1]
+        limit_s = self._config.timeouts.export
+
+        def located() -> tuple[bytes, Sequence[bytes]]:
+            if order["transfers"]:
+                borrow(holder, pin, order, self._credentials, limit_s)
+            try:
+                return holder.pinned(pin)
+            except KeyError as error:
+                raise FetchFailed("this host", "the export was given up") from error
+
+        exporter.save(step, located, items, limit_s)
 
     def _open(self, holder: Holder, order: dict[str, Any]) -> Exporter:
         """Keeps the exporter of the last step if its world is the same.
@@ -154,9 +176,9 @@ class ExportDesk:
             "coordinator": order["coordinator"],
             "layout": holder.layout.to_json(),
             "arena": str(holder.path),
+            "chunk_bytes": holder.chunk_bytes,
             "slot": order["slot"],
             "devices": len(holder.layout.mesh.positions(order["slot"])),
-            "chunk_bytes": holder.chunk_bytes,
         }
         world = opening, order["failures"]
         if self._exporter is not None and self._world == world:
@@ -181,9 +203,20 @@ class ExportDesk:
         if not ok:
             self.close()
 
+    def lend(self, holder: Holder, step: int) -> None:
+        """Keeps a committed step until the next call, for peers to fetch from; 0 keeps
+        none. One that was dropped is missed by who asks for it."""
+        if self._lent is not None:
+            lender, pin = self._lent
+            lender.unpin(pin)
+            self._lent = None
+        with contextlib.suppress(KeyError):
+            if step:
+                self._lent = holder, holder.pin(step)
+
     def _let_go(self, step: int) -> None:
-        holder, extent = self._pinned.pop(step)
-        holder.unpin(extent)
+        holder, pin = self._pinned.pop(step)
+        holder.unpin(pin)
         self._board.set("exporting", 0)
 
     def close(self) -> None:
@@ -193,3 +226,9 @@ class ExportDesk:
             exporter.close()
         for step in list(self._pinned):
             self._let_go(step)
+
+    def stand_down(self) -> None:
+        """Ends the exporter, and what is kept for others."""
+        self.close()
+        if self._lent is not None:
+            self.lend(self._lent[0], 0)

@@ -7,32 +7,33 @@ from collections.abc import Sequence
 
 from dtft.checkpoint import wire
 from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.parts import Parts
 
 
-def cut_out(views: Sequence[memoryview], spans: object) -> list[memoryview]:
+def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
     """Of each slice the bytes that are asked for.
 
     Raises:
         WireError: the spans are not inside the slices.
     """
     found = list(spans) if isinstance(spans, list | tuple) else []
-    if len(found) != len(views):
+    if len(found) != len(slices):
         raise wire.WireError("a fetch has not one span for each key")
     parts = []
-    for view, span in zip(views, found, strict=True):
+    for one, span in zip(slices, found, strict=True):
         pair = list(span) if isinstance(span, list | tuple) else []
         if len(pair) != 2 or any(type(number) is not int for number in pair):
             raise wire.WireError("a fetch's span is not (start, stop)")
-        if not 0 <= pair[0] <= pair[1] <= view.nbytes:
+        if not 0 <= pair[0] <= pair[1] <= one.nbytes:
             raise wire.WireError(f"a fetch's span {pair} is not inside its slice")
-        parts.append(view[pair[0] : pair[1]])
+        parts.append(Parts(one.cut(*pair)))
     return parts
 
 
 def find_copies(
     holders: Sequence[Holder | None], step: int, keys: Sequence[str]
-) -> list[memoryview]:
-    """Views of the named slices of a step, from whichever holder has each.
+) -> list[Parts]:
+    """The bytes of the named slices of a step, from whichever holder has each.
 
     The last one that has a slice counts: that of the former formation, since the first
     may be waiting for that very slice.
@@ -40,8 +41,8 @@ def find_copies(
     Raises:
         KeyError: a slice is not held here for that step.
     """
-    here: dict[str, memoryview] = {}
+    here: dict[str, Parts] = {}
     for holder in holders:
         if holder is not None:
-            here |= {key: view for key, view, _ in holder.copies(step)}
+            here |= holder.here(step)
     return [here[key] for key in keys]

@@ -7,7 +7,7 @@ events. Decides nothing about the job: which slot, which step and which peers ar
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dtft.checkpoint.board import Board
@@ -41,6 +41,8 @@ class Formation:
     pushers: list[Pusher] = field(default_factory=list)
     pace: Pace | None = None
     """That the pushers keep to."""
+    turn: int = 0
+    """Steps staged; equal on all hosts, which take turns in copying."""
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -67,7 +69,7 @@ class Follower:
         self._nixl = started() if config.nixl else None
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
-        self._exports = ExportDesk(config, board, emit, self._exported)
+        self._exports = ExportDesk(config, credentials, board, emit, self._exported)
 
     def _make_pool(self) -> TrainerPool:
         config = self._config
@@ -135,7 +137,7 @@ class Follower:
             pusher.close()
         if formation is not None or fatal:
             self._pool.kill_active(reason, waiting=fatal)
-        self._exports.close()
+        self._exports.stand_down()
         for field_name in ("computing", "replicating", "committing", "exporting"):
             self._board.set(field_name, 0)
 
@@ -258,7 +260,7 @@ class Follower:
         if op == "layout":
             self._announced(formation, Layout.from_json(message["layout"]))
         elif op == "stage" and holder is not None:
-            self._stage(holder, message["step"])
+            self._stage(formation, holder, message["step"])
         elif op == "staged" and holder is not None:
             self._staged(formation, holder, message)
         elif op in ("running", "finished", "fatal"):
@@ -308,9 +310,11 @@ class Follower:
             if pusher.target in targets:
                 pusher.offer(step)
 
-    def _stage(self, holder: Holder, step: int) -> None:
+    def _stage(self, formation: Formation, holder: Holder, step: int) -> None:
+        copied = self._copies.share(formation.turn)
         try:
-            self._pool.send("extent", step=step, offset=holder.begin_stage(step))
+            room = asdict(holder.begin_stage(step))
+            self._pool.send("room", step=step, copied=copied, **room)
         except RuntimeError as error:
             self._fatal(str(error))
 
@@ -318,7 +322,8 @@ class Follower:
         self, formation: Formation, holder: Holder, message: dict[str, Any]
     ) -> None:
         step = message["step"]
-        holder.staged(step, message["digests"], message["items"])
+        holder.staged(step, message["digests"], message["items"], message["kept"])
+        formation.turn += 1
         self._board.set("staged", step)
         self._board.set("replicating", step)
         if formation.pace is not None and message["window"] is not None:
@@ -353,10 +358,16 @@ class Follower:
         """Begins to write a committed step to storage, from the arena."""
         holder = self._copies.holding(order["step"])
         if holder is not None:
-            self._exports.begin(holder, order)
+            self._exports.begin(holder, {**order, "epoch": self.epoch})
         else:
             text = f"{self._config.host} holds nothing"
             self._exported(order["step"], False, text)
+
+    def lend(self, step: int) -> None:
+        """Keeps a step for peers that lack some of it to export; 0 ends that."""
+        holder = self._copies.holding(step)
+        if holder is not None:
+            self._exports.lend(holder, step)
 
     def exporter_says(self, exporter: Exporter, message: dict[str, Any]) -> None:
         """The exporter has written a step, failed, or ended."""

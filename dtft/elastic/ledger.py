@@ -12,11 +12,16 @@ from dtft.checkpoint.export_plan import export_world
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.intervals import Intervals
+from dtft.elastic.loans import borrowed, digests_for
+from dtft.elastic.recovery import transfers_to
 from dtft.elastic.roles import Assignment
 from dtft.elastic.storage_health import StorageHealth
 
 GRACE_S = 30.0
 """An exporter gives up by itself; one that is still silent so much later has hung."""
+
+KEPT_TRACKERS = 4
+"""A step that is recorded this much later than the newest one is not exported."""
 
 
 class Ledger:
@@ -30,6 +35,7 @@ class Ledger:
         *,
         stored: int,
         export_addresses: Mapping[str, str],
+        addresses: Mapping[str, str],
         record: Callable[[Commit], None],
         send: Callable[..., None],
         health: StorageHealth,
@@ -43,17 +49,20 @@ class Ledger:
             assignment: the formation.
             stored: the newest step in storage, -1 for none.
             export_addresses: host to the host:port at which it would lead an export.
+            addresses: host to the host:port at which it serves its peers.
             record: queues the write of a commit.
             send: send(host, op, **fields).
             health: of storage; says when an export may be tried again.
             clock: in seconds.
         """
         self._config, self.layout, self._assignment = config, layout, assignment
-        self._export_addresses = export_addresses
+        self._export_addresses, self._addresses = export_addresses, addresses
         self._record, self._send = record, send
         self._health, self._clock = health, clock
         self.placement = assignment.spread.place(layout)
         self._trackers: dict[int, StepTracker] = {}
+        self._complete: dict[int, StepTracker] = {}
+        """Who copied what of the steps for which an export may still be ordered."""
         self.pending: Commit | None = None
         """Complete, but the store has not confirmed it yet."""
         self.committed = -1 if assignment.source == "init" else assignment.step
@@ -62,6 +71,7 @@ class Ledger:
         self.stopping = False
         self._export: tuple[int, set[str]] | None = None
         self._export_until = 0.0
+        self._lenders: list[str] = []
         self._exported = stored
         self._failures = 0
         self._failed: dict[int, int] = {}
@@ -108,6 +118,10 @@ class Ledger:
         if not tracker.complete:
             return
         del self._trackers[step]
+        if self._config.share == "divided":
+            self._complete[step] = tracker
+            for old in sorted(self._complete)[:-KEPT_TRACKERS]:
+                del self._complete[old]
         interval, following = self.intervals.concluded(step)
         self.pending = Commit(
             step=step,
@@ -117,6 +131,7 @@ class Ledger:
             layout=self.layout.digest,
             holders=self._assignment.slots,
             copies=self.placement.effective_copies,
+            share=self._config.share,
             interval=interval,
         )
         if self.stopping and self.stop_at is None:
@@ -188,16 +203,41 @@ class Ledger:
     def export(self, step: int) -> None:
         """Orders the fewest hosts that hold every slice to write a step."""
         if self._export is None:
-            self._order_export(step, set(self._assignment.slots))
+            self._order_export(step, set(self._assignment.slots), self._held(step))
 
-    def export_from(self, step: int, alive: Collection[str]) -> bool:
+    def export_from(
+        self, step: int, alive: Collection[str], held: Mapping[str, Mapping[str, bytes]]
+    ) -> bool:
         """As `export`, from the hosts that are left; False if they lack a slice.
 
         An export that was under way is taken for lost with its hosts.
-        """
-        return self._order_export(step, alive)
 
-    def _order_export(self, step: int, alive: Collection[str]) -> bool:
+        Args:
+            step: the step.
+            alive: the hosts.
+            held: host -> slice key -> digest of what was verified there of the step.
+        """
+        return self._order_export(step, alive, held)
+
+    def _held(self, step: int) -> dict[str, dict[str, bytes]] | None:
+        """What each host copied of a step; None if it was all of its slices."""
+        tracker = self._complete.get(step)
+        if tracker is None:
+            return None  # restored steps are whole, too
+        held: dict[str, dict[str, bytes]] = {
+            host: {} for host in self._assignment.slots
+        }
+        for key, slots in tracker.copied.items():
+            for slot in slots:
+                held[self._assignment.slots[slot]][key] = tracker.digests[key]
+        return held
+
+    def _order_export(
+        self,
+        step: int,
+        alive: Collection[str],
+        held: Mapping[str, Mapping[str, bytes]] | None,
+    ) -> bool:
         hosts = []
         for slot in (slots := export_world(self.layout).slots):
             same = [
@@ -210,6 +250,13 @@ class Ledger:
                 return False
             mine = self._assignment.slots[slot]
             hosts.append(mine if mine in able else able[0])
+        loans = borrowed(self.layout, dict(zip(hosts, slots, strict=True)), held, alive)
+        if loans is None:
+            return False
+        self._end_loans()
+        self._lenders = sorted({loan.source for loan in loans})
+        for host in self._lenders:
+            self._send(host, "lend", step=step)
         self._export, self.overdue = (step, set(hosts)), None
         self._health.begun(step, self._clock())
         self._export_until = self._clock() + self._config.timeouts.export + GRACE_S
@@ -223,8 +270,15 @@ class Ledger:
                 world=len(hosts),
                 coordinator=self._export_addresses[hosts[0]] if len(hosts) > 1 else "",
                 failures=self._failures,
+                transfers=transfers_to(loans, self._addresses, host),
+                digests=digests_for(loans, held, host),
             )
         return True
+
+    def _end_loans(self) -> None:
+        for host in self._lenders:
+            self._send(host, "lend", step=0)
+        self._lenders = []
 
     def export_answer(self, host: str, step: int, ok: bool) -> bool | None:
         """One host's outcome; True or False once all have answered or one failed."""
@@ -232,6 +286,7 @@ class Ledger:
             return None
         if not ok:
             self._export = None
+            self._end_loans()
             self._failures += 1
             self._failed[step] = self._failed.get(step, 0) + 1
             return False
@@ -239,6 +294,7 @@ class Ledger:
         if self._export[1]:
             return None
         self._export, self._exported = None, step
+        self._end_loans()
         self._failed.clear()
         return True
 

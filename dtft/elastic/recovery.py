@@ -111,8 +111,11 @@ def _from_memory(
         return _assembled(located, before, layout, slots, reasons, domains)
     plan = plan_exact(needs, located.holders, domains)
     assert not isinstance(plan, Missing), plan
+    here = {host for hosts in located.holders.values() for host in hosts}
+    # A host that copied only its share has kept its memory, though it lacks the rest.
+    intact = located.commit.share == "divided" and set(slots) <= here
     return Decision(
-        rung=2 if plan.transfers else 1,
+        rung=2 if plan.transfers and not intact else 1,
         source="memory",
         step=located.commit.step,
         located=located,

@@ -15,12 +15,15 @@ from typing import Any
 
 from dtft.checkpoint import fetch as fetching
 from dtft.checkpoint import wire
+from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.pace import Pace
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placement import Push
+from dtft.checkpoint.pushing import Outgoing, receive_chunks, send_push
 from dtft.checkpoint.ranges import Wanted
-from dtft.checkpoint.serving import serve
+from dtft.checkpoint.serving import no_payload, serve
 from dtft.checkpoint.transport import Channel, ChannelClosed, Credentials, connect
 from dtft.elastic.finding import cut_out, find_copies
 
@@ -51,6 +54,7 @@ class Pusher:
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._closed = threading.Event()
         self._channel: Channel | None = None
+        self._sizes = Chunks.of(push.slices, holder.chunk_bytes).sizes
         threading.Thread(target=self._run, daemon=True).start()
 
     @property
@@ -83,35 +87,42 @@ class Pusher:
     def _try(self, step: int, deadline: float) -> bool:
         """Sends one step; False asks for another try."""
         try:
-            views = self._holder.own_views(step, self._push)
-            digests = self._holder.own_digests(step, self._push.slices)
-            items = self._holder.items(step)
+            return self._send(step, deadline)
         except KeyError:
+            self._hang_up()
             return True  # the step was dropped: a newer commit made it needless
-        try:
-            left = deadline - time.monotonic()
-            if self._channel is None:
-                self._channel = connect(
-                    self._address, self._credentials, {"op": "push"}, min(left, 5.0)
-                )
-                self._channel.paced = self.paced
-            header = {
-                "epoch": self._epoch,
-                "source": self._push.source,
-                "step": step,
-                "digests": digests,
-                "items": items,
-            }
-            self._channel.send(header, views, timeout_s=left)
-            reply, _ = self._channel.receive(deadline - time.monotonic())
-            return bool(reply["done"])
         except (OSError, ChannelClosed, TimeoutError) as error:
-            if self._channel is not None:
-                self._channel.close()
-            self._channel = None
+            self._hang_up()
             if not self._closed.is_set():
                 logger.info("push of step %d to %s: %s", step, self._address, error)
             return False
+
+    def _send(self, step: int, deadline: float) -> bool:
+        outgoing = Outgoing(
+            header={
+                "epoch": self._epoch,
+                "source": self._push.source,
+                "step": step,
+                "digests": self._holder.own_digests(step, self._push.slices),
+                "items": self._holder.items(step),
+            },
+            sizes=self._sizes,
+            chunks=lambda numbers: self._holder.push_chunks(step, self._push, numbers),
+        )
+        if self._channel is None:
+            self._channel = self._connect(deadline)
+        return send_push(self._channel, outgoing, self._connect, deadline).done
+
+    def _connect(self, deadline: float) -> Channel:
+        left = min(deadline - time.monotonic(), 5.0)
+        channel = connect(self._address, self._credentials, {"op": "push"}, left)
+        channel.paced = self.paced
+        return channel
+
+    def _hang_up(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
 
 
 def share_pace(pushers: Sequence[Pusher], limit_s: float) -> Pace:
@@ -198,46 +209,27 @@ def _epoch(value: object) -> Epoch:
 
 def _receive_push(channel: Channel, inbox: Inbox) -> bool:
     """Receives one push; whether the peer is done with it, well or for ever."""
-    seen: list[_Announced] = []
-    taken: list[Holder] = []
-    known: list[bool] = [False]
-
-    def sink(header: dict[str, Any], size: int) -> memoryview | None:
-        push = _Announced.read(header)
-        seen.append(push)
-        holder = _accepting(push, size, inbox)
-        if holder is None:
-            return None
-        known[0] = holder.has_received(push.step, push.source, push.digests)
-        view = None if known[0] else holder.begin_receive(push.step, push.source)
-        if view is not None:
-            taken.append(holder)
-        return view
-
-    try:
-        channel.receive(86400, sink, max_header=wire.MAX_DATA_HEADER)
-        (push,) = seen
-        new = any(
-            holder.received(push.step, push.source, push.digests, push.items)
-            for holder in taken
-        )
-    finally:
-        for holder in taken:
-            holder.end_receive(seen[0].step, seen[0].source)
-    if new:
-        inbox.held(push.step, push.source)
-    return new or known[0] or push.epoch < inbox.epoch()  # stale: not to be repeated
-
-
-def _accepting(push: _Announced, size: int, inbox: Inbox) -> Holder | None:
-    """The holder that takes this push, or None to refuse it."""
+    header, _ = channel.receive(86400, no_payload, max_header=wire.MAX_DATA_HEADER)
+    push = _Announced.read(header)
     holder = inbox.holder()
     if holder is None or push.epoch != inbox.epoch():
-        return None
-    expected = holder.map.incoming.get(push.source)
-    if expected is None or size != sum(piece.nbytes for piece in expected.slices):
-        return None
-    return holder
+        return push.epoch < inbox.epoch()  # stale: not to be repeated
+    step, source = push.step, push.source
+    if holder.has_received(step, source, push.digests):
+        return True
+    receiving = holder.begin_receive(step, source, push.digests)
+    if receiving is None:
+        return False
+    try:
+        if not receiving.complete:
+            receive_chunks(channel, receiving)
+        current = push.epoch == inbox.epoch()
+        new = current and holder.received(step, source, receiving, push.items)
+    finally:
+        holder.end_receive(step, source, receiving)
+    if new:
+        inbox.held(step, source)
+    return new or holder.has_received(step, source, push.digests)
 
 
 def serve_fetch(channel: Channel, inbox: Inbox) -> None:
@@ -247,7 +239,7 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
         WireError: the peer asks for what it may not.
     """
 
-    def find(request: Mapping[str, Any]) -> Sequence[memoryview]:
+    def find(request: Mapping[str, Any]) -> Sequence[Parts]:
         step, keys = request.get("step"), request.get("keys")
         if type(step) is not int or not isinstance(keys, list):
             raise wire.WireError("a fetch without a step or keys")
@@ -299,13 +291,32 @@ def fetch(
         FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
     """
     pieces = {piece.key: piece for piece in holder.own_slices}
+    keys = order.transfer["keys"]
+    memory = {key: holder.own_parts(order.step, pieces[key]) for key in keys}
+    fetched = fetch_into(memory, order, credentials, holder.chunk_bytes, limit_s, nixl)
+    holder.restored(order.step, {key: order.digests[key] for key in keys})
+    return fetched
+
+
+def fetch_into(
+    memory: Mapping[str, Parts],
+    order: FetchOrder,
+    credentials: Credentials,
+    chunk_bytes: int,
+    limit_s: float,
+    nixl: Nixl | None = None,
+) -> int:
+    """Fetches slices from one peer into memory, by key, and checks them.
+
+    Returns:
+        Bytes of the slices that are there now.
+
+    Raises:
+        FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
+    """
     host = order.transfer["host"]
     wanted = [
-        Wanted(
-            key=key,
-            memory=holder.own_slice_view(order.step, pieces[key]),
-            digests=order.digests[key],
-        )
+        Wanted(key=key, memory=memory[key], digests=order.digests[key])
         for key in order.transfer["keys"]
     ]
     try:
@@ -315,7 +326,7 @@ def fetch(
             {"op": "fetch"},
             {"step": order.step, "epoch": order.epoch},
             wanted,
-            chunk_bytes=holder.chunk_bytes,
+            chunk_bytes=chunk_bytes,
             limit_s=limit_s,
             nixl=nixl,
         )

@@ -15,7 +15,7 @@ from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.slices import Slice
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.assembling import assemble
-from dtft.elastic.replication import FetchFailed, FetchOrder, fetch
+from dtft.elastic.replication import FetchFailed, FetchOrder, fetch, fetch_into
 
 
 def restore_into(
@@ -83,9 +83,10 @@ def _adopt(
     for old in former:
         here = {key: view for key, view, _ in old.copies(step)}
         for piece in [it for it in left if it.key in here]:
-            target = holder.own_slice_view(step, piece)
-            found = digest.copy_and_digest(here[piece.key], target, holder.chunk_bytes)
-            if found == order["digests"][piece.key]:
+            target, good = holder.own_parts(step, piece), order["digests"][piece.key]
+            target.fill(here[piece.key])
+            if digest.is_right(target, good, holder.chunk_bytes):
+                holder.restored(step, {piece.key: good})
                 left.remove(piece)
     return left
 
@@ -93,11 +94,52 @@ def _adopt(
 def _read_again(holder: Holder, step: int) -> dict[str, bytes]:
     """Slice key to the digest of the bytes that are in memory now."""
     return {
-        piece.key: digest.chunk_digests(
-            holder.own_slice_view(step, piece), holder.chunk_bytes
+        piece.key: digest.digests_of_parts(
+            holder.own_parts(step, piece).views, holder.chunk_bytes
         )
         for piece in holder.own_slices
     }
+
+
+def borrow(
+    holder: Holder,
+    pin: int,
+    order: dict[str, Any],
+    credentials: Credentials,
+    limit_s: float,
+) -> None:
+    """Completes a pinned step with the slices that this host did not copy.
+
+    Args:
+        holder: of this host.
+        pin: of the step.
+        order: step, epoch, digests and transfers.
+        credentials: the job's.
+        limit_s: deadline of each fetch, in seconds.
+
+    Raises:
+        FetchFailed: a peer has gone, lacks a slice or sent corrupt bytes; no memory is
+            free; or the pin has ended meanwhile.
+    """
+    try:
+        memory, guard = holder.complete_pin(pin)
+    except (RuntimeError, KeyError) as error:
+        raise FetchFailed("this host", str(error)) from error
+    by_key = {piece.key: parts for piece, parts in memory.items()}
+    try:
+        for transfer in order["transfers"]:
+            one = FetchOrder(
+                step=order["step"],
+                epoch=tuple(order["epoch"]),
+                transfer=transfer,
+                digests=order["digests"],
+            )
+            fetch_into(by_key, one, credentials, holder.chunk_bytes, limit_s)
+        holder.completed(pin, order["digests"])
+    except KeyError as error:
+        raise FetchFailed("this host", f"the export has ended: {error}") from error
+    finally:
+        holder.unpin(guard)  # the export may have ended while this was written
 
 
 def _fetch_all(

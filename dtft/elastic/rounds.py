@@ -256,6 +256,7 @@ class Rounds:
             assignment,
             stored=max(self._storage.steps(), default=-1),
             export_addresses=export_addresses(self.current, assignment, view.hosts),
+            addresses={host: record.address for host, record in view.hosts.items()},
             record=self._records.commit,
             send=self._send,
             health=self._health,

@@ -193,6 +193,7 @@ def _agent_config(options: Namespace, overrides: list[str]):
         arena_directory=Path(checkpoint.arena_directory),
         bind=options.bind,
         copies=checkpoint.copies,
+        share=checkpoint.share,
         cadence=checkpoint.cadence,
         automatic=checkpoint.automatic,
         storage_interval=checkpoint.storage_interval,

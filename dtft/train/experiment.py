@@ -109,6 +109,9 @@ class CheckpointConfig:
 
     copies: int = 2
     """Hosts that hold each slice; 2 means the state survives any one host."""
+    share: Literal["full", "divided"] = "full"
+    """What a host copies at a commit: all its slices; or, of slices that d replicas
+    have, copies/d of them in turn, so that a restart fetches the rest from peers."""
     interval: int | Literal["auto"] = 1
     """Steps from one snapshot in memory to the next; `auto`: as few as the stall budget
     allows, measured while the job runs."""
@@ -325,6 +328,15 @@ def check(
         return
     mesh = resolve_mesh(experiment.mesh, hosts, devices_per_host)
     experiment.optim.check_mesh(mesh.tensor)
+    replicas = min(mesh.replica, hosts)
+    divided = memory_tier and experiment.checkpoint.share == "divided"
+    if divided and replicas < max(copies, 2):
+        raise ValueError(
+            f"checkpoint.share=divided has nothing to divide: hosts with "
+            f"the same slices: {replicas} (mesh.replica={mesh.replica}), and "
+            f"checkpoint.copies={copies} of them shall copy each. Set "
+            "--checkpoint.share full, or use more replicas than copies."
+        )
     parts = mesh.num_data_slots
     if batch % parts:
         larger = -(-batch // parts) * parts

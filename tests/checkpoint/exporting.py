@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.slices import Layout, offsets_of
 from tests.checkpoint.states import extent, state
 
-OFFSET, CHUNK = 4096, 64
+CHUNK = 64
 
 
 class Process:
@@ -41,11 +42,17 @@ class Process:
         return json.loads(self.process.stdout.readline())
 
 
+def places(layout: Layout, slot: int, place: int = 1) -> str:
+    """Where all chunks of a slot are, as an exporter is told."""
+    return bytes([place] * Chunks.of(layout.slices(slot), CHUNK).num_chunks).hex()
+
+
 def opening(
     tmp_path: Path, layout: Layout, rank: int, slot: int, **changes: Any
 ) -> Any:
     arena = tmp_path / f"arena-{slot}"
-    arena.write_bytes(bytes(OFFSET) + extent(layout, slot, state()))
+    version = extent(layout, slot, state())
+    arena.write_bytes(bytes(len(version)) + version)  # the second place of each chunk
     return {
         "op": "open",
         "directory": str(tmp_path / "storage"),
@@ -67,5 +74,6 @@ def saving(layout: Layout, slot: int, step: int, **changes: Any) -> dict[str, An
     pieces, memory = layout.slices(slot), extent(layout, slot, state())
     parts = zip(pieces, offsets_of(pieces)[0], strict=True)
     digests = [chunk_digests(memory[o : o + p.nbytes], CHUNK).hex() for p, o in parts]
-    message = {"op": "save", "step": step, "extent_offset": OFFSET, "items": {}}
+    here = places(layout, slot)
+    message = {"op": "save", "step": step, "places": here, "items": {}}
     return message | {"digests": digests} | changes

@@ -95,13 +95,35 @@ class Member:
         self._count += 1
 
 
-def push(host: Host, step: int) -> tuple[dict[str, Any], bytes]:
-    """A good push of slot 0 to the host."""
+Body = list[tuple[list[int], bytes]]
+"""Frames of chunks: their numbers and their bytes."""
+
+
+def push(host: Host, step: int) -> tuple[dict[str, Any], Body]:
+    """A good push of slot 0 to the host: what is said first, and its frames."""
     pieces = host.holder.map.incoming[0].slices
     parts = [content(step, piece.key, piece.nbytes) for piece in pieces]
     digests = [chunk_digests(part, CHUNK) for part in parts]
     header = {"epoch": EPOCH, "source": 0, "step": step, "digests": digests}
-    return header | {"items": {"step": step}}, b"".join(parts)
+    cut = [one[at : at + CHUNK] for one in parts for at in _starts(len(one))]
+    numbers = range(len(cut))
+    body = [
+        (list(numbers[at : at + 20]), b"".join(cut[at : at + 20]))
+        for at in range(0, len(cut), 20)
+    ]
+    return header | {"items": {"step": step}}, body
+
+
+def _starts(size: int) -> range:
+    return range(0, max(size, 1), CHUNK)
+
+
+def say_push(member: "Member", header: dict[str, Any], body: Body) -> None:
+    """All of a push, but for the hello."""
+    member.frame(header)
+    for numbers, part in body:
+        member.frame({"chunks": numbers}, part)
+    member.frame({"end": True})
 
 
 def some_value(rng: random.Random, depth: int = 0) -> Any:
@@ -161,7 +183,7 @@ def outsider(rng: random.Random, host: Host) -> MemoryStream:
 
     def say(member: Member) -> None:
         member.frame({"op": rng.choice(OPS)})
-        member.frame(header, body)
+        say_push(member, header, body)
 
     return Member(say, Credentials(job=job, secret=secret)).stream
 
@@ -184,11 +206,15 @@ def bad_push(rng: random.Random, host: Host) -> MemoryStream:
                 changed[key] = some_value(rng)
                 if rng.random() < 0.2:
                     del changed[key]
-            data = rng.choice((body, body[:-1], b"", rng.randbytes(len(body))))
-            if changed.get("step") != header["step"]:
-                data = b"?" * len(body)  # no digest tells of a step that is misnamed
-            size = rng.choice((None, None, len(body), 2**40, 0))
-            member.frame(changed, data, size)
+            member.frame(changed)
+            for numbers, good in rng.sample(body, rng.randrange(len(body) + 1)):
+                other = rng.randbytes(len(good))
+                data = rng.choice((good, good, good[:-1], b"", other))
+                size = rng.choice((None, None, None, len(good), 2**40, 0))
+                at = numbers if rng.random() < 0.8 else some_value(rng)
+                member.frame({"chunks": at}, data, size)
+            if rng.random() < 0.8:
+                member.frame({"end": rng.choice((True, True, some_value(rng)))})
 
     return Member(say).stream
 
@@ -251,7 +277,7 @@ def bad_frames(rng: random.Random, host: Host) -> MemoryStream:
     def say(member: Member) -> None:
         start = len(member.stream.said)
         member.frame({"op": rng.choice(("push", "fetch", "echo"))})
-        member.frame(header, body)
+        say_push(member, header, body)
         good = bytes(member.stream.said[start:])
         member.stream.said[start:] = mutated(rng, good)
 

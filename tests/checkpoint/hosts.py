@@ -12,11 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.placement import place
+from dtft.checkpoint.parts import Parts
+from dtft.checkpoint.placement import Push, place
+from dtft.checkpoint.pushing import Sent
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.transport import Channel, Credentials, TransportServer
+from dtft.elastic import replication
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import serve_export
 from dtft.elastic.inspection import serve_inspection
@@ -104,27 +109,27 @@ class Host:
 
     def stage(self, step: int) -> None:
         """Writes and digests this slot's bytes of a step, as a trainer does."""
-        start, digests = self.holder.begin_stage(step), []
-        for piece, offset in self.holder.map.own.items():
-            data = content(step, piece.key, piece.nbytes)
-            self.holder.arena.view(start + offset, piece.nbytes)[:] = data
-            digests.append(chunk_digests(data, CHUNK))
-        self.holder.staged(step, digests, {"step": step})
+        stage(self.holder, step, lambda key, size: content(step, key, size))
 
-    def wrong(self) -> list[str]:
-        """Copies that count as verified, but are not what their owner staged."""
+    def wrong(self, only: int | None = None) -> list[str]:
+        """Copies that count as verified, but are not what their owner staged.
+
+        With `only` one step's; every copy must have the bytes of its digests anyway.
+        """
         good, bad = self.holder.holdings()
         for step, keys in good.items():
+            if only not in (None, step):
+                continue
             views = self.holder.find(step, list(keys))
             for key, view in zip(keys, views, strict=True):
-                if bytes(view) != content(step, key, view.nbytes):
+                if bytes(view) != content(step, key, len(view)):
                     bad.append(f"silent: step {step}: {key}")
         return bad
 
     @property
     def receiving(self) -> bool:
         """Whether a push is being received into this host's memory."""
-        return bool(self.holder._receiving)
+        return any(one.users for one in self.holder._hosting.receiving.values())
 
     def close(self) -> None:
         """Ends the server and frees the memory."""
@@ -147,6 +152,46 @@ def hosts(
             host.close()
 
 
+def stage(
+    holder: Holder, step: int, made: Callable[[str, int], bytes], kept: bytes = b""
+) -> None:
+    """Writes a step as a trainer does; `made` gives the bytes of a key and size."""
+    room, chunks, digests = holder.begin_stage(step), holder.map.own, []
+    memory = holder.arena.view(0, holder.arena.size)
+    places = np.frombuffer(room.places, np.uint8)
+    for index, piece in enumerate(chunks.slices):
+        data = made(piece.key, piece.nbytes)
+        write(chunks.parts(memory, places, index), data)
+        digests.append(chunk_digests(data, holder.chunk_bytes))
+    holder.staged(step, digests, {"step": step}, kept)
+
+
+def hand_over(
+    source: Holder, target: Holder, push: Push, step: int, flip: bool = False
+) -> bool:
+    """Copies a push from one holder to another, as two hosts do; whether it counts."""
+    digests = source.own_digests(step, push.slices)
+    found = target.begin_receive(step, source.slot, digests)
+    assert found is not None
+    for number in np.flatnonzero(found.lacks()).tolist():
+        claimed = found.claim([number])
+        assert claimed is not None
+        (memory,) = claimed
+        (memory[:],) = source.push_chunks(step, push, [number])
+        if flip and len(memory):
+            memory[len(memory) // 2] ^= 1
+        found.arrived([number])
+    kept = target.received(step, source.slot, found, source.items(step))
+    target.end_receive(step, source.slot, found)
+    return kept
+
+
+def write(parts: Parts, data: bytes, at: int = 0) -> None:
+    """Overwrites some bytes of what may lie in several pieces."""
+    for view in parts.cut(at, at + len(data)):
+        view[:], data = data[: len(view)], data[len(view) :]
+
+
 def content(step: int, key: str, size: int) -> bytes:
     """What a slice holds at a step."""
     return random.Random(f"{step} {key}").randbytes(size)
@@ -165,7 +210,8 @@ def order_after_loss(
 ) -> FetchOrder:
     """The first host's memory is overwritten; what it must fetch from the second."""
     lost.holder.keep_only(set())
-    lost.holder.arena.view(0, lost.holder.arena.size)[:] = b"?" * lost.holder.arena.size
+    memory = lost.holder.arena.view(0, lost.holder.arena.size)
+    memory[:] = b"?" * len(memory)
     digests = digests_of(lost, step)
     missing = lost.holder.begin_restore(step, digests, {})
     transfer = {
@@ -174,6 +220,23 @@ def order_after_loss(
         "keys": [piece.key for piece in missing],
     }
     return FetchOrder(step=step, epoch=EPOCH, transfer=transfer, digests=digests)
+
+
+@contextlib.contextmanager
+def recorded_pushes() -> Iterator[list[Sent]]:
+    """How every try to push ended, while the context lasts."""
+    sent: list[Sent] = []
+    real = replication.send_push
+
+    def recording(*arguments: Any) -> Sent:
+        sent.append(real(*arguments))
+        return sent[-1]
+
+    replication.send_push = recording
+    try:
+        yield sent
+    finally:
+        replication.send_push = real
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:

@@ -10,17 +10,20 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.digest import chunk_digests
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.snapshot import CorruptCopy, SnapshotPlan
 from tests.checkpoint.fault_bench import STEP, Bench
 from tests.checkpoint.fault_proxy import Fault
 from tests.checkpoint.hosts import CHUNK, Host, content, digests_of
 
 
-def flip(memory: memoryview, rng: random.Random) -> None:
+def flip(memory: Parts, rng: random.Random) -> None:
     """Flips one bit."""
     at = rng.randrange(len(memory) * 8)
-    memory[at // 8] ^= 1 << at % 8
+    (byte,) = memory.cut(at // 8, at // 8 + 1)
+    byte[0] ^= 1 << at % 8
 
 
 def loads(host: Host, step: int) -> bool:
@@ -35,9 +38,10 @@ def loads(host: Host, step: int) -> bool:
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=here)
         for leaf in holder.layout.leaves
     }
-    extent = holder.arena.view(holder.own_offset(step), plan.nbytes)
+    memory = holder.arena.view(0, holder.arena.size)
+    places = np.frombuffer(holder.own_places(step), np.uint8)
     try:
-        found = plan.read(extent, holder.all_own_digests(step), abstract)
+        found = plan.read(memory, places, holder.all_own_digests(step), abstract)
     except CorruptCopy as error:
         assert "does not match its digest" in str(error)
         return False
@@ -51,7 +55,7 @@ def own_bytes(bench: Bench, rng: random.Random) -> str:
     """What a trainer staged, before it is loaded."""
     host = rng.choice(bench.peers)
     piece = rng.choice([p for p in host.holder.own_slices if p.nbytes])
-    flip(host.holder.own_slice_view(STEP, piece), rng)
+    flip(host.holder.own_parts(STEP, piece), rng)
     named = host.holder.holdings()[1]
     noticed = not loads(host, STEP) and named == [f"step {STEP}: {piece.key}"]
     host.stage(STEP)
@@ -63,8 +67,10 @@ def own_digest(bench: Bench, rng: random.Random) -> str:
     host = rng.choice(bench.peers)
     digests = [bytearray(one) for one in host.holder.all_own_digests(STEP)]
     number = rng.randrange(len(digests))
-    flip(memoryview(digests[number]), rng)
-    host.holder.staged(STEP, [bytes(one) for one in digests], {})
+    flip(Parts([memoryview(digests[number])]), rng)
+    host.holder.begin_stage(STEP)
+    kept = pack_flags(np.ones(host.holder.map.own.num_chunks, bool))
+    host.holder.staged(STEP, [bytes(one) for one in digests], {}, kept)
     key = host.holder.own_slices[number].key
     named = host.holder.holdings()[1]
     noticed = not loads(host, STEP) and named == [f"step {STEP}: {key}"]
@@ -77,7 +83,7 @@ def sent_bytes(bench: Bench, rng: random.Random) -> str:
     step, holder = bench.step + 1, bench.sender.holder
     bench.sender.stage(step)
     pieces = [p for p in holder.outgoing[0].slices if p.nbytes]
-    flip(holder.own_slice_view(step, rng.choice(pieces)), rng)
+    flip(holder.own_parts(step, rng.choice(pieces)), rng)
     usual = bench.sender.stage
     bench.sender.stage = lambda step: None
     try:
@@ -97,7 +103,7 @@ def hosted_bytes(bench: Bench, rng: random.Random) -> str:
     (view,) = holder.find(step, [key])
     flip(view, rng)
     named = holder.holdings()[1] == [f"step {step}: {key}"]
-    refused = holder.received(step, 0, holder_digests(bench, step), {}) is False
+    refused = not holder.has_received(step, 0, holder_digests(bench, step))
     holder.drop_before(step + 1, keep=set())
     bench.sender.holder.drop_before(step + 1, keep=set())
     return "detected" if named and refused else "silent"
@@ -114,7 +120,7 @@ def ordered_digest(bench: Bench, rng: random.Random) -> str:
     digests = digests_of(bench.lost, STEP)
     key = rng.choice(sorted(digests))
     changed = bytearray(digests[key])
-    flip(memoryview(changed), rng)
+    flip(Parts([memoryview(changed)]), rng)
     addresses = [peer.address for peer in bench.peers]
     outcome = bench.restore(addresses, digests=digests | {key: bytes(changed)})
     told = any(key in text for text in outcome.get("corrupt", ()))
@@ -129,7 +135,7 @@ def during_fetch(bench: Bench, rng: random.Random, source: bool) -> str:
     fault = bench.fault("fetch", "memory", rng)
     fault = Fault(kind="memory", place=fault.place)
     with bench.proxy("fetch", fault) as proxy:
-        proxy.on_fault = lambda: flip(host.holder.own_slice_view(STEP, pieces[0]), rng)
+        proxy.on_fault = lambda: flip(host.holder.own_parts(STEP, pieces[0]), rng)
         outcome = bench.restore([proxy.address, bench.peers[1].address])
         fired = proxy.fired.is_set()
     if source:

@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from dtft.checkpoint.commit import Commit, StepTracker
+from dtft.checkpoint.chunks import pack_flags
+from dtft.checkpoint.commit import Commit, Share, StepTracker
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
+from dtft.checkpoint.shares import Shares
 from dtft.checkpoint.slices import Layout
-from dtft.checkpoint.snapshot import SnapshotPlan
+from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
 from dtft.checkpoint.transport import Credentials, TransportServer
 from dtft.elastic.recovery import Decision, decide, transfers_to
 from dtft.elastic.replication import Inbox, Pusher, serve_fetch, serve_pushes
 from dtft.elastic.restoring import restore_into
+from tests.checkpoint.hosts import write
 
 CHUNK = 256
 LIMIT_S = 20.0
@@ -39,6 +43,8 @@ class Host:
         self.holder = Holder(
             layout, slot, place(layout, copies), path=path / "arena", chunk_bytes=CHUNK
         )
+        self.plan = SnapshotPlan(layout, slot, CHUNK)
+        self.last: Snapshot | None = None
         inbox = Inbox(
             epoch=lambda: EPOCH,
             holder=lambda: self.holder,
@@ -53,17 +59,32 @@ class Host:
             },
         )
 
+    def snapshot(
+        self,
+        step: int,
+        arrays: Mapping[str, jax.Array],
+        copied: np.ndarray | None = None,
+    ) -> list[bytes]:
+        """What a trainer and its agent do for one step; the digests."""
+        memory = self.holder.arena.view(0, self.holder.arena.size)
+        room, last = self.holder.begin_stage(step), self.last
+        base = last if last is not None and last.step == room.base else None
+        places = np.frombuffer(room.places, np.uint8)
+        self.last = last = self.plan.write(step, arrays, memory, places, base, copied)
+        kept = pack_flags(last.kept)
+        self.holder.staged(step, last.digests, {"step": step}, kept)
+        return list(last.digests)
+
     def own_bytes(self, step: int, path: str) -> bytes:
         """What this host holds of one leaf."""
         (piece,) = (p for p in self.holder.own_slices if p.path == path)
-        return bytes(self.holder.own_slice_view(step, piece))
+        return bytes(self.holder.own_parts(step, piece))
 
     def corrupt(self, step: int, path: str, num_bytes: int = 64) -> None:
         """Overwrites bytes in the middle of one leaf, as the seeds' defect does."""
         (piece,) = (p for p in self.holder.own_slices if p.path == path)
-        view = self.holder.own_slice_view(step, piece)
-        at = (len(view) - num_bytes) // 2
-        view[at : at + num_bytes] = b"\xff" * num_bytes
+        parts = self.holder.own_parts(step, piece)
+        write(parts, b"\xff" * num_bytes, (len(parts) - num_bytes) // 2)
 
     def die(self) -> None:
         """The host is gone, and its memory with it."""
@@ -75,7 +96,10 @@ class Host:
 class Job:
     """Hosts by name, one for each slot at first: h0, h1, ..."""
 
-    def __init__(self, layout: Layout, copies: int, directory: Path) -> None:
+    def __init__(
+        self, layout: Layout, copies: int, directory: Path, share: Share = "full"
+    ) -> None:
+        self.shares = Shares(layout, copies) if share == "divided" else None
         self.layout, self.copies, self._directory = layout, copies, directory
         self.credentials = Credentials(job="job", secret=b"s" * 32)
         self.hosts: dict[str, Host] = {}
@@ -111,11 +135,8 @@ class Job:
         """Snapshot on every host, replication, commit."""
         tracker = StepTracker(self.layout, place(self.layout, self.copies), step)
         for host in self.hosts.values():
-            plan = SnapshotPlan(self.layout, host.slot, CHUNK)
-            extent = host.holder.arena.view(host.holder.begin_stage(step), plan.nbytes)
-            digests = plan.write(arrays, extent)
-            host.holder.staged(step, digests, {"step": step})
-            tracker.staged(host.slot, digests)
+            copied = self.shares and self.shares.of(host.slot, step)
+            tracker.staged(host.slot, host.snapshot(step, arrays, copied))
         self._replicate(step, tracker)
         assert tracker.complete, tracker.missing
         commit = Commit(
@@ -126,6 +147,7 @@ class Job:
             layout=self.layout.digest,
             holders=tuple(self.slots),
             copies=tracker.placement.effective_copies,
+            share="full" if self.shares is None else "divided",
         )
         self.commits.insert(0, commit)
         for host in self.hosts.values():

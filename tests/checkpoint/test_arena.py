@@ -1,4 +1,4 @@
-"""Arenas are reserved whole or refused with the numbers; extents are counted right."""
+"""Arenas are reserved whole or refused with the numbers."""
 
 import os
 import subprocess
@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dtft.checkpoint.arena import Arena, ExtentPool
+from dtft.checkpoint.arena import Arena
 
 
 @pytest.fixture
@@ -111,33 +109,6 @@ def test_views_outside_are_refused(path: Path, offset: int, nbytes: int) -> None
     arena.close()
 
 
-@given(
-    st.integers(1, 5), st.lists(st.tuples(st.sampled_from("arx"), st.integers(0, 5)))
-)
-def test_pool_counts_like_a_model(num: int, actions: list[tuple[str, int]]) -> None:
-    pool, model = ExtentPool(num, 64), dict.fromkeys(range(num), 0)
-    for action, extent in actions:
-        if action == "a":
-            got = pool.acquire()
-            assert (got is None) == all(model.values())
-            if got is not None:
-                assert model[got] == 0
-                model[got] = 1
-        elif model.get(extent, 0) == 0:
-            with pytest.raises(ValueError, match=f"extent={extent} is not in use"):
-                (pool.retain if action == "r" else pool.release)(extent)
-        elif action == "r":
-            pool.retain(extent)
-            model[extent] += 1
-        else:
-            pool.release(extent)
-            model[extent] -= 1
-        assert pool.num_free == list(model.values()).count(0)
-
-
 def test_impossible_sizes_are_refused(path: Path) -> None:
     with pytest.raises(ValueError, match="size=0"):
         Arena.create(path, 0)
-    with pytest.raises(ValueError, match="num_extents=0"):
-        ExtentPool(0, 64)
-    assert ExtentPool(1, 0).acquire() == 0

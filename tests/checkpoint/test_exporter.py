@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.checkpoint.export_plan import export_world
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage import StorageTier, load_numpy
-from tests.checkpoint.exporting import OFFSET, Process, opening, saving
+from tests.checkpoint.exporting import Process, opening, places, saving
 from tests.checkpoint.states import extent, layout, same_bits, state
 
 
@@ -33,19 +33,21 @@ def test_world_of_one_writes_every_bit(
     assert exporter.answer() == {"op": "open", "ok": True}
     answer = exporter.answer()
     assert answer["ok"] and answer["step"] == 7 and answer["seconds"] > 0
-    assert answer["bytes"] == len(extent(whole, 0, state()))
+    assert answer["bytes"] == sum(piece.nbytes for piece in whole.slices(0))
     loaded = load_numpy(tmp_path / "storage", 7)
     assert all(same_bits(loaded[path], value) for path, value in state().items())
 
-    exporter.send(**saving(whole, 0, 8, extent_offset=1 << 40))
-    answer = exporter.answer()
-    assert not answer["ok"] and "extent_offset" in answer["error"]
+    for wrong in (places(whole, 0)[2:], places(whole, 0, place=2)):
+        exporter.send(**saving(whole, 0, 8, places=wrong))
+        answer = exporter.answer()
+        assert not answer["ok"] and "are not places of" in answer["error"]
     exporter.send(**saving(whole, 0, 8))
     assert exporter.answer()["ok"]
+    size = len(extent(whole, 0, state()))  # where the places begin that are used
     with open(tmp_path / "arena-0", "r+b") as arena:
-        arena.seek(OFFSET)
+        arena.seek(size)
         first = arena.read(1)
-        arena.seek(OFFSET)
+        arena.seek(size)
         arena.write(bytes([first[0] ^ 1]))  # of what was digested long before
     exporter.send(**saving(whole, 0, 9))
     answer = exporter.answer()

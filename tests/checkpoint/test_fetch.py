@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint import digest, fetch
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.placement import Push
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.ranges import MAX_PARTS, Part, Wanted, not_right, split
 from dtft.checkpoint.transport import Channel, connect
 from dtft.elastic.replication import FetchFailed, FetchOrder, Pusher
@@ -20,7 +19,6 @@ from tests.checkpoint.hosts import (
     EPOCH,
     JOB,
     Host,
-    content,
     divided,
     hosts,
     order_after_loss,
@@ -55,7 +53,7 @@ def test_only_wrong_chunks_are_not_right(
 ) -> None:
     memory = bytearray(data)
     digests = digest.chunk_digests(data, chunk)
-    wanted = [Wanted(key="k", memory=memoryview(memory), digests=digests)]
+    wanted = [Wanted(key="k", memory=Parts([memoryview(memory)]), digests=digests)]
     (range_,) = split([len(data)], chunk, 1000) or [()]
     flips = choose.draw(st.sets(st.integers(0, max(len(data) - 1, 0))))
     for at in flips if data else ():
@@ -105,8 +103,9 @@ def test_what_was_lost_comes_back_over_several_connections(pair: list[Host]) -> 
 def test_a_corrupt_copy_is_named_and_never_taken(pair: list[Host]) -> None:
     ordered = lost_and_ordered(pair)
     key = next(key for key in ordered.digests if key.startswith("odd"))
-    (view,) = pair[1].holder.find(1, [key])
-    view[700] ^= 4
+    (parts,) = pair[1].holder.find(1, [key])
+    (chunk,) = parts.cut(700, 701)
+    chunk[0] ^= 4
     with pytest.raises(FetchFailed, match="1 corrupt slices") as failed:
         fetch_slices(pair[0].holder, ordered, JOB, 10.0)
     assert failed.value.corrupt == (f"host-1 step 1: {key}",)
@@ -145,75 +144,6 @@ def test_a_silent_peer_ends_at_the_deadline(pair: list[Host]) -> None:
             fetch_slices(pair[0].holder, silent, JOB, 0.3)
 
 
-def announce(host: Host, source: int, step: int) -> tuple[dict, bytes, Push]:
-    push = host.holder.map.incoming[source]
-    parts = [content(step, piece.key, piece.nbytes) for piece in push.slices]
-    header = {
-        "epoch": EPOCH,
-        "source": source,
-        "step": step,
-        "digests": [digest.chunk_digests(part, CHUNK) for part in parts],
-        "items": {},
-    }
-    return header, b"".join(parts), push
-
-
-def test_a_repeated_push_does_not_touch_what_was_verified(pair: list[Host]) -> None:
-    header, body, _ = announce(pair[1], 0, 5)
-    with connect(pair[1].address, JOB, {"op": "push"}, 5) as channel:
-        for payload in (body, bytes(len(body))):
-            channel.send(header, [payload], timeout_s=5)
-            assert channel.receive(5)[0] == {"done": True}
-        other = header | {"digests": [b"?" * 16 for _ in header["digests"]]}
-        channel.send(other, [bytes(len(body))], timeout_s=5)
-        assert channel.receive(5)[0] == {"done": False}
-    assert pair[1].wrong() == []
-    assert 5 in pair[1].holder.holdings()[0]
-
-
-def test_a_dropped_step_is_not_taken_up_again_by_its_late_bytes(
-    pair: list[Host],
-) -> None:
-    header, body, _ = announce(pair[1], 0, 5)
-    holder = pair[1].holder
-    with connect(pair[1].address, JOB, {"op": "push"}, 5) as channel:
-        assert channel._sealer is not None
-        start = channel._sealer.frame(header, len(body))
-        channel.stream.socket.setblocking(True)
-        channel.stream.socket.sendall(start + body[:100])
-        wait_until(lambda: bool(holder._receiving))
-        holder.keep_only(set())
-        others = [holder._hosted_pool.acquire() for _ in range(3)]
-        assert others.count(None) == 1  # the one being written is nobody else's
-        channel.stream.socket.sendall(body[100:])
-        channel._sealer.advance()
-        assert channel.receive(5)[0] == {"done": False}
-    assert holder.holdings() == ({}, [])
-    assert not holder._receiving
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        {},
-        {"epoch": EPOCH, "source": [0], "step": 1, "digests": [], "items": {}},
-        {"epoch": EPOCH, "source": 0, "step": -1, "digests": [], "items": {}},
-        {"epoch": EPOCH, "source": 0, "step": True, "digests": [], "items": {}},
-        {"epoch": [1], "source": 0, "step": 1, "digests": [], "items": {}},
-        {"epoch": EPOCH, "source": 0, "step": 1, "digests": [3], "items": {}},
-        {"epoch": EPOCH, "source": 0, "step": 1, "digests": [], "items": []},
-    ],
-)
-def test_malformed_pushes_end_their_connection_only(
-    pair: list[Host], header: dict
-) -> None:
-    with connect(pair[1].address, JOB, {"op": "push"}, 5) as channel:
-        channel.send(header, [b"x"], timeout_s=5)
-        with pytest.raises(ConnectionError):
-            channel.receive(5)
-    assert pair[1].holder.holdings() == ({}, [])
-
-
 @pytest.mark.parametrize(
     "parts",
     [None, 3, [1], [[0, 0]], [[0, 0, 10**9]], [[99, 0, 1]], [[-1, 0, 1]], [[0, 9, 3]]]
@@ -231,13 +161,3 @@ def test_requests_outside_the_slices_end_their_connection_only(
         with pytest.raises(ConnectionError):
             channel.receive(5)
     assert pair[1].wrong() == []
-
-
-def test_too_many_steps_at_once_are_refused_and_leave_nothing(pair: list[Host]) -> None:
-    holder: Holder = pair[1].holder
-    with connect(pair[1].address, JOB, {"op": "push"}, 5) as channel:
-        for step in range(20):
-            header, body, _ = announce(pair[1], 0, step)
-            channel.send(header, [body], timeout_s=5)
-            assert channel.receive(5)[0] == {"done": step < 3}
-    assert sorted(holder._versions) == [0, 1, 2]

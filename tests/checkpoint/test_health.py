@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from dtft.checkpoint.audit import audit
-from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.health import commit_health, worth_showing
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
+from tests.checkpoint.hosts import stage
 from tests.elastic.test_recovery import HOSTS, commit_of, holdings_of, layout
 
 
@@ -52,20 +52,13 @@ def test_an_audit_finds_a_flipped_bit_and_leaves_out_what_is_dropped(
     state = layout(1, 1)
     holder = Holder(state, 0, place(state, 1), path=tmp_path / "arena", chunk_bytes=64)
     try:
-        begin = holder.begin_stage(3)
-        memory = holder.arena.view(begin, holder.map.own_bytes)
-        digests = [
-            chunk_digests(memory[at : at + piece.nbytes], 64)
-            for piece, at in holder.map.own.items()
-        ]
-        holder.staged(3, digests, {})
+        stage(holder, 3, lambda key, size: bytes(size))
         assert holder.steps() == (3,)
         found = audit(holder, 3)
         assert found is not None and len(found[0]) == 2 and found[1] == []
-        memory[5] ^= 1
+        holder.own_parts(3, holder.own_slices[0]).views[0][5] ^= 1
         found = audit(holder, 3)
         assert found is not None and len(found[0]) == len(found[1]) == 1
         assert audit(holder, 4) is None
-        del memory
     finally:
         holder.close()

@@ -2,13 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dtft.checkpoint.arena_map import OWN_VERSIONS
-from dtft.checkpoint.digest import chunk_digests
+from dtft.checkpoint import digest
+from dtft.checkpoint.arena_map import OWN_PLACES
+from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout
+from tests.checkpoint.hosts import hand_over, write
+from tests.checkpoint.hosts import stage as write_step
 from tests.elastic.test_recovery import layout
 
 CHUNK = 16
@@ -24,21 +28,12 @@ def content(step: int, key: str, size: int) -> bytes:
 
 
 def stage(held: Holder, step: int) -> None:
-    start, digests = held.begin_stage(step), []
-    for piece, offset in held.map.own.items():
-        data = content(step, piece.key, piece.nbytes)
-        held.arena.view(start + offset, piece.nbytes)[:] = data
-        digests.append(chunk_digests(data, CHUNK))
-    held.staged(step, digests, {"step": step})
+    write_step(held, step, lambda key, size: content(step, key, size))
 
 
-def push(source: Holder, target: Holder, step: int) -> bool:
-    for one in source.outgoing:
-        view = target.hosted_view(step, source.slot)
-        view[:] = b"".join(bytes(v) for v in source.own_views(step, one))
-        digests = source.own_digests(step, one.slices)
-        return target.received(step, source.slot, digests, source.items(step))
-    raise AssertionError("nothing to push")
+def push(source: Holder, target: Holder, step: int, flip: bool = False) -> bool:
+    (one,) = source.outgoing
+    return hand_over(source, target, one, step, flip)
 
 
 @pytest.fixture
@@ -66,19 +61,14 @@ def test_everything_held_is_found_and_verified(pair):
 def test_a_push_with_one_flipped_bit_is_not_kept(pair):
     a, b = pair
     stage(a, 1)
-    one = a.outgoing[0]
-    view = b.hosted_view(1, 0)
-    view[:] = b"".join(bytes(v) for v in a.own_views(1, one))
-    view[3] ^= 1
-    assert not b.received(1, 0, a.own_digests(1, one.slices), {})
+    assert not push(a, b, 1, flip=True)
     assert b.holdings() == ({}, [])
 
 
 def test_a_flipped_bit_at_rest_is_reported_and_not_offered(pair):
     a, _ = pair
     stage(a, 1)
-    start = a.own_offset(1)
-    a.arena.view(start, 1)[0] ^= 1
+    a.own_parts(1, a.own_slices[0]).views[0][0] ^= 1
     good, bad = a.holdings()
     assert bad == [f"step 1: {a.own_slices[0].key}"]
     assert a.own_slices[0].key not in good[1]
@@ -97,23 +87,23 @@ def test_the_last_commit_stays_until_the_next_is_safe(pair):
 def test_a_pinned_step_keeps_its_bytes_while_others_come_and_go(pair):
     a, _ = pair
     stage(a, 1)
-    extent, before = a.pin(1), bytes(a.arena.view(a.own_offset(1), a.map.own_bytes))
-    start = a.own_offset(1)
+    pin, memory = a.pin(1), [a.own_parts(1, piece) for piece in a.own_slices]
+    before = [bytes(parts) for parts in memory]
     for step in range(2, 12):
         stage(a, step)
         a.drop_before(step, keep=set())
-    assert bytes(a.arena.view(start, a.map.own_bytes)) == before
-    a.unpin(extent)
+    assert [bytes(parts) for parts in memory] == before
+    a.unpin(pin)
     with pytest.raises(KeyError):
         a.pin(1)
 
 
 def test_no_room_says_which_steps_are_in_the_way(pair):
     a, _ = pair
-    for step in range(1, OWN_VERSIONS + 1):
+    for step in range(1, OWN_PLACES + 1):
         stage(a, step)
     with pytest.raises(RuntimeError, match="step 5.*1, 2, 3, 4"):
-        a.begin_stage(OWN_VERSIONS + 1)
+        a.begin_stage(OWN_PLACES + 1)
 
 
 def test_restore_keeps_what_is_right_and_asks_for_the_rest(pair):
@@ -124,12 +114,47 @@ def test_restore_keeps_what_is_right_and_asks_for_the_rest(pair):
         zip((p.key for p in a.own_slices), a.all_own_digests(1), strict=True)
     )
     assert a.begin_restore(1, digests, {"step": 1}) == []
-    a.arena.view(a.own_offset(1), 1)[0] ^= 1
+    a.own_parts(1, a.own_slices[0]).views[0][0] ^= 1
     missing = a.begin_restore(1, digests, {"step": 1})
     assert [piece.key for piece in missing] == [a.own_slices[0].key]
+    assert a.own_slices[0].key not in a.holdings()[0][1]
     for piece in missing:
-        a.own_slice_view(1, piece)[:] = b.find(1, [piece.key])[0]
+        write(a.own_parts(1, piece), bytes(b.find(1, [piece.key])[0]))
+    a.restored(1, {piece.key: digests[piece.key] for piece in missing})
     assert a.begin_restore(1, digests, {"step": 1}) == []
+
+
+def test_a_new_host_reads_nothing_before_it_fetches(pair, monkeypatch):
+    a, b = pair
+    stage(a, 1)
+    digests = dict(
+        zip((p.key for p in a.own_slices), a.all_own_digests(1), strict=True)
+    )
+    a.keep_only(set())
+    read = []
+    monkeypatch.setattr(digest, "chunk_digests", lambda *_: read.append(1) or b"")
+    assert a.begin_restore(1, digests, {}) == list(a.own_slices)
+    assert read == [] and a.holdings() == ({}, [])
+
+
+def test_steps_share_what_did_not_change_and_it_is_read_once(pair, monkeypatch):
+    a, _ = pair
+    stage(a, 1)
+    room = a.begin_stage(2)
+    assert room.base == 1
+    count = a.map.own.num_chunks
+    kept = pack_flags(np.ones(count, bool))
+    a.staged(2, a.all_own_digests(1), {"step": 2}, kept)
+    assert a.own_places(1) == a.own_places(2) != room.places
+    read, real = [], digest.chunk_digests
+    monkeypatch.setattr(
+        digest, "chunk_digests", lambda *given: read.append(1) or real(*given)
+    )
+    good, bad = a.holdings()
+    assert good[1] == good[2] and not bad and len(read) == count
+    a.own_parts(2, a.own_slices[0]).views[0][0] ^= 1
+    name = a.own_slices[0].key
+    assert a.holdings()[1] == [f"step 1: {name}", f"step 2: {name}"]
 
 
 def test_too_little_memory_is_refused_before_anything_is_taken(tmp_path, monkeypatch):

@@ -81,7 +81,7 @@ def test_a_peer_gives_every_bit_back(tmp_path: Path, lost: int) -> None:
             ends = zip(piece.start, piece.stop, strict=True)
             index = tuple(slice(start, stop) for start, stop in ends)
             expected = np.asarray(arrays[piece.path])[index].tobytes()
-            held = bytes(host.holder.own_slice_view(1, piece))
+            held = bytes(host.holder.own_parts(1, piece))
             assert held == expected, piece.key
     finally:
         job.close()
@@ -90,10 +90,11 @@ def test_a_peer_gives_every_bit_back(tmp_path: Path, lost: int) -> None:
 def test_every_bit_gets_from_devices_to_memory_and_back() -> None:
     arrays = leaves()
     plan = SnapshotPlan(layout((0, 0, 0, 0)), 0, CHUNK)
-    extent = memoryview(bytearray(plan.nbytes))
-    digests = plan.write(plain(arrays), extent)
+    memory = memoryview(bytearray(plan.chunks.nbytes))
+    places = np.zeros(plan.chunks.num_chunks, np.uint8)
+    digests = plan.write(1, plain(arrays), memory, places).digests
     wanted = abstract(arrays)
-    back = typed(plan.read(extent, digests, plain(wanted)), wanted)
+    back = typed(plan.read(memory, places, digests, plain(wanted)), wanted)
     assert bits(back) == bits(arrays)
     for path, leaf in back.items():
         assert leaf.sharding.is_equivalent_to(sharding(path), leaf.ndim), path

@@ -14,6 +14,7 @@ import pytest
 from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.fetch import FetchError, fetch
 from dtft.checkpoint.nixl import Nixl, started
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.ranges import Wanted
 from dtft.checkpoint.serving import serve
 from dtft.checkpoint.transport import TransportServer
@@ -42,7 +43,10 @@ def test_without_nixl_the_error_says_how_to_get_it() -> None:
 
 def lend(nixl: bool = True) -> None:
     """Serves slices until stdin ends; runs in a process of its own."""
-    views = [memoryview(content(1, str(i), size)) for i, size in enumerate(SIZES)]
+    whole = [memoryview(content(1, str(i), size)) for i, size in enumerate(SIZES)]
+    slices = [
+        Parts([one[:512], one[512:]] if i else [one]) for i, one in enumerate(whole)
+    ]
     agent = Nixl() if nixl else None
     answers: list[int] = []
 
@@ -54,7 +58,7 @@ def lend(nixl: bool = True) -> None:
             send(header, payload, timeout_s=timeout_s)
 
         channel.send = counted
-        serve(channel, lambda request: views, agent)
+        serve(channel, lambda request: slices, agent)
 
     server = TransportServer("127.0.0.1:0", JOB, {"fetch": answer})
     print(server.address, flush=True)
@@ -79,7 +83,7 @@ def wanted() -> list[Wanted]:
     return [
         Wanted(
             key=str(i),
-            memory=memoryview(bytearray(size)),
+            memory=Parts([memoryview(bytearray(size))]),
             digests=chunk_digests(content(1, str(i), size), CHUNK),
         )
         for i, size in enumerate(SIZES)
@@ -121,7 +125,7 @@ def test_slices_are_read_from_another_process() -> None:
             slices = wanted()
             assert fetched(address, slices, nixl) == sum(SIZES)
             for one in slices:
-                assert one.memory == content(1, one.key, len(one.memory))
+                assert bytes(one.memory) == content(1, one.key, len(one.memory))
         process.stdin.write("sent\n")
         process.stdin.flush()
         assert process.stdout.readline() == "0\n"  # no byte of them over the channel
@@ -141,9 +145,12 @@ def test_slices_are_read_from_another_process() -> None:
 
 @pytest.mark.skipif(not INSTALLED, reason="NIXL is not installed")
 def test_a_peer_without_nixl_answers_over_tcp() -> None:
-    views = [memoryview(content(1, str(i), size)) for i, size in enumerate(SIZES)]
+    whole = [memoryview(content(1, str(i), size)) for i, size in enumerate(SIZES)]
+    slices = [
+        Parts([one[:512], one[512:]] if i else [one]) for i, one in enumerate(whole)
+    ]
     server = TransportServer(
-        "127.0.0.1:0", JOB, {"fetch": lambda channel: serve(channel, lambda _: views)}
+        "127.0.0.1:0", JOB, {"fetch": lambda channel: serve(channel, lambda _: slices)}
     )
     try:
         assert fetched(server.address, wanted(), Nixl()) == sum(SIZES)

@@ -76,13 +76,14 @@ def loaded(job: Job, name: str, step: int) -> State:
     """The replicated state of one host, loaded as its trainer would."""
     host = job.hosts[name]
     plan = SnapshotPlan(job.layout, host.slot, CHUNK)
-    extent = host.holder.arena.view(host.holder.own_offset(step), plan.nbytes)
+    memory = host.holder.arena.view(0, host.holder.arena.size)
+    places = np.frombuffer(host.holder.own_places(step), np.uint8)
     here = SingleDeviceSharding(jax.devices()[host.slot])
     abstract = {
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=here)
         for leaf in job.layout.leaves
     }
-    return plan.read(extent, host.holder.all_own_digests(step), abstract)
+    return plan.read(memory, places, host.holder.all_own_digests(step), abstract)
 
 
 # ------------------------------------------------------- 1. silent corruption
@@ -129,8 +130,9 @@ def test_silent_corruption_between_plan_and_fetch_is_refused_by_the_receiver(
     assert decision.source == "memory"
     job.hosts["h1"].corrupt(1, "w")
     outcomes = job.carry_out(decision)
-    assert outcomes["h0-spare"]["corrupt"] == ("h1 step 1: w[0:4096]:float32",)
+    assert outcomes["h1"]["corrupt"] == ("w[0:4096]:float32",)
     assert "corrupt" in outcomes["h1"]["error"]  # it found its own copy damaged
+    assert "not held here" in outcomes["h0-spare"]["error"]  # and gave it to nobody
     assert job.decide().source == "init"
 
 

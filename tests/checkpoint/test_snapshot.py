@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xxhash
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from dtft.checkpoint import digest
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.checkpoint.snapshot import CorruptCopy, SnapshotPlan
+from dtft.checkpoint.snapshot import CorruptCopy, Snapshot, SnapshotPlan
 
 CHUNK = 64
 SPECS = {"w": ("fsdp",), "b": (), "n": (), "h": (None, "fsdp"), "m": ()}
@@ -56,12 +58,22 @@ def abstract_of(arrays):
     }
 
 
+class Memory:
+    """An arena of two places for each chunk, and the first of them."""
+
+    def __init__(self, plan: SnapshotPlan) -> None:
+        self.bytes = memoryview(bytearray(2 * plan.chunks.nbytes))
+        self.first = np.zeros(plan.chunks.num_chunks, np.uint8)
+        self.second = self.first + np.uint8(1)
+
+
 def test_every_bit_comes_back(mesh):
     arrays = state(mesh)
     plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
-    extent = memoryview(bytearray(plan.nbytes))
-    digests = plan.write(arrays, extent)
-    back = plan.read(extent, digests, abstract_of(arrays))
+    memory = Memory(plan)
+    places = np.arange(plan.chunks.num_chunks, dtype=np.uint8) % 2  # scattered
+    digests = plan.write(1, arrays, memory.bytes, places).digests
+    back = plan.read(memory.bytes, places, digests, abstract_of(arrays))
     for path, array in arrays.items():
         assert np.asarray(back[path]).tobytes() == np.asarray(array).tobytes(), path
         assert back[path].sharding == array.sharding
@@ -70,20 +82,81 @@ def test_every_bit_comes_back(mesh):
 def test_a_flipped_bit_is_not_loaded(mesh):
     arrays = state(mesh)
     plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
-    extent = memoryview(bytearray(plan.nbytes))
-    digests = plan.write(arrays, extent)
-    extent[plan.offsets[1]] ^= 4
+    memory = Memory(plan)
+    digests = plan.write(1, arrays, memory.bytes, memory.first).digests
+    plan.chunks.parts(memory.bytes, memory.first, 1).views[0][0] ^= 4
     with pytest.raises(CorruptCopy, match=r"w\[.*does not match its digest"):
-        plan.read(extent, digests, abstract_of(arrays))
+        plan.read(memory.bytes, memory.first, digests, abstract_of(arrays))
 
 
 def test_what_was_read_does_not_change_when_the_arena_does(mesh):
     arrays = state(mesh)
     plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
-    extent = memoryview(bytearray(plan.nbytes))
-    back = plan.read(extent, plan.write(arrays, extent), abstract_of(arrays))
-    extent[:] = bytes(len(extent))
+    memory = Memory(plan)
+    digests = plan.write(1, arrays, memory.bytes, memory.first).digests
+    back = plan.read(memory.bytes, memory.first, digests, abstract_of(arrays))
+    memory.bytes[:] = bytes(len(memory.bytes))
     assert np.asarray(back["w"]).tobytes() == np.asarray(arrays["w"]).tobytes()
+
+
+def test_only_what_changes_is_written_and_it_is_read_once(mesh, monkeypatch):
+    arrays = state(mesh)
+    plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
+    memory, digested = Memory(plan), []
+    one_pass, real = [], xxhash.xxh3_128_digest
+    copy_chunk = digest.copy_chunk
+
+    def copying(source: np.ndarray, target: memoryview) -> bytes:
+        one_pass.append(1)
+        before = len(digested)
+        found = copy_chunk(source, target)
+        del digested[before:]  # what was digested while it was copied
+        return found
+
+    monkeypatch.setattr(digest, "copy_chunk", copying)
+    monkeypatch.setattr(
+        xxhash, "xxh3_128_digest", lambda part: digested.append(1) or real(part)
+    )
+
+    def saved(step: int, base: Snapshot | None) -> tuple[Snapshot, int, int]:
+        one_pass.clear()
+        digested.clear()
+        places = memory.first if step % 2 else memory.second
+        made = plan.write(step, arrays, memory.bytes, places, base)
+        return made, len(one_pass), len(digested)
+
+    count = plan.chunks.num_chunks
+    first, copied, read = saved(1, None)
+    assert (copied, read, first.written_chunks) == (count, 0, count)
+    second, copied, read = saved(2, first)  # what changes is not known yet
+    assert (copied, read, second.written_chunks) == (count, 0, 0)
+    arrays["n"] = jax.device_put(np.array(8, np.int32), arrays["n"].sharding)
+    third, copied, read = saved(3, second)
+    assert (copied, read, third.written_chunks) == (1, count, 1)
+    arrays["n"] = jax.device_put(np.array(9, np.int32), arrays["n"].sharding)
+    fourth, copied, read = saved(4, third)  # what changed last time: in one pass
+    assert (copied, read, fourth.written_chunks) == (1, count - 1, 1)
+    places = np.where(fourth.kept, memory.first, memory.second)
+    places = np.where(second.kept & third.kept & fourth.kept, memory.first, places)
+    back = plan.read(memory.bytes, places, fourth.digests, abstract_of(arrays))
+    assert int(back["n"]) == 9
+    for path, array in arrays.items():
+        assert np.asarray(back[path]).tobytes() == np.asarray(array).tobytes(), path
+
+
+def test_an_idle_expert_inside_one_leaf_is_not_written():
+    leaf = Leaf(path="experts", shape=(4, 64, 16), dtype="float32")
+    layout = Layout(
+        mesh=MeshLayout(axis_names=("x",), axis_sizes=(1,), slots=(0,)), leaves=(leaf,)
+    )
+    plan = SnapshotPlan(layout, 0, 1024)
+    memory = Memory(plan)
+    experts = np.ones(leaf.shape, np.float32)
+    first = plan.write(1, {"experts": jnp.asarray(experts)}, memory.bytes, memory.first)
+    experts[2] += 1
+    arrays = {"experts": jnp.asarray(experts)}
+    second = plan.write(2, arrays, memory.bytes, memory.second, first)
+    assert second.written_chunks == plan.chunks.num_chunks // 4
 
 
 def test_a_snapshot_does_not_cancel_donation(mesh):
@@ -93,7 +166,9 @@ def test_a_snapshot_does_not_cancel_donation(mesh):
     plan = SnapshotPlan(Layout(mesh=one, leaves=(leaf,)), 0, CHUNK)
     jax.block_until_ready(array)
     pointers = [s.data.unsafe_buffer_pointer() for s in array.addressable_shards]
-    plan.write({"x": array}, memoryview(bytearray(plan.nbytes)))
+    memory = Memory(plan)
+    for step in (1, 2):
+        plan.write(step, {"x": array}, memory.bytes, memory.first)
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     after = jax.block_until_ready(step(array))
     assert array.is_deleted()

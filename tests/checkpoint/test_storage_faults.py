@@ -97,7 +97,7 @@ class Exporting(Process):
         memory = self.arena.read_bytes()
         parts = (memory[start : start + MIB] for start in range(0, 6 * MIB, MIB))
         digests = [chunk_digests(part, MIB).hex() for part in parts]
-        fields |= {"extent_offset": 0, "digests": digests, "items": {}}
+        fields |= {"places": "00" * 6, "digests": digests, "items": {}}
         self.send(op="save", step=step, **fields)
 
     def save(self, step: int) -> dict[str, Any]:

@@ -60,15 +60,18 @@ def test_headers_that_stand_for_much(target: Target) -> None:
             "items": st.dictionaries(st.text(max_size=3), values, max_size=2) | values,
         },
     ),
+    st.lists(st.integers(-1, 60), max_size=3) | values,
     st.binary(max_size=50),
 )
 @settings(max_examples=100, deadline=None)
 def test_any_push_leaves_what_is_verified(
-    target: Target, header: dict, payload: bytes
+    target: Target, header: dict, chunks: object, payload: bytes
 ) -> None:
     def say(member: Member) -> None:
         member.frame({"op": "push"})
-        member.frame(header, payload)
+        member.frame(header)
+        member.frame({"chunks": chunks}, payload)
+        member.frame({"end": True})
 
     before = target.fingerprint()
     target.serve(Member(say).stream)

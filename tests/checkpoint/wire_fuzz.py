@@ -25,7 +25,7 @@ from pathlib import Path
 from dtft.checkpoint import holder as holder_module
 from dtft.checkpoint import wire
 from dtft.checkpoint.arena import Arena
-from dtft.checkpoint.arena_map import OWN_VERSIONS
+from dtft.checkpoint.arena_map import OWN_PLACES
 from dtft.checkpoint.channel import Channel
 from dtft.checkpoint.transport import connect, parse_address
 from tests.checkpoint.fuzz_inputs import (
@@ -37,6 +37,7 @@ from tests.checkpoint.fuzz_inputs import (
     bomb,
     outsider,
     push,
+    say_push,
     stranger,
 )
 from tests.checkpoint.hosts import JOB, Host, divided, hosts
@@ -96,7 +97,7 @@ class Target:
 
         def say(member: Member) -> None:
             member.frame({"op": "push"})
-            member.frame(header, body)
+            say_push(member, header, body)
 
         self.serve(Member(say).stream)
         assert host.held == [(STEP, 0)], "the good push did not arrive"
@@ -106,7 +107,7 @@ class Target:
     def _own(self) -> bytes:
         """All memory that only this host's trainer writes to."""
         holder = self.host.holder
-        return bytes(holder.arena.view(0, OWN_VERSIONS * holder.map.own_bytes))
+        return bytes(holder.arena.view(0, OWN_PLACES * holder.map.own.nbytes))
 
     def serve(self, stream: MemoryStream) -> None:
         """What the server's thread does with a connection."""
@@ -115,22 +116,24 @@ class Target:
     def fingerprint(self) -> tuple:
         """Cheap: which versions there are, and what of them counts as verified."""
         holder = self.host.holder
-        versions = holder._versions.items()
-        return len(holder._receiving), sorted(
-            (step, one.own, one.hosted, sorted(one.hosted_digests))
-            for step, one in versions
+        own, hosting = holder._own.copies, holder._hosting
+        return (
+            sorted(own),
+            sorted((step, sorted(of)) for step, of in hosting.copies.items()),
+            sum(one.users for one in hosting.receiving.values()),
         )
 
     def check(self) -> None:
         """Everything verified is right, and none of it went."""
-        wrong = self.host.wrong()
+        wrong = self.host.wrong(STEP)  # of another step's number no digest tells
         assert not wrong, wrong
         assert self.good <= set(self.host.holder.holdings()[0][STEP])
-        assert not self.host.holder._receiving
+        assert not self.host.receiving
         assert self._own() == self.own, "a peer wrote where the trainer does"
         arena = self.host.holder.arena
         assert not isinstance(arena, GuardedArena) or arena.intact()
         self.host.holder.keep_only({STEP})
+        assert not self.host.holder._hosting.receiving
         with connect(self.host.address, JOB, {"op": "echo"}, 10) as channel:
             channel.send({"still": "alive"}, [b"x"], timeout_s=10)
             assert channel.receive(10)[0] == {"still": "alive"}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dtft.checkpoint.commit import Commit, Located
-from dtft.checkpoint.digest import chunk_digests, digest_root
+from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout, Slice
@@ -26,6 +26,7 @@ from dtft.elastic.proof import Proof, prove
 from dtft.elastic.recovery import Decision, decide, transfers_to
 from dtft.elastic.replication import Inbox, serve_fetch
 from dtft.elastic.restoring import restore_into
+from tests.checkpoint.hosts import hand_over, stage
 
 CHUNK = 256
 LIMIT_S = 20.0
@@ -97,22 +98,17 @@ class Job:
         digests: dict[str, bytes] = {}
         for slot, name in enumerate(slots):
             holder = self.hosts[name].copies.hold(layout, slot, keep=step)
-            start, found = holder.begin_stage(step), []
-            for piece, offset in holder.map.own.items():
-                data = content(layout, step, piece)
-                holder.arena.view(start + offset, piece.nbytes)[:] = data
-                found.append(chunk_digests(data, CHUNK))
-                digests[piece.key] = found[-1]
-            holder.staged(step, found, {"step": step})
+            made = {
+                piece.key: content(layout, step, piece) for piece in holder.own_slices
+            }
+            stage(holder, step, lambda key, _, made=made: made[key])
+            keys = [piece.key for piece in holder.own_slices]
+            digests |= dict(zip(keys, holder.all_own_digests(step), strict=True))
         for push in placement.pushes:
-            data = b"".join(content(layout, step, piece) for piece in push.slices)
-            holder = self.hosts[slots[push.target]].holder
-            view = holder.begin_receive(step, push.source)
-            assert view is not None
-            view[:] = data
-            told = [digests[piece.key] for piece in push.slices]
-            assert holder.received(step, push.source, told, {"step": step})
-            holder.end_receive(step, push.source)
+            source, target = (
+                self.hosts[slots[it]].holder for it in (push.source, push.target)
+            )
+            hand_over(source, target, push, step)
         commit = Commit(
             step=step,
             generation=1,
@@ -189,7 +185,7 @@ class Job:
             f"{name}: {piece.key}"
             for slot, name in enumerate(slots)
             for piece in layout.slices(slot)
-            if bytes(self.hosts[name].holder.own_slice_view(step, piece))
+            if bytes(self.hosts[name].holder.own_parts(step, piece))
             != content(layout, step, piece)
         ]
 

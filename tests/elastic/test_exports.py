@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.board import Board
-from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage import StorageTier
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.exports import ExportDesk
+from tests.checkpoint.hosts import JOB, stage
 
 LAYOUT = Layout(
     mesh=MeshLayout(axis_names=("replica",), axis_sizes=(1,), slots=(0,)),
@@ -44,10 +44,7 @@ def holder(tmp_path: Path) -> Any:
         LAYOUT, 0, place(LAYOUT, 1), path=tmp_path / "arena", chunk_bytes=4096
     )
     for step in (1, 2):
-        offset = made.begin_stage(step)
-        memory = made.arena.view(offset, 256)
-        memory[:] = bytes([step]) * 256
-        made.staged(step, [chunk_digests(memory, 4096)], {"step": step})
+        stage(made, step, lambda key, size, step=step: bytes([step]) * size)
     yield made
     made.close()
 
@@ -60,6 +57,7 @@ class Host:
         self.told: list[tuple[int, bool, str]] = []
         self.desk = ExportDesk(
             config,
+            JOB,
             Board(tmp_path / "board", create=True),
             lambda *event: self.events.put(event),
             lambda *outcome: self.told.append(outcome),
@@ -67,6 +65,7 @@ class Host:
 
     def order(self, holder: Holder, step: int, failures: int = 0) -> None:
         fields = {"slot": 0, "rank": 0, "world": 1, "coordinator": ""}
+        fields |= {"transfers": [], "digests": {}, "epoch": (1, 1)}
         self.desk.begin(holder, {"step": step, "failures": failures, **fields})
 
     def until_told(self, count: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.digest import chunk_digests, digest_root
+from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.transport import Credentials, TransportServer
@@ -24,6 +24,7 @@ from dtft.elastic.memory_store import MemoryStore
 from dtft.elastic.replication import Inbox
 from dtft.elastic.roles import HostRecord
 from dtft.train.checkpoint_text import job_lines, job_record, verify_lines
+from tests.checkpoint.hosts import stage
 from tests.elastic.test_recovery import layout
 
 SECRET = b"0123456789abcdef"
@@ -71,15 +72,9 @@ class Job:
         )
         path = directory / f"arena-{slot}"
         holder = Holder(STATE, slot, place(STATE, 2), path=path, chunk_bytes=CHUNK)
-        start = holder.begin_stage(7)
-        pieces = holder.map.own.items()
-        digests = {
-            piece.key: chunk_digests(
-                holder.arena.view(start + offset, piece.nbytes), CHUNK
-            )
-            for piece, offset in pieces
-        }
-        holder.staged(7, list(digests.values()), {})
+        stage(holder, 7, lambda key, size: bytes(size))
+        keys = [piece.key for piece in holder.own_slices]
+        digests = dict(zip(keys, holder.all_own_digests(7), strict=True))
         self.holders.append(holder)
         inbox = Inbox(epoch=lambda: (1, 1), holder=lambda: holder, held=lambda *_: None)
 
@@ -140,7 +135,7 @@ def test_a_healthy_job_is_read_and_every_copy_is_right(job: Job) -> None:
 
 def test_a_corrupt_copy_and_a_silent_host_are_named(job: Job) -> None:
     holder = job.holders[0]
-    holder.arena.view(holder.own_offset(7), 8)[3] ^= 1
+    holder.own_parts(7, holder.own_slices[0]).views[0][3] ^= 1
     lines, well = verify_lines(job_record(job.observer().look(verify=True)))
     assert not well and lines[0].startswith("corrupt copy: h0 step 7: ")
     assert any("degraded" in line for line in lines)

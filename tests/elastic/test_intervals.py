@@ -5,6 +5,7 @@ import queue
 import socket
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ class Agents:
             assignment,
             stored=0,
             export_addresses={},
+            addresses={},
             record=recorded.put,
             send=self._release,
             health=StorageHealth(Path("/nowhere")),
@@ -115,11 +117,11 @@ class Agents:
                     link.send("restore", **self._order(holder))
                 elif op == "stage":
                     step = message["step"]
-                    link.send("extent", step=step, offset=holder.begin_stage(step))
+                    room = asdict(holder.begin_stage(step))
+                    link.send("room", step=step, copied=b"", **room)
                 elif op == "staged":
-                    holder.staged(
-                        message["step"], message["digests"], message.pop("items")
-                    )
+                    items, kept = message.pop("items"), message.pop("kept")
+                    holder.staged(message["step"], message["digests"], items, kept)
                     reports.put((slot, message))
         except LinkClosed:
             link.close()
@@ -131,7 +133,7 @@ class Agents:
             "source": "memory" if known else "init",
             "step": self.step,
             "arena": str(holder.path),
-            "offset": holder.own_offset(self.step) if known else 0,
+            "places": holder.own_places(self.step) if known else b"",
             "digests": holder.all_own_digests(self.step) if known else [],
             "items": holder.items(self.step) if known else {},
         }
@@ -257,7 +259,7 @@ def test_a_fixed_interval_overrules_that_of_the_commit(
     zeros = {p.key: bytes(16) for p in holder.own_slices}
     holder.begin_restore(8, zeros, {"step": 8, "interval": 8})
     order = {"source": "memory", "step": 8, "arena": str(holder.path), "items": {}}
-    order |= {"offset": holder.own_offset(8), "digests": []}
+    order |= {"places": b"", "digests": []}
     order["items"] = holder.items(8)
     theirs.send("restore", **order)
     manager = AgentCheckpointManager(

@@ -12,6 +12,7 @@ import pytest
 from dtft.checkpoint.cadence import Cadence, Schedule
 from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.interval import Automatic
+from dtft.checkpoint.shares import Shares
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.ledger import GRACE_S, Ledger
 from dtft.elastic.records import Writer
@@ -56,6 +57,7 @@ class Desk:
             self.assignment,
             stored=10,
             export_addresses={host: f"{host}:9" for host in slots},
+            addresses={host: f"{host}:1" for host in slots},
             record=self.recorded.append,
             send=lambda host, op, **fields: self.sent.append((host, op, fields)),
             health=self.health,
@@ -121,10 +123,14 @@ def test_export_is_ordered_from_the_fewest_hosts_when_due():
 
 def test_hosts_that_are_left_export_for_those_that_are_gone():
     desk = Desk(2, 2)
-    assert desk.ledger.export_from(12, {"h0", "h3"})
+    held = {
+        host: {piece.key: b"" for piece in desk.state.slices(slot)}
+        for slot, host in enumerate(HOSTS)
+    }
+    assert desk.ledger.export_from(12, {"h0", "h3"}, held)
     orders = [(host, o["slot"], o["rank"]) for host, o in desk.ops("export")]
     assert orders == [("h0", 0, 0), ("h3", 1, 1)]
-    assert not desk.ledger.export_from(12, {"h0", "h2"})
+    assert not desk.ledger.export_from(12, {"h0", "h2"}, held)
 
 
 def test_a_failed_export_is_tried_again_after_a_pause():
@@ -163,6 +169,34 @@ def test_an_export_that_nobody_answers_is_given_up():
     assert desk.ledger.silent_export() == (11, "h1")
     assert desk.ledger.export_answer("h1", 11, False) is False
     assert desk.ledger.silent_export() is None
+
+
+def test_writers_borrow_what_was_not_their_turn_to_copy():
+    desk = Desk(3, 1, share="divided", storage_interval=5)
+    shares = Shares(desk.state, copies=2)
+    turn = next(turn for turn in range(3) if not shares.of(0, turn).all())
+    for slot in range(3):
+        mine = zip(desk.state.slices(slot), shares.of(slot, turn), strict=True)
+        digests = [value(piece.key) if copied else b"" for piece, copied in mine]
+        desk.ledger.staged(slot, 15, digests)
+    (commit,) = desk.recorded
+    assert commit.share == "divided"
+    desk.ledger.written(commit)
+    (order,) = [fields for _, fields in desk.ops("export")]
+    lacking = [
+        piece.key
+        for piece, copied in zip(desk.state.slices(0), shares.of(0, turn), strict=True)
+        if not copied
+    ]
+    assert lacking
+    asked = [key for one in order["transfers"] for key in one["keys"]]
+    assert sorted(asked) == sorted(order["digests"]) == sorted(lacking)
+    assert order["digests"] == {key: value(key) for key in lacking}
+    sources = sorted({one["host"] for one in order["transfers"]})
+    assert "h0" not in sources
+    assert desk.ops("lend") == [(host, {"step": 15}) for host in sources]
+    assert desk.ledger.export_answer("h0", 15, True)
+    assert desk.ops("lend")[len(sources) :] == [(host, {"step": 0}) for host in sources]
 
 
 @pytest.mark.parametrize("interval", [1, 4])

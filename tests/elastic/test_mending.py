@@ -195,7 +195,8 @@ def test_a_restored_step_is_pushed_to_the_new_host(tmp_path: Path) -> None:
         finally:
             pusher.close()
         # A copy that rots is found, forgotten, and can be sent again.
-        lost.holder.hosted_view(7, kept.slot)[0] ^= 1
+        (parts,) = lost.holder.find(7, [push.slices[0].key])
+        parts.views[0][0] ^= 1
         assert any("step 7: big" in text for text in lost.holder.holdings()[1])
         again = Pusher(kept.holder, push, lost.address, JOB, EPOCH, 10.0)
         try:

@@ -109,8 +109,8 @@ def test_a_corrupt_copy_is_named_and_another_is_taken(tmp_path, leaves):
         decision = job.decide(slots)
         for piece in job.hosts["h1"].holder.own_slices:
             if piece.path in ("w", "mu"):
-                view = job.hosts["h1"].holder.own_slice_view(7, piece)
-                view[:] = bytes(255 - byte for byte in view)
+                parts = job.hosts["h1"].holder.own_parts(7, piece)
+                parts.fill(memoryview(bytes(255 - byte for byte in bytes(parts))))
         told = job.restore(decision, slots)
         bad = [it for it in told.values() if "error" in it]
         assert bad and all(it["host"] == "h1" and it["corrupt"] for it in bad)

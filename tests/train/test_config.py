@@ -169,6 +169,12 @@ def test_check_says_what_to_change() -> None:
     experiment = parse("digits_cnn", [])
     with pytest.raises(ValueError, match=r"copies=2 .* hosts, 1: .*copies 1"):
         check(experiment, hosts=1)
+    divided = parse("digits_cnn", ["--checkpoint.share", "divided"])
+    check(divided, hosts=3)
+    check(divided, hosts=1, memory_tier=False)
+    few = parse("digits_cnn", ["--checkpoint.share", "divided", "--mesh.fsdp", "3"])
+    with pytest.raises(ValueError, match=r"share=divided has nothing .*share full"):
+        check(few, hosts=3)
     with pytest.raises(ValueError, match=r"global_batch=96 .*global_batch 100"):
         check(experiment, hosts=5)
     with pytest.raises(ValueError, match=r"num_classes=9 is less than the 10 classes"):

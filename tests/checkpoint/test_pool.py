@@ -1,0 +1,259 @@
+"""Places are counted right, and what a copy refers to is never written again.
+
+A random history of staging, pushes, commits, pins and drops is played against a plain
+dictionary of what every copy holds; after each step every copy must still hold it.
+"""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from dtft.checkpoint.chunks import ABSENT, Chunks, pack_flags
+from dtft.checkpoint.digest import chunk_digests
+from dtft.checkpoint.owning import Owning
+from dtft.checkpoint.pool import PlacePool
+from dtft.checkpoint.receiving import Hosting
+from dtft.checkpoint.shelf import Copy, Shelf
+from dtft.checkpoint.slices import Slice
+
+CHUNK = 4
+SLICES = tuple(
+    Slice(path=path, start=(0,), stop=(size,), dtype="uint8")
+    for path, size in {"wide": 14, "one": 4, "none": 0, "small": 1}.items()
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("arx"), st.sets(st.integers(0, 3)))))
+def test_places_are_counted_like_a_model(actions) -> None:
+    pool, model = PlacePool(4, 2), [[0, 0] for _ in range(4)]
+    taken: list[np.ndarray] = []
+    for action, numbers in actions:
+        at = np.array(sorted(numbers), np.int64)
+        if action == "a":
+            found = pool.acquire(at)
+            assert (found is None) == any(all(model[n]) for n in numbers)
+            if found is not None:
+                assert set(np.flatnonzero(found != ABSENT)) == numbers
+                for number in numbers:
+                    assert model[number][found[number]] == 0
+                    model[number][found[number]] = 1
+                taken.append(found)
+        elif taken:
+            places = taken[len(numbers) % len(taken)]
+            for number in np.flatnonzero(places != ABSENT):
+                model[number][places[number]] += 1 if action == "r" else -1
+            if action == "r":
+                pool.retain(places)
+                taken.append(places)
+            else:
+                taken = [one for one in taken if one is not places] + [
+                    places for one in taken if one is places
+                ][1:]
+                pool.release(places)
+        assert pool.num_free.tolist() == [counts.count(0) for counts in model]
+
+
+def test_what_is_free_cannot_be_released() -> None:
+    pool = PlacePool(2, 2)
+    places = pool.acquire(np.array([1]))
+    assert places is not None
+    pool.release(places)
+    for refuse in (pool.release, pool.retain):
+        with pytest.raises(ValueError, match="place 0 for chunk 1, which is free"):
+            refuse(places)
+    with pytest.raises(ValueError, match="num_places=0"):
+        PlacePool(1, 0)
+
+
+contents = st.lists(st.integers(0, 2), min_size=7, max_size=7)
+"""A small number for each chunk, so that chunks often stay as they are."""
+
+
+def shelf(num_places: int) -> Shelf:
+    chunks = Chunks.of(SLICES, CHUNK)
+    memory = memoryview(bytearray(num_places * chunks.nbytes))
+    return Shelf(chunks, num_places, lambda: memory)
+
+
+def bytes_of(chunks: Chunks, content: list[int]) -> list[bytes]:
+    """The bytes of each slice."""
+    parts = [bytes([n + 1]) * s for n, s in zip(content, chunks.sizes, strict=False)]
+    return [b"".join(parts[chunks.numbers(i)]) for i in range(len(SLICES))]
+
+
+class History(RuleBasedStateMachine):
+    """One host's own and hosted copies beside what they must be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.lock = Owning(shelf(4)), threading.RLock()
+        self.hosting = Hosting({1: shelf(3)}, self.lock)
+        self.step, self.committed = 0, 0
+        self.staged: dict[int, list[bytes]] = {}
+        self.hosted: dict[int, list[bytes]] = {}
+        self.pins: dict[int, tuple[Copy, list[bytes]]] = {}
+
+    @rule(content=contents, copied=st.sets(st.integers(0, 3)), everything=st.booleans())
+    def stage(self, content, copied, everything) -> None:
+        """The next step, of which all or some slices are copied."""
+        chunks, shelf = self.own.shelf.chunks, self.own.shelf
+        self.step += 1
+        try:
+            room = self.own.begin_stage(self.step)
+        except RuntimeError:
+            assert shelf.pool.num_free.min() == 0
+            return
+        base = self.own.copies.get(room.base)
+        slices = bytes_of(chunks, content)
+        digests = [chunk_digests(one, CHUNK) for one in slices]
+        places = np.frombuffer(room.places, np.uint8)
+        kept = np.zeros(chunks.num_chunks, bool)
+        if base is not None:
+            kept = shelf.unchanged(base, digests)
+        for index, data in enumerate(slices):
+            if everything or index in copied:
+                numbers = chunks.numbers(index)
+                for number in range(numbers.start, numbers.stop):
+                    if not kept[number]:
+                        at = (number - numbers.start) * CHUNK
+                        shelf.chunk(places, number)[:] = data[at : at + CHUNK]
+            else:
+                slices[index], digests[index] = b"", b""
+        self.own.staged(self.step, digests, {}, pack_flags(kept))
+        self.staged[self.step] = slices
+
+    @rule(content=contents, brought=st.sets(st.integers(0, 6)), wrong=st.booleans())
+    def receive(self, content, brought, wrong) -> None:
+        """A push of the newest step, which may be cut or damaged."""
+        chunks = self.hosting.shelves[1].chunks
+        slices = bytes_of(chunks, content)
+        digests = [chunk_digests(one, CHUNK) for one in slices]
+        found = self.hosting.begin(self.step, 1, digests)
+        if found is None:
+            return
+        whole = b"".join(slices)
+        ends = np.cumsum(chunks.sizes)
+        for number in np.flatnonzero(found.lacks()).tolist():
+            memory = found.claim([number])
+            assert memory is not None and found.claim([number]) is None
+            data = whole[ends[number] - chunks.sizes[number] : ends[number]]
+            memory[0][:] = bytes(len(data)) if wrong and number in brought else data
+            if number in brought:
+                found.arrived([number])
+            else:
+                found.failed([number])
+        if self.hosting.conclude(self.step, 1, found, {}):
+            self.hosted[self.step] = slices
+        self.hosting.end(self.step, 1, found)
+
+    @rule()
+    def begin_and_drop(self) -> None:
+        """A push whose step is dropped while it writes."""
+        shelf = self.hosting.shelves[1]
+        data = [bytes([9]) * piece.nbytes for piece in SLICES]
+        digests = [chunk_digests(one, CHUNK) for one in data]
+        found = self.hosting.begin(self.step + 100, 1, digests)
+        if found is None:
+            return
+        numbers = np.flatnonzero(found.lacks()).tolist()
+        memory = found.claim(numbers)
+        self.hosting.drop(lambda step: step <= self.step)
+        for view in memory or ():
+            view[:] = b"!" * len(view)
+        found.failed(numbers)
+        assert not self.hosting.conclude(self.step + 100, 1, found, {})
+        self.hosting.end(self.step + 100, 1, found)
+        assert (shelf.pool.num_free >= 0).all()
+
+    @rule()
+    def commit(self) -> None:
+        """The newest step is safe: older ones go, but for the last commit."""
+        last, self.committed = self.committed, self.step
+
+        def needed(step: int) -> bool:
+            return step >= self.step or step == last
+
+        self._drop(needed)
+
+    @rule()
+    def restore(self) -> None:
+        """The newest own step becomes the only one; what is wrong is filled again."""
+        if not self.staged or self.pins:
+            return
+        step = max(self.staged)
+        self._drop(lambda one: one == step)
+        expected = self.staged[step] = [
+            one or bytes([7]) * piece.nbytes
+            for one, piece in zip(self.staged[step], SLICES, strict=True)
+        ]
+        digests = [chunk_digests(one, CHUNK) for one in expected]
+        for index in self.own.begin_restore(step, digests, {}):
+            parts = self.own.shelf.parts(self.own.copies[step], index)
+            for view in parts.views:
+                view[:] = bytes([7]) * len(view)
+            self.own.restored(step, {SLICES[index]: digests[index]})
+
+    def _drop(self, needed) -> None:
+        self.own.drop(needed)
+        self.hosting.drop(needed)
+        for model in (self.staged, self.hosted):
+            for step in [step for step in model if not needed(step)]:
+                del model[step]
+
+    @precondition(lambda self: self.staged and not self.pins)
+    @rule()
+    def pin(self) -> None:
+        """An export begins."""
+        step = min(self.staged)
+        copy = self.own.copies[step]
+        self.pins[self.own.pin(step)] = copy, self.staged[step]
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self) -> None:
+        """It has ended."""
+        number, _ = self.pins.popitem()
+        self.own.unpin(number)
+
+    @invariant()
+    def every_copy_is_whole(self) -> None:
+        """Byte for byte, whatever was written since."""
+        assert set(self.own.copies) == set(self.staged)
+        assert set(self.hosting.copies) == set(self.hosted)
+        own = [(self.own.copies[step], want) for step, want in self.staged.items()]
+        for copy, want in [*own, *self.pins.values()]:
+            self._same(self.own.shelf, copy, want)
+        for step, want in self.hosted.items():
+            self._same(self.hosting.shelves[1], self.hosting.copies[step][1], want)
+
+    def _same(self, shelf: Shelf, copy: Copy, want: list[bytes]) -> None:
+        for index, data in enumerate(want):
+            if copy.digests[index]:
+                assert bytes(shelf.parts(copy, index)) == data
+                assert shelf.right(copy, index, {})
+
+    def teardown(self) -> None:
+        """When nothing is held any more every place is free."""
+        while self.pins:
+            self.unpin()
+        self._drop(lambda step: False)
+        assert (self.own.shelf.pool.num_free == 4).all()
+        assert (self.hosting.shelves[1].pool.num_free == 3).all()
+        assert not self.hosting.receiving
+
+
+def test_no_history_overwrites_what_is_held() -> None:
+    run_state_machine_as_test(
+        History,
+        settings=settings(max_examples=50, stateful_step_count=20, deadline=None),
+    )
