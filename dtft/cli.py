@@ -5,8 +5,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+SERVE_ONLY = "--serve-only"
 
-def _parser() -> argparse.ArgumentParser:
+
+def _parser(serve_only: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dtft", description="Distributed training that outlives its hosts."
     )
@@ -53,8 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     shrinks(made)
     text = "encrypt, with a certificate that is made for this job"
     made.add_argument("--tls", action="store_true", help=text)
-    made = command("agent", "one host of a job; start one per machine")
-    job(made)
+    if serve_only:
+        made = _serving(commands)
+    else:
+        made = command("agent", "one host of a job; start one per machine")
+        job(made)
+        text = "no trainer: memory for your own processes; see its --help"
+        made.add_argument(SERVE_ONLY, action="store_true", help=text)
     safety(made)
     shrinks(made)
     made.add_argument("--domain", metavar="power=NAME,rack=NAME", help="where it is")
@@ -80,6 +87,39 @@ def _parser() -> argparse.ArgumentParser:
     _checkpoint(commands)
     _scale(commands)
     return parser
+
+
+def _serving(commands: Any) -> argparse.ArgumentParser:
+    """`dtft agent --serve-only`, which has no CONFIG: what trains is not dtft's."""
+    made = commands.add_parser(
+        "agent",
+        help="memory for your own processes",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="dtft agent --serve-only --store HOST:PORT --job NAME --secret-file FILE",
+        description=_SERVING,
+    )
+    made.add_argument(SERVE_ONLY, action="store_true", required=True, help="this")
+    made.add_argument("--hosts", type=_count, help="refuse jobs of another size")
+    made.add_argument("--run-dir", help="logs and events (default: runs/NAME)")
+    return made
+
+
+_SERVING = """\
+Keeps every step of a jax.distributed job in the memory of its hosts. Start one per
+process of the job, and more as spares; they outlive the processes. In the job, in
+every process:
+
+    manager = dtft.checkpoint.ReplicatedCheckpointManager(directory)
+
+A process uses the only free agent of its machine, or the one that DTFT_AGENT_SOCKET
+names (the agent's first line says how). When a host is lost: start an agent in its
+place, if there is no spare, and restart all processes; the newest step comes from the
+memory of the hosts that are left. SIGTERM ends an agent and frees its memory.
+
+Must be the same on every host: --copies N (of every slice; 2), --arena_directory DIR
+(a memory file system; /dev/shm), --timeouts.NAME SECONDS. Directory, intervals and
+retention of the storage tier are those of the first process (ReplicatedOptions)."""
 
 
 class _Help(argparse.Action):
@@ -152,7 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     What argparse does not know is left to the config's own fields, which refuse what
     they do not know either.
     """
-    options, overrides = _parser().parse_known_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    serve_only = given[:1] == ["agent"] and SERVE_ONLY in given
+    options, overrides = _parser(serve_only).parse_known_args(given)
     if getattr(options, "help", None):
         overrides.append("--help")
     from dtft.train import commands

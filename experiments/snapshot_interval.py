@@ -60,14 +60,14 @@ def _size(width: int, layers: int, batch: int) -> tuple[str, ...]:
 SIZES = (
     Size(
         name="100 ms",
-        overrides=_size(128, 2, 32),
+        overrides=_size(128, 2, 48),
         rounds=2,
         steps=120,
         automatic_steps=360,
     ),
     Size(
         name="1 s",
-        overrides=_size(256, 6, 32),
+        overrides=_size(256, 6, 56),
         rounds=1,
         steps=36,
         automatic_steps=104,
@@ -193,8 +193,8 @@ NOTES = (
     "against the tier off in the same round, median over rounds. Inflation of auto: "
     "what a snapshot adds to the steps beside its replication, against quiet steps of "
     "the same run (as the leader measures it), spread over the interval; the line in "
-    "the figure is its budget. Steps at risk: committed steps that a loss of all "
-    "copies' holders aside can cost; the step that replicates comes on top.",
+    "the figure is its budget. Steps at risk: from one snapshot to the next; while a "
+    "snapshot is not replicated yet, so are those since the one before it.",
 )
 
 

@@ -7,6 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtft.checkpoint.attach import NoAgent as NoAgent
+    from dtft.checkpoint.manager import AgentGone as AgentGone
     from dtft.checkpoint.options import ReplicatedOptions as ReplicatedOptions
     from dtft.checkpoint.replicated import (
         ReplicatedCheckpointManager as ReplicatedCheckpointManager,
@@ -15,14 +17,18 @@ if TYPE_CHECKING:
     from dtft.checkpoint.versions import Corrupt as Corrupt
 
 _PUBLIC = {
+    "AgentGone": "dtft.checkpoint.manager",
     "Corrupt": "dtft.checkpoint.versions",
+    "NoAgent": "dtft.checkpoint.attach",
     "ReplicatedCheckpointManager": "dtft.checkpoint.replicated",
     "ReplicatedOptions": "dtft.checkpoint.options",
     "StorageFailed": "dtft.checkpoint.storing",
 }
 
 __all__ = [
+    "AgentGone",
     "Corrupt",
+    "NoAgent",
     "ReplicatedCheckpointManager",
     "ReplicatedOptions",
     "StorageFailed",

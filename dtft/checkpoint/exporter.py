@@ -17,10 +17,12 @@ import numpy as np
 from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.departure import from_hex, refuse_corrupt
 from dtft.checkpoint.export_plan import ExportWorld, export_world
+from dtft.checkpoint.job_layout import record_in
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.save_server import serve
 from dtft.checkpoint.slices import Layout, Slice, slice_at
 from dtft.checkpoint.storage import StorageTier
+from dtft.checkpoint.tree_tier import TreeTier
 
 JOIN_S = 60
 """The processes of one export start within this time of each other, or give up."""
@@ -72,7 +74,7 @@ class ArenaExporter:
         self._chunks = Chunks.of(pieces, opening.chunk_bytes)
         self._index = {piece: index for index, piece in enumerate(pieces)}
         self._arena = Path(opening.arena)
-        self._tier = StorageTier(opening.directory, max_to_keep=opening.max_to_keep)
+        self._tier = _tier(opening, self._layout)
 
     def save(
         self, *, step: int, places: str, digests: list[str], items: dict[str, Any]
@@ -137,6 +139,13 @@ class ArenaExporter:
                 dtype=np.dtype(leaf.dtype),
             )
         return arrays
+
+
+def _tier(opening: Opening, layout: Layout) -> StorageTier | TreeTier:
+    directory, keep = opening.directory, opening.max_to_keep
+    if record_in(layout, {}) is not None:
+        return TreeTier(directory, layout, max_to_keep=keep)
+    return StorageTier(directory, max_to_keep=keep)
 
 
 def _check(opening: Opening, world: ExportWorld, needed: int) -> None:

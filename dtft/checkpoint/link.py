@@ -56,8 +56,12 @@ class Link:
         """Connects to the agent that listens at `path`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
-        with _address(path) as address:
-            connection.connect(address)
+        try:
+            with _address(path) as address:
+                connection.connect(address)
+        except BaseException:
+            connection.close()
+            raise
         connection.settimeout(None)
         return cls(connection)
 
@@ -75,12 +79,20 @@ class Link:
         except OSError as error:
             raise LinkClosed(f"sending {op!r} failed: {error}") from error
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Waits for the next message; the other end's death ends the wait.
+
+        Args:
+            timeout_s: limit of every wait for bytes, also of those after this one.
 
         Raises:
             LinkClosed: the other end has gone.
+            TimeoutError: nothing came within `timeout_s`.
         """
+        try:
+            self._socket.settimeout(timeout_s)
+        except OSError as error:
+            raise LinkClosed("the link was closed here") from error
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         if length > _LARGEST:
             raise LinkClosed(f"message of {length} bytes refused, at most {_LARGEST}")
@@ -91,6 +103,8 @@ class Link:
         while len(parts) < size:
             try:
                 part = self._socket.recv(min(size - len(parts), 1 << 20))
+            except TimeoutError:
+                raise
             except OSError as error:
                 raise LinkClosed(f"receiving failed: {error}") from error
             if not part:

@@ -49,7 +49,7 @@ class RestoreArgs:
 
 
 class AgentGone(RuntimeError):
-    """The agent of this trainer has ended; so must the trainer."""
+    """The agent of this process has ended, or has let go of it; says why."""
 
 
 class AgentCheckpointManager:
@@ -58,7 +58,7 @@ class AgentCheckpointManager:
     def __init__(
         self,
         link: Link,
-        layout: Layout,
+        layout: Layout | None,
         *,
         slot: int,
         chunk_bytes: int,
@@ -68,7 +68,7 @@ class AgentCheckpointManager:
         automatic: bool = False,
         last: int | None = None,
     ) -> None:
-        """Announces the layout and waits for what the agent was told to restore.
+        """Announces the layout, if it is known, as `announce` does.
 
         Args:
             link: to the agent.
@@ -87,7 +87,7 @@ class AgentCheckpointManager:
             AgentGone: the agent has ended.
         """
         self._link, self._deadline_s = link, deadline_s
-        self._plan = SnapshotPlan(layout, slot, chunk_bytes)
+        self._slot, self._chunk_bytes = slot, chunk_bytes
         self._storage_directory = storage_directory
         self._condition = threading.Condition()
         self._order: dict[str, Any] | None = None
@@ -96,7 +96,7 @@ class AgentCheckpointManager:
         self._asked: int | None = None
         self._last_step = last
         self._outbox = Outbox(link)
-        self._gone = False
+        self._gone, self._farewell = False, "this host's agent has ended"
         self._released = self._committed = self._saved = 0
         self._stop_at: int | None = None
         self._schedule = Schedule.of(cadence or Cadence.every(1))
@@ -108,7 +108,18 @@ class AgentCheckpointManager:
         self.stalls_s: list[float] = []
         """Seconds that each `save` held up the training thread."""
         threading.Thread(target=self._hear, daemon=True).start()
-        link.send("layout", layout=layout.to_json())
+        if layout is not None:
+            self.announce(layout)
+
+    def announce(self, layout: Layout) -> None:
+        """Tells the layout and waits for what the agent was told to restore.
+
+        Raises:
+            TimeoutError: the agent did not answer in time.
+            AgentGone: the agent has ended.
+        """
+        self._plan = SnapshotPlan(layout, self._slot, self._chunk_bytes)
+        self._send("layout", layout=layout.to_json())
         self._wait(lambda: self._order is not None, "the agent's restore order")
         assert self._order is not None
         self._arena = Arena.attach(Path(self._order["arena"]))
@@ -157,18 +168,24 @@ class AgentCheckpointManager:
         self._asked, self._room = step, None
         self._outbox.send("stage", step=step)
 
-    def _wait(self, ready: Any, what: str) -> None:
+    def _wait(self, ready: Any, what: str, limit_s: float | None = None) -> None:
+        limit_s = limit_s or self._deadline_s
         with self._condition:
-            self._condition.wait_for(
-                lambda: self._gone or ready(), timeout=self._deadline_s
-            )
+            self._condition.wait_for(lambda: self._gone or ready(), timeout=limit_s)
             if self._gone:
-                raise AgentGone("this host's agent has ended")
+                raise AgentGone(self._farewell)
             if not ready():
                 raise TimeoutError(
-                    f"{self._deadline_s:.0f} s waiting for {what}; "
-                    "limit: timeouts.start"
+                    f"{limit_s:.0f} s waiting for {what}; limit: timeouts.start"
                 )
+
+    def _send(self, op: str, **fields: Any) -> None:
+        try:
+            self._link.send(op, **fields)
+        except LinkClosed as error:
+            with self._condition:  # the last words may still be on their way here
+                self._condition.wait_for(lambda: self._gone, timeout=1.0)
+            raise AgentGone(self._farewell) from error
 
     # ------------------------------------------------------------- Orbax's shape
 

@@ -8,6 +8,7 @@ know what is saved.
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,23 @@ class OpenedDirectory:
     that is not there and would drop an older one for it.
     """
 
-    def __init__(self, directory: Path, options: ocp.CheckpointManagerOptions) -> None:
-        """Touches nothing yet."""
+    def __init__(
+        self,
+        directory: Path,
+        options: ocp.CheckpointManagerOptions,
+        trees: Sequence[str] = ("state",),
+        values: Sequence[str] = ("items",),
+    ) -> None:
+        """Touches nothing yet.
+
+        Args:
+            directory: of the steps.
+            options: of Orbax.
+            trees: names of the items that are trees of arrays.
+            values: names of the items that are JSON, one or more.
+        """
         self.directory, self._options = directory, options
+        self.names = tuple(trees), tuple(values)
         self._opened: ocp.CheckpointManager | None = None
         self._home: tuple[int, int] | None = None
         self._saving: int | None = None
@@ -44,8 +59,11 @@ class OpenedDirectory:
         return self._opened
 
     def _handlers(self) -> dict[str, Any]:
-        state, items = ocp.StandardCheckpointHandler(), ocp.JsonCheckpointHandler()
-        finalize = items.finalize
+        trees, values = self.names
+        handlers: dict[str, Any] = {n: ocp.StandardCheckpointHandler() for n in trees}
+        handlers |= {name: ocp.JsonCheckpointHandler() for name in values}
+        last = handlers[values[-1]]
+        finalize = last.finalize
 
         def checked(directory: Any) -> None:
             # Called when all bytes are written and before the step gets its name. An
@@ -53,8 +71,8 @@ class OpenedDirectory:
             self._check_home()
             finalize(directory)
 
-        items.finalize = checked  # pyright: ignore[reportAttributeAccessIssue]
-        return {"state": state, "items": items}
+        last.finalize = checked
+        return handlers
 
     def _check_home(self) -> None:
         if _identity(self.directory) != self._home:
@@ -63,7 +81,9 @@ class OpenedDirectory:
                 "was being written; the step is left out"
             )
 
-    def save(self, step: int, args: ocp.args.Composite) -> None:
+    def save(
+        self, step: int, args: ocp.args.Composite, custom_metadata: Any = None
+    ) -> None:
         """Begins to write a step, in place of one of the same number."""
         if self._opened is not None and _identity(self.directory) != self._home:
             self._forget()
@@ -71,7 +91,7 @@ class OpenedDirectory:
         try:
             if step in manager.all_steps():
                 manager.delete(step)
-            manager.save(step, args=args, force=True)
+            manager.save(step, args=args, force=True, custom_metadata=custom_metadata)
         except BaseException:
             self._forget()
             raise

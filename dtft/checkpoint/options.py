@@ -43,6 +43,9 @@ class ReplicatedOptions:
     """Every so many bytes have a digest of their own."""
     storage_timeout_s: float = 300.0
     """Limit of one write to storage; training never waits for it, `close` does."""
+    agent: str | None = None
+    """In a job of several processes: path of the socket of this process's agent. By
+    default $DTFT_AGENT_SOCKET, or the only agent of this machine that is free."""
 
     def __post_init__(self) -> None:
         for name in ("max_to_keep", "memory_to_keep"):

@@ -25,6 +25,11 @@ GAIN = 0.98
 SPREAD = 0.5
 """Part of the time until the next snapshot over which a push is spread: the rest is for
 checking, committing, and being late."""
+MOST_STEPS = 2
+"""As if the next snapshot came after so many steps at most: until a push has ended, a
+loss costs the steps of the snapshot before."""
+LIMIT_PART = 0.25
+"""A push is never spread over more than this part of its deadline."""
 SMALL_BYTES = 1 << 20
 """Less than this is sent in one piece in any case."""
 LONGEST_S = 0.25
@@ -78,13 +83,22 @@ class Trial:
         return replace(self, count=count)
 
 
-def spread_rate(nbytes: int, step_s: float, interval: int) -> float:
+def spread_rate(nbytes: int, step_s: float, interval: int, limit_s: float) -> float:
     """Bytes per second at which a push ends well before the next snapshot.
 
-    >>> spread_rate(100, step_s=2.0, interval=5)
-    20.0
+    Args:
+        nbytes: of the push.
+        step_s: wall time of a step, in seconds.
+        interval: steps until the next snapshot.
+        limit_s: deadline of a push, in seconds.
+
+    >>> spread_rate(100, step_s=2.0, interval=1, limit_s=30.0)
+    100.0
+    >>> spread_rate(100, step_s=2.0, interval=64, limit_s=30.0)
+    50.0
     """
-    return nbytes / (SPREAD * step_s * interval)
+    spread_s = SPREAD * step_s * min(interval, MOST_STEPS)
+    return nbytes / min(spread_s, LIMIT_PART * limit_s)
 
 
 class Bucket:
@@ -120,9 +134,9 @@ class Bucket:
 class Pace:
     """The pace of one host's pushes, from what its trainer measures."""
 
-    def __init__(self, nbytes: int) -> None:
-        """`nbytes`: of all that this host pushes after a snapshot, at most."""
-        self._nbytes, self._trial = nbytes, Trial()
+    def __init__(self, nbytes: int, limit_s: float) -> None:
+        """Of pushes of `nbytes` in all, each with a deadline of `limit_s`."""
+        self._nbytes, self._limit_s, self._trial = nbytes, limit_s, Trial()
         self.bucket = Bucket()
 
     def staged(self, step_s: float, interval: int) -> None:
@@ -135,7 +149,7 @@ class Pace:
         if self._nbytes < SMALL_BYTES:
             return
         self._trial = self._trial.observed(step_s)
-        rate = spread_rate(self._nbytes, step_s, interval)
+        rate = spread_rate(self._nbytes, step_s, interval, self._limit_s)
         self.bucket.limit(rate if self._trial.spread else None)
         if self._trial.count == 2 * TRIED:
             logger.info("%s", self._trial.text(rate))

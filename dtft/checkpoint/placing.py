@@ -75,7 +75,7 @@ def as_wanted(
     Raises:
         ValueError: the target has another shape or dtype.
     """
-    kind = _kind(target, record)
+    kind = kind_wanted(target, record)
     if kind in ("array", "key"):
         sharding = getattr(target, "sharding", None) or sharding
         if target is not None and kind == "array":
@@ -83,7 +83,8 @@ def as_wanted(
         array = _on_devices(value, sharding, record)
         if kind == "key":
             array = jax.random.wrap_key_data(array, impl=record.impl)
-            array = jax.device_put(array, sharding) if sharding else array
+            if sharding and array.sharding != sharding:
+                array = jax.device_put(array, sharding)
             _refuse_other(array, record, target)
         return array
     if kind in _PYTHON:
@@ -100,7 +101,12 @@ def as_wanted(
     return array[()] if kind == "scalar" else array
 
 
-def _kind(target: Any, record: LeafRecord) -> str:
+def kind_wanted(target: Any, record: LeafRecord) -> str:
+    """What a leaf becomes for the user's `target`: a `Kind`.
+
+    Raises:
+        ValueError: the target is nothing that a leaf could become.
+    """
     if target is None:
         return record.kind
     if record.kind == "key":

@@ -145,11 +145,6 @@ def _standard_tree(name: str, item: Any) -> Any:
 
 def _leaf_record(path: str, leaf: Any) -> LeafRecord:
     if isinstance(leaf, jax.Array):
-        if not leaf.is_fully_addressable:
-            raise ValueError(
-                f"leaf {path!r} spans processes ({leaf.sharding}). Allowed: arrays of "
-                "this process. In a job of many processes `dtft agent` is needed."
-            )
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = jax.eval_shape(jax.random.key_data, leaf)
             impl = str(jax.random.key_impl(leaf))

@@ -1,28 +1,24 @@
 """The public checkpoint manager: every saved step in memory, some of them in storage.
 
 Has the shape of Orbax's `AbstractCheckpointManager`, so that a loop written for
-`ocp.CheckpointManager` swaps it in. Brings the parts together under one lock; must not
-know how steps are laid out in memory, reach storage, or are read back.
+`ocp.CheckpointManager` swaps it in. Holds the promises and the arguments; the work is
+done by `local_steps.py` in a process of its own, by `job_steps.py` in one of several.
 """
 
 import atexit
 import logging
 import os
-import threading
-from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from dtft.checkpoint.options import ReplicatedOptions, best, is_due
-from dtft.checkpoint.reading import Reader
-from dtft.checkpoint.record import Record, record_of
+from dtft.checkpoint.job_steps import JobSteps
+from dtft.checkpoint.local_steps import LocalSteps
+from dtft.checkpoint.options import ReplicatedOptions, is_due
 from dtft.checkpoint.save_clock import SaveClock
-from dtft.checkpoint.storing import Storing
-from dtft.checkpoint.versions import Versions
 
 logger = logging.getLogger(__name__)
 
@@ -56,19 +52,20 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     ) -> None:
         """Lists the directory; memory is reserved by the first save.
 
+        In a `jax.distributed` job of several processes every one of them makes this
+        call: each attaches to the agent of its host, and waits until all have.
+
         Args:
-            directory: of the storage tier; may hold steps that stock Orbax wrote.
+            directory: of the storage tier; may hold steps that stock Orbax wrote. In a
+                job of several processes one that every host sees.
             options: intervals, retention and limits.
 
         Raises:
-            ValueError: this is one process of several.
+            ValueError: an option or the directory does not fit.
+            NoAgent: in a job of several processes: there is no agent that takes this
+                process; says what to do.
+            TimeoutError: the other processes did not attach in time; names them.
         """
-        if jax.distributed.is_initialized() and jax.process_count() > 1:
-            raise ValueError(
-                f"this is one of {jax.process_count()} processes. Allowed: a process "
-                "of its own. Jobs of several hosts run under `dtft launch` or `dtft "
-                "agent`, which keep every step in several hosts' memory."
-            )
         text = os.fspath(directory)
         self._directory = epath.Path(text if "://" in text else os.path.abspath(text))
         self._options = options or ReplicatedOptions()
@@ -76,22 +73,25 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         self._clock = SaveClock(
             None if interval == "auto" else interval, self._options.automatic
         )
-        self._condition = threading.Condition()
-        self._versions = Versions(
-            keep=self._options.memory_to_keep, chunk_bytes=self._options.chunk_bytes
-        )
-        self._storing = Storing(
-            self._directory, self._options, self._versions, self._condition
-        )
-        self._reader = Reader(self._versions, self._storing)
+        many = jax.distributed.is_initialized() and jax.process_count() > 1
+        work = JobSteps if many else LocalSteps
+        self._work: JobSteps | LocalSteps = work(self._directory, self._options)
         self._closed, self._owner = False, os.getpid()
-        atexit.register(self._close_at_exit)
+        atexit.register(self._leave_at_exit)
 
     def __enter__(self) -> "ReplicatedCheckpointManager":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._end():
+            self._work.leave()
 
     # -------------------------------------------------------------------- steps
 
@@ -102,10 +102,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
 
     def all_steps(self, read: bool = False) -> list[int]:
         """The steps on offer, ascending; `read` lists the directory again."""
-        with self._condition:
-            if read:
-                self._storing.reload()
-            return self._reader.steps()
+        return self._work.all_steps(read)
 
     def latest_step(self) -> int | None:
         """The newest step on offer, or None."""
@@ -113,11 +110,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
 
     def best_step(self) -> int | None:
         """The step on offer with the best metrics; without `best_fn` the newest."""
-        if self._options.best_fn is None:
-            return self.latest_step()
-        with self._condition:
-            steps = self.all_steps()
-            return best(steps, self._storing.scores(set(steps)))
+        return self._work.best_step()
 
     def reload(self) -> None:
         """Lists the directory again, in case someone else has changed it."""
@@ -129,7 +122,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
 
     def should_save(self, step: int) -> bool:
         """Whether `save` takes this step: see `ReplicatedOptions`."""
-        latest = self.latest_step()
+        latest = self._work.newest()
         if is_due(self._clock.cadence, step, latest):
             return True
         return (latest is None or step > latest) and self.reached_preemption(step)
@@ -166,19 +159,10 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         self._refuse_closed()
         if not force and not self.should_save(step):
             return False
+        at_once = self.reached_preemption(step)
         with self._clock.saving(step, args):
-            self._save(step, *record_of(args, metrics, custom_metadata))
+            self._work.save(step, args, metrics, custom_metadata, at_once)
         return True
-
-    def _save(self, step: int, record: Record, values: Sequence[Any]) -> None:
-        with self._condition:
-            if step in self.all_steps():
-                raise StepAlreadyExistsError(
-                    f"step={step} exists already: {self._reader.offered}. Allowed: "
-                    "a step that does not. Call delete(step) first."
-                )
-            version = self._versions.write(step, record, values)
-            self._storing.committed(version, at_once=self.reached_preemption(step))
 
     # ------------------------------------------------------------------ restore
 
@@ -200,8 +184,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
             CheckpointUnreadable: the step is in storage, but cannot be read.
         """
         self._refuse_closed()
-        with self._condition:
-            return self._reader.restore(step, args)
+        return self._work.restore(step, args)
 
     # ----------------------------------------------------------------- metadata
 
@@ -211,18 +194,15 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         Leaves are jax.ShapeDtypeStruct, so the result serves as a restore's target; of
         a step that stock Orbax wrote it is what stock Orbax gives.
         """
-        with self._condition:
-            return self._reader.item_metadata(step)
+        return self._work.item_metadata(step)
 
     def metadata(self, step: int | None = None) -> Any:
         """Orbax's metadata of a step, or of the directory without `step`."""
-        with self._condition:
-            return self._reader.metadata(step)
+        return self._work.metadata(step)
 
     def metrics(self, step: int) -> Any:
         """The metrics that were saved with a step, or None."""
-        with self._condition:
-            return self._storing.metrics(self._reader.chosen(step))
+        return self._work.metrics(step)
 
     # ---------------------------------------------------------- waiting and ending
 
@@ -232,18 +212,15 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             StorageFailed: a write to storage failed.
         """
-        with self._condition:
-            self._storing.wait()
+        self._work.wait_until_finished()
 
     def check_for_errors(self) -> None:
         """Raises StorageFailed, once, if a write to storage has failed."""
-        with self._condition:
-            self._storing.check()
+        self._work.check_for_errors()
 
     def is_saving_in_progress(self) -> bool:
         """Whether a step is being written to storage."""
-        with self._condition:
-            return self._storing.is_writing
+        return self._work.is_saving_in_progress()
 
     def delete(self, step: int) -> None:
         """Removes a step from memory and from storage.
@@ -252,11 +229,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
             FileNotFoundError: there is no such step.
         """
         self._refuse_closed()
-        with self._condition:
-            self._reader.chosen(step)
-            self._storing.delete(step)
-            if step in self._versions.steps:
-                self._versions.drop(step)
+        self._work.delete(step)
 
     def close(self) -> None:
         """Brings the newest step to storage, then gives all memory back.
@@ -264,25 +237,20 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             StorageFailed: it did not get there; the memory is given back all the same.
         """
-        with self._condition:
-            if self._closed:
-                return
-            self._closed = True
-            atexit.unregister(self._close_at_exit)
-        try:
-            with self._condition:
-                self._storing.write_newest()
-                self._storing.wait()
-        finally:
-            self._storing.end()
-            with self._condition:
-                self._versions.close()
+        if self._end():
+            self._work.close()
 
-    def _close_at_exit(self) -> None:
-        if os.getpid() != self._owner:
-            return  # a forked child
+    def _end(self) -> bool:
+        """Whether this call is the one that ends the manager."""
+        ended, self._closed = self._closed, True
+        atexit.unregister(self._leave_at_exit)
+        return not ended
+
+    def _leave_at_exit(self) -> None:
+        if os.getpid() != self._owner or not self._end():
+            return  # a forked child, or closed
         try:
-            self.close()
+            self._work.leave()
         except Exception:
             logger.exception("closing the checkpoint manager failed")
 

@@ -8,6 +8,7 @@ commits.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +61,7 @@ class SnapshotPlan:
     def write(
         self,
         step: int,
-        arrays: Mapping[str, jax.Array],
+        arrays: Mapping[str, jax.Array | np.ndarray],
         memory: memoryview,
         places: np.ndarray,
         base: Snapshot | None = None,
@@ -76,7 +77,8 @@ class SnapshotPlan:
 
         Args:
             step: number of the step.
-            arrays: leaf path to global array, all ready.
+            arrays: leaf path to global array, all ready; or to a numpy array of which
+                every process has all.
             memory: the arena, from its start.
             places: [chunks] uint8, a free place for each chunk.
             base: the last snapshot, if it still is in the arena.
@@ -90,7 +92,7 @@ class SnapshotPlan:
             if copied is not None and not copied[index]:
                 digests.append(b"")
                 continue
-            raw = host_bytes(_shard_of(arrays[piece.path], piece))
+            raw = _bytes_of(arrays[piece.path], piece)
             mine = slice(self._first[index], self._first[index + 1])
             known = base.digests[index] if base is not None else b""
             found = self._write_slice(raw, memory, where[mine], known, calm[mine])
@@ -155,7 +157,7 @@ class SnapshotPlan:
         places: np.ndarray,
         digests: Sequence[bytes],
         abstract: Mapping[str, jax.ShapeDtypeStruct],
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Any]:
         """Builds the global arrays from an arena, checking every digest.
 
         Args:
@@ -163,6 +165,8 @@ class SnapshotPlan:
             places: [chunks] uint8, the place of each chunk.
             digests: of every slice.
             abstract: leaf path to shape, dtype and sharding.
+
+        A leaf whose struct has no sharding becomes a numpy array.
 
         Raises:
             CorruptCopy: names the first slice whose bytes do not match.
@@ -201,6 +205,12 @@ def _bounds(
     return tuple(r[0] for r in ranges), tuple(r[1] for r in ranges)
 
 
+def _bytes_of(array: jax.Array | np.ndarray, piece: Slice) -> memoryview:
+    if isinstance(array, np.ndarray):
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return host_bytes(_shard_of(array, piece))
+
+
 def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
     for shard in array.addressable_shards:
         if _bounds(shard.index, array.shape) == (piece.start, piece.stop):
@@ -220,9 +230,11 @@ def _aligned(nbytes: int) -> np.ndarray:
 
 def _global_array(
     struct: jax.ShapeDtypeStruct, copies: Mapping[tuple, np.ndarray]
-) -> jax.Array:
+) -> jax.Array | np.ndarray:
     sharding = struct.sharding
-    assert sharding is not None
+    if sharding is None:
+        (whole,) = copies.values()
+        return whole
     indices = sharding.addressable_devices_indices_map(struct.shape)
     parts = [
         jax.device_put(copies[_bounds(index, struct.shape)], device)

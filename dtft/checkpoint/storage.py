@@ -56,7 +56,7 @@ class StorageTier:
         self.directory = Path(directory).absolute()
         self._read_only = read_only
         self._opened = OpenedDirectory(
-            self.directory, _options(max_to_keep, timeout_s, read_only)
+            self.directory, orbax_options(max_to_keep, timeout_s, read_only)
         )
 
     def save(
@@ -255,9 +255,10 @@ def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
         tier.close()
 
 
-def _options(
+def orbax_options(
     max_to_keep: int, timeout_s: int, read_only: bool
 ) -> ocp.CheckpointManagerOptions:
+    """How Orbax's manager treats a directory of ours."""
     if read_only:
         return ocp.CheckpointManagerOptions(
             read_only=True, create=False, save_interval_steps=0

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from dtft.checkpoint.departure import from_hex, refuse_corrupt
-from dtft.checkpoint.fingerprint import fingerprints
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placing import as_array
-from dtft.checkpoint.record import RECORD, LeafRecord, Record
+from dtft.checkpoint.record import LeafRecord, Record
 from dtft.checkpoint.save_server import serve
 from dtft.checkpoint.slices import offsets_of
+from dtft.checkpoint.tree_tier import items_of
 
 
 class TreeExporter:
@@ -87,7 +86,7 @@ class TreeExporter:
         values = [
             _value(leaf, view) for leaf, view in zip(saved.leaves, views, strict=True)
         ]
-        items = _items(saved, values)
+        items = items_of(saved, values)
         paths = [leaf.path for leaf in saved.leaves]
         parts = [Parts([view]) for view in views]
         copies = zip(paths, parts, from_hex(digests), strict=True)
@@ -110,17 +109,6 @@ class TreeExporter:
             self._manager.delete(step)
 
 
-def _items(record: Record, values: list[Any]) -> dict[str, Any]:
-    items: dict[str, Any] = {
-        name: ocp.args.StandardSave(record.tree(name, values))
-        for name in record.structures
-    }
-    for name, value in record.json_items.items():
-        items[name] = ocp.args.JsonSave(value)
-    beside = {"record": record.to_json(), "fingerprints": prints(record, values)}
-    return items | {RECORD: ocp.args.JsonSave(beside)}
-
-
 def _value(leaf: LeafRecord, view: memoryview) -> Any:
     """A leaf as it is given to Orbax; None for an empty array, which it refuses."""
     array = as_array(view, leaf)
@@ -133,18 +121,6 @@ def _value(leaf: LeafRecord, view: memoryview) -> Any:
     if leaf.kind == "key":
         return jax.random.wrap_key_data(jax.device_put(array), impl=leaf.impl)
     return array
-
-
-def prints(record: Record, values: list[Any]) -> dict[str, str]:
-    """A fingerprint for every leaf that is not empty, by path."""
-    plain: dict[str, Any] = {}
-    for leaf, value in zip(record.leaves, values, strict=True):
-        if leaf.kind == "key":
-            plain[leaf.path] = jax.random.key_data(value)
-        elif value is not None:
-            is_jax = isinstance(value, jax.Array)
-            plain[leaf.path] = value if is_jax else np.asarray(value, leaf.dtype)
-    return fingerprints(plain)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,9 @@ LEADER_EVENTS = {
 class Agent:
     """Runs until the job has a result, or this host is told to leave."""
 
+    leader_class: type[Leader] = Leader
+    follower_class: Callable[..., Follower] = Follower
+
     def __init__(self, config: AgentConfig, store: Store) -> None:
         """Creates this host's memory directory and listens; joins nothing yet."""
         refuse_taken_name(store, config)
@@ -66,8 +69,7 @@ class Agent:
         self._credentials = Credentials(
             job=config.job, secret=config.secret, tls=config.tls
         )
-        shutil.rmtree(config.memory_directory, ignore_errors=True)
-        config.memory_directory.mkdir(parents=True, mode=0o700)
+        self._prepare_memory()
         (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
         self._board = Board(config.memory_directory / "board", create=True)
         self._view = View()
@@ -80,7 +82,7 @@ class Agent:
             self._emit,
         )
         self._peers = Peers(self._emit)
-        self._follower = Follower(
+        self._follower = self.follower_class(
             config, self._credentials, self._board, self._emit, self._report
         )
         inbox = self._follower.inbox()
@@ -103,7 +105,7 @@ class Agent:
             raise ValueError(
                 f"--bind {config.bind}: {error.strerror}. Give an address of this host."
             ) from error
-        record = HostRecord(
+        self._record = HostRecord(
             host=config.host,
             address=self._server.address,
             incarnation=self._incarnation,
@@ -112,8 +114,12 @@ class Agent:
             domain=config.domain,
         )
         self._membership = Membership(
-            store, config.job, record, config.timeouts.lease, self._emit
+            store, config.job, self._record, config.timeouts.lease, self._emit
         )
+
+    def _prepare_memory(self) -> None:
+        shutil.rmtree(self._config.memory_directory, ignore_errors=True)
+        self._config.memory_directory.mkdir(parents=True, mode=0o700)
 
     def _emit(self, *event: Any) -> None:
         self._events.put(event)
@@ -131,7 +137,7 @@ class Agent:
             JobMismatch: the secret or the config differs from the job's.
         """
         try:
-            check_job(self._membership, self._config)
+            check_job(self._store, self._config)
             check_domain(self._store, self._config)
             self._membership.start()
             self._follower.warm()
@@ -224,7 +230,7 @@ class Agent:
                 return
             self._depose()
         logger.info("leading, term %d", view.leader_revision)
-        self._leader = Leader(
+        self._leader = self.leader_class(
             self._config,
             self._membership,
             view,
@@ -285,7 +291,7 @@ class Agent:
         op = message["op"]
         fields = {key: value for key, value in message.items() if key != "op"}
         if op == "reform":
-            self._follower.reform(tuple(fields["ballot"]))
+            self._follower.reform(**{**fields, "ballot": tuple(fields["ballot"])})
         elif op == "prepare":
             self._follower.prepare({**fields, "ballot": tuple(fields["ballot"])})
         elif op == "replicate":
@@ -298,6 +304,8 @@ class Agent:
             self._follower.lend(fields["step"])
         elif op == "expect":
             self._follower.expect(**fields)
+        else:
+            self._follower.pass_on(op, **fields)
 
     # --------------------------------------------------- from peers (as leader)
 

@@ -61,11 +61,15 @@ class AgentConfig:
     """Bytes under one digest."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """Every deadline."""
+    served: bool = False
+    """The trainers are the user's own processes, which attach."""
+    storage: Path | None = None
+    """The storage tier, if it is not below the run directory."""
 
     @property
     def storage_directory(self) -> Path:
         """The storage tier."""
-        return self.run_directory / "checkpoints"
+        return self.storage or self.run_directory / "checkpoints"
 
     @property
     def memory_directory(self) -> Path:

@@ -71,6 +71,26 @@ class Coordinator:
         _kill(self._waiting)
 
 
+class NoCoordinator:
+    """In place of `Coordinator` where the user's processes have a service already."""
+
+    def __init__(self, config: AgentConfig, emit: Callable[..., None]) -> None:
+        """Starts nothing."""
+        del config
+        self._emit = emit
+
+    def start(self, num_processes: int, ballot: tuple[int, int]) -> None:
+        """It serves at once."""
+        del num_processes
+        self._emit("coordinator", ballot, "")
+
+    def end(self) -> None:
+        """Nothing runs."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
 def _kill(process: subprocess.Popen) -> None:
     process.kill()
     process.wait(timeout=10)

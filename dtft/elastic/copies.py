@@ -17,7 +17,6 @@ from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.arena_map import arena_bytes
 from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.pace import Pace
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.shares import Shares
 from dtft.checkpoint.slices import Layout
@@ -39,8 +38,6 @@ class Copies:
         self._shares: dict[Holder, Shares] = {}
         self.former: tuple[Holder, ...] = ()
         """Of the formations since the last commit, where they were others."""
-        self.pace = Pace(0)
-        """Of the pushers made last."""
         self._reserve: Future[Arena] | None = None
         self._placed: dict[Holder, tuple[str, ...]] = {}
         self._lock = threading.Lock()  # a restore that was given up may still end
@@ -192,25 +189,12 @@ class Copies:
         credentials: Credentials,
         epoch: tuple[int, int],
     ) -> list[Pusher]:
-        """One for each copy that a peer keeps; `addresses` are by slot.
-
-        They keep to a new `pace`.
-        """
+        """One for each copy that a peer keeps; `addresses` are by slot."""
         holder = self.holder
         assert holder is not None
         limit_s = self._config.timeouts.replicate
-        pieces = (piece for push in holder.outgoing for piece in push.slices)
-        self.pace = Pace(sum(piece.nbytes for piece in pieces))
         return [
-            Pusher(
-                holder,
-                push,
-                addresses[push.target],
-                credentials,
-                epoch,
-                limit_s,
-                self.pace.bucket.sent,
-            )
+            Pusher(holder, push, addresses[push.target], credentials, epoch, limit_s)
             for push in holder.outgoing
         ]
 

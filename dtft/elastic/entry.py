@@ -10,11 +10,13 @@ import time
 
 from dtft.checkpoint.domains import from_labels
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.membership import Membership, read_view
+from dtft.elastic.membership import claim, job_key, read_view
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import Store
 
 PAUSE_S = 0.1
+SERVED = "--serve-only"
+"""What a job of the user's own processes has in place of the digest of a config."""
 
 
 class JobMismatch(ValueError):
@@ -59,7 +61,7 @@ def check_domain(store: Store, config: AgentConfig) -> None:
         raise JobMismatch(f"--domain of {config.host}: {error}") from error
 
 
-def check_job(membership: Membership, config: AgentConfig) -> None:
+def check_job(store: Store, config: AgentConfig) -> None:
     """Compares this host's secret and config with those of the job, or sets them.
 
     Raises:
@@ -69,11 +71,25 @@ def check_job(membership: Membership, config: AgentConfig) -> None:
     secret_proof = proof_of(config.secret, config.job)
     mine = {"secret": secret_proof, "config": config.config_digest}
     mine |= {"tls": config.tls is not None}
-    found = json.loads(membership.claim_job(json.dumps(mine).encode()))
+    key = job_key(config.job, "m/fingerprint")
+    found = json.loads(claim(store, key, json.dumps(mine).encode()))
     if not hmac.compare_digest(found["secret"], secret_proof):
         raise JobMismatch(
             f"the secret of --secret-file is not that of job {config.job!r} "
             f"at {config.store}: copy the job's secret file to this host."
+        )
+    if found["config"].startswith(SERVED) != config.served:
+        asked, begun = ("with", "without") if config.served else ("without", "with")
+        raise JobMismatch(
+            f"job {config.job!r} at {config.store} was begun {begun} --serve-only, "
+            f"this agent is started {asked} it. Start every agent of a job alike, or "
+            "use another --job."
+        )
+    if config.served and found["config"] != config.config_digest:
+        raise JobMismatch(
+            f"job {config.job!r} at {config.store} was begun with {found['config']}, "
+            f"this agent has {config.config_digest}. Start every agent alike, or use "
+            "another --job."
         )
     if found.get("tls", False) != mine["tls"]:
         has = "encrypts its connections" if found.get("tls") else "does not use TLS"

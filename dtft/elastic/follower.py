@@ -14,13 +14,14 @@ from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.interval import Window
 from dtft.checkpoint.nixl import started
+from dtft.checkpoint.pace import Pace
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.exports import ExportDesk, Exporter
 from dtft.elastic.processes import free_port
-from dtft.elastic.replication import Inbox, Pusher
+from dtft.elastic.replication import Inbox, Pusher, share_pace
 from dtft.elastic.restoring import restore_into
 from dtft.elastic.trainers import TrainerPool, start_message
 
@@ -40,6 +41,8 @@ class Formation:
     pushers: list[Pusher] = field(default_factory=list)
     turn: int = 0
     """Steps staged; equal on all hosts, which take turns in copying."""
+    pace: Pace | None = None
+    """That the pushers keep to."""
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -61,19 +64,22 @@ class Follower:
         """`report(op, **fields)` sends to the leader, `emit(...)` to the event loop."""
         self._config, self._credentials, self._board = config, credentials, board
         self._emit, self._report = emit, report
-        self._logs = config.run_directory / "logs"
-        self._pool = TrainerPool(
-            config.trainer_command,
-            config.trainer_environment,
-            config.memory_directory / "agent.sock",
-            self._logs / f"{config.host}.trainer.log",
-            emit,
-        )
+        self._pool = self._make_pool()
         self._copies = Copies(config)
         self._nixl = started() if config.nixl else None
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
         self._exports = ExportDesk(config, credentials, board, emit, self._exported)
+
+    def _make_pool(self) -> TrainerPool:
+        config = self._config
+        return TrainerPool(
+            config.trainer_command,
+            config.trainer_environment,
+            config.memory_directory / "agent.sock",
+            config.run_directory / "logs" / f"{config.host}.trainer.log",
+            self._emit,
+        )
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -100,26 +106,37 @@ class Follower:
         """Has memory ready for a slot of the running job, should one be free."""
         self._copies.expect(Layout.from_json(layout), domains)
 
-    def reform(self, ballot: tuple[int, int]) -> None:
-        """Stops training here and reports what this host holds, read and checked."""
+    def reform(
+        self, ballot: tuple[int, int], reason: str = "", fatal: bool = False
+    ) -> None:
+        """Stops training here and reports what this host holds, read and checked.
+
+        Args:
+            ballot: of the round.
+            reason: why, for whoever trains here.
+            fatal: what has happened would happen again to the same processes.
+        """
         if ballot < self._ballot:
             return
         self._ballot = ballot
         self._board.set("recovering", 1)
-        self._stand_down()
+        self._stand_down(reason, fatal)
         self._report(
             "holdings",
             ballot=ballot,
-            **self._copies.report(),
-            finished=self._board.get("finished"),
+            **self._holds(),
         )
 
-    def _stand_down(self) -> None:
+    def _holds(self) -> dict[str, Any]:
+        """What the leader decides from."""
+        return self._copies.report() | {"finished": self._board.get("finished")}
+
+    def _stand_down(self, reason: str = "", fatal: bool = False) -> None:
         formation, self._formation = self._formation, None
-        if formation is not None:
-            for pusher in formation.pushers:
-                pusher.close()
-            self._pool.kill_active()
+        for pusher in formation.pushers if formation is not None else ():
+            pusher.close()
+        if formation is not None or fatal:
+            self._pool.kill_active(reason, waiting=fatal)
         self._exports.stand_down()
         for field_name in ("computing", "replicating", "committing", "exporting"):
             self._board.set(field_name, 0)
@@ -224,6 +241,10 @@ class Follower:
         self._pool.send("release", step=step, committed=committed, **told)
         self.warm()
 
+    def pass_on(self, op: str, **fields: Any) -> None:
+        """The leader has something to say to whoever trains here."""
+        self._pool.send(op, **fields)
+
     # --------------------------------------------------------------- the trainer
 
     def trainer_linked(self, pid: int, link: Any) -> None:
@@ -232,8 +253,8 @@ class Follower:
 
     def trainer_says(self, pid: int, message: dict[str, Any]) -> None:
         """A message of the trainer; those of an ended one are ignored."""
-        active, formation = self._pool.active, self._formation
-        if active is None or active.process.pid != pid or formation is None:
+        formation = self._formation
+        if not self._pool.is_active(pid) or formation is None:
             return
         op, holder = message.pop("op"), self._copies.holder
         if op == "layout":
@@ -262,6 +283,10 @@ class Follower:
             except OSError as error:
                 self._fatal(str(error))
                 return
+        self._accept(formation, layout)
+
+    def _accept(self, formation: Formation, layout: Layout) -> None:
+        """The layout is the formation's: copies can travel."""
         formation.announced = True
         self._start_pushers(formation)
         self._report("layout", ballot=self._ballot, layout=layout.to_json())
@@ -272,6 +297,8 @@ class Follower:
             formation.pushers = self._copies.pushers(
                 formation.order["addresses"], self._credentials, formation.epoch
             )
+            limit_s = self._config.timeouts.replicate
+            formation.pace = share_pace(formation.pushers, limit_s)
 
     def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
         """Sends the slices of a restored step again to peers that lack them."""
@@ -299,9 +326,9 @@ class Follower:
         formation.turn += 1
         self._board.set("staged", step)
         self._board.set("replicating", step)
-        if (window := message["window"]) is not None:
-            step_s = Window(**window).step_s
-            self._copies.pace.staged(step_s, message["interval"])
+        if formation.pace is not None and message["window"] is not None:
+            step_s = Window(**message["window"]).step_s
+            formation.pace.staged(step_s, message["interval"])
         for pusher in formation.pushers:
             pusher.offer(step)
         self._report(
@@ -337,7 +364,7 @@ class Follower:
             self._exported(order["step"], False, text)
 
     def lend(self, step: int) -> None:
-        """Keeps a step for peers that lack some of it to export; 0 ends that."""
+        """Keeps a step for peers that lack some of it to export; -1 ends that."""
         holder = self._copies.holding(step)
         if holder is not None:
             self._exports.lend(holder, step)
@@ -351,6 +378,6 @@ class Follower:
 
     def close(self) -> None:
         """Ends every process of this host and frees its memory."""
-        self._stand_down()
+        self._stand_down("this agent ends")
         self._pool.close()
         self._copies.close()

@@ -23,7 +23,7 @@ def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> Non
     holder = inbox.holder()
     reply: dict[str, Any] = {
         "epoch": inbox.epoch(),
-        "slot": holder.slot if holder else -1,
+        "slot": holder.slot if holder and inbox.epoch() > (0, 0) else -1,
         "layout": holder.layout.to_json() if holder else "",
         "arena_bytes": holder.path.stat().st_size if holder else 0,
         "storage_directory": str(config.storage_directory),

@@ -7,8 +7,10 @@ boundary after which a change is in force: one that no trainer passes before it 
 
 from collections.abc import Mapping, Sequence
 
+from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.interval import Experience, Window, inflation, next_interval
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.roles import Assignment
 
 
 class Intervals:
@@ -26,6 +28,14 @@ class Intervals:
         """Steps that may pass until the next snapshot."""
         self.changes: Sequence[tuple[int, int]] = ()
         """The last change, to be told: (after which boundary, interval)."""
+
+    def resumed(self, assignment: Assignment, commits: Sequence[Commit]) -> None:
+        """Until the first report: what the commit says that the job goes on from."""
+        known = {commit.step: commit.interval for commit in commits}
+        if assignment.source == "init":
+            self.reach = self._cadence.interval
+        elif assignment.source == "memory":
+            self.reach = known.get(assignment.step, self.reach)
 
     def heard(
         self, step: int, interval: int | None, window: Mapping[str, float] | None

@@ -18,6 +18,8 @@ KEPT_EVENTS = 10_000
 """Events kept in memory while they cannot be written."""
 WAIT_S = 1.0
 """So long is the file waited for; a disk that is well takes milliseconds."""
+IDLE_S = 5.0
+"""The thread that writes ends when there was nothing to write for so long."""
 
 
 class Journal:
@@ -33,7 +35,8 @@ class Journal:
         self._waiting: deque[str] = deque(maxlen=KEPT_EVENTS)
         self._said: dict[str, str] = {}
         self._changed = threading.Condition()
-        self._writing, self._hangs = False, False
+        self._asked, self._done = 0, 0
+        self._running, self._hangs = False, False
         self._torn = False
         self.last_commit = 0
 
@@ -50,43 +53,49 @@ class Journal:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Appends one event with the wall-clock time."""
+        self._note(kind, fields)
+        self._flush()
+
+    def _note(self, kind: str, fields: dict[str, Any]) -> None:
+        """Has the thread write one more event."""
         record = {"time": time.time(), "event": kind, "by": self._host, **fields}
         with self._changed:
             self._waiting.append(json.dumps(record) + "\n")
-        self._flush()
+            self._asked += 1
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, daemon=True).start()
+            self._changed.notify_all()
 
     def _flush(self) -> None:
-        """Has what waits written; a file that hangs is waited for only once."""
+        """Waits until all is written; for a file that hangs only once."""
         with self._changed:
-            if not self._writing:
-                self._writing = True
-                self._hangs = False
-                threading.Thread(target=self._write, daemon=True).start()
             if self._hangs:
                 return
-            self._changed.wait_for(lambda: not self._writing, WAIT_S)
-            self._hangs = self._writing
+            asked = self._asked
+            self._changed.wait_for(lambda: self._done >= asked, WAIT_S)
+            self._hangs = self._done < asked
         if self._hangs:
             _tell(f"{self._path} hangs; training goes on, events wait in memory")
 
-    def _write(self) -> None:
-        """Writes what waits, until nothing does or it cannot be written."""
+    def _run(self) -> None:
+        """Writes what waits, whenever there is more; ends when there is nothing."""
         while True:
             with self._changed:
-                lines = list(self._waiting)
-                # What follows a line that was torn by a full disk begins anew.
-                text = "\n" * self._torn + "".join(lines)
-            error = self._append(text) if lines else None
-            with self._changed:
-                if error is None:
-                    for line in lines:
-                        if self._waiting and self._waiting[0] is line:
-                            self._waiting.popleft()
-                self._torn = error is not None
-                if error is not None or not self._waiting:
-                    self._writing = False
-                    self._changed.notify_all()
+                more = self._changed.wait_for(lambda: self._asked > self._done, IDLE_S)
+                if not more:
+                    self._running = False
                     return
+                asked, lines = self._asked, list(self._waiting)
+            # What follows a line that was torn by a full disk begins anew.
+            error = self._append("\n" * self._torn + "".join(lines))
+            with self._changed:
+                for line in lines if error is None else ():
+                    if self._waiting and self._waiting[0] is line:
+                        self._waiting.popleft()
+                self._done, self._torn = asked, error is not None
+                self._hangs = False
+                self._changed.notify_all()
 
     def _append(self, text: str) -> OSError | None:
         try:
@@ -103,9 +112,14 @@ class Journal:
         return None
 
     def committed(self, step: int, root: str) -> None:
-        """Remembers and records a commit; `root` is the digest over its slices."""
+        """Remembers and records a commit, which waits for nothing.
+
+        Args:
+            step: of the commit.
+            root: the digest over its slices.
+        """
         self.last_commit = step
-        self.event("commit", step=step, root=root)
+        self._note("commit", {"step": step, "root": root})
 
     def recovery(self, report: RecoveryReport, detected: float, ended: float) -> None:
         """Prints the recovery line and records every figure."""

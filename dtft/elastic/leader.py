@@ -21,7 +21,7 @@ from dtft.elastic.journal import Journal
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.mender import Mender
 from dtft.elastic.records import Records
-from dtft.elastic.reports import fault_of, fields_of, misfit
+from dtft.elastic.reports import FIELDS, fault_of, fields_of, misfit
 from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.scaling import Scaling
@@ -44,6 +44,9 @@ FATAL_INPUT = 2
 class Leader:
     """Forms and re-forms the job; see the module's text."""
 
+    rounds_class: type[Rounds] = Rounds
+    reports = FIELDS
+
     def __init__(
         self,
         config: AgentConfig,
@@ -55,6 +58,7 @@ class Leader:
     ) -> None:
         """Takes over. `send(host, op, **fields)` reaches any connected host."""
         self._config, self._emit, self._journal = config, emit, journal
+        self._send = send
         self._records = Records(membership, view, emit, journal, config.store)
         self._roster = Roster(time.monotonic(), config.timeouts.connect)
         self._health = StorageHealth(config.storage_directory)
@@ -62,7 +66,7 @@ class Leader:
         self._fruitless = 0
         self._storage = StorageWatch(config.storage_directory)
         self._sizes = sizes = Sizes(config, self._records, journal)
-        self._rounds = Rounds(
+        self._rounds = self.rounds_class(
             *(config, self._records, self._roster, emit, send, journal),
             *(self._health, self._storage, sizes),
         )
@@ -144,14 +148,14 @@ class Leader:
 
     def hears(self, host: str, message: dict[str, Any]) -> None:
         """A report of a host; wrong ones and those of an older ballot are refused."""
-        if self._refused(host, fault_of(message)):
+        if self._refused(host, fault_of(message, self.reports)):
             return
         op = message["op"]
         ballot = tuple(message.get("ballot", ()))
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "fatal":
             if round_ is None or ballot in ((), round_.ballot):
-                self._on_fatal(message["message"], message.get("code", FATAL_INPUT))
+                self._fail(message["message"], message.get("code", FATAL_INPUT))
         elif round_ is not None and ballot == round_.ballot:
             slots = round_.assignment.slots if round_.assignment else ()
             ledger = self._rounds.ledger
@@ -159,15 +163,16 @@ class Leader:
             if self._refused(host, misfit(host, message, slots, layout)):
                 return
             try:
-                getattr(self, f"_on_{op}")(host, **fields_of(message))
+                getattr(self, f"_on_{op}")(host, **fields_of(message, self.reports))
             except Divergence as error:
-                self._ending.end("error", str(error))
+                self._fail(str(error))
         elif op == "trainer_exit" and self._rounds.phase == "gathering":
             assert round_ is not None
             slots = previous.slots if previous else ()  # it died beside what began this
             round_.reasons.append(death(slots, host, message["code"]))
 
-    def _on_fatal(self, message: str, code: int) -> None:
+    def _fail(self, message: str, code: int = 1) -> None:
+        """What has happened would happen again: the job ends, or its new size does."""
         if code != FATAL_INPUT or not self._scaling.undone(message):
             self._ending.end("error", message, code=code)
 
@@ -206,8 +211,7 @@ class Leader:
         if ledger is None and assignment is not None:
             self._rounds.open_ledger(announced, assignment)
         elif ledger and ledger.layout.digest != announced.digest:
-            text = f"{host} announced another state layout than its peers"
-            self._ending.end("error", text)
+            self._fail(f"{host} announced another state layout than its peers")
 
     def _on_running(self, host: str, bytes_from_storage: int, **_: Any) -> None:
         round_ = self._rounds.current
@@ -222,13 +226,14 @@ class Leader:
         self._rounds.succeeded()
         if round_.assignment.rung == 0:
             self._journal.event("started", step=round_.assignment.step)
-            assert self._rounds.ledger is not None
-            self._sizes.forewarn(self._rounds.ledger.layout)
+            if self._rounds.ledger is not None:
+                self._sizes.forewarn(self._rounds.ledger.layout)
         else:
             now = time.time()
             report = report_of(round_, self._rounds.previous, now)
             self._journal.recovery(report, round_.detected, now)
-            self._scaling.trained(report)
+            if self._rounds.ledger is not None:
+                self._scaling.trained(report)
 
     def _stage_limit(self) -> float:
         ledger = self._rounds.ledger
@@ -275,6 +280,9 @@ class Leader:
         if outcome is None:
             return
         self._journal.event("export", step=step, ok=outcome, error=error)
+        self._export_ended(host, step, outcome, error)
+
+    def _export_ended(self, host: str, step: int, outcome: bool, error: str) -> None:
         if outcome:
             self._storage.wrote(step)
             self._records.put("stored", step, "stored", str(step))

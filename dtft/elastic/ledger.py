@@ -47,7 +47,7 @@ class Ledger:
             config: the leader's own settings.
             layout: what the trainers announced.
             assignment: the formation.
-            stored: the newest step in storage, 0 for none.
+            stored: the newest step in storage, -1 for none.
             export_addresses: host to the host:port at which it would lead an export.
             addresses: host to the host:port at which it serves its peers.
             record: queues the write of a commit.
@@ -65,7 +65,7 @@ class Ledger:
         """Who copied what of the steps for which an export may still be ordered."""
         self.pending: Commit | None = None
         """Complete, but the store has not confirmed it yet."""
-        self.committed = assignment.step
+        self.committed = -1 if assignment.source == "init" else assignment.step
         self.intervals = Intervals(config)
         self.stop_at: int | None = None
         self.stopping = False
@@ -169,7 +169,7 @@ class Ledger:
         due = step // interval > last // interval
         if self._export is not None:
             self.overdue = step if due else self.overdue
-        elif (due or not self._exported) and self._health.may_try(self._clock()):
+        elif due and self._health.may_try(self._clock()):
             self.export(step)
 
     def _release(self, step: int, *, committed: bool) -> None:
@@ -184,6 +184,16 @@ class Ledger:
             )
 
     # -------------------------------------------------------------------- export
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some step was begun and is not complete."""
+        return bool(self._trackers)
+
+    @property
+    def exported(self) -> int:
+        """The newest step in storage, -1 for none."""
+        return self._exported
 
     @property
     def exporting(self) -> int | None:
@@ -267,7 +277,7 @@ class Ledger:
 
     def _end_loans(self) -> None:
         for host in self._lenders:
-            self._send(host, "lend", step=0)
+            self._send(host, "lend", step=-1)
         self._lenders = []
 
     def export_answer(self, host: str, step: int, ok: bool) -> bool | None:

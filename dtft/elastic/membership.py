@@ -85,6 +85,14 @@ def read_commits(store: Store, job: str) -> tuple[Commit, ...]:
     return tuple(Commit.from_json(line) for line in lines)
 
 
+def claim(store: Store, key: str, value: bytes) -> bytes:
+    """Stores a value that a job has once, if it has none; returns the one in force."""
+    store.txn([Compare(key=key, target="create", value=0)], [Put(key=key, value=value)])
+    pair = store.get(key)
+    assert pair is not None
+    return pair.value
+
+
 class Membership:
     """This host's keys in the store, kept alive by two threads."""
 
@@ -110,6 +118,7 @@ class Membership:
         self.upkeep = Upkeep(store)
         """Of the history that the leader's writes leave behind."""
         self._lease = 0
+        self._putting = threading.Lock()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -131,10 +140,27 @@ class Membership:
 
     def _register(self) -> None:
         self._lease = self._store.grant(self._lease_s)
-        value = self._record.to_json().encode()
-        self._store.put(
-            self.key(f"m/hosts/{self._record.host}"), value, lease=self._lease
-        )
+        self._put_record()
+
+    def _put_record(self) -> None:
+        with self._putting:  # a record must not overtake a newer one
+            value = self._record.to_json().encode()
+            key = self.key(f"m/hosts/{self._record.host}")
+            self._store.put(key, value, lease=self._lease)
+
+    def describe(self, record: HostRecord) -> None:
+        """This host has something else to say of itself; does not wait."""
+        self._record = record
+        thread = threading.Thread(target=self._put_until_done, daemon=True)
+        thread.start()
+
+    def _put_until_done(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._put_record()
+                return
+            except StoreUnavailable:
+                self._stop.wait(0.2)
 
     def _keep_alive(self) -> None:
         up = True
@@ -207,16 +233,6 @@ class Membership:
         """The write that records these commits."""
         text = "\n".join(commit.to_json() for commit in commits)
         return Put(key=self.key("c/commits"), value=text.encode())
-
-    def claim_job(self, proof: bytes) -> bytes:
-        """Stores the job's fingerprint if there is none; returns the one in force."""
-        key = self.key("m/fingerprint")
-        self._store.txn(
-            [Compare(key=key, target="create", value=0)], [Put(key=key, value=proof)]
-        )
-        pair = self._store.get(key)
-        assert pair is not None
-        return pair.value
 
     def leave(self) -> None:
         """Ends this host's registration; errors are of no interest any more."""

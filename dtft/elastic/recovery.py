@@ -194,7 +194,7 @@ class RecoveryReport:
         where = {
             "memory": f"{size_text(self.bytes_from_peers)} from peers' memory, "
             f"{size_text(self.bytes_from_own_memory)} from own memory",
-            "storage": f"{size_text(self.bytes_from_storage)} from storage",
+            "storage": _from_storage(self.bytes_from_storage),
             "init": "the initial state (storage holds no step yet)",
         }[self.source]
         corrupt = (
@@ -213,6 +213,11 @@ class RecoveryReport:
             f"training again {self.total_s:.2f} s after it was noticed; "
             f"{self.processes_restarted} processes restarted"
         )
+
+
+def _from_storage(num_bytes: int) -> str:
+    # A user's own process reads storage after this, when it likes.
+    return f"{size_text(num_bytes)} from storage" if num_bytes else "from storage"
 
 
 def transfers_to(

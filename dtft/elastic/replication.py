@@ -18,6 +18,7 @@ from dtft.checkpoint import wire
 from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.nixl import Nixl
+from dtft.checkpoint.pace import Pace
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placement import Push
 from dtft.checkpoint.pushing import Outgoing, receive_chunks, send_push
@@ -42,21 +43,24 @@ class Pusher:
         credentials: Credentials,
         epoch: Epoch,
         deadline_s: float,
-        paced: Callable[[int], None] | None = None,
     ) -> None:
-        """Starts the thread; the connection is made with the first step.
-
-        `paced`, if given, is told all bytes sent and pauses, to have them sent slowly.
-        """
+        """Starts the thread; the connection is made with the first step."""
         self._holder, self._push, self._address = holder, push, address
         self.target = push.target
         self._credentials, self._epoch = credentials, epoch
-        self._deadline_s, self._paced = deadline_s, paced
+        self._deadline_s = deadline_s
+        self.paced: Callable[[int], None] | None = None
+        """Is told all bytes sent and pauses, to have them sent more slowly."""
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._closed = threading.Event()
         self._channel: Channel | None = None
         self._sizes = Chunks.of(push.slices, holder.chunk_bytes).sizes
         threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one push, if all of it is sent."""
+        return sum(piece.nbytes for piece in self._push.slices)
 
     def offer(self, step: int) -> None:
         """Queues a staged step."""
@@ -112,13 +116,21 @@ class Pusher:
     def _connect(self, deadline: float) -> Channel:
         left = min(deadline - time.monotonic(), 5.0)
         channel = connect(self._address, self._credentials, {"op": "push"}, left)
-        channel.paced = self._paced
+        channel.paced = self.paced
         return channel
 
     def _hang_up(self) -> None:
         if self._channel is not None:
             self._channel.close()
         self._channel = None
+
+
+def share_pace(pushers: Sequence[Pusher], limit_s: float) -> Pace:
+    """Has pushers that have not begun yet keep to one pace; their deadline is given."""
+    pace = Pace(sum(pusher.nbytes for pusher in pushers), limit_s)
+    for pusher in pushers:
+        pusher.paced = pace.bucket.sent
+    return pace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,6 +160,20 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
 }
 """The reports there are, and what each of their fields must be."""
 
+SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
+    **FIELDS,
+    "holdings": {**FIELDS["holdings"], "attached_ns": _number},
+    "flush": {
+        "ballot": _ballot,
+        "slot": _number,
+        "token": _number,
+        "step": _number,
+        "store": _flag,
+    },
+    "process_gone": {"ballot": _ballot},
+}
+"""As `FIELDS`, in a job whose processes are the user's own."""
+
 OPTIONAL: Mapping[str, frozenset[str]] = {
     "staged": frozenset({"interval", "window"}),
     "fatal": frozenset({"ballot", "slot", "code"}),
@@ -170,12 +184,14 @@ OPTIONAL: Mapping[str, frozenset[str]] = {
 
 OF_A_SLOT = (
     *("prepared", "prepare_failed", "layout", "running"),
-    *("staged", "held", "finished"),
+    *("staged", "held", "finished", "flush"),
 )
 """Reports that only the host of a slot can make."""
 
 
-def fault_of(message: Mapping[str, Any]) -> str | None:
+def fault_of(
+    message: Mapping[str, Any], table: Mapping[str, Mapping[str, Check]] = FIELDS
+) -> str | None:
     """What is wrong with a report by itself; None if nothing is.
 
     >>> fault_of({"op": "trainer_exit", "ballot": [7, 1], "code": "9"})
@@ -183,7 +199,7 @@ def fault_of(message: Mapping[str, Any]) -> str | None:
     >>> fault_of({"op": "trainer_exit", "ballot": [7, 1], "code": 9})
     """
     op = message.get("op")
-    fields = FIELDS.get(op) if isinstance(op, str) else None
+    fields = table.get(op) if isinstance(op, str) else None
     if fields is None:
         return f"there is no report {_short(op)}"
     for name, check in fields.items():
@@ -193,12 +209,14 @@ def fault_of(message: Mapping[str, Any]) -> str | None:
     return f"{op}: no {', '.join(sorted(missing))}" if missing else None
 
 
-def fields_of(message: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(
+    message: Mapping[str, Any], table: Mapping[str, Mapping[str, Check]] = FIELDS
+) -> dict[str, Any]:
     """What counts of a report without fault: the fields that the leader knows.
 
     A host of a newer version may say more.
     """
-    known = FIELDS[message["op"]].keys() - {"ballot"}
+    known = table[message["op"]].keys() - {"ballot"}
     return {name: value for name, value in message.items() if name in known}
 
 

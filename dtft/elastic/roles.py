@@ -31,6 +31,10 @@ class HostRecord:
     """Process id of the agent, for people who look for it."""
     domain: str = ""
     """Label of its failure domains, as `checkpoint.domains` reads it."""
+    process: int = -1
+    """Index of the user's process that is attached to the agent, -1 for none."""
+    attached_ns: int = 0
+    """Wall-clock time at which it attached; another one for every process."""
 
     def to_json(self) -> str:
         """JSON; inverse of `from_json`."""

@@ -13,8 +13,15 @@ from typing import Literal
 from dtft.checkpoint.domains import FailureDomains
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.coordinator import Coordinator
-from dtft.elastic.forming import Round, assign, export_addresses, next_round, orders
+from dtft.elastic.coordinator import Coordinator, NoCoordinator
+from dtft.elastic.forming import (
+    Round,
+    assign,
+    export_addresses,
+    main_reason,
+    next_round,
+    orders,
+)
 from dtft.elastic.journal import Journal
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
@@ -63,7 +70,8 @@ class Rounds:
         self._sizes = sizes
         self._send, self._journal, self._health = send, journal, health
         self._storage = storage
-        self._coordinator = Coordinator(config, emit)
+        service = NoCoordinator if config.served else Coordinator
+        self._coordinator = service(config, emit)
         self._counter = 0
         self._failures: dict[int, int] = {}
         self._quarantined: set[int] = set()
@@ -74,12 +82,18 @@ class Rounds:
         self.assignment: Assignment | None = None
         self.ledger: Ledger | None = None
         self.frozen = False
-        self._storage_missed = False
+        self._storage_missed = self._fatal = False
 
-    def form(self, reason: str) -> None:
-        """Begins a new formation, or one more attempt at it."""
+    def form(self, reason: str, *, fatal: bool = False) -> None:
+        """Begins a new formation, or one more attempt at it.
+
+        Args:
+            reason: what has happened.
+            fatal: it would happen again to the same processes.
+        """
         if self.frozen:
             return
+        self._fatal = fatal
         self._counter += 1
         ballot = (self._records.view.leader_revision, self._counter)
         self.current = next_round(self.current, ballot, reason, time.time())
@@ -94,7 +108,9 @@ class Rounds:
     def ask(self, host: str) -> None:
         """Has a host stand down and say what it holds."""
         assert self.current is not None
-        self._send(host, "reform", ballot=self.current.ballot)
+        reason = main_reason(self.current.reasons)
+        told = {"reason": reason, "fatal": self._fatal}
+        self._send(host, "reform", ballot=self.current.ballot, **told)
 
     def enter(self, phase: Phase, limit_s: float) -> None:
         """Awaits something else, or the next of the same, for `limit_s` seconds."""
@@ -109,24 +125,29 @@ class Rounds:
             return
         if self.ledger is not None and self.ledger.pending is not None:
             return  # a complete step is still to be recorded; this is called again then
+        filled = self._filled(self._roster.usable(hosts))
+        present = [record for record in filled if record is not None]
+        if len(present) < len(filled):
+            self._wait_for_hosts([s for s, host in enumerate(filled) if host is None])
+        else:
+            self._assign(round_, present)
+
+    def _filled(self, usable: list[HostRecord]) -> tuple[HostRecord | None, ...]:
+        """The host of each slot, None where there is none."""
+        assert self.current is not None
         old = self.previous
         slots = zip(old.slots, old.incarnations, strict=True) if old else ()
-        usable = self._roster.usable(hosts)
-        layout, domains = round_.layout_of(self._records.commits), self._domains()
+        domains = self._domains()
+        layout = self.current.layout_of(self._records.commits)
         size = self._sizes.choose(len(usable), layout)
         group = Groups.of(layout, self._config.sizes).group[1] if layout else 1
-        filled = seat(
+        return seat(
             list(slots),
             usable,
             size,
             group,
             lambda seats, spares: preferred(old, layout, seats, spares, domains),
         )
-        present = [record for record in filled if record is not None]
-        if len(present) < len(filled):
-            self._wait_for_hosts([s for s, host in enumerate(filled) if host is None])
-        else:
-            self._assign(round_, present)
 
     def _domains(self) -> FailureDomains:
         domains, problem = known_domains(self._records.view.hosts.values())
@@ -233,13 +254,14 @@ class Rounds:
             self._config,
             layout,
             assignment,
-            stored=self._storage.newest,
+            stored=max(self._storage.steps(), default=-1),
             export_addresses=export_addresses(self.current, assignment, view.hosts),
             addresses={host: record.address for host, record in view.hosts.items()},
             record=self._records.commit,
             send=self._send,
             health=self._health,
         )
+        self.ledger.intervals.resumed(assignment, self._records.commits)
         self.ledger.stopping = view.stop
         _, problem = shortfall(
             assignment.spread,

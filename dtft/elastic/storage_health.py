@@ -18,7 +18,10 @@ _ADVICE = (
     (("read-only file system",), "mount it for writing"),
     (("permission denied", "operation not permitted"), "give this user write access"),
     (
-        ("replaced or unmounted", "no such file", "not_found", "stale file handle"),
+        (
+            *("replaced or unmounted", "no such file", "not_found", "not a directory"),
+            "stale file handle",
+        ),
         "mount the file system again, or put the directory back",
     ),
     (("corrupt in this host's memory",), "test that memory if this comes again"),

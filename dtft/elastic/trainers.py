@@ -119,6 +119,10 @@ class TrainerPool:
         if trainer.link is not None:
             trainer.link.send("start", **message)
 
+    def is_active(self, pid: int) -> bool:
+        """Whether this process is the active trainer."""
+        return self.active is not None and self.active.process.pid == pid
+
     def send(self, op: str, **fields: Any) -> None:
         """Sends to the active trainer; one that just died is found by its exit."""
         if self.active is not None and self.active.link is not None:
@@ -138,8 +142,9 @@ class TrainerPool:
             return "active"
         return "ended"
 
-    def kill_active(self) -> None:
-        """SIGKILLs the active trainer and waits until it has gone."""
+    def kill_active(self, reason: str = "", *, waiting: bool = False) -> None:
+        """SIGKILLs the active trainer, who needs no reason, and waits until it ends."""
+        del reason, waiting
         trainer, self.active = self.active, None
         if trainer is not None:
             trainer.process.kill()

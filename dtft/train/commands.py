@@ -120,6 +120,10 @@ def cluster_options(
 
 
 def _agent(options: Namespace, overrides: list[str]) -> int:
+    if options.serve_only:
+        from dtft.train.serve_command import serve
+
+        return serve(options, overrides, _secret(options))
     from dtft.elastic.agent import Agent
     from dtft.elastic.etcd import EtcdStore, version_warning
     from dtft.elastic.store import StoreUnavailable
@@ -160,8 +164,7 @@ def _agent_config(options: Namespace, overrides: list[str]):
 
     experiment = _experiment(options, overrides)
     check(experiment)
-    if ":" not in options.store:
-        raise UserError(f"--store {options.store!r} is not HOST:PORT, e.g. etcd-0:2379")
+    check_address(options.store)
     secret = _secret(options)
     host = options.host_name or f"{socket.gethostname()}-{os.getpid()}"
     flags = host_flags.settings(options, host)
@@ -199,6 +202,12 @@ def _agent_config(options: Namespace, overrides: list[str]):
         timeouts=experiment.timeouts,
         **flags,
     )
+
+
+def check_address(store: str) -> None:
+    """Raises UserError unless --store is HOST:PORT."""
+    if ":" not in store:
+        raise UserError(f"--store {store!r} is not HOST:PORT, e.g. etcd-0:2379")
 
 
 def _digest(experiment: Experiment) -> str:

@@ -21,7 +21,7 @@ class WindowClock:
     >>> for step in range(11, 19):
     ...     clock.dispatched(step, step - 1.0)
     >>> clock.finished(18, 18.5, released_at=11.5, stall_s=0.25)
-    Window(affected_steps=3, affected_s=3.5, quiet_steps=5, quiet_s=5.0, stall_s=0.25)
+    Window(affected_steps=4, affected_s=4.5, quiet_steps=4, quiet_s=4.0, stall_s=0.25)
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class WindowClock:
             (number, at)
             for number, at in dispatched
             if number > begin + AHEAD and at >= released_at
-        ]
+        ][1:]  # the step that ran at the first of these moments began before it
         quiet_steps = quiet[-1][0] - quiet[0][0] if quiet else 0
         quiet_s = quiet[-1][1] - quiet[0][1] if quiet else 0.0
         return Window(

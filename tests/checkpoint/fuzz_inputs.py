@@ -18,7 +18,7 @@ from dtft.checkpoint.transport import Credentials
 from tests.checkpoint.hosts import CHUNK, EPOCH, JOB, Host, content
 
 STEP = 7
-OPS = ("push", "fetch", "control", "inspect", "export", "echo")
+OPS = ("push", "fetch", "control", "inspect", "export", "scale", "echo")
 OTHER = Credentials(job="another", secret=b"o" * 32)
 """Of a job of which strangers could learn just as much, or as little."""
 Say = Callable[["Member"], None]
@@ -259,8 +259,9 @@ def bad_question(rng: random.Random, _: Host) -> MemoryStream:
     """What people who look at a job would not ask."""
 
     def say(member: Member) -> None:
-        member.frame({"op": rng.choice(("inspect", "export"))})
-        question = {"verify": rng.choice((True, some_value(rng)))}
+        member.frame({"op": rng.choice(("inspect", "export", "scale"))})
+        question = {"verify": rng.choice((True, some_value(rng))), "limit_s": 1.0}
+        question["replicas"] = rng.choice((2, some_value(rng)))
         for _ in range(rng.randrange(1, 4)):
             data = rng.randbytes(rng.choice((0, 0, 0, 9)))
             size = rng.choice((None, None, 0, 2**40))

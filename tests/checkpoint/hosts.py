@@ -27,6 +27,7 @@ from dtft.elastic.demands import serve_export
 from dtft.elastic.inspection import serve_inspection
 from dtft.elastic.peers import Peers
 from dtft.elastic.replication import FetchOrder, Inbox, serve_fetch, serve_pushes
+from dtft.elastic.scaling import serve_scaling
 
 JOB = Credentials(job="job", secret=b"s" * 32)
 CHUNK = 256
@@ -94,6 +95,7 @@ class Host:
                 "control": peers.serve,
                 "inspect": lambda c: serve_inspection(c, config, self.inbox),
                 "export": lambda c: serve_export(c, config, self._emit),
+                "scale": lambda c: serve_scaling(c, self._emit),
                 "echo": echo,
             },
         )
@@ -102,8 +104,8 @@ class Host:
     def _emit(self, *event: Any) -> None:
         """Where an agent has its event loop; nobody leads here."""
         self.events.append(event)
-        if event[0] == "export_wanted":
-            event[1]({"error": "nobody leads here"})
+        if event[0] in ("export_wanted", "scaling_wanted"):
+            event[-1]({"error": "nobody leads here"})
 
     def stage(self, step: int) -> None:
         """Writes and digests this slot's bytes of a step, as a trainer does."""

@@ -124,7 +124,8 @@ def ordered_digest(bench: Bench, rng: random.Random) -> str:
     addresses = [peer.address for peer in bench.peers]
     outcome = bench.restore(addresses, digests=digests | {key: bytes(changed)})
     told = any(key in text for text in outcome.get("corrupt", ()))
-    return bench.fetch_again() if told else "silent"
+    refused = told or not loads(bench.lost, STEP)
+    return bench.fetch_again() if refused else "silent"
 
 
 def during_fetch(bench: Bench, rng: random.Random, source: bool) -> str:

@@ -50,13 +50,14 @@ def test_a_push_ends_long_before_the_next_snapshot(
 ) -> None:
     now = [100.0]
     bucket = Bucket(lambda: now[0], lambda s: now.__setitem__(0, now[0] + s))
-    bucket.limit(spread_rate(nbytes, step_s, interval))
+    bucket.limit(spread_rate(nbytes, step_s, interval, 30.0))
     left = nbytes
     for part in parts:
         bucket.sent(min(part, left))
         left -= min(part, left)
-    spent = (nbytes - left) / nbytes * pace.SPREAD * step_s * interval
-    assert now[0] - 100.0 <= spent * (1 + 1e-6) + 1e-9
+    spent_s, sent = now[0] - 100.0, (nbytes - left) / nbytes
+    assert spent_s <= sent * pace.SPREAD * step_s * interval * (1 + 1e-6) + 1e-9
+    assert spent_s <= sent * 30.0 / 4 * (1 + 1e-6) + 1e-9
 
 
 def test_two_senders_share_the_rate_and_no_limit_means_none() -> None:
@@ -74,14 +75,14 @@ def test_two_senders_share_the_rate_and_no_limit_means_none() -> None:
 
 
 def test_what_is_small_is_never_held_up() -> None:
-    small = Pace(pace.SMALL_BYTES - 1)
+    small = Pace(pace.SMALL_BYTES - 1, 30.0)
     for _ in range(SETTLE + TRIED + 1):
         small.staged(1.0, 1)
     assert small.bucket._rate is None
-    large = Pace(pace.SMALL_BYTES)
+    large = Pace(pace.SMALL_BYTES, 30.0)
     for _ in range(SETTLE + TRIED + 1):
         large.staged(1.0, 1)
-    assert large.bucket._rate == spread_rate(pace.SMALL_BYTES, 1.0, 1)
+    assert large.bucket._rate == spread_rate(pace.SMALL_BYTES, 1.0, 1, 30.0)
 
 
 def test_a_channel_tells_every_byte_that_it_sends() -> None:

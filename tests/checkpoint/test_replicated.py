@@ -114,14 +114,14 @@ def memory_only(path: Path, **changes: Any) -> Any:
     """Storage gets nothing, as if it had been tried at the last step that is due."""
     options = ReplicatedOptions(storage_interval_steps=NEVER, **changes)
     manager = ReplicatedCheckpointManager(path / "storage", options=options)
-    manager._storing._tried = 0
+    manager._work._storing._tried = 0
     return manager
 
 
 def forget(manager: Any) -> None:
     """Closes a manager that has nothing to bring to storage any more."""
-    for step in manager._versions.steps:
-        manager._versions.drop(step)
+    for step in manager._work._versions.steps:
+        manager._work._versions.drop(step)
     manager.close()
 
 
@@ -177,7 +177,7 @@ def test_a_step_that_donates_may_follow_at_once(manager: Any) -> None:
 
 
 def flip(manager: Any, step: int) -> None:
-    manager._versions.get(step).views()[0][5] ^= 16
+    manager._work._versions.get(step).views()[0][5] ^= 16
 
 
 def test_a_corrupt_copy_is_refused_and_the_step_before_it_used(manager: Any) -> None:
@@ -339,8 +339,8 @@ def a_directory(tmp_path_factory: pytest.TempPathFactory):
 
 
 def stored_only(manager: Any, step: int) -> None:
-    if step in manager._versions.steps:
-        manager._versions.drop(step)
+    if step in manager._work._versions.steps:
+        manager._work._versions.drop(step)
 
 
 def test_every_bit_comes_back_from_storage(written: Any) -> None:

@@ -21,7 +21,7 @@ from tests.drills.harness import launched
 pytestmark = [
     pytest.mark.drill,
     pytest.mark.drill_all,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount"),
 ]
 
@@ -190,7 +190,7 @@ def test_training_goes_on_while_storage_does_not(trouble: Trouble) -> None:
     options = ("--checkpoint.storage_interval", "5", "--timeouts.export", "20")
     with launched(run, *options) as job:
         trouble.admit(job.process.pid)
-        until(lambda: steps_in(trouble.directory))
+        until(lambda: steps_in(trouble.directory), 240)
         trouble.begin()
         before, failed = steps_in(trouble.directory), failures()
         until(lambda: failures() >= failed + 2, 180)

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Desk:
             config_digest="",
             **changes,
         )
-        assignment = Assignment(
+        self.assignment = Assignment(
             generation=3,
             attempt=2,
             slots=slots,
@@ -53,7 +54,7 @@ class Desk:
         self.ledger = Ledger(
             config,
             state,
-            assignment,
+            self.assignment,
             stored=10,
             export_addresses={host: f"{host}:9" for host in slots},
             addresses={host: f"{host}:1" for host in slots},
@@ -195,7 +196,9 @@ def test_writers_borrow_what_was_not_their_turn_to_copy():
     assert "h0" not in sources
     assert desk.ops("lend") == [(host, {"step": 15}) for host in sources]
     assert desk.ledger.export_answer("h0", 15, True)
-    assert desk.ops("lend")[len(sources) :] == [(host, {"step": 0}) for host in sources]
+    assert desk.ops("lend")[len(sources) :] == [
+        (host, {"step": -1}) for host in sources
+    ]
 
 
 @pytest.mark.parametrize("interval", [1, 4])
@@ -262,6 +265,9 @@ def test_a_restored_job_goes_on_with_the_interval_of_its_commit():
     cadence = Cadence(interval=1, period=32)
     desk = Desk(2, 1, cadence=cadence, automatic=allowed)
     desk.ledger.stopping = True
+    assert desk.ledger.intervals.reach == 32
+    desk.ledger.intervals.resumed(desk.assignment, [replace(commit(10), interval=8)])
+    assert desk.ledger.intervals.reach == 8
     for slot in range(2):
         digests = [value(p.key) for p in desk.state.slices(slot)]
         desk.ledger.staged(slot, 16, digests, 8, windows(0.1, 0.01, 8))

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dtft.elastic.membership import Membership, View
+from dtft.elastic.membership import Membership, View, claim
 from dtft.elastic.memory_store import MemoryStore
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import Put
@@ -85,7 +85,6 @@ def test_an_expelled_host_is_gone_at_once_and_registers_again(two):
     a.view(lambda view: "b" in view.hosts)  # it lives, so its next keepalive is refused
 
 
-def test_a_job_has_one_fingerprint(two):
-    a, b = two
-    assert a.member.claim_job(b"first") == b"first"
-    assert b.member.claim_job(b"second") == b"first"
+def test_a_job_has_one_fingerprint(store):
+    assert claim(store, "/dtft/job/m/fingerprint", b"first") == b"first"
+    assert claim(store, "/dtft/job/m/fingerprint", b"second") == b"first"

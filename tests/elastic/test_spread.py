@@ -1,11 +1,13 @@
 """A job's failure domains: placed once, kept while arenas live, told when too few."""
 
+import functools
 from dataclasses import replace
 
 from dtft.checkpoint.apart import Spread
 from dtft.checkpoint.health import commit_health
 from dtft.elastic.membership import View
 from dtft.elastic.roles import Assignment, HostRecord, fill_slots
+from dtft.elastic.sizing import seat
 from dtft.elastic.spread import (
     Surroundings,
     known_domains,
@@ -121,3 +123,13 @@ def test_a_label_survives_registration() -> None:
     mine = record("h0")
     assert HostRecord.from_json(mine.to_json()) == mine
     assert replace(mine, domain="").domain == ""
+
+
+def test_another_size_is_spread_anew_and_takes_spares_in_order() -> None:
+    old = assignment(next_spread(None, HOSTS, DOMAINS, 2, keep=False))
+    assert len(next_spread(old, ("h0", "h2"), DOMAINS, 2, keep=True).domains) == 2
+    live = [record("h0"), record("s2", joined=1), record("s1", joined=2)]
+    for state in (STATE, layout(2, 1), None):  # of either size, or not known
+        choose = functools.partial(preferred, old, state, domains=DOMAINS)
+        filled = seat([(host, host) for host in HOSTS], live, 2, 1, choose)
+        assert [it.host for it in filled if it] == ["h0", "s2"]

@@ -70,6 +70,18 @@ def test_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     assert resumed.saved[6][1] == whole.saved[6][1]
 
 
+@pytest.mark.parametrize("interval", [1, 4])
+def test_a_plateau_ends_where_the_interval_does_not_matter(
+    tmp_path: Path, interval: int
+) -> None:
+    checkpoint = CheckpointConfig(interval="auto", max_interval=8)
+    stop = StopConfig(steps=20, metric="loss", patience=2, min_delta=100.0)
+    runtime = MemoryRuntime(tmp_path, interval=interval)
+    result = run(tiny(tmp_path, stop=stop, checkpoint=checkpoint), runtime)
+    assert result.step == 8 and result.summary["completed"]
+    assert max(runtime.saved) == 8
+
+
 def test_stops_when_asked_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,162 @@
+"""How a user's process finds the agent of its host and attaches to it.
+
+One exchange over the agent's Unix socket, before the first message of the memory tier
+itself (`link.py` carries both). Decides which agent; must not know arrays or steps.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtft.checkpoint.arena import DEFAULT_DIRECTORY
+from dtft.checkpoint.link import Link, LinkClosed
+
+SOCKET = "agent.sock"
+VARIABLE = "DTFT_AGENT_SOCKET"
+ANSWER_S = 10.0
+"""An agent answers at once; one that does not has hung."""
+
+_START = (
+    "Start one per host: dtft agent --serve-only --store HOST:PORT --job NAME "
+    "--secret-file FILE"
+)
+
+
+class NoAgent(RuntimeError):
+    """There is no agent that takes this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What an agent says of itself to whoever asks."""
+
+    path: Path
+    job: str
+    host: str
+    taken_by: int
+    """Process id of who is attached, 0 for nobody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attached:
+    """This process's hold on its agent."""
+
+    link: Link
+    path: Path
+    job: str
+    host: str
+    deadline_s: float
+    """Limit of every wait for the agent."""
+
+
+def attach(given: str | None, terms: Mapping[str, Any]) -> Attached:
+    """Attaches to an agent; the rest of the job may still be missing.
+
+    Args:
+        given: path of the agent's socket, or None to look for it.
+        terms: what the job must agree on, and who this process is.
+
+    Raises:
+        NoAgent: there is none, or it refuses; says what to do.
+    """
+    path = find(given, os.environ)
+    link = _connect(path)
+    try:
+        link.send("attach", pid=os.getpid(), **terms)
+        answer = link.receive(ANSWER_S)
+    except (LinkClosed, TimeoutError) as error:
+        link.close()
+        raise NoAgent(
+            f"the agent at {path} does not take processes of others ({error}). {_START}"
+        ) from error
+    if answer["op"] != "attached":
+        link.close()
+        raise NoAgent(str(answer.get("error", answer)))
+    return Attached(
+        link=link,
+        path=path,
+        job=answer["job"],
+        host=answer["host"],
+        deadline_s=answer["deadline_s"],
+    )
+
+
+def find(given: str | None, environment: Mapping[str, str]) -> Path:
+    """The socket of this process's agent: named, or the only free one here.
+
+    Raises:
+        NoAgent: there is none, or more than one.
+    """
+    named = given or environment.get(VARIABLE)
+    if named:
+        return Path(named)
+    return only_free(seen_here(DEFAULT_DIRECTORY))
+
+
+def seen_here(directory: Path) -> list[Seen]:
+    """The agents that answer on this machine, by path."""
+    found = [ask(path) for path in sorted(directory.glob(f"dtft-*/{SOCKET}"))]
+    return [seen for seen in found if seen is not None]
+
+
+def only_free(agents: Iterable[Seen]) -> Path:
+    """The only agent to which nobody is attached.
+
+    >>> taken = Seen(path=Path("/a/agent.sock"), job="j", host="h", taken_by=7)
+    >>> only_free([taken])
+    Traceback (most recent call last):
+    dtft.checkpoint.attach.NoAgent: no agent on this machine is free: h of job 'j' \
+(/a/agent.sock) has process 7. Wait until that one has ended, or start another agent.
+    """
+    agents = list(agents)
+    free = [agent for agent in agents if not agent.taken_by]
+    if len(free) == 1:
+        return free[0].path
+    known = "; ".join(
+        f"{agent.host} of job {agent.job!r} ({agent.path})"
+        + (f" has process {agent.taken_by}" if agent.taken_by else "")
+        for agent in (free or agents)
+    )
+    if free:
+        raise NoAgent(
+            f"{len(free)} agents on this machine are free: {known}. Say which one: set "
+            f"{VARIABLE} or ReplicatedOptions(agent=...) to the path of its socket."
+        )
+    if agents:
+        raise NoAgent(
+            f"no agent on this machine is free: {known}. Wait until that one has "
+            "ended, or start another agent."
+        )
+    raise NoAgent(f"no agent runs on this machine (as this user). {_START}")
+
+
+def ask(path: Path) -> Seen | None:
+    """What the agent at `path` says of itself; None if none that serves answers."""
+    try:
+        link = Link.connect(path, ANSWER_S)
+    except OSError:
+        return None
+    try:
+        link.send("who")
+        answer = link.receive(2.0)
+    except (LinkClosed, TimeoutError):
+        return None  # an agent that has trainers of its own does not answer
+    finally:
+        link.close()
+    return Seen(
+        path=path, job=answer["job"], host=answer["host"], taken_by=answer["taken_by"]
+    )
+
+
+def _connect(path: Path) -> Link:
+    try:
+        return Link.connect(path, ANSWER_S)
+    except OSError as error:
+        reason = re.sub(r"^\[Errno \d+\] ", "", str(error)).partition(":")[0]
+        raise NoAgent(
+            f"no agent listens at {path} ({reason}). {_START}; its first line "
+            f"names the socket for {VARIABLE}."
+        ) from error

@@ -1,0 +1,191 @@
+"""The memory tier of a user's own process, through the agent that it is attached to.
+
+What a trainer of dtft does over its link (`manager.py`), and what only a user's process
+needs: it hears when all processes of the job are there, finds a committed step again,
+asks for storage, and is told why its agent lets it go. Must not know trees or Orbax.
+"""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dtft.checkpoint.arena import Arena
+from dtft.checkpoint.attach import Attached
+from dtft.checkpoint.link import LinkClosed
+from dtft.checkpoint.manager import AgentCheckpointManager, AgentGone
+from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.snapshot import SnapshotPlan
+
+NONE = -1
+"""No step; users count from 0."""
+
+
+class NotHeld(LookupError):
+    """The agent does not hold this step (any more)."""
+
+
+class AttachedMemory(AgentCheckpointManager):
+    """This process's steps in the memory of several hosts."""
+
+    def __init__(
+        self, attached: Attached, *, slot: int, chunk_bytes: int, directory: Path
+    ) -> None:
+        """Waits until every process of the job has attached.
+
+        Raises:
+            TimeoutError: some did not in time; names them.
+            AgentGone: the agent has let go of this process, or has ended.
+        """
+        self._attached = attached
+        self._formed: dict[str, Any] | None = None
+        self._note = "the agents of the job to agree"
+        self._located: dict[str, Any] | None = None
+        self._flushed: dict[int, str] = {}
+        self._tokens = itertools.count()
+        self.storage_errors: list[str] = []
+        """Why steps did not reach storage; whoever raises them takes them out."""
+        super().__init__(
+            attached.link,
+            None,
+            slot=slot,
+            chunk_bytes=chunk_bytes,
+            storage_directory=directory,
+            deadline_s=attached.deadline_s,
+        )
+        self._farewell = (
+            f"the agent of host {attached.host} (job {attached.job!r}, {attached.path})"
+            " has ended. Start it again, or another one, and restart all processes"
+        )
+        try:
+            self._wait(lambda: self._formed is not None, "the job")
+        except TimeoutError as error:
+            self.leave()
+            raise TimeoutError(
+                f"{attached.deadline_s:.0f} s waiting for {self._note}; limit: "
+                "timeouts.start of the agents"
+            ) from error
+        assert self._formed is not None
+        self._formed_step = NONE
+        if self._formed["source"] != "init":
+            self._formed_step = self._formed["step"]
+        self._released = self._committed = self._saved = self._formed_step
+        self._link.send("running", step=max(0, self._formed_step), bytes_from_storage=0)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == "formed":
+            self._formed = message
+        elif op == "note":
+            self._note = message["text"]
+        elif op == "located":
+            self._located = message
+        elif op == "flushed":
+            self._flushed[message["token"]] = message["error"]
+        elif op == "storage_failed":
+            self.storage_errors.append(message["error"])
+        elif op == "detached":
+            self._farewell, self._gone = message["reason"], True
+        else:
+            super()._take(message)
+
+    def announce(self, layout: Layout) -> None:
+        """Tells the layout; see `AgentCheckpointManager.announce`."""
+        super().announce(layout)
+        assert self._order is not None
+        if self._order["source"] == "init":
+            self._released = self._committed = self._saved = NONE
+
+    # -------------------------------------------------------------------- steps
+
+    @property
+    def in_memory(self) -> int | None:
+        """The committed step that memory has, if there is one."""
+        with self._condition:
+            step = self._committed
+        assert self._formed is not None
+        if step == self._formed_step and self._formed["source"] != "memory":
+            return None
+        return None if step == NONE else step
+
+    @property
+    def saved(self) -> int | None:
+        """The newest step that was saved or restored here."""
+        return None if self._saved == NONE else self._saved
+
+    @property
+    def is_replicating(self) -> bool:
+        """Whether the step saved last is not safe yet."""
+        with self._condition:
+            return self._released < self._saved
+
+    def check(self) -> None:
+        """Raises AgentGone if the agent has let go of this process, or has ended."""
+        with self._condition:
+            if self._gone:
+                raise AgentGone(self._farewell)
+
+    # ------------------------------------------------------------------ restore
+
+    def locate(self, step: int) -> dict[str, Any]:
+        """Where a committed step lies: arena, places, digests, layout and items.
+
+        Raises:
+            NotHeld: it is not here.
+        """
+        self._located = None
+        self._send("locate", step=step)
+        self._wait(lambda: self._located is not None, f"step {step}")
+        assert self._located is not None
+        if "error" in self._located:
+            raise NotHeld(self._located["error"])
+        return self._located
+
+    def read(
+        self, found: Mapping[str, Any], abstract: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, Any]:
+        """The leaves of a located step, every byte checked; see `SnapshotPlan.read`."""
+        layout = Layout.from_json(found["layout"])
+        plan = SnapshotPlan(layout, self._slot, self._chunk_bytes)
+        arena = Arena.attach(Path(found["arena"]))
+        try:
+            memory = arena.view(0, arena.size)
+            places = np.frombuffer(found["places"], np.uint8)
+            return plan.read(memory, places, found["digests"], abstract)
+        finally:
+            arena.close()
+
+    # ------------------------------------------------------------------ storage
+
+    def flush(self, step: int, *, store: bool, limit_s: float) -> str:
+        """Waits until a step is committed, and with `store` in storage.
+
+        Returns:
+            "" or why it did not reach storage.
+
+        Raises:
+            AgentGone: the agent has let go of this process, or has ended.
+            TimeoutError: it took too long.
+        """
+        token = self.ask_storage(step, store=store)
+        what = f"step {step} to be {'in storage' if store else 'committed'}"
+        self._wait(lambda: token in self._flushed, what, limit_s)
+        return self._flushed.pop(token)
+
+    def ask_storage(self, step: int, *, store: bool) -> int:
+        """As `flush`, without waiting."""
+        token = next(self._tokens)
+        self._send("flush", token=token, step=step, store=store)
+        return token
+
+    def leave(self) -> None:
+        """Lets go of the agent in good order; what is committed stays in memory."""
+        try:
+            self._link.send("left", step=max(0, self._saved))
+        except LinkClosed:
+            pass
+        self._link.close()
+        self.close()

@@ -1,0 +1,89 @@
+"""Jobs whose processes belong to the user: who fills which slot, and who is missing.
+
+Pure decisions over what hosts say of the processes attached to them; the slot of a
+process is its index in the user's own job. Must not know processes or connections.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+
+from dtft.elastic.roles import HostRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What every process of a job must say alike; the first one decides."""
+
+    processes: int
+    """Processes of the job, one per slot."""
+    directory: str
+    """Of the storage tier."""
+    storage_interval_steps: int
+    max_to_keep: int
+    chunk_bytes: int
+    storage_timeout_s: float
+
+    def to_json(self) -> str:
+        """JSON; inverse of `from_json`."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Terms":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            TypeError: a field is missing or unknown.
+        """
+        return cls(**json.loads(text))
+
+    def differences(self, other: "Terms") -> str:
+        """What `other` says otherwise, for people; "" if nothing.
+
+        >>> terms = Terms(processes=2, directory="/d", storage_interval_steps=1,
+        ...     max_to_keep=1, chunk_bytes=1, storage_timeout_s=1.0)
+        >>> terms.differences(Terms(**{**asdict(terms), "processes": 3}))
+        'processes=3 instead of 2'
+        """
+        mine = asdict(self)
+        return ", ".join(
+            f"{name}={value!r} instead of {mine[name]!r}"
+            for name, value in asdict(other).items()
+            if value != mine[name]
+        )
+
+
+def fill_by_process(
+    hosts: Collection[HostRecord], num_slots: int
+) -> tuple[HostRecord | None, ...]:
+    """The host of each slot: the one to which the process of that index is attached.
+
+    Of two that claim one index the one that attached last has it: the other is left
+    from an earlier start of the job.
+
+    >>> def host(name, process, ns):
+    ...     return HostRecord(host=name, address="", incarnation="", joined_ns=0,
+    ...         pid=1, process=process, attached_ns=ns)
+    >>> hosts = [host("a", 1, 5), host("b", 1, 7), host("c", -1, 0)]
+    >>> [record and record.host for record in fill_by_process(hosts, 2)]
+    [None, 'b']
+    """
+    newest: dict[int, HostRecord] = {}
+    for record in sorted(hosts, key=lambda record: (record.attached_ns, record.host)):
+        if record.process >= 0:
+            newest[record.process] = record
+    return tuple(newest.get(slot) for slot in range(num_slots))
+
+
+def missing(hosts: Collection[HostRecord], num_slots: int) -> str:
+    """Which processes are not attached, for people; "" if all are.
+
+    >>> missing([], 3)
+    'processes 0, 1, 2 of 3 to attach'
+    """
+    filled = fill_by_process(hosts, num_slots)
+    absent = [str(slot) for slot, record in enumerate(filled) if record is None]
+    if not absent:
+        return ""
+    word = "process" if len(absent) == 1 else "processes"
+    return f"{word} {', '.join(absent)} of {num_slots} to attach"

@@ -1,0 +1,112 @@
+"""A host's duties where the trainer is the user's own process.
+
+As `Follower`, but the process decides when it saves and restores: it learns the step on
+offer at once, tells its layout at its first save, and asks for what it wants. Must not
+know who else is in the job.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from dtft.checkpoint.board import Board
+from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.transport import Credentials
+from dtft.elastic.attached import AttachedTrainers
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.follower import Follower, Formation
+
+
+class ServedFollower(Follower):
+    """One host's duties towards the process that is attached to it."""
+
+    def __init__(
+        self,
+        pool: AttachedTrainers,
+        config: AgentConfig,
+        credentials: Credentials,
+        board: Board,
+        emit: Callable[..., None],
+        report: Callable[..., None],
+    ) -> None:
+        """`pool` listens already; its events go to `emit` from now on."""
+        self._attached = pool
+        super().__init__(config, credentials, board, emit, report)
+        pool.bind(emit)
+
+    def _make_pool(self) -> Any:
+        return self._attached
+
+    def _holds(self) -> dict[str, Any]:
+        return super()._holds() | {"attached_ns": self._attached.waiting}
+
+    def restored_memory(self, formation: Formation, outcome: dict[str, Any]) -> None:
+        """The step is here, so the process may go on and ask for it."""
+        super().restored_memory(formation, outcome)
+        if formation is self._formation and formation.restored is not None:
+            order = formation.order
+            self._board.set("recovering", 0)
+            self._attached.formed(source=order["source"], step=order["step"])
+
+    # --------------------------------------------------------------- the process
+
+    def trainer_says(self, pid: int, message: dict[str, Any]) -> None:
+        """A message of the user's process."""
+        formation = self._formation
+        if message["op"] == "stage" and self._attached.is_active(pid):
+            self._board.set("finished", message["step"])  # so a loss can be counted
+        if not self._attached.is_active(pid) or formation is None:
+            return
+        slot = formation.order["slot"]
+        if message["op"] == "locate":
+            self._locate(message["step"])
+        elif message["op"] == "flush":
+            wanted = {name: message[name] for name in ("token", "step", "store")}
+            self._report("flush", ballot=self._ballot, slot=slot, **wanted)
+        elif message["op"] == "left":
+            step = message["step"]
+            self._report("finished", ballot=self._ballot, slot=slot, step=step)
+        else:
+            super().trainer_says(pid, message)
+
+    def _locate(self, step: int) -> None:
+        holder = self._copies.holding(step)
+        if holder is None or step not in holder.steps():
+            text = f"{self._config.host} does not hold step {step} any more"
+            self._attached.send("located", error=text)
+            return
+        self._attached.send(
+            "located",
+            step=step,
+            layout=holder.layout.to_json(),
+            arena=str(holder.path),
+            places=holder.own_places(step),
+            digests=holder.all_own_digests(step),
+            items=holder.items(step),
+        )
+
+    def _announced(self, formation: Formation, layout: Layout) -> None:
+        """Another layout than the commit's gets memory beside it, until its first."""
+        order = formation.order
+        held = (
+            Layout.from_json(order["layout"]) if order["source"] == "memory" else None
+        )
+        if held is None or held.digest == layout.digest:
+            super()._announced(formation, layout)
+            return
+        try:
+            slot, domains = order["slot"], order["domains"]
+            self._copies.hold(layout, slot, domains, keep=order["step"])
+        except OSError as error:
+            self._fatal(str(error))
+            return
+        for pusher in formation.pushers:
+            pusher.close()  # it sent again what a peer had lost of the old layout
+        formation.pushers = []
+        formation.order = {**order, "source": "init"}
+        self._accept(formation, layout)
+
+    def trainer_exited(self, pid: int, code: int) -> None:
+        """The process has gone; if the formation had it, the leader must know."""
+        del code  # nobody can know that of a process of others
+        if self._attached.exited(pid) == "active":
+            self._report("process_gone", ballot=self._ballot)

@@ -1,0 +1,169 @@
+"""Leads a job whose processes are the user's: forms it when all of them have attached.
+
+As `Leader`, with three differences: slots go by the index of the attached process; a
+generation that lost a process waits until the user has restarted all; and the job never
+ends by itself. Also answers who wants to know when a step is safe or stored.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.elastic.demands import Answer
+from dtft.elastic.forming import Ballot
+from dtft.elastic.leader import Leader
+from dtft.elastic.reports import SERVED_FIELDS
+from dtft.elastic.roles import HostRecord
+from dtft.elastic.rounds import Rounds
+from dtft.elastic.served import fill_by_process, missing
+
+
+class ServedRounds(Rounds):
+    """Rounds whose slots are filled by the processes that are attached."""
+
+    def _filled(self, usable: list[HostRecord]) -> tuple[HostRecord | None, ...]:
+        assert self.current is not None
+        replies = self.current.replies  # newer than the store: who has stood down since
+        free = [
+            record
+            for record in usable
+            if record.attached_ns
+            and replies[record.host]["attached_ns"] == record.attached_ns
+        ]
+        return fill_by_process(free, self._config.num_slots)
+
+    def _wait_for_hosts(self, empty: list[int]) -> None:
+        assert self.current is not None
+        total = self._config.num_slots
+        absent = ", ".join(map(str, empty))
+        self._journal.say(
+            f"waiting for process {absent} of {total} to attach; restart all processes "
+            "of the job, each beside an agent that is free"
+        )
+        self._journal.event("waiting_for_process", slots=empty)
+        self.enter("waiting", float("inf"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flush:
+    """A process that waits until a step is safe, or stored."""
+
+    ballot: Ballot
+    host: str
+    token: int
+    step: int
+    store: bool
+
+
+class ServedLeader(Leader):
+    """Forms the job of the user's processes; see the module's text."""
+
+    rounds_class = ServedRounds
+    reports = SERVED_FIELDS
+    _flushes: tuple[Flush, ...] = ()
+    _ordered: int = -1
+    """The newest step whose export was ordered for somebody who waits."""
+
+    def _joined(self, host: str) -> None:
+        """A host is there; whether it gets a slot is decided by who attaches to it."""
+        self._journal.event("host_joined", host=host)
+        if self._rounds.phase == "gathering":
+            self._rounds.ask(host)
+        elif self._rounds.phase not in ("idle", "waiting"):
+            self._rounds.expect({host})
+
+    def tick(self) -> None:
+        """Forms once every process is there, and enforces the deadlines."""
+        rounds = self._rounds
+        if rounds.phase in ("idle", "waiting"):
+            hosts = self._roster.usable(self.view.hosts)
+            if not missing(hosts, self._config.num_slots):
+                rounds.form("every process has attached")
+        elif rounds.phase == "running" and not (
+            rounds.ledger is not None and rounds.ledger.is_waiting
+        ):
+            # Whenever the user saves next; from the first process's save on it counts.
+            rounds.enter("running", self._stage_limit())
+        super().tick()
+
+    def _fail(self, message: str, code: int = 1) -> None:
+        """The processes are told and let go; the agents and the last commit stay."""
+        del code
+        self._journal.say(message)
+        self._rounds.form(message, fatal=True)
+
+    def _on_process_gone(self, host: str) -> None:
+        assignment = self._rounds.assignment
+        slots = assignment.slots if assignment else ()
+        slot = slots.index(host) if host in slots else "?"
+        self._rounds.form(f"process {slot} on {host} has gone")
+
+    def _on_finished(self, host: str, slot: int, step: int, **_: Any) -> None:
+        """A process has said goodbye; after the last one the job waits for others."""
+        round_ = self._rounds.current
+        assert round_ is not None
+        round_.finished[slot] = step
+        if len(round_.finished) == self._config.num_slots:
+            self._rounds.form("every process has ended")
+
+    def scaling_wanted(self, replicas: int, answer: Answer) -> None:
+        """Who starts the processes decides how many there are."""
+        del replicas
+        error = (
+            f"job {self._config.job!r} has {self._config.num_slots} processes of its "
+            "user's own: dtft cannot start more. Close them, and start the job's "
+            "agents and processes anew under another --job"
+        )
+        answer({"error": error, "code": 2})
+
+    # ------------------------------------------------------------------ flushes
+
+    def _on_flush(
+        self, host: str, slot: int, token: int, step: int, store: bool
+    ) -> None:
+        round_ = self._rounds.current
+        assert round_ is not None
+        flush = Flush(
+            ballot=round_.ballot, host=host, token=token, step=step, store=store
+        )
+        self._flushes += (flush,)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Answers every flush that has come true, and orders what one waits for."""
+        round_, ledger = self._rounds.current, self._rounds.ledger
+        ballot = round_.ballot if round_ else None
+        self._flushes = tuple(f for f in self._flushes if f.ballot == ballot)
+        for flush in self._flushes if ledger is not None else ():
+            assert ledger is not None
+            if ledger.committed < flush.step or ledger.exporting is not None:
+                continue
+            if flush.store and ledger.exported < flush.step:
+                ledger.export(ledger.committed)
+                continue
+            self._answer(flush, "")
+
+    def _answer(self, flush: Flush, error: str) -> None:
+        self._flushes = tuple(other for other in self._flushes if other is not flush)
+        self._send(flush.host, "flushed", token=flush.token, error=error)
+
+    def written(self, label: str, value: Any, allowed: bool) -> None:
+        """A write was answered; a commit is what some wait for."""
+        super().written(label, value, allowed)
+        if label == "commit" and allowed:
+            self._settle()
+
+    def _export_ended(self, host: str, step: int, outcome: bool, error: str) -> None:
+        super()._export_ended(host, step, outcome, error)
+        if not outcome:
+            directory = self._config.storage_directory
+            why = error.partition("\n")[0][:300]
+            text = (
+                f"step {step} did not reach storage in {directory}: {why} ({host}). "
+                "Steps stored before are as they were; the next that is due is tried."
+            )
+            slots = self._rounds.assignment.slots if self._rounds.assignment else ()
+            for slot_host in slots:
+                self._send(slot_host, "storage_failed", error=text)
+            for flush in [flush for flush in self._flushes if flush.store]:
+                self._answer(flush, text)
+        self._settle()

@@ -1,0 +1,231 @@
+"""The manager of a job's process against a real agent, both in this test's process.
+
+A job of one process: everything is there but the other hosts, which have drills.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+from dtft.checkpoint import AgentGone, NoAgent, ReplicatedOptions
+from dtft.checkpoint.job_steps import JobSteps
+from dtft.checkpoint.storing import StorageFailed
+from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.serve import ServeConfig, ServingHost, base_config
+
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+NEVER = 10**9
+
+
+class Serving:
+    """One agent that serves, on a thread; a store in memory."""
+
+    def __init__(self, directory: Path, name: str = "h") -> None:
+        self.store, self.directory = MemoryStore(), directory
+        (directory / "run" / "logs").mkdir(parents=True, exist_ok=True)
+        serve = ServeConfig(copies=2, arena_directory=str(directory / "memory"))
+        config = base_config(
+            serve, job="j", host=name, store="s:1", secret=b"0123456789abcdef"
+        )
+        config = dataclasses.replace(config, run_directory=directory / "run")
+        self.host = ServingHost(config, self.store, None)
+        self.socket = config.memory_directory / "agent.sock"
+        self._thread = threading.Thread(target=self.host.run)
+        self._thread.start()
+
+    def end(self) -> None:
+        self.host.leave()
+        self._thread.join(timeout=30)
+        assert not self._thread.is_alive()
+
+    def close(self) -> None:
+        self.end()
+        self.store.close()
+
+    def manager(self, **options: Any) -> JobSteps:
+        given = {"storage_interval_steps": NEVER, "agent": str(self.socket)}
+        directory = epath.Path(self.directory / "steps")
+        return JobSteps(directory, ReplicatedOptions(**{**given, **options}))
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    made = Serving(tmp_path)
+    yield made
+    made.close()
+
+
+def tree(step: int) -> dict[str, Any]:
+    def put(value: jax.Array, *spec: str) -> jax.Array:
+        return jax.device_put(value, NamedSharding(MESH, PartitionSpec(*spec)))
+
+    w = jnp.arange(48, dtype=jnp.float32).reshape(8, 6) * (step + 0.5)
+    return {
+        "params": {"w": put(w, "data", "model"), "b": put(-jnp.zeros(6), "model")},
+        "half": put(jnp.full((8, 2), step, jnp.bfloat16), "data"),
+        "key": put(jax.random.key(step)),
+        "local": jnp.full(3, step, jnp.int32),
+        "empty": jnp.zeros((0, 3)),
+        "table": np.arange(3, dtype=np.int64) + step,
+        "scalar": np.float64(0.1) * step,
+        "count": step,
+        "rate": 0.5 * step,
+        "on": step % 2 == 0,
+        "nothing": None,
+    }
+
+
+def save(manager: JobSteps, step: int, **more: Any) -> None:
+    args = ocp.args.StandardSave(tree(step))
+    manager.save(step, args, more.get("metrics"), more.get("custom"), False)
+
+
+def restored(manager: JobSteps, step: int | None) -> Any:
+    return manager.restore(step, ocp.args.StandardRestore(tree(0)))
+
+
+def bits(state: Any) -> list[bytes]:
+    def of(leaf: Any) -> bytes:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(
+            leaf.dtype, jax.dtypes.prng_key
+        ):
+            leaf = jax.random.key_data(leaf)
+        return np.asarray(leaf).tobytes()
+
+    return [of(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def same(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert bits(found) == bits(expected)
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert type(one) is type(other)
+        assert getattr(one, "sharding", None) == getattr(other, "sharding", None)
+
+
+def test_steps_come_back_from_memory_in_this_run_and_the_next(serving: Serving) -> None:
+    manager = serving.manager()
+    assert manager.all_steps() == [] and manager.newest() is None
+    for step in range(4):
+        save(manager, step, metrics={"loss": step}, custom={"by": "me"})
+    assert manager.newest() == 3
+    manager.wait_until_finished()
+    same(restored(manager, 3), tree(3))  # after a loss that became NaN, say
+    assert manager.metrics(3) == {"loss": 3}
+    assert manager.metadata(3).custom_metadata == {"by": "me"}
+    assert manager.item_metadata(3)["params"]["w"].shape == (8, 6)
+    save(manager, 4)
+    manager.leave()  # as a process that dies
+
+    again = serving.manager()
+    assert 4 in again.all_steps() and again.newest() == 4
+    same(restored(again, None), tree(4))
+    with pytest.raises(FileNotFoundError, match="step=9 is neither"):
+        restored(again, 9)
+    save(again, 5)
+    same(restored(again, 5), tree(5))
+    again.leave()
+
+
+@pytest.mark.timeout(120)
+def test_what_close_leaves_in_storage_is_read_by_stock_orbax(serving: Serving) -> None:
+    manager = serving.manager()
+    for step in range(2):
+        save(manager, step)
+    manager.close()
+    steps = ocp.utils.checkpoint_steps(serving.directory / "steps")
+    assert set(steps) == {0, 1}
+    plain = {name: leaf for name, leaf in tree(1).items() if name != "empty"}
+    with ocp.CheckpointManager(serving.directory / "steps") as stock:
+        found = stock.restore(1, args=ocp.args.StandardRestore(plain | {"empty": None}))
+    found.pop("empty")
+    assert bits(found) == bits(plain)
+
+    again = serving.manager()
+    same(restored(again, 0), tree(0))  # an older one: from storage
+    save(again, 2)
+    with pytest.raises(ValueError, match="newest commit in memory"):
+        again.delete(2)
+    again.delete(0)
+    assert again.all_steps() == [1, 2]
+    again.leave()
+
+
+def test_another_sharding_whose_slices_are_here_is_read_from_memory(
+    serving: Serving,
+) -> None:
+    manager = serving.manager()
+    save(manager, 7)
+    other = jax.make_mesh((8,), ("all",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(other, PartitionSpec())
+    target = tree(0)
+    target["params"]["b"] = jax.ShapeDtypeStruct((6,), jnp.float32, sharding=rows)
+    with pytest.raises(ValueError, match="saved with other shardings"):
+        manager.restore(7, ocp.args.StandardRestore(target))
+    manager.leave()
+
+
+def test_what_makes_no_sense_in_a_job_is_refused(
+    serving: Serving, tmp_path: Path
+) -> None:
+    for options, hint in (
+        ({"best_fn": float}, "best_fn=.*in a job"),
+        ({"memory_to_keep": 2}, "memory_to_keep=2"),
+    ):
+        with pytest.raises(ValueError, match=hint):
+            serving.manager(**options)
+    with pytest.raises(ValueError, match="a path that every host sees"):
+        JobSteps(epath.Path("gs://bucket/x"), ReplicatedOptions())
+    manager = serving.manager()
+    with pytest.raises(NoAgent, match="is taken by process"):
+        serving.manager()
+    save(manager, 5)
+    with pytest.raises(StepAlreadyExistsError, match="not above step 5"):
+        save(manager, 5)
+    changed = tree(6) | {"count": 1.5}
+    with pytest.raises(ValueError, match="'default/count' was int64.*now float64"):
+        manager.save(6, ocp.args.StandardSave(changed), None, None, False)
+    save(manager, 6)  # nothing was lost by it
+    manager.leave()
+    with pytest.raises(NoAgent, match="chunk_bytes=64 instead of"):
+        serving.manager(chunk_bytes=64)
+
+
+def test_an_agent_that_ends_is_named_at_the_next_save(serving: Serving) -> None:
+    manager = serving.manager()
+    save(manager, 0)
+    assert manager.all_steps() == [0]
+    serving.end()
+    with pytest.raises(AgentGone, match="agent of host h.*this agent ends"):
+        save(manager, 1)
+    with pytest.raises(AgentGone):
+        manager.check_for_errors()
+    manager.leave()
+
+
+@pytest.mark.timeout(120)
+def test_storage_that_fails_is_told_and_training_goes_on(
+    serving: Serving, tmp_path: Path
+) -> None:
+    manager = serving.manager()
+    (tmp_path / "steps").write_text("not a directory")
+    save(manager, 0)
+    with pytest.raises(StorageFailed, match="step 0 did not reach storage"):
+        manager.wait_until_finished()
+    save(manager, 1)
+    same(restored(manager, 1), tree(1))
+    with pytest.raises(StorageFailed):
+        manager.close()

@@ -1,0 +1,127 @@
+"""A stock jax.distributed job beside agents that serve: hosts die, all is restarted.
+
+The user's script is `stock_job.py`; real etcd, agents, processes, gloo.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import pytest
+
+from dtft.elastic.journal import read_events, storage_steps
+from tests.drills.harness import dtft
+from tests.drills.serving import ServedJob
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def job(tmp_path: Path, memory: Path) -> Iterator[ServedJob]:
+    with ServedJob(tmp_path, memory) as made:
+        yield made
+
+
+def goes_on(job: ServedJob, step: int, processes: int = 2) -> None:
+    """Every process has restored `step`, and has what was saved there, bit for bit."""
+    for index in range(processes):
+        found = job.heard(index)
+        assert found["restored"] == step, job.log(f"process-{index}")
+        assert found["digest"] == job.digest(step, index)
+        assert found["seen"] == 6 * (step + 1)
+
+
+def last_recovery(job: ServedJob) -> dict[str, Any]:
+    events = read_events(job.directory / "run")
+    return [event for event in events if event["event"] == "recovery"][-1]
+
+
+def asked(job: ServedJob, action: str, *more: str) -> str:
+    done = dtft("checkpoint", action, *job.reached_by, *more, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_lost_host_comes_back_from_a_peers_memory_then_all_from_storage(
+    job: ServedJob,
+) -> None:
+    for name in ("host-0", "host-1", "spare"):
+        job.start_agent(name)
+    job.start_processes(["host-0", "host-1"], 4, "hang")
+    for expected in ({"restored": None}, {"waits": True}):
+        for index in range(2):
+            assert job.heard(index) == {"index": index, **expected}
+    found = json.loads(asked(job, "ls", "--json"))
+    assert found["commits"][0]["step"] == 3
+    assert found["commits"][0]["health"] == "healthy"
+    assert "host-0" in asked(job, "show")
+    assert "good copies or more of each" in asked(job, "verify")
+
+    # One host is gone with its memory. The survivor becomes another process.
+    job.kill_host("host-0")
+    job.kill_process(0)
+    job.kill_process(1)
+    job.start_processes(["host-1", "spare"], 2)
+    goes_on(job, 3)
+    recovery = last_recovery(job)
+    assert recovery["source"] == "memory" and recovery["bytes_from_storage"] == 0
+    assert recovery["bytes_from_peers"] > 0 and recovery["steps_lost"] == 0
+    assert 3 not in storage_steps(job.directory / "steps")  # storage cannot have helped
+    for index in range(2):
+        assert job.heard(index)["closed"]
+    job.ended()
+    readable(job.directory / "steps", 5)
+
+    # Every holder is gone: storage has what `close` left there.
+    for name in ("host-1", "spare"):
+        job.kill_host(name)
+    for name in ("new-0", "new-1"):
+        job.start_agent(name)
+    job.start_processes(["new-0", "new-1"], 1)
+    goes_on(job, 5)
+    assert last_recovery(job)["source"] == "storage"
+    for index in range(2):
+        assert job.heard(index)["closed"]
+    job.ended()
+
+
+def readable(directory: Path, step: int) -> None:
+    """Stock Orbax reads a step of the job's two processes into this one."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    with ocp.CheckpointManager(directory) as stock:
+        target = jax.tree.map(
+            lambda leaf: (
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+                if hasattr(leaf, "shape")
+                else leaf
+            ),
+            stock.item_metadata(step),
+        )
+        found = stock.restore(step, args=ocp.args.StandardRestore(target))
+    assert found["seen"] == 6 * (step + 1)
+    assert found["state"]["0"]["kernel"]["value"].shape == (8, 6)
+
+
+@pytest.mark.drill_all
+def test_processes_that_are_restarted_find_their_steps_in_their_own_hosts(
+    job: ServedJob,
+) -> None:
+    for name in ("host-0", "host-1", "host-2"):
+        job.start_agent(name)
+    hosts = ["host-0", "host-1", "host-2"]
+    job.start_processes(hosts, 3, "hang")
+    for _ in range(2):
+        for index in range(3):
+            job.heard(index)
+    for index in range(3):
+        job.kill_process(index)
+    job.start_processes(hosts, 2)
+    goes_on(job, 2, processes=3)
+    recovery = last_recovery(job)
+    assert recovery["rung"] == 1 and recovery["bytes_from_peers"] == 0
+    for index in range(3):
+        assert job.heard(index)["closed"]
+    job.ended()

@@ -1,0 +1,235 @@
+"""A process attaches to an agent: over the real socket, against the real listener."""
+
+import os
+import queue
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.checkpoint import attach as attaching
+from dtft.checkpoint.attach import Attached, NoAgent, attach, find, seen_here
+from dtft.checkpoint.link import LinkClosed
+from dtft.elastic.attached import AttachedTrainers
+from dtft.elastic.served import Terms
+from dtft.elastic.store import StoreUnavailable
+
+TERMS = {
+    "processes": 2,
+    "directory": "/d",
+    "storage_interval_steps": 10,
+    "max_to_keep": 3,
+    "chunk_bytes": 4096,
+    "storage_timeout_s": 30.0,
+}
+
+
+class Host:
+    """An agent's listener, and what the agent would hear."""
+
+    def __init__(self, directory: Path, processes: int | None = None) -> None:
+        self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.in_force: Terms | None = None
+        self.store_is_away = False
+        self.socket = directory / "agent.sock"
+        self.pool = AttachedTrainers(
+            self.socket,
+            job="j",
+            host="h",
+            processes=processes,
+            deadline_s=5.0,
+            agree=self._agree,
+        )
+        self.pool.bind(lambda *event: self.events.put(event))
+        self._ends: list[Attached] = []
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.link.close()
+        self.pool.close()
+
+    def _agree(self, terms: Terms) -> Terms:
+        if self.store_is_away:
+            raise StoreUnavailable("no answer")
+        self.in_force = self.in_force or terms
+        return self.in_force
+
+    def attach(self, process: int = 0, **changes: Any) -> Attached:
+        terms = {"process": process, "terms": {**TERMS, **changes}}
+        attached = attach(str(self.socket), terms)
+        self._ends.append(attached)
+        return attached
+
+    def hears(self, kind: str) -> tuple[Any, ...]:
+        while True:
+            event = self.events.get(timeout=10)
+            if event[0] == kind:
+                return event
+
+    def taken(self) -> Attached:
+        """A process that is in a formation and was told what to restore."""
+        attached = self.attach()
+        self.pool.start({})
+        self.pool.formed(source="init", step=0)
+        assert attached.link.receive(5)["op"] == "formed"
+        return attached
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_process_attaches_and_its_end_is_noticed(host: Host) -> None:
+    attached = host.attach(process=1)
+    assert (attached.job, attached.host, attached.deadline_s) == ("j", "h", 5.0)
+    host.hears("attachment")
+    index, ident = host.pool.attachment
+    assert index == 1 and ident > 0 and host.pool.waiting == ident
+    attached.link.close()
+    assert host.hears("trainer_exit")[1] == ident
+    assert host.pool.exited(ident) == "ended"  # it had no part in a formation yet
+    assert host.pool.attachment == (-1, 0)
+    assert host.attach(process=0).host == "h"
+
+
+def test_a_taken_agent_refuses_in_one_line(host: Host) -> None:
+    first = host.attach()
+    with pytest.raises(NoAgent, match=f"taken by process {os.getpid()}, index 0") as it:
+        host.attach(process=1)
+    assert "\n" not in str(it.value)
+    first.link.send("staged", step=1)  # nothing has happened to the first
+    assert host.hears("trainer")[2]["op"] == "staged"
+
+
+def test_terms_that_differ_are_named(host: Host) -> None:
+    host.attach().link.close()
+    host.pool.exited(host.hears("trainer_exit")[1])
+    with pytest.raises(NoAgent, match="processes=3 instead of 2"):
+        host.attach(processes=3)
+    with pytest.raises(NoAgent, match="directory='/e' instead of '/d'"):
+        host.attach(directory="/e")
+    with pytest.raises(NoAgent, match="another version"):
+        host.attach(unknown=1)
+    with pytest.raises(NoAgent, match="process 2 of 2"):
+        host.attach(process=2)
+    host.store_is_away = True
+    with pytest.raises(NoAgent, match="the store does not answer"):
+        host.attach()
+
+
+def test_the_size_that_the_agents_were_told_counts(tmp_path: Path) -> None:
+    host = Host(tmp_path, processes=3)
+    with pytest.raises(NoAgent, match="--hosts 3, but this job has 2 processes"):
+        host.attach()
+    host.close()
+
+
+def test_a_process_that_was_told_its_step_is_let_go_with_the_reason(host: Host) -> None:
+    attached = host.taken()
+    ident = host.pool.attachment[1]
+    assert host.pool.is_active(ident)
+    host.pool.kill_active("b (slot 1) was lost")
+    message = attached.link.receive(5)
+    assert message["op"] == "detached" and "b (slot 1) was lost" in message["reason"]
+    with pytest.raises(LinkClosed):
+        attached.link.receive(5)
+    assert host.pool.attachment == (-1, 0) and not host.pool.is_active(ident)
+    host.attach()  # the agent is free at once
+
+
+def test_a_process_that_waits_is_taken_into_the_next_formation(host: Host) -> None:
+    attached = host.attach()
+    ident = host.pool.waiting
+    host.pool.start({})
+    host.pool.kill_active("a restore failed")
+    assert host.pool.waiting == ident
+    host.pool.note("process 1 of 2 to attach")
+    assert attached.link.receive(5)["text"] == "process 1 of 2 to attach"
+    host.pool.kill_active("no memory", waiting=True)
+    assert "no memory" in attached.link.receive(5)["reason"]
+    assert host.pool.waiting == 0
+
+
+def test_nobody_to_start_is_as_one_that_ended(host: Host) -> None:
+    host.pool.start({})
+    assert host.pool.exited(host.hears("trainer_exit")[1]) == "active"
+
+
+def test_a_goodbye_is_no_death(host: Host) -> None:
+    attached = host.taken()
+    attached.link.send("left", step=3)
+    attached.link.close()
+    assert host.hears("trainer")[2] == {"op": "left", "step": 3}
+    assert host.pool.exited(host.hears("trainer_exit")[1]) == "ended"
+
+
+def test_an_agent_that_ends_lets_go(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    attached = host.attach()
+    host.pool.close()
+    assert "the agent ends" in attached.link.receive(5)["reason"]
+    host.close()
+
+
+def test_events_before_the_agent_takes_part_are_not_lost(tmp_path: Path) -> None:
+    heard: list[tuple[Any, ...]] = []
+    pool = AttachedTrainers(
+        tmp_path / "agent.sock",
+        job="j",
+        host="h",
+        processes=None,
+        deadline_s=5.0,
+        agree=lambda terms: terms,
+    )
+    terms = {"process": 0, "terms": TERMS}
+    attached = attach(str(tmp_path / "agent.sock"), terms)
+    pool.bind(lambda *event: heard.append(event))
+    assert heard == [("attachment",)]
+    attached.link.close()
+    pool.close()
+
+
+def test_the_only_free_agent_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attaching, "DEFAULT_DIRECTORY", tmp_path)
+    with pytest.raises(NoAgent, match="no agent runs on this machine"):
+        find(None, {})
+    hosts = []
+    for name in ("a", "b"):
+        (tmp_path / f"dtft-j-{name}").mkdir()
+        hosts.append(Host(tmp_path / f"dtft-j-{name}"))
+    with pytest.raises(NoAgent, match="2 agents on this machine are free"):
+        find(None, {})
+    assert find(None, {attaching.VARIABLE: "/x"}) == Path("/x")
+    assert find("/y", {attaching.VARIABLE: "/x"}) == Path("/y")
+    hosts[0].attach()
+    assert [bool(seen.taken_by) for seen in seen_here(tmp_path)] == [True, False]
+    assert find(None, {}) == hosts[1].socket
+    hosts[1].attach(process=1)
+    with pytest.raises(NoAgent, match="no agent on this machine is free"):
+        find(None, {})
+    for host in hosts:
+        host.close()
+
+
+def test_an_agent_that_is_not_there_is_named(tmp_path: Path) -> None:
+    terms = {"process": 0, "terms": TERMS}
+    with pytest.raises(NoAgent, match="no agent listens at .*No such file"):
+        attach(str(tmp_path / "agent.sock"), terms)
+    Host(tmp_path).close()
+    with pytest.raises(NoAgent, match="Connection refused.*--serve-only"):
+        attach(str(tmp_path / "agent.sock"), terms)
+
+
+def test_a_message_is_waited_for_no_longer_than_told(host: Host) -> None:
+    attached = host.attach()
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        attached.link.receive(0.05)
+    assert time.monotonic() - begun < 10

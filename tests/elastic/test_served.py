@@ -1,0 +1,238 @@
+"""Jobs of the user's own processes: when their leader forms, waits, answers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.journal import Journal
+from dtft.elastic.membership import Membership, View
+from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.roles import HostRecord
+from dtft.elastic.served import fill_by_process, missing
+from dtft.elastic.served_leader import ServedLeader
+
+LAYOUT = Layout(
+    mesh=MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=(0, 1)),
+    leaves=(Leaf(path="w", shape=(4,), dtype="uint8", spec=(("x",),)),),
+)
+
+
+def host(name: str, process: int = -1, attached_ns: int = 0) -> HostRecord:
+    return HostRecord(
+        host=name,
+        address=f"{name}:1",
+        incarnation=f"{name}-1",
+        joined_ns=0,
+        pid=1,
+        process=process,
+        attached_ns=attached_ns,
+    )
+
+
+@given(st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 9)), max_size=8))
+def test_every_slot_has_the_last_process_that_claims_it(
+    claims: list[tuple[int, int]],
+) -> None:
+    hosts = [host(f"h{i}", index, ns) for i, (index, ns) in enumerate(claims)]
+    filled = fill_by_process(hosts, 4)
+    for slot, record in enumerate(filled):
+        claiming = [it for it in hosts if it.process == slot]
+        assert (record is None) == (not claiming)
+        if record is not None:
+            assert record.process == slot
+            assert record.attached_ns == max(it.attached_ns for it in claiming)
+    assert (missing(hosts, 4) == "") == (None not in filled)
+
+
+class Desk:
+    """A leader of two processes with its orders written down."""
+
+    def __init__(self, directory: Path) -> None:
+        config = AgentConfig(
+            job="j",
+            host="a",
+            store="s:1",
+            secret=b"x" * 16,
+            num_slots=2,
+            trainer_command=(),
+            run_directory=directory,
+            config_digest="",
+            served=True,
+            storage_interval=10**6,
+        )
+        (directory / "logs").mkdir()
+        self.known = {"a": host("a"), "b": host("b")}
+        self.orders: list[tuple[str, str, dict[str, Any]]] = []
+        self.events: list[tuple[Any, ...]] = []
+        self.store = MemoryStore()
+        member = Membership(self.store, "j", host("a"), 5.0, lambda *_: None)
+        member.campaign()
+        self.member = member
+        self.leader = ServedLeader(
+            config,
+            member,
+            self._view(),
+            lambda *event: self.events.append(event),
+            lambda to, op, **fields: self.orders.append((to, op, fields)),
+            Journal(directory, "a"),
+        )
+        for name in self.known:
+            self.leader.connected(name)
+
+    def _view(self) -> View:
+        found = self.store.get("/dtft/j/m/leader")
+        revision = found.create_revision if found else 0
+        return View(hosts=dict(self.known), leader="a", leader_revision=revision)
+
+    def attach(self, name: str, process: int, ns: int) -> None:
+        self.known[name] = host(name, process, ns)
+        self.leader.see(self._view())
+        self.leader.tick()
+
+    def take(self, op: str) -> list[tuple[str, dict[str, Any]]]:
+        found = [(to, fields) for to, kind, fields in self.orders if kind == op]
+        self.orders = [order for order in self.orders if order[1] != op]
+        return found
+
+    def holdings(self, to: str, fields: dict[str, Any], ns: int) -> None:
+        reply = {"layouts": [], "holdings": {}, "items": {}, "corrupt": []}
+        more = {"finished": 0, "attached_ns": ns, "ballot": fields["ballot"]}
+        self.leader.hears(to, {"op": "holdings", **reply, **more})
+
+    def reports(self, to: str, op: str, **fields: Any) -> None:
+        round_ = self.leader._rounds.current
+        assert round_ is not None
+        self.leader.hears(to, {"op": op, "ballot": round_.ballot, **fields})
+
+    def writes(self) -> None:
+        """Every write of the store is answered."""
+        import time
+
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            events, self.events = self.events, []
+            for kind, *values in events:
+                if kind == "written":
+                    self.leader.written(*values)
+                elif kind == "coordinator":
+                    self.leader.coordinator_ready(*values)
+            if any(kind == "written" for kind, *_ in events):
+                return
+            time.sleep(0.01)
+        raise AssertionError("no write was answered")
+
+    def formed(self) -> None:
+        """Both processes have attached and go on."""
+        self.attach("a", 0, 5)
+        self.attach("b", 1, 6)
+        for to, fields in self.take("reform"):
+            self.holdings(to, fields, {"a": 5, "b": 6}[to])
+        self.writes()
+        for _ in range(2):  # the coordinator that is none answers at once
+            for kind, *values in self.events[:]:
+                if kind == "coordinator":
+                    self.leader.coordinator_ready(*values)
+        assert [to for to, _ in self.take("prepare")] == ["a", "b"]
+        timed = {"seconds": 0.0, "restored": {}}
+        for slot, to in enumerate("ab"):
+            self.reports(to, "prepared", export_port=1, own=0, peers=0, **timed)
+            self.reports(to, "running", slot=slot, step=0, bytes_from_storage=0)
+
+    @property
+    def phase(self) -> str:
+        return self.leader._rounds.phase
+
+
+@pytest.fixture
+def desk(tmp_path: Path):
+    made = Desk(tmp_path)
+    yield made
+    made.leader.close()
+    made.store.close()
+
+
+def test_the_job_forms_when_every_process_has_attached(desk: Desk) -> None:
+    desk.attach("b", 0, 5)
+    assert desk.phase == "idle" and not desk.take("reform")
+    desk.attach("a", 1, 6)
+    asked = desk.take("reform")
+    assert desk.phase == "gathering" and {to for to, _ in asked} == {"a", "b"}
+    for to, fields in asked:
+        desk.holdings(to, fields, {"b": 5, "a": 6}[to])
+    chosen = desk.leader._rounds.current
+    assert chosen is not None and chosen.assignment is not None
+    assert chosen.assignment.slots == ("b", "a")  # by process, not by name
+
+
+def test_a_process_that_has_stood_down_since_is_waited_for(desk: Desk) -> None:
+    desk.attach("a", 0, 5)
+    desk.attach("b", 1, 6)
+    for to, fields in desk.take("reform"):
+        desk.holdings(to, fields, {"a": 5, "b": 0}[to])  # the store is behind
+    assert desk.phase == "waiting"
+    desk.attach("b", -1, 0)
+    assert desk.phase == "waiting" and not desk.take("reform")
+    desk.attach("b", 1, 9)
+    assert desk.phase == "gathering"
+
+
+def test_a_process_that_goes_makes_all_wait_with_the_reason(desk: Desk) -> None:
+    desk.formed()
+    assert desk.phase == "running"
+    desk.reports("b", "process_gone")
+    told = desk.take("reform")
+    assert {fields["reason"] for _, fields in told} == {"process 1 on b has gone"}
+    assert not any(fields["fatal"] for _, fields in told)
+    for to, fields in told:
+        desk.holdings(to, fields, 0)
+    assert desk.phase == "waiting"
+
+
+def test_what_would_happen_again_lets_the_processes_go_and_ends_nothing(
+    desk: Desk,
+) -> None:
+    desk.formed()
+    for to in "ab":
+        desk.reports(to, "layout", layout=LAYOUT.to_json())
+    desk.leader.hears("a", {"op": "fatal", "message": "no memory for the arena"})
+    told = desk.take("reform")
+    assert told and all(fields["fatal"] for _, fields in told)
+    assert told[0][1]["reason"] == "no memory for the arena"
+    assert not desk.leader._rounds.frozen
+
+
+def test_a_flush_is_answered_once_the_step_is_committed(desk: Desk) -> None:
+    desk.formed()
+    for to in "ab":
+        desk.reports(to, "layout", layout=LAYOUT.to_json())
+    desk.reports("b", "flush", slot=1, token=4, step=0, store=False)
+    for slot, to in enumerate("ab"):
+        digests = [bytes([slot]) * 16]
+        more = {"interval": 1, "window": None}
+        desk.reports(to, "staged", slot=slot, step=0, digests=digests, **more)
+    assert not desk.take("flushed")
+    desk.reports("a", "held", step=0, source=1, target=0)
+    desk.reports("b", "held", step=0, source=0, target=1)
+    assert not desk.take("flushed")  # complete, but not recorded
+    desk.writes()
+    assert desk.take("release")
+    # The first commit is due in storage, too; the flush waits for that as well.
+    (order,) = {fields["step"] for _, fields in desk.take("export")}
+    for to in "ab":
+        desk.reports(to, "exported", step=order, ok=True, error="")
+    assert desk.take("flushed") == [("b", {"token": 4, "error": ""})]
+
+
+def test_after_the_last_goodbye_the_job_waits_for_other_processes(desk: Desk) -> None:
+    desk.formed()
+    desk.reports("a", "finished", slot=0, step=0)
+    assert desk.phase == "running"
+    desk.reports("b", "finished", slot=1, step=0)
+    for to, fields in desk.take("reform"):
+        desk.holdings(to, fields, 0)
+    assert desk.phase == "waiting" and not desk.leader._rounds.frozen
