@@ -6,6 +6,7 @@ itself (`link.py` carries both). Decides which agent; must not know arrays or st
 
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from dtft.checkpoint.link import Link, LinkClosed
 
 SOCKET = "agent.sock"
 VARIABLE = "DTFT_AGENT_SOCKET"
+TAKEN_S = 2.0
+"""The former process of an agent may just have ended: so long it is asked again."""
 ANSWER_S = 10.0
 """An agent answers at once; one that does not has hung."""
 
@@ -62,16 +65,13 @@ def attach(given: str | None, terms: Mapping[str, Any]) -> Attached:
     Raises:
         NoAgent: there is none, or it refuses; says what to do.
     """
-    path = find(given, os.environ)
-    link = _connect(path)
-    try:
-        link.send("attach", pid=os.getpid(), **terms)
-        answer = link.receive(ANSWER_S)
-    except (LinkClosed, TimeoutError) as error:
+    until = time.monotonic() + TAKEN_S
+    path = _found(given, until)
+    link, answer = _ask_in(path, terms)
+    while answer.get("taken") and time.monotonic() < until:
         link.close()
-        raise NoAgent(
-            f"the agent at {path} does not take processes of others ({error}). {_START}"
-        ) from error
+        time.sleep(0.1)
+        link, answer = _ask_in(path, terms)
     if answer["op"] != "attached":
         link.close()
         raise NoAgent(str(answer.get("error", answer)))
@@ -82,6 +82,29 @@ def attach(given: str | None, terms: Mapping[str, Any]) -> Attached:
         host=answer["host"],
         deadline_s=answer["deadline_s"],
     )
+
+
+def _found(given: str | None, until: float) -> Path:
+    while True:
+        try:
+            return find(given, os.environ)
+        except NoAgent:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+def _ask_in(path: Path, terms: Mapping[str, Any]) -> tuple[Link, dict[str, Any]]:
+    """Asks an agent to take this process; its answer."""
+    link = _connect(path)
+    try:
+        link.send("attach", pid=os.getpid(), **terms)
+        return link, link.receive(ANSWER_S)
+    except (LinkClosed, TimeoutError) as error:
+        link.close()
+        raise NoAgent(
+            f"the agent at {path} does not take processes of others ({error}). {_START}"
+        ) from error
 
 
 def find(given: str | None, environment: Mapping[str, str]) -> Path:

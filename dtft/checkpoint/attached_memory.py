@@ -56,10 +56,12 @@ class AttachedMemory(AgentCheckpointManager):
             storage_directory=directory,
             deadline_s=attached.deadline_s,
         )
-        self._farewell = (
-            f"the agent of host {attached.host} (job {attached.job!r}, {attached.path})"
-            " has ended. Start it again, or another one, and restart all processes"
-        )
+        if not self._gone:  # or it was told why already
+            self._farewell = (
+                f"the agent of host {attached.host} (job {attached.job!r}, "
+                f"{attached.path}) has ended. Start it again, or another one, and "
+                "restart all processes"
+            )
         try:
             self._wait(lambda: self._formed is not None, "the job")
         except TimeoutError as error:

@@ -142,6 +142,7 @@ def _mesh(
                 "Put it on the mesh: jax.jit(..., out_shardings=...)."
             )
         mesh = sharding.mesh
+        assert isinstance(mesh, jax.sharding.Mesh)  # an array is on real devices
         if found is None:
             found = mesh
         elif not _same(found, mesh):

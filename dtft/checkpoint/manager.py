@@ -32,8 +32,8 @@ ITEM = "interval"
 class SaveArgs:
     """What a commit holds."""
 
-    arrays: Mapping[str, jax.Array]
-    """Leaf path to global array, all ready."""
+    arrays: Mapping[str, jax.Array | np.ndarray]
+    """Leaf path to global array, all ready; or to a numpy array of all processes."""
     items: Mapping[str, Any] = field(default_factory=dict)
     """What is not an array, as JSON values: data position and so on."""
     window: Window | None = None

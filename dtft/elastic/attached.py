@@ -42,8 +42,9 @@ class Process:
 class AttachedTrainers:
     """Listens for the user's process; events go to `emit` once `bind` was called.
 
-    Emits ("trainer", ident, message), ("trainer_exit", ident, 0) when the process has
-    gone, and ("attachment",) when somebody has attached or gone.
+    Emits ("trainer", ident, message), ("trainer_exit", ident, left) when the process
+    has gone (left is 1 if it said goodbye), and ("attachment",) when somebody has
+    attached or gone.
     """
 
     def __init__(
@@ -125,7 +126,8 @@ class AttachedTrainers:
                 if process is not None:
                     self._heard(process, message)
                 elif message["op"] == "who":
-                    taken = self._attached.pid if self._attached else 0
+                    with self._lock:  # whoever is told to be attached is seen here
+                        taken = self._attached.pid if self._attached else 0
                     link.send("agent", job=self._job, host=self._host, taken_by=taken)
                 elif message["op"] == "attach":
                     process = self._welcome(message, link)
@@ -133,7 +135,14 @@ class AttachedTrainers:
             link.close()  # it has gone, or what it says has no meaning here
         if process is not None:
             with self._lock:
-                self._tell("trainer_exit", process.ident, 0)
+                self._forget(process)
+                self._tell("trainer_exit", process.ident, int(process.left))
+
+    def _forget(self, process: Process) -> None:
+        """The agent is free, at once: who attaches next need not wait for events."""
+        if self._attached is process:
+            self._attached = None
+            self._tell("attachment")
 
     def _heard(self, process: Process, message: dict[str, Any]) -> None:
         with self._lock:
@@ -142,9 +151,10 @@ class AttachedTrainers:
 
     def _welcome(self, message: dict[str, Any], link: Link) -> Process | None:
         """Takes a process, or tells it why not."""
-        error = self._objection(message)
+        error, taken = self._objection(message), False
         with self._lock:
             if error is None and self._attached is not None:
+                taken = True
                 error = (
                     f"the agent of host {self._host} (job {self._job!r}) is taken by "
                     f"process {self._attached.pid}, index {self._attached.index} of "
@@ -152,7 +162,7 @@ class AttachedTrainers:
                     "its own, or end that one."
                 )
             if error is not None:
-                link.send("refused", error=error)
+                link.send("refused", error=error, taken=taken)
                 return None
             link.send(
                 "attached", job=self._job, host=self._host, deadline_s=self._deadline_s
@@ -247,13 +257,9 @@ class AttachedTrainers:
     def exited(self, ident: int) -> Literal["active", "standby", "ended"]:
         """A process has gone; says what it was."""
         with self._lock:
-            process = self._attached
-            if process is not None and process.ident == ident:
-                self._attached = None
-                self._tell("attachment")
-            was_active, left = ident == self._active, bool(process and process.left)
+            was_active = ident == self._active
             self._active = 0 if was_active else self._active
-            return "active" if was_active and not left else "ended"
+            return "active" if was_active else "ended"
 
     def kill_active(self, reason: str = "", *, waiting: bool = False) -> None:
         """Lets the process go, with the reason; one that was told nothing yet stays.
@@ -266,8 +272,7 @@ class AttachedTrainers:
             process, self._active = self._attached, 0
             if process is None or not (process.given or waiting):
                 return
-            self._attached = None
-            self._tell("attachment")
+            self._forget(process)
         with contextlib.suppress(LinkClosed):
             process.link.send("detached", reason=self._farewell(reason))
         process.link.close()

@@ -39,10 +39,10 @@ class Formation:
     announced: bool = False
     """The trainer has told the layout."""
     pushers: list[Pusher] = field(default_factory=list)
-    turn: int = 0
-    """Steps staged; equal on all hosts, which take turns in copying."""
     pace: Pace | None = None
     """That the pushers keep to."""
+    turn: int = 0
+    """Steps staged; equal on all hosts, which take turns in copying."""
 
     @property
     def epoch(self) -> tuple[int, int]:

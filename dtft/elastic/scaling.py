@@ -145,6 +145,8 @@ class Scaling:
         chosen = round_.assignment if round_ is not None else None
         if chosen is None or not self._sizes.is_new(chosen):
             return False
+        if self._sizes.why_not(len(chosen.slots)):
+            return False  # it was given up before, and there is no other
         self._sizes.give_up(len(chosen.slots), message)
         self._rounds.form(f"not on {len(chosen.slots)} hosts: {message}")
         return True

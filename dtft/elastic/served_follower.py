@@ -106,7 +106,11 @@ class ServedFollower(Follower):
         self._accept(formation, layout)
 
     def trainer_exited(self, pid: int, code: int) -> None:
-        """The process has gone; if the formation had it, the leader must know."""
-        del code  # nobody can know that of a process of others
-        if self._attached.exited(pid) == "active":
+        """The process has gone; without a goodbye the leader must know.
+
+        Args:
+            pid: its ident.
+            code: 1 if it has said goodbye.
+        """
+        if self._attached.exited(pid) == "active" and not code:
             self._report("process_gone", ballot=self._ballot)

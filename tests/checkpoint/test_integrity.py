@@ -102,6 +102,7 @@ def test_every_bit_gets_from_devices_to_memory_and_back() -> None:
     assert np.array_equal(drawn, jax.random.bits(jax.random.key(3), (4,)))
 
 
+@pytest.mark.timeout(180)  # Orbax's files, on a busy machine
 def test_every_bit_gets_to_storage_and_onto_another_mesh(tmp_path: Path) -> None:
     arrays = leaves()
     tier = StorageTier(tmp_path)

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.cadence import Cadence, Schedule
@@ -18,6 +18,7 @@ from dtft.checkpoint.interval import (
     next_interval,
 )
 
+fewer = settings(deadline=None, max_examples=30)
 costs = st.builds(
     Costs,
     step_s=st.floats(1e-3, 10.0),
@@ -41,19 +42,14 @@ class Job:
         """Each measured sum is off by up to `noise` of a snapshot's cost."""
         for _ in range(boundaries):
             begin = self.step
-            self.step += 1
-            while not self.schedule.is_boundary(self.step):
-                self.step += 1
+            self.step = self.schedule.following(begin)
             self.seen = self.seen.and_window(self._window(true, self.step - begin))
-            after = self.schedule
-            following = self.step + 1
-            while not after.is_boundary(following):
-                following += 1
+            following = self.schedule.following(self.step)
             wanted = next_interval(self.decided, self.seen, self.allowed)
             if wanted != self.decided:
                 self.decided = wanted
                 self.changes.append(wanted)
-                self.schedule = after.changed(wanted, after=following)
+                self.schedule = self.schedule.changed(wanted, after=following)
 
     def _window(self, true: Costs, steps: int) -> Window:
         affected = min(3, steps)
@@ -69,6 +65,7 @@ class Job:
         )
 
 
+@settings(deadline=None)
 @given(costs, budgets, maxima)
 def test_it_is_the_smallest_that_the_budget_allows(
     true: Costs, budget: float, maximum: int
@@ -81,6 +78,7 @@ def test_it_is_the_smallest_that_the_budget_allows(
         assert inflation(interval, true, maximum) <= budget * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 500))
 def test_boundaries_follow_each_other(interval: int, more: int, step: int) -> None:
     cadence = Cadence(interval=interval, period=interval + more - 1)
@@ -90,6 +88,7 @@ def test_boundaries_follow_each_other(interval: int, more: int, step: int) -> No
     assert following - step <= interval
 
 
+@fewer
 @given(costs, budgets, maxima, st.integers(0, 99), st.floats(0.0, 0.1))
 def test_the_budget_is_held_and_the_interval_settles(
     true: Costs, budget: float, maximum: int, seed: int, noise: float
@@ -109,6 +108,7 @@ def test_the_budget_is_held_and_the_interval_settles(
     assert inflation(job.decided, true, maximum) <= budget or job.decided == maximum
 
 
+@fewer
 @given(st.integers(0, 99), st.floats(2.0, 30.0), st.booleans())
 def test_it_follows_a_cost_that_changes(seed: int, factor: float, up: bool) -> None:
     allowed = Automatic(budget=0.02, maximum=100)
@@ -166,6 +166,7 @@ def test_without_a_quiet_step_one_is_looked_for() -> None:
     assert next_interval(1, seen.and_window(window), allowed) == 16
 
 
+@fewer
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=30), st.data())
 def test_two_hosts_that_learn_at_different_moments_agree(
     intervals: list[int], data: st.DataObject

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint import pace
@@ -17,6 +17,7 @@ def run(trial: Trial, pushes: int, full_s: float, spread_s: float) -> Trial:
     return trial
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.floats(0.01, 10.0), st.floats(0.5, 2.0))
 def test_what_makes_steps_shorter_is_kept(full_s: float, factor: float) -> None:
     trial = run(Trial(), SETTLE + 2 * TRIED, full_s, factor * full_s)
@@ -39,6 +40,7 @@ def test_hosts_with_the_same_steps_try_at_the_same_time() -> None:
         one, other = one.observed(1.0 + number % 3), other.observed(1.1 + number % 2)
 
 
+@settings(deadline=None, max_examples=30)
 @given(
     st.integers(1 << 20, 1 << 30),
     st.floats(0.01, 10.0),

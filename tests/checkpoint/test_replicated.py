@@ -114,7 +114,8 @@ def memory_only(path: Path, **changes: Any) -> Any:
     """Storage gets nothing, as if it had been tried at the last step that is due."""
     options = ReplicatedOptions(storage_interval_steps=NEVER, **changes)
     manager = ReplicatedCheckpointManager(path / "storage", options=options)
-    manager._work._storing._tried = 0
+    work: Any = manager._work
+    work._storing._tried = 0
     return manager
 
 

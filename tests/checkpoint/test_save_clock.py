@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
-from dtft.checkpoint import ReplicatedCheckpointManager, ReplicatedOptions
+from dtft.checkpoint import ReplicatedOptions
 from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.save_clock import SaveClock
+from tests.checkpoint.test_replicated import forget, memory_only
 
 
 def saved(clock: SaveClock, now: list[float], steps: int, save_s: float) -> list[int]:
@@ -42,20 +43,20 @@ def test_what_is_cheap_is_saved_every_step_and_a_fixed_interval_stays() -> None:
 
 
 def test_a_manager_saves_what_the_clock_says(tmp_path: Path) -> None:
-    options = ReplicatedOptions(
+    manager = memory_only(
+        tmp_path,
         save_interval_steps="auto",
         stall_budget=1e-9,
         max_interval_steps=16,
-        storage_interval_steps=1000,
         memory_to_keep=100,
     )
-    with ReplicatedCheckpointManager(tmp_path, options=options) as manager:
-        for step in range(1, 60):
-            state = {"w": jnp.full(3, step)}
-            args = ocp.args.Composite(state=ocp.args.StandardSave(state))
-            manager.save(step, args=args)
-        # Nothing is as cheap as that: only multiples of the longest interval are left.
-        assert manager.all_steps() == [*range(1, 10), 16, 32, 48]
+    for step in range(1, 60):
+        state = {"w": jnp.full(3, step)}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state))
+        manager.save(step, args=args)
+    # Nothing is as cheap as that: only multiples of the longest interval are left.
+    assert manager.all_steps() == [*range(1, 10), 16, 32, 48]
+    forget(manager)
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ def test_without_a_spare_the_job_goes_on_with_fewer_replicas(tmp_path, control, 
 @every
 def test_it_grows_back_when_the_host_returns(tmp_path, control):
     record = drill(
-        *(tmp_path, *DIGITS, *control("digits-min-800"), "--min-replicas", "2"),
-        *("--stop.steps", "800", "--rejoin", "2", "--fault", "kill-host:1@30"),
+        *(tmp_path, *DIGITS, *control("digits-min-400"), "--min-replicas", "2"),
+        *("--stop.steps", "400", "--rejoin", "0.5", "--fault", "kill-host:1@30"),
     )
     assert sizes(record) == [[3, 2], [2, 3]] and record["bytes_from_storage"] == 0
 

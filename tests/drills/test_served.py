@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -91,15 +92,18 @@ def test_a_lost_host_comes_back_from_a_peers_memory_then_all_from_storage(
 def readable(directory: Path, step: int) -> None:
     """Stock Orbax reads a step of the job's two processes into this one."""
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    with ocp.CheckpointManager(directory) as stock:
-        target = jax.tree.map(
-            lambda leaf: (
-                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
-                if hasattr(leaf, "shape")
-                else leaf
-            ),
-            stock.item_metadata(step),
-        )
+
+    def struct(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+
+    handler = ocp.StandardCheckpointHandler()
+    with ocp.CheckpointManager(directory, item_handlers=handler) as stock:
+        target = {
+            "state": jax.tree.map(struct, stock.item_metadata(step)["state"]),
+            "key": jax.random.key(0),
+            "seen": 0,
+            "table": np.zeros(3, np.int64),
+        }
         found = stock.restore(step, args=ocp.args.StandardRestore(target))
     assert found["seen"] == 6 * (step + 1)
     assert found["state"]["0"]["kernel"]["value"].shape == (8, 6)

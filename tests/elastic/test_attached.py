@@ -97,7 +97,10 @@ def test_a_process_attaches_and_its_end_is_noticed(host: Host) -> None:
     assert host.attach(process=0).host == "h"
 
 
-def test_a_taken_agent_refuses_in_one_line(host: Host) -> None:
+def test_a_taken_agent_refuses_in_one_line(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attaching, "TAKEN_S", 0.05)
     first = host.attach()
     with pytest.raises(NoAgent, match=f"taken by process {os.getpid()}, index 0") as it:
         host.attach(process=1)
@@ -165,7 +168,13 @@ def test_a_goodbye_is_no_death(host: Host) -> None:
     attached.link.send("left", step=3)
     attached.link.close()
     assert host.hears("trainer")[2] == {"op": "left", "step": 3}
-    assert host.pool.exited(host.hears("trainer_exit")[1]) == "ended"
+    _, ident, left = host.hears("trainer_exit")
+    assert left and host.pool.exited(ident) == "active"
+
+
+def test_an_agent_is_free_as_soon_as_its_process_has_gone(host: Host) -> None:
+    for _ in range(20):  # nobody has heard of the end of the one before
+        host.attach().link.close()
 
 
 def test_an_agent_that_ends_lets_go(tmp_path: Path) -> None:

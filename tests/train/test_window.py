@@ -1,7 +1,7 @@
 """What the loop's moments say of steps and snapshots, where the truth is known."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.interval import Experience, Window
@@ -35,6 +35,7 @@ def simulated(
     return windows
 
 
+@settings(deadline=None, max_examples=30)
 @given(
     st.floats(0.01, 2.0),
     st.floats(0.0, 0.5),
