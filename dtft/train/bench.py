@@ -17,6 +17,7 @@ from typing import Any
 
 from dtft.elastic.launch import LocalCluster
 from dtft.train.experiment import Experiment
+from dtft.train.job_options import cluster_options
 
 DEADLINE_S = 600.0
 
@@ -110,8 +111,6 @@ def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _one(experiment: Experiment, arguments: list[str]) -> dict[str, Any]:
-    from dtft.train.commands import cluster_options
-
     directory = Path(tempfile.mkdtemp(prefix="dtft-bench-"))
     arguments = [*arguments, "--log.run_dir", str(directory)]
     arguments += ["--log.tensorboard", "False"]

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtft.train.experiment import Experiment, check
+from dtft.train.experiment import Experiment
+from dtft.train.fitting import check
 
 SCHEMA = 1
 """Number of the JSON form; raised when old readers would misread it."""

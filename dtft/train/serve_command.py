@@ -1,19 +1,16 @@
 """`dtft agent --serve-only`: from its flags to an agent that serves."""
 
 import dataclasses
-import logging
-import os
-import signal
-import socket
 from argparse import Namespace
 from pathlib import Path
 
 import tyro
 
-from dtft.elastic.etcd import EtcdStore, version_warning
+from dtft.elastic.config import AgentConfig
 from dtft.elastic.serve import ServeConfig, ServingHost, base_config
-from dtft.elastic.store import StoreUnavailable
 from dtft.train import host_flags
+from dtft.train.agent_command import log_to_stderr, run_at
+from dtft.train.job_options import check_address, host_name
 
 _ONLY = "`dtft agent --serve-only` trains nothing"
 
@@ -24,30 +21,16 @@ def serve(options: Namespace, overrides: list[str], secret: bytes) -> int:
     Raises:
         ValueError: a flag does not fit, or the host may not take part.
     """
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
+    log_to_stderr()
     config = _agent_config(options, overrides, secret)
     (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
-    store = EtcdStore(options.store)
-    try:
-        warning = version_warning(store.status())
-        if warning:
-            logging.getLogger(__name__).warning("%s", warning)
-        host = ServingHost(config, store, options.hosts)
-        signal.signal(signal.SIGTERM, lambda *_: host.leave())
-        signal.signal(signal.SIGINT, lambda *_: host.leave())
-        host.run()
-    except StoreUnavailable as error:
-        raise ValueError(f"--store {options.store}: {error}") from error
-    finally:
-        store.close()
+    run_at(options.store, lambda store: ServingHost(config, store, options.hosts))
     return 0
 
 
-def _agent_config(options: Namespace, overrides: list[str], secret: bytes):
-    from dtft.train.commands import check_address
-
+def _agent_config(
+    options: Namespace, overrides: list[str], secret: bytes
+) -> AgentConfig:
     check_address(options.store)
     if options.hosts is not None and options.hosts < 2:
         raise ValueError(
@@ -55,7 +38,7 @@ def _agent_config(options: Namespace, overrides: list[str], secret: bytes):
             "of its own needs no agent. Leave --hosts out to take any number."
         )
     serving = _serve_config(overrides)
-    host = options.host_name or f"{socket.gethostname()}-{os.getpid()}"
+    host = host_name(options)
     return dataclasses.replace(
         base_config(
             serving,

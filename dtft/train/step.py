@@ -20,7 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dtft.checkpoint import tree, typed_keys
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.train import replicas
-from dtft.train.experiment import Experiment, MeshConfig, resolve_mesh
+from dtft.train.experiment import Experiment, MeshConfig
+from dtft.train.fitting import resolve_mesh
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]

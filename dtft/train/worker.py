@@ -66,7 +66,7 @@ class AgentRuntime:
         import jax
 
         from dtft import _jax_internals
-        from dtft.train.experiment import scaled_mesh
+        from dtft.train.fitting import scaled_mesh
         from dtft.train.step import make_mesh
 
         _jax_internals.join_world(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.elastic.faults import KINDS, PHASES, Fault, parse_fault
-from dtft.train.drill import samples_exactly_once, surviving_segments
+from dtft.train.verdict import samples_exactly_once, surviving_segments
 
 faults = st.builds(
     lambda kind, slots, step, phase: Fault(

@@ -25,9 +25,8 @@ from dtft.train.experiment import (
     Experiment,
     MeshConfig,
     StopConfig,
-    check,
-    resolve_mesh,
 )
+from dtft.train.fitting import check, resolve_mesh
 from dtft.train.optimizers import MaxAdaBeliefConfig, ScheduleConfig
 from tests.train.pictures import make_folder
 

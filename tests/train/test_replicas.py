@@ -16,8 +16,9 @@ from dtft.checkpoint.placement import place
 from dtft.optim import max_belief_phases
 from dtft.train.config import shape_relevant, to_json
 from dtft.train.data import make_datasets
-from dtft.train.experiment import ClusterConfig, MeshConfig, check
+from dtft.train.experiment import ClusterConfig, MeshConfig
 from dtft.train.feed import Feed, evaluate
+from dtft.train.fitting import check
 from dtft.train.loop import run
 from dtft.train.optimizers import AdamWConfig, MaxAdaBeliefConfig
 from dtft.train.single import LocalRuntime, UnreadableCheckpoint

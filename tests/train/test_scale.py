@@ -10,13 +10,8 @@ import pytest
 from dtft.checkpoint.slices import Layout
 from dtft.cli import main
 from dtft.elastic.sizing import SizeLimits, resized, size_for
-from dtft.train.experiment import (
-    ClusterConfig,
-    Experiment,
-    MeshConfig,
-    check,
-    scaled_mesh,
-)
+from dtft.train.experiment import ClusterConfig, Experiment, MeshConfig
+from dtft.train.fitting import check, scaled_mesh
 from dtft.train.step import Program, layout_of, make_mesh
 from tests.train.helpers import tiny
 

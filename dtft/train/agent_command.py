@@ -1,0 +1,151 @@
+"""`dtft agent CONFIG`: from its flags to the agent of one host, and its exit code.
+
+Also what it shares with `dtft agent --serve-only` (`serve_command.py`): the log, the
+connection to etcd, the signals. What an agent does is known in `dtft.elastic`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dtft.elastic.agent import Agent
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.etcd import EtcdStore, version_warning
+from dtft.elastic.serve import ServingHost
+from dtft.elastic.sizing import SizeLimits
+from dtft.elastic.store import Store, StoreUnavailable
+from dtft.train import config as configs
+from dtft.train import host_flags
+from dtft.train.experiment import CheckpointConfig, Experiment
+from dtft.train.fitting import check
+from dtft.train.job_options import (
+    check_address,
+    host_name,
+    load_experiment,
+    prepare_run,
+    read_secret,
+)
+
+CACHE = "DTFT_COMPILATION_CACHE"
+"""Environment variable: the directory of XLA's compilation cache."""
+
+
+def run_agent(options: Namespace, overrides: list[str]) -> int:
+    """Runs the agent of one host, and its trainers, until the job ends.
+
+    Raises:
+        ValueError: wrong input, or etcd cannot be reached.
+    """
+    log_to_stderr()
+    config = _agent_config(options, overrides)
+    return _exit_code(run_at(options.store, partial(Agent, config)), config.host)
+
+
+def log_to_stderr() -> None:
+    """Sets up what an agent's process logs."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+
+
+def run_at(address: str, make: Callable[[Store], Agent | ServingHost]) -> str:
+    """Runs a host's part in the job of an etcd; a signal makes it leave.
+
+    Args:
+        address: HOST:PORT of etcd.
+        make: the host's part, given the store.
+
+    Returns:
+        What its `run` returns.
+
+    Raises:
+        ValueError: etcd cannot be reached.
+    """
+    store = EtcdStore(address)
+    try:
+        warning = version_warning(store.status())
+        if warning:
+            logging.getLogger(__name__).warning("%s", warning)
+        host = make(store)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: host.leave())
+        return host.run()
+    except StoreUnavailable as error:
+        raise ValueError(f"--store {address}: {error}") from error
+    finally:
+        store.close()
+
+
+def _exit_code(outcome: str, host: str) -> int:
+    if not outcome:
+        return 0
+    result = json.loads(outcome)
+    if result["status"] == "error":
+        print(f"dtft: error: {result['message']} ({host})", file=sys.stderr, flush=True)
+        return int(result["code"])
+    return 0
+
+
+def _agent_config(options: Namespace, overrides: list[str]) -> AgentConfig:
+    experiment = load_experiment(options, overrides)
+    check(experiment)
+    check_address(options.store)
+    secret = read_secret(options)
+    host = host_name(options)
+    flags = host_flags.settings(options, host)
+    directory, extra = prepare_run(experiment)
+    arguments = [options.config, *overrides, *extra]
+    return AgentConfig(
+        job=options.job,
+        host=host,
+        store=options.store,
+        secret=secret,
+        num_slots=experiment.cluster.hosts,
+        sizes=_size_limits(experiment),
+        trainer_command=(sys.executable, "-m", "dtft.train.worker", *arguments),
+        trainer_environment={
+            CACHE: os.environ.get(CACHE, str(directory / "xla-cache"))
+        },
+        run_directory=directory,
+        config_digest=_digest(experiment),
+        bind=options.bind,
+        timeouts=experiment.timeouts,
+        **_checkpoint_settings(experiment.checkpoint),
+        **flags,
+    )
+
+
+def _size_limits(experiment: Experiment) -> SizeLimits:
+    return SizeLimits(
+        min_replicas=experiment.cluster.min_replicas,
+        global_batch=experiment.data.global_batch,
+        batch_axes=("replica", "fsdp"),
+    )
+
+
+def _checkpoint_settings(checkpoint: CheckpointConfig) -> dict[str, Any]:
+    return {
+        "arena_directory": Path(checkpoint.arena_directory),
+        "copies": checkpoint.copies,
+        "share": checkpoint.share,
+        "cadence": checkpoint.cadence,
+        "automatic": checkpoint.automatic,
+        "storage_interval": checkpoint.storage_interval,
+        "storage_keep": checkpoint.storage_keep,
+        "chunk_bytes": checkpoint.chunk_bytes,
+    }
+
+
+def _digest(experiment: Experiment) -> str:
+    """Digest of everything that hosts must agree on: all but where files lie."""
+    resolved = json.loads(configs.to_json(experiment))
+    text = json.dumps({**resolved, "log": None}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

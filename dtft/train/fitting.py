@@ -1,0 +1,161 @@
+"""Whether an experiment fits a cluster, and the mesh that it has there.
+
+Pure: must not know devices, files or processes, and must stay free of jax imports at
+module level. What one part of an experiment allows by itself is in `experiment.py`.
+"""
+
+from dataclasses import replace
+
+from dtft.train.experiment import Experiment, MeshConfig
+
+
+def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshConfig:
+    """Fills in the open size of a mesh.
+
+    Args:
+        mesh: sizes, at most one of them -1.
+        hosts: number of slots.
+        devices_per_host: devices of each.
+
+    Returns:
+        A mesh without -1, whose sizes multiply to the number of devices.
+
+    Raises:
+        ValueError: the sizes do not fit the devices.
+
+    >>> resolve_mesh(MeshConfig(fsdp=2), hosts=3, devices_per_host=2)
+    MeshConfig(replica=3, fsdp=2, tensor=1)
+    """
+    devices, known, unknown = hosts * devices_per_host, 1, ""
+    for name, value in vars(mesh).items():
+        known, unknown = (known, name) if value == -1 else (known * value, unknown)
+    sizes = " x ".join(f"{name}={value}" for name, value in vars(mesh).items())
+    if devices % known or (not unknown and devices != known):
+        raise ValueError(
+            f"mesh {sizes} does not fit {devices} devices ({hosts} hosts x "
+            f"{devices_per_host}). The sizes must multiply to {devices}. Change "
+            "--mesh.replica, --mesh.fsdp or --mesh.tensor, or the number of hosts."
+        )
+    return replace(mesh, **({unknown: devices // known} if unknown else {}))
+
+
+def scaled_mesh(
+    experiment: Experiment, slots: int, devices_per_host: int
+) -> MeshConfig:
+    """The mesh on so many slots: that of the config with more or fewer replicas.
+
+    Args:
+        experiment: the config, for `cluster.hosts` slots.
+        slots: slots there are now.
+        devices_per_host: devices of each.
+
+    Raises:
+        ValueError: the sizes do not fit the devices.
+    """
+    mesh = resolve_mesh(experiment.mesh, experiment.cluster.hosts, devices_per_host)
+    return resolve_mesh(replace(mesh, replica=-1), slots, devices_per_host)
+
+
+def check(
+    experiment: Experiment,
+    hosts: int | None = None,
+    devices_per_host: int | None = None,
+    *,
+    memory_tier: bool = True,
+) -> None:
+    """Checks that an experiment fits a cluster.
+
+    Args:
+        experiment: what is to run.
+        hosts: number of slots; by default the config's.
+        devices_per_host: devices of each; by default the config's. If that is -1,
+            what depends on the devices is not checked.
+        memory_tier: whether copies are kept in the hosts' memory.
+
+    Raises:
+        ValueError: says what does not fit and what to change.
+    """
+    hosts = hosts or experiment.cluster.hosts
+    devices_per_host = devices_per_host or experiment.cluster.devices_per_host
+    if memory_tier:
+        _check_copies(experiment.checkpoint.copies, hosts)
+    _check_model(experiment)
+    if devices_per_host == -1:
+        return
+    mesh = resolve_mesh(experiment.mesh, hosts, devices_per_host)
+    experiment.optim.check_mesh(mesh.tensor)
+    if memory_tier and experiment.checkpoint.share == "divided":
+        _check_divided(experiment.checkpoint.copies, mesh, hosts)
+    _check_batch(experiment.data.global_batch, mesh)
+    if experiment.cluster.min_replicas:
+        _check_min_replicas(experiment, mesh, hosts)
+
+
+def _check_copies(copies: int, hosts: int) -> None:
+    if copies > hosts:
+        raise ValueError(
+            f"checkpoint.copies={copies} is more than the number of hosts, {hosts}: "
+            f"each copy is on another host. Allowed: 1 to {hosts}. Set "
+            f"--checkpoint.copies {hosts} or use more hosts."
+        )
+
+
+def _check_model(experiment: Experiment) -> None:
+    """Refuses data that the model has no room for."""
+    context = getattr(experiment.model, "context", None)
+    length = experiment.data.tokens_per_example
+    if context is not None and length > context:
+        raise ValueError(
+            f"data.context={length} is more than model.context={context}. "
+            f"Set --data.context {context} or --model.context {length}."
+        )
+    outputs = getattr(experiment.model, "num_classes", None)
+    classes = 0 if outputs is None else experiment.data.count_classes()
+    if outputs is not None and classes > outputs:
+        raise ValueError(
+            f"model.num_classes={outputs} is less than the {classes} classes of the "
+            f"data. Set --model.num_classes {classes} or more."
+        )
+
+
+def _check_divided(copies: int, mesh: MeshConfig, hosts: int) -> None:
+    replicas = min(mesh.replica, hosts)
+    if replicas < max(copies, 2):
+        raise ValueError(
+            f"checkpoint.share=divided has nothing to divide: hosts with "
+            f"the same slices: {replicas} (mesh.replica={mesh.replica}), and "
+            f"checkpoint.copies={copies} of them shall copy each. Set "
+            "--checkpoint.share full, or use more replicas than copies."
+        )
+
+
+def _check_batch(batch: int, mesh: MeshConfig) -> None:
+    parts = mesh.num_data_slots
+    if batch % parts:
+        larger = -(-batch // parts) * parts
+        raise ValueError(
+            f"data.global_batch={batch} is not divisible by {parts} (mesh.replica x "
+            f"mesh.fsdp): every part of the mesh takes equally many rows. Set "
+            f"--data.global_batch {larger}, or change the number of hosts."
+        )
+
+
+def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) -> None:
+    """Refuses a least number of replicas that the job could never have.
+
+    Raises:
+        ValueError: says which are allowed.
+    """
+    least, batch = experiment.cluster.min_replicas, experiment.data.global_batch
+    fitting = [
+        replicas
+        for replicas in range(1, mesh.replica + 1)
+        if replicas * hosts % mesh.replica == 0 and batch % (replicas * mesh.fsdp) == 0
+    ]
+    if least not in fitting:
+        raise ValueError(
+            f"--min-replicas {least} (cluster.min_replicas) is not a size that this "
+            f"job can shrink to: whole hosts of the {hosts}, at most {mesh.replica} "
+            f"replicas, and equal parts of data.global_batch={batch} rows. Allowed: "
+            f"{', '.join(map(str, fitting))}, or 0 to wait for a host."
+        )

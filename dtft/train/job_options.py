@@ -1,0 +1,108 @@
+"""What several commands read from their flags: experiment, run directory, secret.
+
+Turns parsed arguments into values, refuses what cannot be, and makes the run directory.
+Must not start anything: which command is running is not known here.
+"""
+
+import os
+import socket
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtft.elastic.journal import storage_steps
+from dtft.train import config as configs
+from dtft.train.experiment import Experiment
+from dtft.train.single import with_run_dir
+
+if TYPE_CHECKING:
+    from dtft.elastic.launch import ClusterOptions
+
+
+def load_experiment(options: Namespace, overrides: list[str]) -> Experiment:
+    """The experiment of the command line.
+
+    Args:
+        options: what the command's parser knows.
+        overrides: the rest. The flags that stand for fields of the config are added to
+            it, so that it makes the same experiment in another process.
+
+    Raises:
+        ValueError: there is no such config, or a value is not allowed.
+    """
+    if getattr(options, "hosts", None) is not None:
+        overrides += ["--cluster.hosts", str(options.hosts)]
+    if getattr(options, "run_dir", None):
+        overrides += ["--log.run_dir", options.run_dir]
+    if getattr(options, "min_replicas", None) is not None:
+        overrides += ["--cluster.min_replicas", str(options.min_replicas)]
+    return configs.load(options.config, overrides, f"dtft {options.command}")
+
+
+def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
+    """The run directory, checked against what it already holds, and its override.
+
+    Raises:
+        ValueError: it holds checkpoints of another config; nothing is touched.
+    """
+    directory = Path(with_run_dir(experiment).log.run_dir).resolve()
+    saved = directory / "config.json"
+    if saved.exists() and storage_steps(directory / "checkpoints"):
+        resolved = saved.read_text()
+        configs.refuse_other(resolved, configs.to_json(experiment), directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory, ["--log.run_dir", str(directory)]
+
+
+def check_address(store: str) -> None:
+    """Refuses what is not an address.
+
+    Raises:
+        ValueError: --store is not HOST:PORT.
+    """
+    if ":" not in store:
+        raise ValueError(f"--store {store!r} is not HOST:PORT, e.g. etcd-0:2379")
+
+
+def host_name(options: Namespace) -> str:
+    """--host-name, or a name that no other process has."""
+    return options.host_name or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def read_secret(options: Namespace) -> bytes:
+    """The job's secret, from --secret-file or DTFT_SECRET_FILE.
+
+    Raises:
+        ValueError: neither is given, or the file cannot be read or is too short.
+    """
+    name = options.secret_file or os.environ.get("DTFT_SECRET_FILE", "")
+    if not name:
+        raise ValueError(
+            "no job secret: give --secret-file FILE or set DTFT_SECRET_FILE; any file "
+            "of 16 bytes or more will do, the same on every host."
+        )
+    try:
+        secret = Path(name).read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"--secret-file {name}: {error.strerror}") from error
+    if len(secret) < 16:
+        raise ValueError(
+            f"--secret-file {name} holds {len(secret)} bytes; at least 16 are needed."
+        )
+    return secret
+
+
+def cluster_options(
+    experiment: Experiment, arguments: list[str], spares: int, directory: Path
+) -> "ClusterOptions":
+    """The local cluster for an experiment."""
+    from dtft.elastic.launch import ClusterOptions, job_name
+
+    return ClusterOptions(
+        agent_arguments=tuple(arguments),
+        job=job_name(experiment.name),
+        hosts=experiment.cluster.hosts,
+        spares=spares,
+        run_directory=directory,
+        arena_directory=Path(experiment.checkpoint.arena_directory),
+    )
