@@ -4,6 +4,7 @@ import logging
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
 
 from dtft.elastic.processes import free_port
 
@@ -12,6 +13,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 logging.getLogger("absl").setLevel(logging.WARNING)
+
+# How long an example takes says more about the machine's load than about the code.
+settings.register_profile(
+    "untimed",
+    settings.default,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(name="free_port")

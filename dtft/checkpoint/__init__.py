@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtft.checkpoint.attach import NoAgent as NoAgent
-    from dtft.checkpoint.manager import AgentGone as AgentGone
+    from dtft.checkpoint.dialogue import AgentGone as AgentGone
     from dtft.checkpoint.options import ReplicatedOptions as ReplicatedOptions
     from dtft.checkpoint.replicated import (
         ReplicatedCheckpointManager as ReplicatedCheckpointManager,
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dtft.checkpoint.versions import Corrupt as Corrupt
 
 _PUBLIC = {
-    "AgentGone": "dtft.checkpoint.manager",
+    "AgentGone": "dtft.checkpoint.dialogue",
     "Corrupt": "dtft.checkpoint.versions",
     "NoAgent": "dtft.checkpoint.attach",
     "ReplicatedCheckpointManager": "dtft.checkpoint.replicated",

@@ -71,6 +71,22 @@ class Arena:
             os.close(descriptor)
 
     @classmethod
+    def reserve(cls, path: Path, size: int, before: "Arena | None") -> "Arena":
+        """Takes over an arena that is large enough, or replaces it by a new one.
+
+        Raises:
+            OSError: the memory is not there; names bytes needed and available.
+        """
+        if before is not None and before.size >= size:
+            return before
+        if before is not None:
+            before.close()
+            before.unlink()
+        arena = cls.create(path, size)
+        arena.prefault()
+        return arena
+
+    @classmethod
     def attach(cls, path: Path | str) -> "Arena":
         """Maps an arena that another process created.
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.attach import Attached
+from dtft.checkpoint.dialogue import AgentGone
 from dtft.checkpoint.link import LinkClosed
-from dtft.checkpoint.manager import AgentCheckpointManager, AgentGone
+from dtft.checkpoint.manager import AgentCheckpointManager
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.snapshot import SnapshotPlan
 
@@ -58,14 +59,14 @@ class AttachedMemory(AgentCheckpointManager):
             storage_directory=directory,
             deadline_s=attached.deadline_s,
         )
-        if not self._gone:  # or it was told why already
-            self._farewell = (
+        if not self._dialogue.gone:  # or it was told why already
+            self._dialogue.farewell = (
                 f"the agent of host {attached.host} (job {attached.job!r}, "
                 f"{attached.path}) has ended. Start it again, or another one, and "
                 "restart all processes"
             )
         try:
-            self._wait(lambda: self._formed is not None, "the job")
+            self._dialogue.wait(lambda: self._formed is not None, "the job")
         except TimeoutError as error:
             self.leave()
             raise TimeoutError(
@@ -77,7 +78,9 @@ class AttachedMemory(AgentCheckpointManager):
         if self._formed["source"] != "init":
             self._formed_step = self._formed["step"]
         self._released = self._committed = self._saved = self._formed_step
-        self._link.send("running", step=max(0, self._formed_step), bytes_from_storage=0)
+        self._attached.link.send(
+            "running", step=max(0, self._formed_step), bytes_from_storage=0
+        )
 
     def _take(self, message: dict[str, Any]) -> None:
         op = message["op"]
@@ -92,7 +95,7 @@ class AttachedMemory(AgentCheckpointManager):
         elif op == "storage_failed":
             self.storage_errors.append(message["error"])
         elif op == "detached":
-            self._farewell, self._gone = message["reason"], True
+            self._dialogue.farewell, self._dialogue.gone = message["reason"], True
         else:
             super()._take(message)
 
@@ -108,7 +111,7 @@ class AttachedMemory(AgentCheckpointManager):
     @property
     def in_memory(self) -> int | None:
         """The committed step that memory has, if there is one."""
-        with self._condition:
+        with self._dialogue.condition:
             step = self._committed
         assert self._formed is not None
         if step == self._formed_step and self._formed["source"] != "memory":
@@ -123,14 +126,12 @@ class AttachedMemory(AgentCheckpointManager):
     @property
     def is_replicating(self) -> bool:
         """Whether the step saved last is not safe yet."""
-        with self._condition:
+        with self._dialogue.condition:
             return self._released < self._saved
 
     def check(self) -> None:
         """Raises AgentGone if the agent has let go of this process, or has ended."""
-        with self._condition:
-            if self._gone:
-                raise AgentGone(self._farewell)
+        self._dialogue.check()
 
     # ------------------------------------------------------------------ restore
 
@@ -141,8 +142,8 @@ class AttachedMemory(AgentCheckpointManager):
             NotHeld: it is not here.
         """
         self._located = None
-        self._send("locate", step=step)
-        self._wait(lambda: self._located is not None, f"step {step}")
+        self._dialogue.send("locate", step=step)
+        self._dialogue.wait(lambda: self._located is not None, f"step {step}")
         assert self._located is not None
         if "error" in self._located:
             raise NotHeld(self._located["error"])
@@ -176,13 +177,13 @@ class AttachedMemory(AgentCheckpointManager):
         """
         token = self.ask_storage(step, store=store)
         what = f"step {step} to be {'in storage' if store else 'committed'}"
-        self._wait(lambda: token in self._flushed, what, limit_s)
+        self._dialogue.wait(lambda: token in self._flushed, what, limit_s)
         return self._flushed.pop(token)
 
     def ask_storage(self, step: int, *, store: bool) -> int:
         """As `flush`, without waiting."""
         token = next(self._tokens)
-        self._send("flush", token=token, step=step, store=store)
+        self._dialogue.send("flush", token=token, step=step, store=store)
         return token
 
     def leave(self) -> None:
@@ -192,10 +193,10 @@ class AttachedMemory(AgentCheckpointManager):
         """
         with contextlib.suppress(AgentGone, TimeoutError):
             what = f"step {self._saved}"
-            self._wait(lambda: self._released >= self._saved, what, LEAVE_S)
+            self._dialogue.wait(lambda: self._released >= self._saved, what, LEAVE_S)
         try:
-            self._link.send("left", step=max(0, self._saved))
+            self._attached.link.send("left", step=max(0, self._saved))
         except LinkClosed:
             pass
-        self._link.close()
+        self._attached.link.close()
         self.close()

@@ -6,18 +6,19 @@ where peers are, or how bytes travel. Thread-safe.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.arena_map import HOSTED_PLACES, OWN_PLACES, ArenaMap, arena_bytes
 from dtft.checkpoint.chunks import Chunks
+from dtft.checkpoint.held import Held
 from dtft.checkpoint.owning import Owning, Room
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placement import Placement, Push
 from dtft.checkpoint.receiving import Hosting, Receiving
-from dtft.checkpoint.shelf import Copy, Read, Shelf
+from dtft.checkpoint.shelf import Shelf
 from dtft.checkpoint.slices import Layout, Slice
 
 
@@ -45,7 +46,7 @@ class Holder:
         self.outgoing = tuple(p for p in placement.pushes if p.source == slot)
         # Before the state is cut into chunks: it may be far too large.
         needed = arena_bytes(layout, slot, placement)
-        self.arena = _arena(path, max(needed, 1), reserved)
+        self.arena = Arena.reserve(path, max(needed, 1), reserved)
         self.path = self.arena.path
         self.map = ArenaMap.of(layout, slot, placement, chunk_bytes)
         self._lock = threading.RLock()
@@ -61,6 +62,7 @@ class Holder:
             for source, chunks in self.map.hosted.items()
         }
         self._hosting = Hosting(shelves, self._lock)
+        self._held = Held(self._own, self._hosting)
 
     def _new_shelf(self, chunks: Chunks, num_places: int, start: int) -> Shelf:
         size = num_places * chunks.nbytes
@@ -128,8 +130,7 @@ class Holder:
     def items(self, step: int) -> dict[str, Any]:
         """The items (data position and so on) that came with the copies of `step`."""
         with self._lock:
-            found = self._own.items.get(step)
-            return self._hosting.items[step] if found is None else found
+            return self._held.items(step)
 
     # ---------------------------------------------------------- hosted slices
 
@@ -203,8 +204,7 @@ class Holder:
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
         """The place of each chunk of a pinned copy, one byte each, and its digests."""
         with self._lock:
-            copy = self._own.pins[pin][1]
-            return copy.places.tobytes(), list(copy.digests)
+            return self._own.pinned(pin)
 
     def complete_pin(self, pin: int) -> tuple[dict[Slice, Parts], int]:
         """Memory for the own slices that a pinned copy lacks, to be fetched into.
@@ -226,9 +226,7 @@ class Holder:
             KeyError: the pin has ended.
         """
         with self._lock:
-            copy = self._own.pins[pin][1]
-            for index, piece in enumerate(self.own_slices):
-                copy.digests[index] = copy.digests[index] or digests.get(piece.key, b"")
+            self._own.completed(pin, digests)
 
     # --------------------------------------------------------------- verified
 
@@ -241,47 +239,18 @@ class Holder:
             step -> slice key -> digest of each good copy, and a description of each
             bad one ("step 12: params/w[0:4]:float32").
         """
-        good: dict[int, dict[str, bytes]] = {}
-        bad: list[str] = []
-        read: dict[int, Read] = {}
         with self._lock:
-            for step in self.steps():
-                found, wrong = self._check(step, read)
-                if found:
-                    good[step] = found
-                bad += [f"step {step}: {key}" for key in wrong]
-                self._hosting.forget(step, wrong)
-        return good, bad
-
-    def _check(
-        self, step: int, read: dict[int, Read]
-    ) -> tuple[dict[str, bytes], list[str]]:
-        """Key to digests of each good copy, and the keys of bad ones."""
-        good: dict[str, bytes] = {}
-        bad: list[str] = []
-        for shelf, copy in self._all_copies(step):
-            known = read.setdefault(id(shelf), {})
-            for index, expected in enumerate(copy.digests):
-                key = shelf.chunks.slices[index].key
-                if expected and shelf.right(copy, index, known):
-                    good[key] = expected
-                elif expected:
-                    bad.append(key)
-        return good, bad
+            return self._held.check()
 
     def steps(self) -> tuple[int, ...]:
         """The steps of which something is held, ascending."""
         with self._lock:
-            return tuple(sorted({*self._own.copies, *self._hosting.copies}))
+            return self._held.steps()
 
     def copies(self, step: int) -> list[tuple[str, Parts, bytes]]:
         """Slice key, bytes and recorded digest of every copy of `step`, not read."""
         with self._lock:
-            return [
-                (piece.key, parts, digests)
-                for shelf, copy in self._all_copies(step)
-                for piece, parts, digests in shelf.held(copy)
-            ]
+            return self._held.listed(step)
 
     def find(self, step: int, keys: Sequence[str]) -> list[Parts]:
         """The bytes of the named slices of `step`, from own, hosted or pinned copies.
@@ -295,18 +264,7 @@ class Holder:
     def here(self, step: int) -> dict[str, Parts]:
         """Every slice of `step` that can be sent to peers, by key; reads nothing."""
         with self._lock:
-            here = {key: parts for key, parts, _ in self.copies(step)}
-            for pinned, copy in self._own.pins.values():
-                if pinned == step:
-                    for piece, parts, _ in self._own.shelf.held(copy):
-                        here.setdefault(piece.key, parts)
-            return here
-
-    def _all_copies(self, step: int) -> Iterator[tuple[Shelf, Copy]]:
-        if step in self._own.copies:
-            yield self._own.shelf, self._own.copies[step]
-        for source, copy in self._hosting.copies.get(step, {}).items():
-            yield self._hosting.shelves[source], copy
+            return self._held.sendable(step)
 
     # ---------------------------------------------------------------- restore
 
@@ -328,48 +286,14 @@ class Holder:
         """
         with self._lock:
             self.keep_only({step})
-            expected = [digests[piece.key] for piece in self.own_slices]
-            lacking = self._own.begin_restore(step, expected, items)
-            hosted = self._hosted_right(step) if lacking else {}
-            missing = []
-            for index in lacking:
-                piece = self.own_slices[index]
-                found = hosted.get((piece.key, expected[index]))
-                if found is None:
-                    missing.append(piece)
-                else:
-                    self._own.fill(step, index, found, expected[index])
-            return missing
-
-    def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
-        """Verified hosted slices: a spare that hosted one before may own it now."""
-        found = {}
-        for source, copy in self._hosting.copies.get(step, {}).items():
-            shelf, read = self._hosting.shelves[source], Read()
-            for piece, parts, digests in shelf.held(copy):
-                mine = piece in self._own.shelf.index
-                if mine and shelf.right(copy, shelf.index[piece], read):
-                    found[piece.key, digests] = parts
-        return found
+            return self._held.begin_restore(step, digests, items)
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
         """Slices (key to digests) were fetched and verified: they are held now."""
         with self._lock:
-            known = {p: digests[p.key] for p in self.own_slices if p.key in digests}
-            self._own.restored(step, known)
+            self._own.restored(step, digests)
 
     def close(self) -> None:
         """Frees the arena's memory."""
         self.arena.close()
         self.arena.unlink()
-
-
-def _arena(path: Path, nbytes: int, reserved: Arena | None) -> Arena:
-    if reserved is not None and reserved.size >= nbytes:
-        return reserved
-    if reserved is not None:
-        reserved.close()
-        reserved.unlink()
-    arena = Arena.create(path, nbytes)
-    arena.prefault()
-    return arena

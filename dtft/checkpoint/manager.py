@@ -5,7 +5,6 @@ leader commits it. `restore` hands back what the agent was told to restore. Talk
 own agent only; must not know peers, placement or etcd.
 """
 
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,8 +17,9 @@ import numpy as np
 from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.cadence import Cadence, Schedule
 from dtft.checkpoint.chunks import pack_flags
+from dtft.checkpoint.dialogue import Dialogue
 from dtft.checkpoint.interval import Window
-from dtft.checkpoint.link import Link, LinkClosed, Outbox
+from dtft.checkpoint.link import Link
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
 from dtft.checkpoint.storage import StorageTier
@@ -46,10 +46,6 @@ class RestoreArgs:
 
     abstract: Mapping[str, jax.ShapeDtypeStruct]
     """Leaf path to shape, dtype and sharding."""
-
-
-class AgentGone(RuntimeError):
-    """The agent of this process has ended, or has let go of it; says why."""
 
 
 class AgentCheckpointManager:
@@ -86,17 +82,14 @@ class AgentCheckpointManager:
             TimeoutError: the agent did not answer in time.
             AgentGone: the agent has ended.
         """
-        self._link, self._deadline_s = link, deadline_s
+        self._dialogue = Dialogue(link, deadline_s)
         self._slot, self._chunk_bytes = slot, chunk_bytes
         self._storage_directory = storage_directory
-        self._condition = threading.Condition()
         self._order: dict[str, Any] | None = None
         self._room: dict[str, Any] | None = None
         self._last: Snapshot | None = None
         self._asked: int | None = None
         self._last_step = last
-        self._outbox = Outbox(link)
-        self._gone, self._farewell = False, "this host's agent has ended"
         self._released = self._committed = self._saved = 0
         self._stop_at: int | None = None
         self._schedule = Schedule.of(cadence or Cadence.every(1))
@@ -107,7 +100,7 @@ class AgentCheckpointManager:
         self.bytes_from_storage = 0
         self.stalls_s: list[float] = []
         """Seconds that each `save` held up the training thread."""
-        threading.Thread(target=self._hear, daemon=True).start()
+        self._dialogue.start(self._take)
         if layout is not None:
             self.announce(layout)
 
@@ -119,27 +112,17 @@ class AgentCheckpointManager:
             AgentGone: the agent has ended.
         """
         self._plan = SnapshotPlan(layout, self._slot, self._chunk_bytes)
-        self._send("layout", layout=layout.to_json())
-        self._wait(lambda: self._order is not None, "the agent's restore order")
+        self._dialogue.send("layout", layout=layout.to_json())
+        self._dialogue.wait(
+            lambda: self._order is not None, "the agent's restore order"
+        )
         assert self._order is not None
         self._arena = Arena.attach(Path(self._order["arena"]))
         self._released = self._committed = self._saved = self._order["step"]
         if self._order["source"] != "memory":
             self._arena.prefault()
 
-    # ------------------------------------------------------------- the agent's end
-
-    def _hear(self) -> None:
-        try:
-            while True:
-                message = self._link.receive()
-                with self._condition:
-                    self._take(message)
-                    self._condition.notify_all()
-        except LinkClosed:
-            with self._condition:
-                self._gone = True
-                self._condition.notify_all()
+    # -------------------------------------------------------- what the agent says
 
     def _take(self, message: dict[str, Any]) -> None:
         op = message["op"]
@@ -166,26 +149,7 @@ class AgentCheckpointManager:
 
     def _ask(self, step: int) -> None:
         self._asked, self._room = step, None
-        self._outbox.send("stage", step=step)
-
-    def _wait(self, ready: Any, what: str, limit_s: float | None = None) -> None:
-        limit_s = limit_s or self._deadline_s
-        with self._condition:
-            self._condition.wait_for(lambda: self._gone or ready(), timeout=limit_s)
-            if self._gone:
-                raise AgentGone(self._farewell)
-            if not ready():
-                raise TimeoutError(
-                    f"{limit_s:.0f} s waiting for {what}; limit: timeouts.start"
-                )
-
-    def _send(self, op: str, **fields: Any) -> None:
-        try:
-            self._link.send(op, **fields)
-        except LinkClosed as error:
-            with self._condition:  # the last words may still be on their way here
-                self._condition.wait_for(lambda: self._gone, timeout=1.0)
-            raise AgentGone(self._farewell) from error
+        self._dialogue.queue("stage", step=step)
 
     # ------------------------------------------------------------- Orbax's shape
 
@@ -207,12 +171,12 @@ class AgentCheckpointManager:
 
         To be asked once every boundary before `step` was saved and waited for.
         """
-        with self._condition:
+        with self._dialogue.condition:
             return self._schedule.is_boundary(step)
 
     def interval(self) -> int:
         """Steps from the last saved step to the next."""
-        with self._condition:
+        with self._dialogue.condition:
             return self._schedule.interval(after=self._saved)
 
     def save(self, step: int, *, args: SaveArgs) -> bool:
@@ -222,10 +186,10 @@ class AgentCheckpointManager:
         donated as soon as this returns.
         """
         begun = time.monotonic()
-        with self._condition:
+        with self._dialogue.condition:
             if self._asked != step:
                 self._ask(step)
-        self._wait(lambda: self._room is not None, f"room for step {step}")
+        self._dialogue.wait(lambda: self._room is not None, f"room for step {step}")
         room, last = self._room, self._last
         assert room is not None and self._arena is not None
         self._last = self._plan.write(
@@ -236,11 +200,11 @@ class AgentCheckpointManager:
             last if last is not None and last.step == room["base"] else None,
             self._plan.copied(room["copied"]),
         )
-        with self._condition:
+        with self._dialogue.condition:
             self._saved, self._asked = step, None
         interval = self.interval()
         items = dict(args.items) | ({ITEM: interval} if self._automatic else {})
-        self._outbox.send(
+        self._dialogue.queue(
             "staged",
             step=step,
             digests=self._last.digests,
@@ -281,7 +245,7 @@ class AgentCheckpointManager:
             arrays, items = self._from_storage(order["step"], args)
         if self._automatic:
             interval = items.get(ITEM, self._schedule.interval(after=order["step"]))
-            with self._condition:
+            with self._dialogue.condition:
                 self._schedule = self._schedule.changed(interval, after=order["step"])
         return arrays, items
 
@@ -298,11 +262,13 @@ class AgentCheckpointManager:
 
     def wait_until_finished(self) -> None:
         """Waits until the last saved step is safe in memory."""
-        self._wait(lambda: self._released >= self._saved, f"step {self._saved}")
+        self._dialogue.wait(
+            lambda: self._released >= self._saved, f"step {self._saved}"
+        )
 
     def close(self) -> None:
         """Detaches from the arena; its bytes stay."""
-        self._outbox.close()
+        self._dialogue.close()
         if self._arena is not None:
             self._arena.close()
 
@@ -310,5 +276,5 @@ class AgentCheckpointManager:
 
     def stop_at(self) -> int | None:
         """The step after which all hosts shall stop, if a stop was asked for."""
-        with self._condition:
+        with self._dialogue.condition:
             return self._stop_at

@@ -151,6 +151,17 @@ class Owning:
         memory = {slices[index]: self.shelf.parts(copy, index) for index in lacking}
         return memory, guard
 
+    def completed(self, pin: int, digests: Mapping[str, bytes]) -> None:
+        """Slices (key to digests) that a pinned copy lacked are there, verified."""
+        copy = self.pins[pin][1]
+        for index, piece in enumerate(self.shelf.chunks.slices):
+            copy.digests[index] = copy.digests[index] or digests.get(piece.key, b"")
+
+    def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
+        """The place of each chunk of a pinned copy, one byte each, and its digests."""
+        copy = self.pins[pin][1]
+        return copy.places.tobytes(), list(copy.digests)
+
     def unpin(self, pin: int) -> None:
         """Ends one `pin`."""
         self.shelf.release(self.pins.pop(pin)[1])
@@ -199,7 +210,8 @@ class Owning:
         self.shelf.parts(copy, index).fill(source)
         copy.digests[index] = digests
 
-    def restored(self, step: int, digests: Mapping[Slice, bytes]) -> None:
-        """Slices were fetched and verified: they are held now."""
-        for piece, known in digests.items():
-            self.copies[step].digests[self.shelf.index[piece]] = known
+    def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
+        """Slices (key to digests) were fetched and verified: they are held now."""
+        for index, piece in enumerate(self.shelf.chunks.slices):
+            if piece.key in digests:
+                self.copies[step].digests[index] = digests[piece.key]

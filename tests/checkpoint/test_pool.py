@@ -201,7 +201,7 @@ class History(RuleBasedStateMachine):
             parts = self.own.shelf.parts(self.own.copies[step], index)
             for view in parts.views:
                 view[:] = bytes([7]) * len(view)
-            self.own.restored(step, {SLICES[index]: digests[index]})
+            self.own.restored(step, {SLICES[index].key: digests[index]})
 
     def _drop(self, needed) -> None:
         self.own.drop(needed)
