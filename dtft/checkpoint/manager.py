@@ -190,16 +190,7 @@ class AgentCheckpointManager:
             if self._asked != step:
                 self._ask(step)
         self._dialogue.wait(lambda: self._room is not None, f"room for step {step}")
-        room, last = self._room, self._last
-        assert room is not None and self._arena is not None
-        self._last = self._plan.write(
-            step,
-            args.arrays,
-            self._arena.view(0, self._arena.size),
-            np.frombuffer(room["places"], np.uint8),
-            last if last is not None and last.step == room["base"] else None,
-            self._plan.copied(room["copied"]),
-        )
+        self._last = written = self._write(step, args.arrays)
         with self._dialogue.condition:
             self._saved, self._asked = step, None
         interval = self.interval()
@@ -207,14 +198,28 @@ class AgentCheckpointManager:
         self._dialogue.queue(
             "staged",
             step=step,
-            digests=self._last.digests,
-            kept=pack_flags(self._last.kept),
+            digests=written.digests,
+            kept=pack_flags(written.kept),
             items=items,
             interval=interval,
             window=asdict(args.window) if args.window else None,
         )
         self.stalls_s.append(time.monotonic() - begun)
         return True
+
+    def _write(
+        self, step: int, arrays: Mapping[str, jax.Array | np.ndarray]
+    ) -> Snapshot:
+        room, last = self._room, self._last
+        assert room is not None and self._arena is not None
+        return self._plan.write(
+            step,
+            arrays,
+            self._arena.view(0, self._arena.size),
+            np.frombuffer(room["places"], np.uint8),
+            last if last is not None and last.step == room["base"] else None,
+            self._plan.copied(room["copied"]),
+        )
 
     def restore(
         self, step: int | None = None, *, args: RestoreArgs
@@ -227,7 +232,7 @@ class AgentCheckpointManager:
                 anew, and this copy will not be offered again.
         """
         order = self._order
-        assert order is not None and self._arena is not None
+        assert order is not None
         if step is not None and step != order["step"]:
             raise ValueError(
                 f"step={step} is not on offer: all hosts restore step {order['step']}."
@@ -235,12 +240,7 @@ class AgentCheckpointManager:
         if order["source"] == "init":
             return None
         if order["source"] == "memory":
-            memory = self._arena.view(0, self._arena.size)
-            places = np.frombuffer(order["places"], np.uint8)
-            arrays = self._plan.read(memory, places, order["digests"], args.abstract)
-            self._last = self._plan.recalled(order["step"], order["digests"])
-            self._arena.prefault()
-            items = order["items"]
+            arrays, items = self._from_memory(order, args), order["items"]
         else:
             arrays, items = self._from_storage(order["step"], args)
         if self._automatic:
@@ -248,6 +248,17 @@ class AgentCheckpointManager:
             with self._dialogue.condition:
                 self._schedule = self._schedule.changed(interval, after=order["step"])
         return arrays, items
+
+    def _from_memory(
+        self, order: Mapping[str, Any], args: RestoreArgs
+    ) -> dict[str, jax.Array]:
+        assert self._arena is not None
+        memory = self._arena.view(0, self._arena.size)
+        places = np.frombuffer(order["places"], np.uint8)
+        arrays = self._plan.read(memory, places, order["digests"], args.abstract)
+        self._last = self._plan.recalled(order["step"], order["digests"])
+        self._arena.prefault()
+        return arrays
 
     def _from_storage(
         self, step: int, args: RestoreArgs
