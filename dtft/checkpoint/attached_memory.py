@@ -5,6 +5,7 @@ needs: it hears when all processes of the job are there, finds a committed step 
 asks for storage, and is told why its agent lets it go. Must not know trees or Orbax.
 """
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from dtft.checkpoint.manager import AgentCheckpointManager, AgentGone
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.snapshot import SnapshotPlan
 
+LEAVE_S = 5.0
 NONE = -1
 """No step; users count from 0."""
 
@@ -184,7 +186,13 @@ class AttachedMemory(AgentCheckpointManager):
         return token
 
     def leave(self) -> None:
-        """Lets go of the agent in good order; what is committed stays in memory."""
+        """Lets go of the agent in good order; what is committed stays in memory.
+
+        The step saved last is waited for, not long: its peers may have gone.
+        """
+        with contextlib.suppress(AgentGone, TimeoutError):
+            what = f"step {self._saved}"
+            self._wait(lambda: self._released >= self._saved, what, LEAVE_S)
         try:
             self._link.send("left", step=max(0, self._saved))
         except LinkClosed:

@@ -23,7 +23,7 @@ class Room:
     """Where the trainer may write a step; plain values, for its link."""
 
     base: int
-    """The step whose chunks may be kept where they did not change; 0 for none."""
+    """The step whose chunks may be kept where they did not change; -1 for none."""
     places: bytes
     """A free place for each chunk, one byte each."""
 
@@ -67,7 +67,7 @@ class Owning:
                 f"chunk hold steps that are still needed; held are "
                 f"{sorted(self.copies)}."
             )
-        newest = max(self.copies, default=0)
+        newest = max(self.copies, default=-1)
         base = self.copies.get(newest) or self._nothing()
         pool.retain(base.places)
         self._staging[step] = _Staging(base=base, places=places)

@@ -204,14 +204,14 @@ class ExportDesk:
             self.close()
 
     def lend(self, holder: Holder, step: int) -> None:
-        """Keeps a committed step until the next call, for peers to fetch from; 0 keeps
+        """Keeps a committed step until the next call, for peers to fetch from; -1 keeps
         none. One that was dropped is missed by who asks for it."""
         if self._lent is not None:
             lender, pin = self._lent
             lender.unpin(pin)
             self._lent = None
         with contextlib.suppress(KeyError):
-            if step:
+            if step >= 0:
                 self._lent = holder, holder.pin(step)
 
     def _let_go(self, step: int) -> None:
@@ -231,4 +231,4 @@ class ExportDesk:
         """Ends the exporter, and what is kept for others."""
         self.close()
         if self._lent is not None:
-            self.lend(self._lent[0], 0)
+            self.lend(self._lent[0], -1)

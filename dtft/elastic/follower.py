@@ -364,7 +364,7 @@ class Follower:
             self._exported(order["step"], False, text)
 
     def lend(self, step: int) -> None:
-        """Keeps a step for peers that lack some of it to export; 0 ends that."""
+        """Keeps a step for peers that lack some of it to export; -1 ends that."""
         holder = self._copies.holding(step)
         if holder is not None:
             self._exports.lend(holder, step)

@@ -277,7 +277,7 @@ class Ledger:
 
     def _end_loans(self) -> None:
         for host in self._lenders:
-            self._send(host, "lend", step=0)
+            self._send(host, "lend", step=-1)
         self._lenders = []
 
     def export_answer(self, host: str, step: int, ok: bool) -> bool | None:

@@ -196,7 +196,9 @@ def test_writers_borrow_what_was_not_their_turn_to_copy():
     assert "h0" not in sources
     assert desk.ops("lend") == [(host, {"step": 15}) for host in sources]
     assert desk.ledger.export_answer("h0", 15, True)
-    assert desk.ops("lend")[len(sources) :] == [(host, {"step": 0}) for host in sources]
+    assert desk.ops("lend")[len(sources) :] == [
+        (host, {"step": -1}) for host in sources
+    ]
 
 
 @pytest.mark.parametrize("interval", [1, 4])
