@@ -13,10 +13,11 @@ from dtft.checkpoint.fingerprint import is_packed
 
 
 def host_bytes(array: jax.Array) -> memoryview:
-    """What is in a ready array on one device; to be used before it is donated.
+    """What is in a ready array on one device, as long as that lives undonated.
 
     >>> import jax.numpy as jnp
-    >>> bytes(host_bytes(jnp.array([1, 258], jnp.int16)))
+    >>> array = jax.block_until_ready(jnp.array([1, 258], jnp.int16))
+    >>> bytes(host_bytes(array))
     b'\\x01\\x00\\x02\\x01'
     """
     if not array.size:

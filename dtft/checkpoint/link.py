@@ -7,6 +7,7 @@ travel here; they are in the arena. What the messages mean is not known here.
 import contextlib
 import os
 import queue
+import select
 import socket
 import struct
 import threading
@@ -111,6 +112,12 @@ class Link:
                 raise LinkClosed("the other end closed the link")
             parts += part
         return bytes(parts)
+
+    def wait_closed(self) -> None:
+        """Waits until the other end has gone; takes nothing from who receives here."""
+        ended = select.poll()
+        ended.register(self._socket, select.POLLRDHUP)
+        ended.poll()
 
     def close(self) -> None:
         """Closes the socket; a receiving thread gets LinkClosed."""

@@ -215,13 +215,13 @@ def main(arguments: Sequence[str]) -> None:
         start = link.receive()
         logger.info("slot %d, generation %d", start["slot"], start["generation"])
         _train(experiment, link, start, arguments)
-        link.receive()  # until the agent ends this process
+        link.wait_closed()  # the agent ends this process
     except LinkClosed:
         os._exit(0)
     except FATAL as error:
         _log_error()
         link.send("fatal", message=str(error), code=_code(error))
-        link.receive()
+        link.wait_closed()
     except Exception:
         _log_error()
         os._exit(1)

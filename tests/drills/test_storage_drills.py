@@ -52,6 +52,8 @@ class Trouble:
 
     told = ""
     """What the job says of it."""
+    export_s = 90
+    """Limit of one export: what a busy machine may take to start an exporter."""
     readable = True
     """Whether the older steps can be read meanwhile."""
 
@@ -129,6 +131,7 @@ class Gone(Trouble):
 
 class Slow(Trouble):
     told = "TimeoutError"
+    export_s = 20
 
     def __init__(self, directory: Path) -> None:
         if not (GROUP.parent / "blkio.throttle.write_bps_device").exists():
@@ -187,7 +190,8 @@ def test_training_goes_on_while_storage_does_not(trouble: Trouble) -> None:
     def failures() -> int:
         return sum(not event["ok"] for event in events("export"))
 
-    options = ("--checkpoint.storage_interval", "5", "--timeouts.export", "20")
+    options = ("--checkpoint.storage_interval", "5")
+    options += ("--timeouts.export", str(trouble.export_s))
     with launched(run, *options) as job:
         trouble.admit(job.process.pid)
         until(lambda: steps_in(trouble.directory), 240)
@@ -203,7 +207,7 @@ def test_training_goes_on_while_storage_does_not(trouble: Trouble) -> None:
                 assert load_numpy(trouble.directory, step)
         trouble.end()
         last = max(event["step"] for event in events("commit"))
-        until(lambda: max(steps_in(trouble.directory), default=0) > last, 180)
+        until(lambda: max(steps_in(trouble.directory), default=0) > last, 240)
     output = job.output
     assert not events("recovery"), output
     told = re.findall(r"storage: step \d+ was not written to .* by host-", output)

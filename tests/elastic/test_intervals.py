@@ -191,6 +191,7 @@ class Trainer(threading.Thread):
             leaf.path: jax.device_put(jnp.ones(leaf.shape, leaf.dtype), device)
             for leaf in self.state.leaves
         }
+        jax.block_until_ready(arrays)  # as `save` asks for
         abstract = {
             path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
             for path, a in arrays.items()

@@ -1,0 +1,43 @@
+"""The link between a trainer and its agent: its end is noticed, nothing is taken."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtft.checkpoint.link import Link, LinkClosed, listen
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[tuple[Link, Link]]:
+    listener = listen(tmp_path / "agent.sock")
+    trainer = Link.connect(tmp_path / "agent.sock", timeout_s=5.0)
+    agent = Link(listener.accept()[0])
+    yield trainer, agent
+    for end in (trainer, agent):
+        end.close()
+    listener.close()
+
+
+def test_waiting_for_the_end_takes_no_message(ends: tuple[Link, Link]) -> None:
+    trainer, agent = ends
+    waiting = threading.Thread(target=trainer.wait_closed)
+    waiting.start()
+    for number in range(200):  # as releases that come after the last step
+        agent.send("release", step=number)
+        assert trainer.receive() == {"op": "release", "step": number}
+    assert waiting.is_alive()
+    agent.close()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    with pytest.raises(LinkClosed):
+        trainer.receive()
+
+
+def test_an_end_that_came_before_is_noticed(ends: tuple[Link, Link]) -> None:
+    trainer, agent = ends
+    agent.send("release", step=1)
+    agent.close()
+    trainer.wait_closed()
+    assert trainer.receive()["step"] == 1
