@@ -22,12 +22,12 @@ from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import serve_export
 from dtft.elastic.entry import check_domain, check_job, refuse_taken_name
 from dtft.elastic.follower import Follower
+from dtft.elastic.inbox import serve_fetch, serve_pushes
 from dtft.elastic.inspection import serve_inspection
 from dtft.elastic.journal import Journal
 from dtft.elastic.leader import Leader
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.peers import Peers
-from dtft.elastic.replication import serve_fetch, serve_pushes
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.scaling import AGAIN, serve_scaling
 from dtft.elastic.store import Store, StoreUnavailable

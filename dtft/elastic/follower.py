@@ -20,8 +20,9 @@ from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.exports import ExportDesk, Exporter
+from dtft.elastic.inbox import Inbox
 from dtft.elastic.processes import free_port
-from dtft.elastic.replication import Inbox, Pusher, share_pace
+from dtft.elastic.replication import Pusher, share_pace
 from dtft.elastic.restoring import restore_into
 from dtft.elastic.trainers import TrainerPool, start_message
 
