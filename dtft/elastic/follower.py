@@ -50,14 +50,7 @@ class Follower:
         self._exports = ExportDesk(config, credentials, board, emit, self._exported)
 
     def _make_pool(self) -> TrainerPool:
-        config = self._config
-        return TrainerPool(
-            config.trainer_command,
-            config.trainer_environment,
-            config.memory_directory / "agent.sock",
-            config.run_directory / "logs" / f"{config.host}.trainer.log",
-            self._emit,
-        )
+        return TrainerPool(self._config, self._emit)
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -299,17 +292,11 @@ class Follower:
     def export(self, order: dict[str, Any]) -> None:
         """Begins to write a committed step to storage, from the arena."""
         holder = self._copies.holding(order["step"])
-        if holder is not None:
-            self._exports.begin(holder, {**order, "epoch": self.epoch})
-        else:
-            text = f"{self._config.host} holds nothing"
-            self._exported(order["step"], False, text)
+        self._exports.begin(holder, {**order, "epoch": self.epoch})
 
     def lend(self, step: int) -> None:
         """Keeps a step for peers that lack some of it to export; -1 ends that."""
-        holder = self._copies.holding(step)
-        if holder is not None:
-            self._exports.lend(holder, step)
+        self._exports.lend(self._copies.holding(step), step)
 
     def exporter_says(self, exporter: Exporter, message: dict[str, Any]) -> None:
         """The exporter has written a step, failed, or ended."""
