@@ -162,11 +162,7 @@ def fetch(
 ) -> int:
     """Fetches own slices from one peer straight into the arena and checks them.
 
-    Returns:
-        Bytes of the slices that are there now.
-
-    Raises:
-        FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
+    Returns and raises what `fetch_into` does.
     """
     pieces = {piece.key: piece for piece in holder.own_slices}
     keys = order.transfer["keys"]
