@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dtft.checkpoint.board import Board
-from dtft.checkpoint.transport import Channel, Credentials
+from dtft.checkpoint.transport import Channel, Credentials, TransportServer
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
 from dtft.elastic.entry import check_domain, check_job, refuse_taken_name
@@ -82,23 +82,8 @@ class Agent:
         self._follower = self.follower_class(
             config, self._credentials, self._board, self._emit, self._report
         )
-        try:
-            self._server = listen(
-                *(config, self._credentials),
-                *(self._follower.inbox(), self._peers, self._emit),
-            )
-        except ValueError:
-            self._follower.close()
-            shutil.rmtree(config.memory_directory, ignore_errors=True)
-            raise
-        self._record = HostRecord(
-            host=config.host,
-            address=self._server.address,
-            incarnation=self._incarnation,
-            joined_ns=time.time_ns(),
-            pid=os.getpid(),
-            domain=config.domain,
-        )
+        self._server = self._listen()
+        self._record = self._describe()
         self._membership = Membership(
             store, config.job, self._record, config.timeouts.lease, self._emit
         )
@@ -109,6 +94,29 @@ class Agent:
     def _prepare_memory(self) -> None:
         shutil.rmtree(self._config.memory_directory, ignore_errors=True)
         self._config.memory_directory.mkdir(parents=True, mode=0o700)
+
+    def _listen(self) -> TransportServer:
+        """Opens the port; if that cannot be, no memory is left behind."""
+        try:
+            return listen(
+                *(self._config, self._credentials),
+                *(self._follower.inbox(), self._peers, self._emit),
+            )
+        except ValueError:
+            self._follower.close()
+            shutil.rmtree(self._config.memory_directory, ignore_errors=True)
+            raise
+
+    def _describe(self) -> HostRecord:
+        """What the store is told of this host."""
+        return HostRecord(
+            host=self._config.host,
+            address=self._server.address,
+            incarnation=self._incarnation,
+            joined_ns=time.time_ns(),
+            pid=os.getpid(),
+            domain=self._config.domain,
+        )
 
     def _emit(self, *event: Any) -> None:
         self._events.put(event)
