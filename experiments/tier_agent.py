@@ -20,7 +20,8 @@ from dtft.checkpoint.timeouts import Timeouts
 from dtft.checkpoint.transport import Credentials, TransportServer
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
-from dtft.elastic.replication import Inbox, Pusher, serve_fetch, serve_pushes
+from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
+from dtft.elastic.replication import Pusher
 from dtft.elastic.restoring import restore_into
 
 CHUNK_BYTES = 4 << 20

@@ -1,9 +1,9 @@
 """One host's agent: an event loop between store, peers, leader and trainers.
 
-Owns every connection and thread of the host and passes events to `Follower` (this
-host's duties) and, while this host leads, to `Leader`. Contains no decision of its own
-about the job. It must never import JAX: a JAX client aborts its process when the
-coordination service dies.
+Owns the parts that have the host's connections and threads, and passes their events to
+`Follower` (this host's duties) and, while this host leads, to the `Leader` that
+`Leadership` has. Contains no decision of its own about the job. It must never import
+JAX: a JAX client aborts its process when the coordination service dies.
 """
 
 import contextlib
@@ -19,17 +19,15 @@ from typing import Any
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.transport import Channel, Credentials, TransportServer
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.demands import serve_export
+from dtft.elastic.demands import Answer
 from dtft.elastic.entry import check_domain, check_job, refuse_taken_name
 from dtft.elastic.follower import Follower
-from dtft.elastic.inspection import serve_inspection
-from dtft.elastic.journal import Journal
 from dtft.elastic.leader import Leader
+from dtft.elastic.leadership import Leadership
+from dtft.elastic.listening import listen
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.peers import Peers
-from dtft.elastic.replication import serve_fetch, serve_pushes
 from dtft.elastic.roles import HostRecord
-from dtft.elastic.scaling import AGAIN, serve_scaling
 from dtft.elastic.store import Store, StoreUnavailable
 from dtft.elastic.upward import Upward
 
@@ -73,7 +71,6 @@ class Agent:
         (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
         self._board = Board(config.memory_directory / "board", create=True)
         self._view = View()
-        self._leader: Leader | None = None
         self._upward = Upward(
             config.host,
             self._incarnation,
@@ -85,41 +82,41 @@ class Agent:
         self._follower = self.follower_class(
             config, self._credentials, self._board, self._emit, self._report
         )
-        inbox = self._follower.inbox()
-        try:
-            self._server = TransportServer(
-                config.bind,
-                self._credentials,
-                {
-                    "push": lambda channel: serve_pushes(channel, inbox),
-                    "fetch": lambda channel: serve_fetch(channel, inbox),
-                    "control": self._peers.serve,
-                    "inspect": lambda c: serve_inspection(c, config, inbox),
-                    "export": lambda c: serve_export(c, config, self._emit),
-                    "scale": lambda c: serve_scaling(c, self._emit),
-                },
-            )
-        except OSError as error:
-            self._follower.close()
-            shutil.rmtree(config.memory_directory, ignore_errors=True)
-            raise ValueError(
-                f"--bind {config.bind}: {error.strerror}. Give an address of this host."
-            ) from error
-        self._record = HostRecord(
-            host=config.host,
-            address=self._server.address,
-            incarnation=self._incarnation,
-            joined_ns=time.time_ns(),
-            pid=os.getpid(),
-            domain=config.domain,
-        )
+        self._server = self._listen()
+        self._record = self._describe()
         self._membership = Membership(
             store, config.job, self._record, config.timeouts.lease, self._emit
+        )
+        self._leadership = Leadership(
+            self.leader_class, config, self._membership, self._peers, self._emit
         )
 
     def _prepare_memory(self) -> None:
         shutil.rmtree(self._config.memory_directory, ignore_errors=True)
         self._config.memory_directory.mkdir(parents=True, mode=0o700)
+
+    def _listen(self) -> TransportServer:
+        """Opens the port; if that cannot be, no memory is left behind."""
+        try:
+            return listen(
+                *(self._config, self._credentials),
+                *(self._follower.inbox(), self._peers, self._emit),
+            )
+        except ValueError:
+            self._follower.close()
+            shutil.rmtree(self._config.memory_directory, ignore_errors=True)
+            raise
+
+    def _describe(self) -> HostRecord:
+        """What the store is told of this host."""
+        return HostRecord(
+            host=self._config.host,
+            address=self._server.address,
+            incarnation=self._incarnation,
+            joined_ns=time.time_ns(),
+            pid=os.getpid(),
+            domain=self._config.domain,
+        )
 
     def _emit(self, *event: Any) -> None:
         self._events.put(event)
@@ -173,12 +170,11 @@ class Agent:
             getattr(self._follower, FOLLOWER_EVENTS[kind])(*values)
         elif kind not in LEADER_EVENTS:
             getattr(self, f"_on_{kind}")(*values)
-        elif self._leader is not None:
-            getattr(self._leader, LEADER_EVENTS[kind])(*values)
+        elif (leader := self._leadership.leader) is not None:
+            getattr(leader, LEADER_EVENTS[kind])(*values)
 
     def _close(self) -> None:
-        if self._leader is not None:
-            self._leader.close()
+        self._leadership.close()
         self._follower.close()
         self._membership.leave()
         self._server.close()
@@ -193,15 +189,16 @@ class Agent:
         self._view = view
         me = self._config.host
         if view.leader is None:
-            self._depose()
+            self._leadership.give_up()
             self._membership.campaign()
         elif view.leader == me and self._mine(view):
-            self._lead(view)
+            if self._leadership.take(view):
+                self._upward.close()
         else:
-            self._depose()
+            self._leadership.give_up()
             self._follow(view)
-        if self._leader is not None:
-            self._leader.see(view)
+        if (leader := self._leadership.leader) is not None:
+            leader.see(view)
         self._retire_if_replaced(view)
 
     def _retire_if_replaced(self, view: View) -> None:
@@ -224,39 +221,15 @@ class Agent:
         record = view.hosts.get(self._config.host)
         return record is not None and record.incarnation == self._incarnation
 
-    def _lead(self, view: View) -> None:
-        if self._leader is not None:
-            if self._leader.view.leader_revision == view.leader_revision:
-                return
-            self._depose()
-        logger.info("leading, term %d", view.leader_revision)
-        self._leader = self.leader_class(
-            self._config,
-            self._membership,
-            view,
-            self._emit,
-            self._order,
-            Journal(self._config.run_directory, self._config.host),
-        )
-        self._upward.close()
-        for host in [self._config.host, *self._peers.hosts]:
-            self._leader.connected(host)
-
-    def _depose(self) -> None:
-        if self._leader is not None:
-            logger.warning("no longer leading")
-            self._leader.close()
-            self._leader = None
-
     def _on_deposed(self) -> None:
-        self._depose()
+        self._leadership.give_up()
 
     def _on_store(self, up: bool) -> None:
         logger.warning("store is %s", "back" if up else "away")
 
     def _on_tick(self) -> None:
-        if self._leader is not None:
-            self._leader.tick()
+        if (leader := self._leadership.leader) is not None:
+            leader.tick()
         elif self._view.leader is None and self._view.hosts:
             self._membership.campaign()
         else:
@@ -278,7 +251,7 @@ class Agent:
 
     def _report(self, op: str, **fields: Any) -> None:
         """Sends a report of this host to whoever leads."""
-        if self._leader is not None:
+        if self._leadership.leader is not None:
             self._emit("report", self._config.host, {"op": op, **fields})
         else:
             self._upward.send({"op": op, **fields})
@@ -287,23 +260,18 @@ class Agent:
         if self._upward.is_current(channel):
             self._obey(message)
 
+    def _on_own_order(self, message: dict[str, Any]) -> None:
+        self._obey(message)
+
     def _obey(self, message: dict[str, Any]) -> None:
         op = message["op"]
         fields = {key: value for key, value in message.items() if key != "op"}
-        if op == "reform":
-            self._follower.reform(**{**fields, "ballot": tuple(fields["ballot"])})
-        elif op == "prepare":
-            self._follower.prepare({**fields, "ballot": tuple(fields["ballot"])})
-        elif op == "replicate":
-            self._follower.replicate(**{**fields, "ballot": tuple(fields["ballot"])})
-        elif op == "release":
-            self._follower.release(**fields)
-        elif op == "export":
-            self._follower.export(fields)
-        elif op == "lend":
-            self._follower.lend(fields["step"])
-        elif op == "expect":
-            self._follower.expect(**fields)
+        if "ballot" in fields:
+            fields["ballot"] = tuple(fields["ballot"])
+        if op in ("prepare", "export"):
+            getattr(self._follower, op)(fields)
+        elif op in ("reform", "replicate", "release", "lend", "expect"):
+            getattr(self._follower, op)(**fields)
         else:
             self._follower.pass_on(op, **fields)
 
@@ -311,8 +279,8 @@ class Agent:
 
     def _on_control(self, host: str, channel: Channel) -> None:
         self._peers.connected(host, channel)
-        if self._leader is not None:
-            self._leader.connected(host)
+        if (leader := self._leadership.leader) is not None:
+            leader.connected(host)
 
     def _on_control_lost(self, host: str, channel: Channel) -> None:
         self._peers.lost(host, channel, self._view.hosts.get(host))
@@ -325,33 +293,14 @@ class Agent:
             self._membership.expel_soon(
                 record.host, self._view.leases.get(record.host, 0)
             )
-        if self._leader is not None:
-            self._leader.lost(record.host, "its connection closed, its port is dead")
+        if (leader := self._leadership.leader) is not None:
+            leader.lost(record.host, "its connection closed, its port is dead")
 
-    def _order(self, host: str, op: str, **fields: Any) -> None:
-        """Sends an order to a host, which may be this one."""
-        if host == self._config.host:
-            self._emit("own_order", {"op": op, **fields})
-        else:
-            self._peers.send(host, {"op": op, **fields})
+    def _on_export_wanted(self, answer: Answer) -> None:
+        self._leadership.export_wanted(answer)
 
-    def _on_own_order(self, message: dict[str, Any]) -> None:
-        self._obey(message)
-
-    def _on_export_wanted(self, answer: Callable[[dict[str, Any]], None]) -> None:
-        if self._leader is None:
-            text = f"{self._config.host} does not lead the job"
-            answer({"error": text, "moved": True})
-        else:
-            self._leader.export_wanted(answer)
-
-    def _on_scaling_wanted(
-        self, replicas: int, answer: Callable[[dict[str, Any]], None]
-    ) -> None:
-        if self._leader is None:
-            answer({"error": AGAIN, "again": True})
-        else:
-            self._leader.scaling_wanted(replicas, answer)
+    def _on_scaling_wanted(self, replicas: int, answer: Answer) -> None:
+        self._leadership.scaling_wanted(replicas, answer)
 
     def _on_committing(self, step: int) -> None:
         self._board.set("committing", step)

@@ -127,13 +127,16 @@ class ExportDesk:
         self._pinned: dict[int, tuple[Holder, int]] = {}
         self._lent: tuple[Holder, int] | None = None
 
-    def begin(self, holder: Holder, order: dict[str, Any]) -> None:
-        """Begins to write one committed step.
+    def begin(self, holder: Holder | None, order: dict[str, Any]) -> None:
+        """Begins to write one committed step, which `holder` should have.
 
         A step still in writing is given up: the leader orders one export at a time, so
         it has heard of a failure on another host that this host's part waits for.
         """
         step = order["step"]
+        if holder is None:
+            self._exported(step, False, f"{self._config.host} holds nothing")
+            return
         if self._pinned:
             self.close()
         try:
@@ -147,6 +150,11 @@ class ExportDesk:
             self._let_go(step)
             self._exported(step, False, f"no exporter on {self._config.host}: {error}")
             return
+        self._save(exporter, holder, order)
+
+    def _save(self, exporter: Exporter, holder: Holder, order: dict[str, Any]) -> None:
+        """Hands over a pinned step, once what this host did not copy is borrowed."""
+        step = order["step"]
         self._board.set("exporting", step)
         items = {**holder.items(step), "config": holder.layout.config}
         pin = self._pinned[step][1]
@@ -203,9 +211,11 @@ class ExportDesk:
         if not ok:
             self.close()
 
-    def lend(self, holder: Holder, step: int) -> None:
+    def lend(self, holder: Holder | None, step: int) -> None:
         """Keeps a committed step until the next call, for peers to fetch from; -1 keeps
         none. One that was dropped is missed by who asks for it."""
+        if holder is None:
+            return
         if self._lent is not None:
             lender, pin = self._lent
             lender.unpin(pin)

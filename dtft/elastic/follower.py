@@ -7,47 +7,25 @@ events. Decides nothing about the job: which slot, which step and which peers ar
 
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.interval import Window
 from dtft.checkpoint.nixl import started
-from dtft.checkpoint.pace import Pace
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.exports import ExportDesk, Exporter
+from dtft.elastic.formation import Formation
+from dtft.elastic.inbox import Inbox
 from dtft.elastic.processes import free_port
-from dtft.elastic.replication import Inbox, Pusher, share_pace
-from dtft.elastic.restoring import restore_into
+from dtft.elastic.restoring import restore_copies
 from dtft.elastic.trainers import TrainerPool, start_message
 
 REPORTED = ("step", "digests", "interval", "window")
 """What the leader is told of a staged step."""
-
-
-@dataclass(kw_only=True)
-class Formation:
-    """The order this host obeys at present: one slot in one epoch."""
-
-    order: dict[str, Any]
-    restored: dict[str, Any] | None = None
-    """What the restore from memory came to; None while it runs."""
-    announced: bool = False
-    """The trainer has told the layout."""
-    pushers: list[Pusher] = field(default_factory=list)
-    pace: Pace | None = None
-    """That the pushers keep to."""
-    turn: int = 0
-    """Steps staged; equal on all hosts, which take turns in copying."""
-
-    @property
-    def epoch(self) -> tuple[int, int]:
-        """(generation, attempt) of the order."""
-        return self.order["generation"], self.order["attempt"]
 
 
 class Follower:
@@ -72,14 +50,7 @@ class Follower:
         self._exports = ExportDesk(config, credentials, board, emit, self._exported)
 
     def _make_pool(self) -> TrainerPool:
-        config = self._config
-        return TrainerPool(
-            config.trainer_command,
-            config.trainer_environment,
-            config.memory_directory / "agent.sock",
-            config.run_directory / "logs" / f"{config.host}.trainer.log",
-            self._emit,
-        )
+        return TrainerPool(self._config, self._emit)
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -121,11 +92,7 @@ class Follower:
         self._ballot = ballot
         self._board.set("recovering", 1)
         self._stand_down(reason, fatal)
-        self._report(
-            "holdings",
-            ballot=ballot,
-            **self._holds(),
-        )
+        self._tell("holdings", **self._holds())
 
     def _holds(self) -> dict[str, Any]:
         """What the leader decides from."""
@@ -133,13 +100,17 @@ class Follower:
 
     def _stand_down(self, reason: str = "", fatal: bool = False) -> None:
         formation, self._formation = self._formation, None
-        for pusher in formation.pushers if formation is not None else ():
-            pusher.close()
+        if formation is not None:
+            formation.stop_pushers()
         if formation is not None or fatal:
             self._pool.kill_active(reason, waiting=fatal)
         self._exports.stand_down()
         for field_name in ("computing", "replicating", "committing", "exporting"):
             self._board.set(field_name, 0)
+
+    def _tell(self, op: str, **fields: Any) -> None:
+        """Reports to the leader, about the newest round that this host knows."""
+        self._report(op, ballot=self._ballot, **fields)
 
     def retire(self) -> None:
         """Gives up the slot: others have taken it. The copies stay until replaced."""
@@ -169,22 +140,10 @@ class Follower:
             self._emit("restored_memory", formation, {"own": 0, "peers": 0, "s": 0.0})
 
     def _restore_memory(self, formation: Formation) -> None:
-        order = formation.order
-        try:
-            layout, step = Layout.from_json(order["layout"]), order["step"]
-            slot, domains = order["slot"], order["domains"]
-            holder = self._copies.hold(layout, slot, domains, keep=step)
-            outcome = restore_into(
-                holder,
-                order,
-                self._config.host,
-                self._credentials,
-                self._config.timeouts.restore,
-                self._nixl,
-                former=self._copies.former,
-            )
-        except OSError as error:
-            outcome = {"fatal": str(error)}
+        outcome = restore_copies(
+            *(self._copies, formation.order, self._config),
+            *(self._credentials, self._nixl),
+        )
         self._emit("restored_memory", formation, outcome)
 
     def restored_memory(self, formation: Formation, outcome: dict[str, Any]) -> None:
@@ -194,17 +153,12 @@ class Follower:
         if "fatal" in outcome:
             self._fatal(outcome["fatal"])
         elif "error" in outcome:
-            self._report(
-                "prepare_failed",
-                ballot=self._ballot,
-                error=outcome["error"],
-                corrupt=outcome["corrupt"],
-            )
+            error, corrupt = outcome["error"], outcome["corrupt"]
+            self._tell("prepare_failed", error=error, corrupt=corrupt)
         else:
             formation.restored = outcome
-            self._report(
+            self._tell(
                 "prepared",
-                ballot=self._ballot,
                 export_port=free_port(),
                 own=outcome["own"],
                 peers=outcome["peers"],
@@ -214,7 +168,7 @@ class Follower:
             self._hand_over(formation)
 
     def _fatal(self, message: str) -> None:
-        self._report("fatal", ballot=self._ballot, message=message)
+        self._tell("fatal", message=message)
 
     def _hand_over(self, formation: Formation) -> None:
         """Gives the trainer its state, once both it and the state are there."""
@@ -241,6 +195,14 @@ class Follower:
         self._pool.send("release", step=step, committed=committed, **told)
         self.warm()
 
+    def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
+        """Sends the slices of a restored step again to peers that lack them."""
+        formation = self._formation
+        if formation is None or ballot != self._ballot:
+            return
+        self._start_pushers(formation)
+        formation.push(step, targets)
+
     def pass_on(self, op: str, **fields: Any) -> None:
         """The leader has something to say to whoever trains here."""
         self._pool.send(op, **fields)
@@ -265,9 +227,7 @@ class Follower:
             self._staged(formation, holder, message)
         elif op in ("running", "finished", "fatal"):
             self._board.set("recovering", 0)
-            self._report(
-                op, ballot=self._ballot, slot=formation.order["slot"], **message
-            )
+            self._tell(op, slot=formation.slot, **message)
 
     def _announced(self, formation: Formation, layout: Layout) -> None:
         order = formation.order
@@ -289,26 +249,12 @@ class Follower:
         """The layout is the formation's: copies can travel."""
         formation.announced = True
         self._start_pushers(formation)
-        self._report("layout", ballot=self._ballot, layout=layout.to_json())
+        self._tell("layout", layout=layout.to_json())
         self._hand_over(formation)
 
     def _start_pushers(self, formation: Formation) -> None:
-        if not formation.pushers:
-            formation.pushers = self._copies.pushers(
-                formation.order["addresses"], self._credentials, formation.epoch
-            )
-            limit_s = self._config.timeouts.replicate
-            formation.pace = share_pace(formation.pushers, limit_s)
-
-    def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
-        """Sends the slices of a restored step again to peers that lack them."""
-        formation = self._formation
-        if formation is None or ballot != self._ballot:
-            return
-        self._start_pushers(formation)
-        for pusher in formation.pushers:
-            if pusher.target in targets:
-                pusher.offer(step)
+        limit_s = self._config.timeouts.replicate
+        formation.start_pushers(self._copies, self._credentials, limit_s)
 
     def _stage(self, formation: Formation, holder: Holder, step: int) -> None:
         copied = self._copies.share(formation.turn)
@@ -323,58 +269,41 @@ class Follower:
     ) -> None:
         step = message["step"]
         holder.staged(step, message["digests"], message["items"], message["kept"])
-        formation.turn += 1
         self._board.set("staged", step)
         self._board.set("replicating", step)
-        if formation.pace is not None and message["window"] is not None:
-            step_s = Window(**message["window"]).step_s
-            formation.pace.staged(step_s, message["interval"])
-        for pusher in formation.pushers:
-            pusher.offer(step)
-        self._report(
-            "staged",
-            ballot=self._ballot,
-            slot=formation.order["slot"],
-            **{name: message[name] for name in REPORTED},
-        )
+        formation.staged(step, message["interval"], message["window"])
+        told = {name: message[name] for name in REPORTED}
+        self._tell("staged", slot=formation.slot, **told)
 
     def held(self, epoch: tuple[int, int], step: int, source: int) -> None:
         """A peer's slices have arrived here and were checked."""
-        if self._formation is not None and epoch == self.epoch:
-            slot = self._formation.order["slot"]
-            self._report(
-                "held", ballot=self._ballot, step=step, source=source, target=slot
-            )
+        formation = self._formation
+        if formation is not None and epoch == formation.epoch:
+            self._tell("held", step=step, source=source, target=formation.slot)
 
     def trainer_exited(self, pid: int, code: int) -> None:
         """A trainer has ended; if it was the active one, the leader must know."""
         role = self._pool.exited(pid)
         if role == "active":
-            self._report("trainer_exit", ballot=self._ballot, code=code)
+            self._tell("trainer_exit", code=code)
 
     # ------------------------------------------------------------------- storage
 
     def export(self, order: dict[str, Any]) -> None:
         """Begins to write a committed step to storage, from the arena."""
         holder = self._copies.holding(order["step"])
-        if holder is not None:
-            self._exports.begin(holder, {**order, "epoch": self.epoch})
-        else:
-            text = f"{self._config.host} holds nothing"
-            self._exported(order["step"], False, text)
+        self._exports.begin(holder, {**order, "epoch": self.epoch})
 
     def lend(self, step: int) -> None:
         """Keeps a step for peers that lack some of it to export; -1 ends that."""
-        holder = self._copies.holding(step)
-        if holder is not None:
-            self._exports.lend(holder, step)
+        self._exports.lend(self._copies.holding(step), step)
 
     def exporter_says(self, exporter: Exporter, message: dict[str, Any]) -> None:
         """The exporter has written a step, failed, or ended."""
         self._exports.answer(exporter, message)
 
     def _exported(self, step: int, ok: bool, error: str) -> None:
-        self._report("exported", ballot=self._ballot, step=step, ok=ok, error=error)
+        self._tell("exported", step=step, ok=ok, error=error)
 
     def close(self) -> None:
         """Ends every process of this host and frees its memory."""

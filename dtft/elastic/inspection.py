@@ -12,7 +12,7 @@ from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.transport import Channel
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.replication import Inbox
+from dtft.elastic.inbox import Inbox
 
 ANSWER_S = 10.0
 

@@ -1,9 +1,11 @@
 """The leading agent: what it hears of hosts and of the store, and what follows.
 
 Runs on the agent's event loop and only while this host holds the leader key. Passes
-what happens to its parts: `Rounds` forms generations, `Ledger` commits and exports
-steps, `Ending` ends the job, `Records` reads and writes the store. Holds no state that
-its successor could not learn again from the store and the hosts.
+what happens to its parts: `Attendance` has the hosts, `Rounds` forms generations,
+`Ledger` commits and exports steps, `StorageDesk` knows storage, `Scaling` the size of
+the job, `Mender` renews copies that were lost, `Ending` ends the job, `Records` reads
+and writes the store. Holds no state that its successor could not learn again from the
+store and the hosts.
 """
 
 import logging
@@ -11,31 +13,27 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dtft.checkpoint.commit import Divergence
+from dtft.checkpoint.commit import Commit, Divergence
 from dtft.checkpoint.slices import Layout
+from dtft.elastic.attendance import Attendance
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.demands import Answer, Demands
+from dtft.elastic.demands import Answer
 from dtft.elastic.ending import Ending
-from dtft.elastic.forming import death, report_of
+from dtft.elastic.forming import Round, death, report_of
 from dtft.elastic.journal import Journal
+from dtft.elastic.ledger import Ledger
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.mender import Mender
 from dtft.elastic.records import Records
 from dtft.elastic.reports import FIELDS, fault_of, fields_of, misfit
-from dtft.elastic.roster import Roster, lost, registered_anew
+from dtft.elastic.roles import Assignment
+from dtft.elastic.roster import Roster
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.scaling import Scaling
 from dtft.elastic.sizes import Sizes
-from dtft.elastic.storage_health import StorageHealth
-from dtft.elastic.storage_watch import StorageWatch
+from dtft.elastic.storage_desk import StorageDesk
 
 logger = logging.getLogger(__name__)
-
-START_FAILURES = 3
-"""So often may trainers die after one and the same restore."""
-FRUITLESS = 10
-"""So often in a row may they die without one new commit."""
-
 
 FATAL_INPUT = 2
 """Code of errors that lie in what a trainer was given, not in how training goes."""
@@ -45,6 +43,7 @@ class Leader:
     """Forms and re-forms the job; see the module's text."""
 
     rounds_class: type[Rounds] = Rounds
+    attendance_class: type[Attendance] = Attendance
     reports = FIELDS
 
     def __init__(
@@ -61,26 +60,18 @@ class Leader:
         self._send = send
         self._records = Records(membership, view, emit, journal, config.store)
         self._roster = Roster(time.monotonic(), config.timeouts.connect)
-        self._health = StorageHealth(config.storage_directory)
-        self._demands = Demands()
-        self._fruitless = 0
-        self._storage = StorageWatch(config.storage_directory)
+        self._storage = storage = StorageDesk(config, self._records, journal)
         self._sizes = sizes = Sizes(config, self._records, journal)
         self._rounds = self.rounds_class(
             *(config, self._records, self._roster, emit, send, journal),
-            *(self._health, self._storage, sizes),
+            *(storage.health, storage.watch, sizes),
         )
-        self._scaling = Scaling(
-            *(config, self._records, self._rounds, self._roster, sizes, journal)
-        )
+        shared = config, self._records, self._rounds, self._roster
+        self._attendance = self.attendance_class(*shared, journal)
+        self._scaling = Scaling(*shared, sizes, journal)
+        self._ending = Ending(*shared, journal, storage.watch)
         self._mender = Mender(journal, send)
-        self._ending = Ending(
-            config, self._records, self._rounds, self._roster, journal, self._storage
-        )
-        if view.assignment is not None:
-            gone = [host for host in view.assignment.slots if host not in view.hosts]
-            names = ", ".join(lost(host, view.assignment) for host in gone)
-            self._rounds.form(names or "the leading host (a spare) was lost")
+        self._attendance.take_over()
 
     @property
     def view(self) -> View:
@@ -91,54 +82,17 @@ class Leader:
 
     def see(self, view: View) -> None:
         """The store's view has changed."""
-        gone = set(self.view.hosts) - set(view.hosts)
-        for host in sorted(gone & self._roster.connected):
-            self.lost(host, "its lease ran out")
-        new = registered_anew(self.view.hosts, view.hosts)
-        self._records.view = view
-        for host in sorted(new & self._roster.connected):
-            self._joined(host)
+        self._attendance.see(view)
         if view.stop:
             self._ending.stop()
 
     def connected(self, host: str) -> None:
         """A host has connected; the store may tell of it earlier or later."""
-        self._roster.connected.add(host)
-        if host in self.view.hosts:
-            self._joined(host)
-
-    def _joined(self, host: str) -> None:
-        """A host is both connected and registered: it may be given a slot."""
-        self._journal.event("host_joined", host=host)
-        if self._rounds.phase == "gathering":
-            self._rounds.ask(host)
-        elif self._rounds.phase == "waiting":
-            self._rounds.form("a host joined")
-        elif self._rounds.phase == "idle":
-            count = len(self._roster.usable(self.view.hosts))
-            need = self._config.num_slots
-            if count >= need:
-                self._rounds.form("start of the job")
-            else:
-                self._journal.say(f"{count} of {need} hosts are here")
-        else:
-            self._rounds.expect({host})
+        self._attendance.connected(host)
 
     def lost(self, host: str, how: str) -> None:
         """A host has died (proved by its closed port, or by its lease)."""
-        if not self._roster.lose(host, self.view.hosts):
-            return
-        self._journal.event("host_lost", host=host, how=how)
-        rounds = self._rounds
-        slots = rounds.assignment.slots if rounds.assignment else ()
-        reason = lost(host, rounds.assignment, rounds.previous)
-        if rounds.phase == "gathering" and rounds.current is not None:
-            rounds.current.reasons.append(reason)
-            rounds.gathered()
-        elif host in slots or rounds.phase == "assigning":
-            rounds.form(reason)
-        elif rounds.phase != "idle":
-            self._journal.say(f"spare {host} was lost ({how})")
+        self._attendance.lost(host, how)
 
     def coordinator_ready(self, ballot: tuple[int, int], address: str) -> None:
         """The coordination service of a formation serves: slots can be given out."""
@@ -193,7 +147,7 @@ class Leader:
         assert round_ is not None and round_.assignment is not None
         self._journal.say(f"{host} could not restore: {error}")
         round_.corrupt.extend(corrupt)
-        self._rounds.count_failure(round_.assignment.step)
+        self._rounds.setbacks.restore_failed(round_.assignment)
         self._rounds.form(f"restore failed on {host}: {error}")
 
     def _on_prepared(self, host: str, **outcome: Any) -> None:
@@ -223,9 +177,13 @@ class Leader:
             return
         self._rounds.enter("running", self._stage_limit())
         round_.reported = True
-        self._rounds.succeeded()
-        if round_.assignment.rung == 0:
-            self._journal.event("started", step=round_.assignment.step)
+        self._rounds.setbacks.trained()
+        self._report_start(round_, round_.assignment)
+
+    def _report_start(self, round_: Round, assignment: Assignment) -> None:
+        """Every slot trains: people are told, with the cost of a recovery."""
+        if assignment.rung == 0:
+            self._journal.event("started", step=assignment.step)
             if self._rounds.ledger is not None:
                 self._sizes.forewarn(self._rounds.ledger.layout)
         else:
@@ -254,16 +212,9 @@ class Leader:
     def _on_trainer_exit(self, host: str, code: int) -> None:
         assignment, round_ = self._rounds.assignment, self._rounds.current
         if assignment is not None and round_ is not None:
-            step, self._fruitless = assignment.step, self._fruitless + 1
-            starts = 0 if round_.reported else self._rounds.count_failure(step)
-            if starts >= START_FAILURES or self._fruitless >= FRUITLESS:
-                what = "finishing a step" if starts >= START_FAILURES else "a commit"
-                self._ending.end(
-                    "error",
-                    f"trainers died {max(starts, self._fruitless)} times after "
-                    f"restoring step {step} without {what}; see "
-                    f"{self._config.run_directory / 'logs'}",
-                )
+            logs, setbacks = self._config.run_directory / "logs", self._rounds.setbacks
+            if why := setbacks.trainer_died(assignment, round_.reported, logs):
+                self._ending.end("error", why)
                 return
         self._rounds.form(death(assignment.slots if assignment else (), host, code))
 
@@ -279,35 +230,19 @@ class Leader:
         outcome = ledger and ledger.export_answer(host, step, ok)
         if outcome is None:
             return
-        self._journal.event("export", step=step, ok=outcome, error=error)
         self._export_ended(host, step, outcome, error)
 
     def _export_ended(self, host: str, step: int, outcome: bool, error: str) -> None:
-        if outcome:
-            self._storage.wrote(step)
-            self._records.put("stored", step, "stored", str(step))
-            self._say(self._health.succeeded(step))
-        else:
-            self._say(self._health.failed(step, host, error, time.monotonic()))
-        self._demands.outcome(step, outcome, error)
+        self._storage.ended(host, step, outcome, error)
         self._ending.exported()
 
     def export_wanted(self, answer: Answer) -> None:
-        """Somebody wants the newest commit in storage: the next one is written."""
-        ledger = self._rounds.ledger
-        if ledger is None or self._rounds.phase != "running" or self._rounds.frozen:
-            text = f"the job does not train now ({self._rounds.phase}); ask again later"
-            answer({"error": text})
-        else:
-            self._demands.add(ledger.committed, answer)
+        """Somebody wants the newest commit in storage."""
+        self._storage.asked(self._rounds, answer)
 
     def scaling_wanted(self, replicas: int, answer: Answer) -> None:
         """Somebody wants another number of replicas."""
         self._scaling.asked(replicas, answer)
-
-    def _say(self, line: str | None) -> None:
-        if line:
-            self._journal.say(line)
 
     # --------------------------------------------------------------- the store
 
@@ -320,22 +255,24 @@ class Leader:
         if label == "assignment":
             self._rounds.assigned(value)
         elif label == "commit" and self._rounds.ledger is not None:
-            self._fruitless = 0
-            self._emit("committing", 0)
-            self._journal.committed(value.step, value.root)
-            self._mender.committed(self._rounds.current, value.step)
-            if why := self._scaling.due():
-                self._rounds.ledger.recorded(value)
-                self._rounds.form(why)
-                return
-            self._rounds.ledger.written(value)
-            self._say(self._rounds.ledger.intervals.news())
-            if self._demands:
-                self._rounds.ledger.export(value.step)
-            if (due := self._rounds.ledger.overdue) is not None:
-                self._say(self._health.overdue(due, time.monotonic()))
-            self._rounds.gathered()
-            self._ending.conclude()
+            self._recorded(value, self._rounds.ledger)
+
+    def _recorded(self, commit: Commit, ledger: Ledger) -> None:
+        """A step is safe: it is released, unless the job has to be formed anew."""
+        self._rounds.setbacks.committed()
+        self._emit("committing", 0)
+        self._journal.committed(commit.step, commit.root)
+        self._mender.committed(self._rounds.current, commit.step)
+        if why := self._scaling.due():
+            ledger.recorded(commit)
+            self._rounds.form(why)
+            return
+        ledger.written(commit)
+        if line := ledger.intervals.news():
+            self._journal.say(line)
+        self._storage.committed(ledger, commit.step)
+        self._rounds.gathered()
+        self._ending.conclude()
 
     def delayed(self, label: str, value: Any) -> None:
         """The store does not answer."""
@@ -353,9 +290,7 @@ class Leader:
         if round_ is None or rounds.frozen or time.monotonic() < rounds.deadline:
             return
         if rounds.phase == "gathering":
-            for host in sorted(self._roster.connected - set(round_.replies)):
-                self._roster.evict(host)
-                self.lost(host, "it did not answer in time")
+            self._attendance.shut_out(round_.replies)
         elif rounds.phase == "storage":
             rounds.look_again()
         elif rounds.phase == "preparing":
@@ -371,7 +306,7 @@ class Leader:
 
     def close(self) -> None:
         """Hands over to whoever leads next."""
-        self._demands.close()
+        self._storage.close()
         self._scaling.close()
         self._records.close()
         self._rounds.close()

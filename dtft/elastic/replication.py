@@ -1,8 +1,9 @@
 """Moves slices between the memories of hosts: pushes of every step, fetches to restore.
 
-Owns the peer connections of one host. What is pushed where comes from the placement,
-what is fetched from whom from the leader's plan; this module must not decide either.
-Bytes count only once their digests have been checked by the receiver.
+The side that begins: what peers are sent and asked for (`inbox` answers there). What is
+pushed where comes from the placement, what is fetched from whom from the leader's plan;
+this module must not decide either. Bytes count only once their digests have been
+checked by the receiver.
 """
 
 import logging
@@ -14,18 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtft.checkpoint import fetch as fetching
-from dtft.checkpoint import wire
 from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.pace import Pace
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placement import Push
-from dtft.checkpoint.pushing import Outgoing, receive_chunks, send_push
+from dtft.checkpoint.pushing import Outgoing, send_push
 from dtft.checkpoint.ranges import Wanted
-from dtft.checkpoint.serving import no_payload, serve
 from dtft.checkpoint.transport import Channel, ChannelClosed, Credentials, connect
-from dtft.elastic.finding import cut_out, find_copies
 
 logger = logging.getLogger(__name__)
 
@@ -133,126 +131,6 @@ def share_pace(pushers: Sequence[Pusher], limit_s: float) -> Pace:
     return pace
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inbox:
-    """What the serving side needs to know of its host, asked at every message."""
-
-    epoch: Callable[[], Epoch]
-    holder: Callable[[], Holder | None]
-    held: Callable[[int, int], None]
-    """Called with (step, source slot) when a push was verified, once for each."""
-    nixl: Nixl | None = None
-    """Lends memory to peers that fetch with NIXL."""
-    former: Callable[[], Sequence[Holder]] = tuple
-    """Holders of former formations that peers may still need."""
-
-
-def serve_pushes(channel: Channel, inbox: Inbox) -> None:
-    """Receives pushes on one connection until it closes.
-
-    Raises:
-        WireError: the peer sent what is not a push.
-    """
-    while True:
-        try:
-            done = _receive_push(channel, inbox)
-        except (ChannelClosed, TimeoutError):
-            return
-        channel.send({"done": done}, timeout_s=10.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Announced:
-    """The header of a push; its fields have the right types and nothing else."""
-
-    epoch: Epoch
-    source: int
-    step: int
-    digests: list[bytes]
-    items: dict[str, Any]
-
-    @classmethod
-    def read(cls, header: Mapping[str, Any]) -> "_Announced":
-        """From a peer's header.
-
-        Raises:
-            WireError: a field is missing or not what it should be.
-        """
-        digests, items = header.get("digests"), header.get("items")
-        step, source = header.get("step"), header.get("source")
-        if (
-            type(step) is not int
-            or step < 0
-            or type(source) is not int
-            or not isinstance(digests, list)
-            or any(not isinstance(one, bytes) for one in digests)
-            or not isinstance(items, dict)
-        ):
-            raise wire.WireError(
-                f"a push's header is wrong: {sorted(map(str, header))}"
-            )
-        return cls(
-            epoch=_epoch(header.get("epoch")),
-            source=source,
-            step=step,
-            digests=digests,
-            items=items,
-        )
-
-
-def _epoch(value: object) -> Epoch:
-    pair = list(value) if isinstance(value, list | tuple) else []
-    if len(pair) != 2 or any(type(number) is not int for number in pair):
-        raise wire.WireError("a peer's epoch is not (generation, attempt)")
-    return pair[0], pair[1]
-
-
-def _receive_push(channel: Channel, inbox: Inbox) -> bool:
-    """Receives one push; whether the peer is done with it, well or for ever."""
-    header, _ = channel.receive(86400, no_payload, max_header=wire.MAX_DATA_HEADER)
-    push = _Announced.read(header)
-    holder = inbox.holder()
-    if holder is None or push.epoch != inbox.epoch():
-        return push.epoch < inbox.epoch()  # stale: not to be repeated
-    step, source = push.step, push.source
-    if holder.has_received(step, source, push.digests):
-        return True
-    receiving = holder.begin_receive(step, source, push.digests)
-    if receiving is None:
-        return False
-    try:
-        if not receiving.complete:
-            receive_chunks(channel, receiving)
-        current = push.epoch == inbox.epoch()
-        new = current and holder.received(step, source, receiving, push.items)
-    finally:
-        holder.end_receive(step, source, receiving)
-    if new:
-        inbox.held(step, source)
-    return new or holder.has_received(step, source, push.digests)
-
-
-def serve_fetch(channel: Channel, inbox: Inbox) -> None:
-    """Answers one connection of a peer that fetches slices of a step.
-
-    Raises:
-        WireError: the peer asks for what it may not.
-    """
-
-    def find(request: Mapping[str, Any]) -> Sequence[Parts]:
-        step, keys = request.get("step"), request.get("keys")
-        if type(step) is not int or not isinstance(keys, list):
-            raise wire.WireError("a fetch without a step or keys")
-        if any(not isinstance(key, str) for key in keys):
-            raise wire.WireError("a fetch whose keys are not text")
-        if _epoch(request.get("epoch")) < inbox.epoch():
-            raise KeyError("the order to fetch it is older than this host's")
-        views = find_copies((inbox.holder(), *inbox.former()), step, keys)
-        return cut_out(views, request["spans"]) if "spans" in request else views
-
-    serve(channel, find, inbox.nixl)
-
-
 class FetchFailed(Exception):
     """Slices could not be had from a peer; says which, from whom and why."""
 
@@ -284,11 +162,7 @@ def fetch(
 ) -> int:
     """Fetches own slices from one peer straight into the arena and checks them.
 
-    Returns:
-        Bytes of the slices that are there now.
-
-    Raises:
-        FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
+    Returns and raises what `fetch_into` does.
     """
     pieces = {piece.key: piece for piece in holder.own_slices}
     keys = order.transfer["keys"]

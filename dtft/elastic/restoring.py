@@ -1,7 +1,8 @@
 """Brings one slot's slices of a commit into this host's memory, checked.
 
-Own copies that are right stay; the rest is fetched from the peers that the leader
-named, all in parallel, and checked again. Knows neither why nor what comes after.
+The memory is got from the host's `Copies`. Own copies that are right stay; the rest is
+fetched from the peers that the leader named, all in parallel, and checked again. Knows
+neither why nor what comes after.
 """
 
 import concurrent.futures
@@ -12,10 +13,40 @@ from typing import Any
 from dtft.checkpoint import digest
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.nixl import Nixl
-from dtft.checkpoint.slices import Slice
+from dtft.checkpoint.slices import Layout, Slice
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.assembling import assemble
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.copies import Copies
 from dtft.elastic.replication import FetchFailed, FetchOrder, fetch, fetch_into
+
+
+def restore_copies(
+    copies: Copies,
+    order: dict[str, Any],
+    config: AgentConfig,
+    credentials: Credentials,
+    nixl: Nixl | None = None,
+) -> dict[str, Any]:
+    """Gets memory for the slot of a leader's order and restores into it.
+
+    Returns:
+        As `restore_into`; or `fatal`, why there is no such memory.
+    """
+    layout, step = Layout.from_json(order["layout"]), order["step"]
+    try:
+        holder = copies.hold(layout, order["slot"], order["domains"], keep=step)
+        return restore_into(
+            holder,
+            order,
+            config.host,
+            credentials,
+            config.timeouts.restore,
+            nixl,
+            former=copies.former,
+        )
+    except OSError as error:
+        return {"fatal": str(error)}
 
 
 def restore_into(

@@ -27,6 +27,7 @@ from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.roster import Roster, lost
+from dtft.elastic.setbacks import Setbacks
 from dtft.elastic.sizes import Sizes
 from dtft.elastic.sizing import Groups, seat
 from dtft.elastic.spread import known_domains, preferred, shortfall
@@ -49,6 +50,7 @@ class Rounds:
         current: the newest round, None before the first.
         previous: the assignment before the current round's.
         assignment: of the current round, once it is recorded.
+        setbacks: what has failed so far.
         ledger: of this assignment, once a trainer has announced the layout.
         frozen: the job ends, so no round begins any more.
     """
@@ -73,8 +75,7 @@ class Rounds:
         service = NoCoordinator if config.served else Coordinator
         self._coordinator = service(config, emit)
         self._counter = 0
-        self._failures: dict[int, int] = {}
-        self._quarantined: set[int] = set()
+        self.setbacks = Setbacks(records, sizes, journal)
         self.phase: Phase = "idle"
         self.deadline = 0.0
         self.current: Round | None = None
@@ -172,7 +173,7 @@ class Rounds:
             previous=self.previous,
             commits=self._records.commits,
             storage_steps=self._storage.steps(),
-            quarantined=self._quarantined,
+            quarantined=self.setbacks.quarantined,
             domains=self._domains(),
             copies=self._config.copies,
         )
@@ -278,27 +279,6 @@ class Rounds:
             text, domains = self.ledger.layout.to_json(), self.assignment.spread.domains
             for host in sorted(set(hosts) - set(self.assignment.slots)):
                 self._send(host, "expect", layout=text, domains=list(domains))
-
-    def count_failure(self, step: int) -> int:
-        """A restore of `step` has failed; returns how often without one new step.
-
-        The same restore failing twice: quarantine. In a size that is new the size is
-        to blame, not the step.
-        """
-        chosen = self.current.assignment if self.current else None
-        if chosen is not None and self._sizes.is_new(chosen):
-            self._sizes.failed(chosen, f"step {step} could not be trained on there")
-            return 0
-        self._failures[step] = self._failures.get(step, 0) + 1
-        known = any(commit.step == step for commit in self._records.commits)
-        if self._failures[step] == 2 and known:
-            self._quarantined.add(step)
-            self._journal.say(f"step {step} failed twice and is quarantined")
-        return self._failures[step]
-
-    def succeeded(self) -> None:
-        """Every slot trains: what failed before does not count any more."""
-        self._failures.clear()
 
     def close(self) -> None:
         """Ends the coordination service."""

@@ -131,7 +131,7 @@ class Scaling:
         self._journal.event("resized", **dataclasses.asdict(proof))
         if proof.differing:
             self._journal.say(f"restored leaves differ: {', '.join(proof.differing)}")
-            self._rounds.count_failure(assignment.step)
+            self._rounds.setbacks.restore_failed(assignment)
             self._rounds.form("the restored state was not the committed one")
         return not proof.differing
 

@@ -13,7 +13,8 @@ from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.attached import AttachedTrainers
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.follower import Follower, Formation
+from dtft.elastic.follower import Follower
+from dtft.elastic.formation import Formation
 
 
 class ServedFollower(Follower):
@@ -56,15 +57,15 @@ class ServedFollower(Follower):
             self._board.set("finished", message["step"])  # so a loss can be counted
         if not self._attached.is_active(pid) or formation is None:
             return
-        slot = formation.order["slot"]
+        slot = formation.slot
         if message["op"] == "locate":
             self._locate(message["step"])
         elif message["op"] == "flush":
             wanted = {name: message[name] for name in ("token", "step", "store")}
-            self._report("flush", ballot=self._ballot, slot=slot, **wanted)
+            self._tell("flush", slot=slot, **wanted)
         elif message["op"] == "left":
             step = message["step"]
-            self._report("finished", ballot=self._ballot, slot=slot, step=step)
+            self._tell("finished", slot=slot, step=step)
         else:
             super().trainer_says(pid, message)
 
@@ -99,9 +100,7 @@ class ServedFollower(Follower):
         except OSError as error:
             self._fatal(str(error))
             return
-        for pusher in formation.pushers:
-            pusher.close()  # it sent again what a peer had lost of the old layout
-        formation.pushers = []
+        formation.stop_pushers()  # they sent again what peers had lost of the old one
         formation.order = {**order, "source": "init"}
         self._accept(formation, layout)
 
@@ -113,4 +112,4 @@ class ServedFollower(Follower):
             code: 1 if it has said goodbye.
         """
         if self._attached.exited(pid) == "active" and not code:
-            self._report("process_gone", ballot=self._ballot)
+            self._tell("process_gone")

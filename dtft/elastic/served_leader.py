@@ -8,6 +8,7 @@ ends by itself. Also answers who wants to know when a step is safe or stored.
 from dataclasses import dataclass
 from typing import Any
 
+from dtft.elastic.attendance import Attendance
 from dtft.elastic.demands import Answer
 from dtft.elastic.forming import Ballot
 from dtft.elastic.leader import Leader
@@ -43,6 +44,18 @@ class ServedRounds(Rounds):
         self.enter("waiting", float("inf"))
 
 
+class ServedAttendance(Attendance):
+    """Hosts that are there; who attaches to one decides whether it gets a slot."""
+
+    def _joined(self, host: str) -> None:
+        """A host is both connected and registered, which begins nothing."""
+        self._journal.event("host_joined", host=host)
+        if self._rounds.phase == "gathering":
+            self._rounds.ask(host)
+        elif self._rounds.phase not in ("idle", "waiting"):
+            self._rounds.expect({host})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flush:
     """A process that waits until a step is safe, or stored."""
@@ -58,18 +71,11 @@ class ServedLeader(Leader):
     """Forms the job of the user's processes; see the module's text."""
 
     rounds_class = ServedRounds
+    attendance_class = ServedAttendance
     reports = SERVED_FIELDS
     _flushes: tuple[Flush, ...] = ()
     _ordered: int = -1
     """The newest step whose export was ordered for somebody who waits."""
-
-    def _joined(self, host: str) -> None:
-        """A host is there; whether it gets a slot is decided by who attaches to it."""
-        self._journal.event("host_joined", host=host)
-        if self._rounds.phase == "gathering":
-            self._rounds.ask(host)
-        elif self._rounds.phase not in ("idle", "waiting"):
-            self._rounds.expect({host})
 
     def tick(self) -> None:
         """Forms once every process is there, and enforces the deadlines."""

@@ -10,7 +10,6 @@ import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from dtft.checkpoint.link import Link, LinkClosed, listen
@@ -36,19 +35,14 @@ class TrainerPool:
     Emits ("trainer", pid, message) and ("trainer_exit", pid, return code).
     """
 
-    def __init__(
-        self,
-        command: tuple[str, ...],
-        environment: dict[str, str],
-        socket_path: Path,
-        log_path: Path,
-        emit: Emit,
-    ) -> None:
-        """Listens at `socket_path`; starts nothing yet."""
-        self._command, self._log_path, self._emit = command, log_path, emit
+    def __init__(self, config: AgentConfig, emit: Emit) -> None:
+        """Listens in the host's memory directory; starts nothing yet."""
+        self._command, self._emit = config.trainer_command, emit
+        self._log_path = config.run_directory / "logs" / f"{config.host}.trainer.log"
+        socket_path = config.memory_directory / "agent.sock"
         self._environment = {
             **os.environ,
-            **environment,
+            **config.trainer_environment,
             "DTFT_AGENT_SOCKET": str(socket_path),
         }
         self._trainers: dict[int, Trainer] = {}

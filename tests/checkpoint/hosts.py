@@ -24,9 +24,10 @@ from dtft.checkpoint.transport import Channel, Credentials, TransportServer
 from dtft.elastic import replication
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import serve_export
+from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
 from dtft.elastic.inspection import serve_inspection
 from dtft.elastic.peers import Peers
-from dtft.elastic.replication import FetchOrder, Inbox, serve_fetch, serve_pushes
+from dtft.elastic.replication import FetchOrder
 from dtft.elastic.scaling import serve_scaling
 
 JOB = Credentials(job="job", secret=b"s" * 32)

@@ -21,8 +21,9 @@ from dtft.checkpoint.shares import Shares
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
 from dtft.checkpoint.transport import Credentials, TransportServer
+from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
 from dtft.elastic.recovery import Decision, decide, transfers_to
-from dtft.elastic.replication import Inbox, Pusher, serve_fetch, serve_pushes
+from dtft.elastic.replication import Pusher
 from dtft.elastic.restoring import restore_into
 from tests.checkpoint.hosts import write
 

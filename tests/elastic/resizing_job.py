@@ -22,9 +22,9 @@ from dtft.elastic.assembling import regions_to
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.forming import Round
+from dtft.elastic.inbox import Inbox, serve_fetch
 from dtft.elastic.proof import Proof, prove
 from dtft.elastic.recovery import Decision, decide, transfers_to
-from dtft.elastic.replication import Inbox, serve_fetch
 from dtft.elastic.restoring import restore_into
 from tests.checkpoint.hosts import hand_over, stage
 

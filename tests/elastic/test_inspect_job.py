@@ -17,11 +17,11 @@ from dtft.checkpoint.transport import Credentials, TransportServer
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Demands, serve_export
 from dtft.elastic.entry import JobMismatch, proof_of
+from dtft.elastic.inbox import Inbox
 from dtft.elastic.inspect_job import Observer
 from dtft.elastic.inspection import serve_inspection
 from dtft.elastic.membership import job_key
 from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.replication import Inbox
 from dtft.elastic.roles import HostRecord
 from dtft.train.checkpoint_text import job_lines, job_record, verify_lines
 from tests.checkpoint.hosts import stage

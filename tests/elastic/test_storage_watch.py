@@ -71,7 +71,7 @@ STATE = layout(2, 1)
 def desk(tmp_path: Path, nfs: Nfs, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     """A leader of two slots whose storage is down."""
     hanging = functools.partial(StorageWatch, list_steps=nfs, wait_s=0.2)
-    monkeypatch.setattr("dtft.elastic.leader.StorageWatch", hanging)
+    monkeypatch.setattr("dtft.elastic.storage_desk.StorageWatch", hanging)
     monkeypatch.setattr("dtft.elastic.rounds.STORAGE_PAUSE_S", 0.0)
     nfs.up.clear()
     (tmp_path / "checkpoints" / "5").mkdir(parents=True)
@@ -114,7 +114,7 @@ def test_storage_that_is_needed_is_waited_for(desk: Desk, nfs: Nfs) -> None:
     assert desk.leader._rounds.phase == "storage"
     assert "is silent: the job waits for it" in said(desk.directory)
     nfs.up.set()
-    wait_until(lambda: not desk.leader._storage.silent)
+    wait_until(lambda: not desk.leader._storage.watch.silent)
     desk.leader.tick()
     round_ = desk.leader._rounds.current
     assert desk.leader._rounds.phase == "assigning"
