@@ -24,7 +24,9 @@ from dtft.checkpoint.transport import Channel, Credentials, connect
 logger = logging.getLogger(__name__)
 
 STREAMS = 4
-"""Connections of one fetch, if there is enough for each to do."""
+"""Most connections of one fetch."""
+STREAM_BYTES = 32 << 20
+"""A further connection costs a handshake: it is made for every so many bytes."""
 RANGE_BYTES = 8 << 20
 """What is asked for at a time, unless a chunk is larger."""
 DEPTH = 2
@@ -97,9 +99,10 @@ def fetch(
     def run() -> None:
         _stream(work, address, credentials, hello, asked, deadline)
 
+    paying = sum(work.sizes) // STREAM_BYTES
     others = [
         threading.Thread(target=run, daemon=True)
-        for _ in range(min(streams, len(work.waiting)) - 1)
+        for _ in range(min(streams, len(work.waiting), paying) - 1)
     ]
     for thread in others:
         thread.start()

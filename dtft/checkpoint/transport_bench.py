@@ -53,7 +53,7 @@ class TransportBench:
     chunk_mib: int = 4
     """Size of what one digest covers, in MiB."""
     streams: int = STREAMS
-    """Connections of one fetch, and as many raw sockets."""
+    """Most connections of one fetch, and as many raw sockets."""
     rounds: int = 7
     """Fetches and raw transfers, in turn."""
     tls: Tls | None = None

@@ -68,6 +68,7 @@ def test_only_wrong_chunks_are_not_right(
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Host]]:
     monkeypatch.setattr(fetch, "RANGE_BYTES", 4 * CHUNK)
+    monkeypatch.setattr(fetch, "STREAM_BYTES", 4 * CHUNK)
     with hosts(tmp_path, divided(2)) as made:
         yield made
 

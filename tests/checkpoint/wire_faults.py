@@ -138,8 +138,9 @@ def run(cases: int, seed: int, folder: Path, workers: int = 4) -> Found:
 
     They mostly wait, so several run at a time, each worker on hosts of its own.
     """
-    usual = (channel.SILENCE_S, fetch.BEGIN_S, fetch.RANGE_BYTES)
-    channel.SILENCE_S, fetch.BEGIN_S, fetch.RANGE_BYTES = 0.4, 0.8, 8 * CHUNK
+    usual = (channel.SILENCE_S, fetch.BEGIN_S, fetch.RANGE_BYTES, fetch.STREAM_BYTES)
+    channel.SILENCE_S, fetch.BEGIN_S = 0.4, 0.8
+    fetch.RANGE_BYTES = fetch.STREAM_BYTES = 8 * CHUNK
     try:
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             jobs = [
@@ -148,7 +149,8 @@ def run(cases: int, seed: int, folder: Path, workers: int = 4) -> Found:
             ]
             parts = [job.result() for job in jobs]
     finally:
-        channel.SILENCE_S, fetch.BEGIN_S, fetch.RANGE_BYTES = usual
+        channel.SILENCE_S, fetch.BEGIN_S, *sizes = usual
+        fetch.RANGE_BYTES, fetch.STREAM_BYTES = sizes
     return Found(
         tally=sum((part.tally for part in parts), Tally()),
         wrong=[text for part in parts for text in part.wrong],
