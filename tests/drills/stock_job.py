@@ -53,7 +53,7 @@ def placed(state: Any, mesh: jax.sharding.Mesh, whole: bool) -> Any:
 
 
 def make(mesh: jax.sharding.Mesh, whole: bool) -> tuple[Any, Any]:
-    model = nnx.Linear(8, 6, rngs=nnx.Rngs(0))
+    model = nnx.Linear(12, 6, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     graph, state = nnx.split((model, optimizer))
 
@@ -93,8 +93,8 @@ def main(
     print(json.dumps(found), flush=True)
     rows = NamedSharding(mesh, PartitionSpec("data"))
     for step in range(start, start + steps):
-        numbers = np.random.default_rng(step).normal(size=(6, 8)).astype(np.float32)
-        x = jax.make_array_from_callback((6, 8), rows, numbers.__getitem__)
+        numbers = np.random.default_rng(step).normal(size=(6, 12)).astype(np.float32)
+        x = jax.make_array_from_callback((6, 12), rows, numbers.__getitem__)
         state, key = train_step(tree["state"], tree["key"], x)
         tree = tree | {"state": state, "key": key, "seen": tree["seen"] + 6}
         jax.block_until_ready(state)

@@ -78,7 +78,8 @@ def test_it_grows_back_when_the_host_returns(tmp_path, control):
 @every
 def test_replica_groups_of_two_hosts(tmp_path, control):
     record = drill(
-        *(tmp_path, *HYBRID, *control("hybrid"), "--spares", "2"),
+        *(tmp_path, *HYBRID, *control("hybrid-48"), "--spares", "2"),
+        *("--data.global_batch", "48"),
         *("--fault", "scale:3@20", "--fault", "scale:1@40"),
     )
     assert sizes(record) == [[4, 6], [6, 2]] and record["bytes_from_storage"] == 0

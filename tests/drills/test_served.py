@@ -106,7 +106,7 @@ def readable(directory: Path, step: int) -> None:
         }
         found = stock.restore(step, args=ocp.args.StandardRestore(target))
     assert found["seen"] == 6 * (step + 1)
-    assert found["state"]["0"]["kernel"]["value"].shape == (8, 6)
+    assert found["state"]["0"]["kernel"]["value"].shape == (12, 6)
 
 
 @pytest.mark.drill_all

@@ -7,6 +7,7 @@ offered before can be read all the while, and no half step is ever offered.
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -116,8 +117,14 @@ class Gone(Trouble):
 
     def begin(self) -> None:
         command("umount", "-l", self.directory)
-        self.directory.rmdir()
-        self.directory.write_text("not a directory")  # which nobody makes anew
+        until(self._replaced)
+
+    def _replaced(self) -> bool:
+        """Puts a file there, which nobody makes a directory of; an export may be."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.directory.write_text("not a directory")
+        return self.directory.is_file()
 
     def end(self) -> None:
         self.directory.unlink()
