@@ -100,8 +100,16 @@ def _fill(base: np.ndarray, amount: int) -> np.ndarray:
 
 
 def _whole_bytes(share: np.ndarray, nbytes: int) -> np.ndarray:
-    """Rounded so that the sum is exact."""
-    total = float(share.sum())
-    ends = np.floor(np.cumsum(share) / total * nbytes).astype(np.int64)
-    ends[-1] = nbytes
-    return np.diff(np.minimum(ends, nbytes), prepend=0)
+    """Rounded up or down so that the sum is exact: the largest fractions go up.
+
+    >>> _whole_bytes(np.array([0.5, 2.25, 1.25]), 4).tolist()
+    [1, 2, 1]
+    """
+    exact = share / float(share.sum()) * nbytes
+    whole = np.floor(exact).astype(np.int64)
+    left = nbytes - int(whole.sum())
+    if 0 <= left <= len(whole):
+        whole[np.argsort(whole - exact, kind="stable")[:left]] += 1
+    else:  # so many bytes that a float does not count them one by one
+        whole[whole.argmax()] += left
+    return whole

@@ -195,4 +195,4 @@ def test_shares_are_exact_and_level(data: st.DataObject) -> None:
         # Who sends could not hand anything to a candidate with much less load.
         used = load[demand.candidates[share > 0.01 * load.max()]]
         least = load[demand.candidates].min()
-        assert (used - least <= 0.05 * load.max() + 2 * len(demands)).all()
+        assert (used - least <= 0.05 * load.max() + len(demands)).all()

@@ -11,10 +11,10 @@ from tests.checkpoint import memory_faults, wire_faults
 def test_single_faults_are_detected_or_survived(tmp_path: Path) -> None:
     found = wire_faults.run(160, seed=4, folder=tmp_path, workers=16)
     assert found.wrong == []
-    # What is reached depends on the machine; the thousands say which never was.
     ends = {result for _, _, result in found.tally}
-    assert {"survived", "detected"} <= ends
-    kinds = {kind for _, kind, _ in found.tally}
-    assert {kind.partition(" ")[0] for kind in kinds} >= set(wire_faults.KINDS)
-    assert kinds >= set(memory_faults.FAULTS)
-    assert {scenario for scenario, _, _ in found.tally} == set(wire_faults.SCENARIOS)
+    assert ends == {"survived", "detected", "not reached"}
+    reached = [key for key in found.tally if key[2] != "not reached"]
+    kinds = {kind.partition(" ")[0] for _, kind, _ in reached}
+    assert kinds >= set(wire_faults.KINDS)
+    assert {kind for _, kind, _ in reached} >= set(memory_faults.FAULTS)
+    assert {scenario for scenario, _, _ in reached} == set(wire_faults.SCENARIOS)
