@@ -13,80 +13,86 @@ def _parser(serve_only: bool = False) -> argparse.ArgumentParser:
         prog="dtft", description="Distributed training that outlives its hosts."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-
-    def command(name: str, help_text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(
-            name, help=help_text, allow_abbrev=False, add_help=False
-        )
-        text = "this; after CONFIG also the config's own keys"
-        made.add_argument("-h", "--help", action=_Help, nargs=0, help=text)
-        made.add_argument("config", metavar="CONFIG", help="path, or name in configs/")
-        return made
-
-    def job(made: argparse.ArgumentParser) -> None:
-        made.add_argument("--hosts", type=int, help="slots (default: cluster.hosts)")
-        made.add_argument("--run-dir", help="run directory; an old one is resumed")
-
-    def shrinks(made: argparse.ArgumentParser) -> None:
-        made.add_argument(
-            "--min-replicas",
-            type=_count,
-            metavar="B",
-            help="go on with B replicas when hosts are lost (default: wait for a host)",
-        )
-
-    def safety(made: argparse.ArgumentParser) -> None:
-        made.add_argument(
-            "--domain-file", metavar="FILE", help="lines: HOST power=NAME rack=NAME"
-        )
-        text = "PEM file: connections between hosts are encrypted"
-        made.add_argument("--tls-cert", metavar="FILE", help=text)
-        made.add_argument("--tls-key", metavar="FILE", help="PEM file: its private key")
-        text = "fetch with NIXL (RDMA) where both hosts have it"
-        made.add_argument("--nixl", action="store_true", help=text)
-
-    made = command("train", "one process, all local devices, memory tier off")
+    made = _command(commands, "train", "one process, all local devices, no memory tier")
     made.add_argument("--run-dir", help="run directory; an old one is resumed")
-    command("config", "print the resolved config")
-    made = command("launch", "a local cluster: private etcd, agents, trainers")
-    job(made)
-    safety(made)
-    made.add_argument("--spares", type=_count, default=0, help="hosts that wait")
-    shrinks(made)
+    _command(commands, "config", "print the resolved config")
+    made = _command(commands, "launch", "a local cluster: etcd, agents, trainers")
+    _job(made)
+    _cluster(made)
     text = "encrypt, with a certificate that is made for this job"
     made.add_argument("--tls", action="store_true", help=text)
+    _agent(commands, serve_only)
+    _drill(commands)
+    made = _command(commands, "bench", "wall time per step, tier off and on; transport")
+    _job(made)
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--json", help="write the figures here")
+    _checkpoint(commands)
+    _scale(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, help_text: str) -> argparse.ArgumentParser:
+    """A command that takes a config."""
+    made = commands.add_parser(name, help=help_text, allow_abbrev=False, add_help=False)
+    text = "this; after CONFIG also the config's own keys"
+    made.add_argument("-h", "--help", action=_Help, nargs=0, help=text)
+    made.add_argument("config", metavar="CONFIG", help="path, or name in configs/")
+    return made
+
+
+def _job(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--hosts", type=int, help="slots (default: cluster.hosts)")
+    made.add_argument("--run-dir", help="run directory; an old one is resumed")
+
+
+def _cluster(made: argparse.ArgumentParser) -> None:
+    """What `launch` and `drill` need to start several hosts."""
+    _safety(made)
+    made.add_argument("--spares", type=_count, default=0, help="hosts that wait")
+
+
+def _safety(made: argparse.ArgumentParser) -> None:
+    """What every host of a job is told, however it is started."""
+    made.add_argument(
+        "--domain-file", metavar="FILE", help="lines: HOST power=NAME rack=NAME"
+    )
+    text = "PEM file: connections between hosts are encrypted"
+    made.add_argument("--tls-cert", metavar="FILE", help=text)
+    made.add_argument("--tls-key", metavar="FILE", help="PEM file: its private key")
+    text = "fetch with NIXL (RDMA) where both hosts have it"
+    made.add_argument("--nixl", action="store_true", help=text)
+    text = "go on with B replicas when hosts are lost (default: wait for a host)"
+    made.add_argument("--min-replicas", type=_count, metavar="B", help=text)
+
+
+def _agent(commands: Any, serve_only: bool) -> None:
     if serve_only:
         made = _serving(commands)
     else:
-        made = command("agent", "one host of a job; start one per machine")
-        job(made)
+        made = _command(commands, "agent", "one host of a job; start one per machine")
+        _job(made)
         text = "no trainer: memory for your own processes; see its --help"
         made.add_argument(SERVE_ONLY, action="store_true", help=text)
-    safety(made)
-    shrinks(made)
+    _safety(made)
     made.add_argument("--domain", metavar="power=NAME,rack=NAME", help="where it is")
     made.add_argument("--store", required=True, metavar="HOST:PORT", help="etcd")
     made.add_argument("--job", required=True, help="name of the job")
     made.add_argument("--secret-file", help="default: $DTFT_SECRET_FILE")
     made.add_argument("--host-name", help="default: this machine's name and pid")
     made.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT")
-    made = command("drill", "kill real processes and compare with an undisturbed run")
-    job(made)
-    safety(made)
-    made.add_argument("--spares", type=_count, default=0, help="hosts that wait")
-    shrinks(made)
+
+
+def _drill(commands: Any) -> None:
+    text = "kill real processes and compare with an undisturbed run"
+    made = _command(commands, "drill", text)
+    _job(made)
+    _cluster(made)
     made.add_argument("--fault", action="append", default=[], metavar="KIND:SLOT@STEP")
     made.add_argument("--rejoin", type=float, metavar="S", help="killed hosts return")
     made.add_argument("--seed", type=int, default=0, help="of the moment in a step")
     made.add_argument("--control", help="reuse an undisturbed run's directory")
     made.add_argument("--json", help="write the record here")
-    made = command("bench", "wall time per step, memory tier off and on; or transport")
-    job(made)
-    made.add_argument("--rounds", type=int, default=3)
-    made.add_argument("--json", help="write the figures here")
-    _checkpoint(commands)
-    _scale(commands)
-    return parser
 
 
 def _serving(commands: Any) -> argparse.ArgumentParser:

@@ -27,7 +27,7 @@ from dtft.checkpoint.job_layout import (
 )
 from dtft.checkpoint.job_terms import refuse_unfit, terms_of, wanted_structs
 from dtft.checkpoint.manager import SaveArgs
-from dtft.checkpoint.options import ReplicatedOptions
+from dtft.checkpoint.options import ReplicatedOptions, chosen_step
 from dtft.checkpoint.record import LeafRecord, Record, record_of
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.stored import StoredSteps
@@ -93,14 +93,8 @@ class JobSteps:
         return max(self.all_steps(), default=None)
 
     def _chosen(self, step: int | None) -> int:
-        steps = self.all_steps()
-        chosen = max(steps, default=None) if step is None else step
-        if chosen is None or chosen not in steps:
-            raise FileNotFoundError(
-                f"step={step} is neither in the memory of the job nor in "
-                f"{self._stored.directory}. There are: {listed(list(map(str, steps)))}."
-            )
-        return chosen
+        places = f"the memory of the job nor in {self._stored.directory}"
+        return chosen_step(step, self.all_steps(), places)
 
     # --------------------------------------------------------------------- save
 

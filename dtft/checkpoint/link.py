@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,32 @@ def listen(path: Path) -> socket.socket:
         listener.bind(address)
     listener.listen(8)
     return listener
+
+
+def serve(
+    listener: socket.socket, hear: Callable[["Link"], None], send_s: int = 0
+) -> None:
+    """Hears whoever connects, each on a thread of its own, until the listener ends.
+
+    Args:
+        listener: from `listen`.
+        hear: is given each link.
+        send_s: a peer that does not read for so many seconds fails the send to it; 0
+            for no limit.
+    """
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            limit = struct.pack("ll", send_s, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            link = Link(connection)
+            threading.Thread(target=hear, args=(link,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
 
 
 class LinkClosed(ConnectionError):

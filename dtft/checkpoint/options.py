@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from dtft.checkpoint.cadence import Cadence
 from dtft.checkpoint.interval import Automatic
+from dtft.checkpoint.tree import listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,29 @@ def superfluous(
     if options.best_fn is not None:
         order.sort(key=lambda step: (_rank(scores.get(step)), step))
     return tuple(sorted(set(order[: -options.max_to_keep]) - set(newest)))
+
+
+def chosen_step(step: int | None, steps: Collection[int], places: str) -> int:
+    """The step that is asked for, or the newest one.
+
+    Args:
+        step: what is asked for; None for the newest.
+        steps: those on offer.
+        places: where they were looked for: "memory nor in DIRECTORY".
+
+    Raises:
+        FileNotFoundError: it is not on offer, or nothing is.
+
+    >>> [chosen_step(step, [3, 7], "memory") for step in (None, 3)]
+    [7, 3]
+    """
+    found = max(steps, default=None) if step is None else step
+    if found is None or found not in steps:
+        known = listed([str(one) for one in steps])
+        raise FileNotFoundError(
+            f"step={step} is neither in {places}. There are: {known}."
+        )
+    return found
 
 
 def best(steps: Collection[int], scores: Mapping[int, float | None]) -> int | None:

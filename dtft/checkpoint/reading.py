@@ -11,6 +11,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from dtft.checkpoint.options import chosen_step
 from dtft.checkpoint.storing import Storing
 from dtft.checkpoint.tree import listed
 from dtft.checkpoint.versions import Corrupt, Versions
@@ -41,14 +42,8 @@ class Reader:
         Raises:
             FileNotFoundError: it is not on offer, or nothing is.
         """
-        steps = self.steps()
-        chosen = max(steps, default=None) if step is None else step
-        if chosen is None or chosen not in steps:
-            raise FileNotFoundError(
-                f"step={step} is neither in memory nor in "
-                f"{self._storing.stored.directory}. There are: {self.offered}."
-            )
-        return chosen
+        places = f"memory nor in {self._storing.stored.directory}"
+        return chosen_step(step, self.steps(), places)
 
     def restore(self, step: int | None, args: Any) -> Any:
         """A step as `args` asks for it; see the manager's `restore`."""

@@ -7,7 +7,6 @@ the first process tells the job's terms. Must not know the leader, copies or ste
 
 import contextlib
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dtft.checkpoint.link import Link, LinkClosed, listen
+from dtft.checkpoint.link import Link, LinkClosed, listen, serve
 from dtft.elastic.served import Terms
 from dtft.elastic.store import StoreUnavailable
 
@@ -75,7 +74,7 @@ class AttachedTrainers:
         self._events: list[tuple[Any, ...]] = []
         self._emit: Callable[..., None] | None = None
         self._listener = listen(socket_path)
-        threading.Thread(target=self._accept, daemon=True).start()
+        serve(self._listener, self._hear, SEND_S)
 
     def bind(self, emit: Callable[..., None]) -> None:
         """Events go to `emit` from now on, with those that came before."""
@@ -106,17 +105,6 @@ class AttachedTrainers:
             return process.ident if process and not process.given else 0
 
     # --------------------------------------------------------------- attaching
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            limit = struct.pack("ll", SEND_S, 0)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            link = Link(connection)
-            threading.Thread(target=self._hear, args=(link,), daemon=True).start()
 
     def _hear(self, link: Link) -> None:
         process = None

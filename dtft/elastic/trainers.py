@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dtft.checkpoint.link import Link, LinkClosed, listen
+from dtft.checkpoint.link import Link, LinkClosed, listen, serve
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.processes import die_with_parent, open_log
 
@@ -49,16 +49,7 @@ class TrainerPool:
         self.active: Trainer | None = None
         self._standby: Trainer | None = None
         self._listener = listen(socket_path)
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            link = Link(connection)
-            threading.Thread(target=self._hear, args=(link,), daemon=True).start()
+        serve(self._listener, self._hear)
 
     def _hear(self, link: Link) -> None:
         pid = None

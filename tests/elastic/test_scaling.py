@@ -2,6 +2,7 @@
 
 import json
 import queue
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -266,13 +267,19 @@ def test_a_new_leader_goes_on_with_the_wish(desk_of) -> None:
     assert desk.answers == [{"replicas": 1, "before": 1, "hosts": 1}]
 
 
-def test_a_host_lost_while_the_job_grows_leads_back(desk_of) -> None:
+def growing(desk_of: Callable[..., Desk]) -> Desk:
+    """A job of two hosts that grows to three, of which the new one does not answer."""
     desk = desk_of(hosts=3)
     desk.ask(3)
     desk.until(lambda: desk.leader.view.wanted)
     desk.silent = {"h2"}
     desk.commit(8)
     desk.until(lambda: desk.leader._rounds.phase == "preparing")
+    return desk
+
+
+def test_a_host_lost_while_the_job_grows_leads_back(desk_of) -> None:
+    desk = growing(desk_of)
     desk.lose("h2")
     desk.settle(2)
     (answer,) = desk.answers
@@ -286,12 +293,7 @@ def test_a_host_lost_while_the_job_grows_leads_back(desk_of) -> None:
 
 
 def test_a_size_that_trainers_refuse_is_given_up(desk_of) -> None:
-    desk = desk_of(hosts=3)
-    desk.ask(3)
-    desk.until(lambda: desk.leader.view.wanted)
-    desk.silent = {"h2"}
-    desk.commit(8)
-    desk.until(lambda: desk.leader._rounds.phase == "preparing")
+    desk = growing(desk_of)
     round_ = desk.leader._rounds.current
     assert round_ is not None
     fatal = {"op": "fatal", "ballot": round_.ballot, "message": "no memory for it"}
@@ -306,12 +308,7 @@ def test_a_size_that_trainers_refuse_is_given_up(desk_of) -> None:
 
 
 def test_a_stop_after_growing_failed_still_stores_the_last_step(desk_of) -> None:
-    desk = desk_of(hosts=3)
-    desk.ask(3)
-    desk.until(lambda: desk.leader.view.wanted)
-    desk.silent = {"h2"}
-    desk.commit(8)
-    desk.until(lambda: desk.leader._rounds.phase == "preparing")
+    desk = growing(desk_of)
     desk.lose("h2")
     desk.lose("h1")
     desk.until(lambda: desk.leader._rounds.phase == "waiting")
