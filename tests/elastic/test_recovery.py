@@ -230,3 +230,5 @@ def test_a_failed_recovery_goes_on_in_the_next_round(old, detected, reasons):
     new = next_round(old, (1, 2), "b (slot 1) was lost", now=9.0, read=False)
     assert (new.detected, len(new.reasons)) == (detected, reasons)
     assert new.last_finished == (7 if reasons == 2 else 0)
+    assert new.read == (reasons == 2)  # a corrupt copy may have been why it failed
+    assert next_round(None, (1, 2), "served", now=9.0, read=True).read
