@@ -56,6 +56,12 @@ class Receiving:
             return self.states == _LACKING
 
     @property
+    def root(self) -> str:
+        """One digest over all slices, as `commit.push_root` has it."""
+        pairs = zip(self.shelf.chunks.slices, self.digests, strict=True)
+        return digest.digest_root((piece.key, told) for piece, told in pairs)
+
+    @property
     def complete(self) -> bool:
         """Every chunk is here and verified."""
         return bool((self.states == _HERE).all())

@@ -62,7 +62,7 @@ class Follower:
         return Inbox(
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
-            held=lambda step, source: self._emit("held", self.epoch, step, source),
+            held=lambda *copy: self._emit("held", self.epoch, *copy),
             former=lambda: self._copies.former,
             nixl=self._nixl,
         )
@@ -275,11 +275,12 @@ class Follower:
         told = {name: message[name] for name in REPORTED}
         self._tell("staged", slot=formation.slot, **told)
 
-    def held(self, epoch: tuple[int, int], step: int, source: int) -> None:
-        """A peer's slices have arrived here and were checked."""
+    def held(self, epoch: tuple[int, int], step: int, source: int, root: str) -> None:
+        """A peer's slices have arrived here and were checked; `root`: their digest."""
         formation = self._formation
         if formation is not None and epoch == formation.epoch:
-            self._tell("held", step=step, source=source, target=formation.slot)
+            where = {"source": source, "target": formation.slot}
+            self._tell("held", step=step, root=root, **where)
 
     def trainer_exited(self, pid: int, code: int) -> None:
         """A trainer has ended; if it was the active one, the leader must know."""

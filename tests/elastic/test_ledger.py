@@ -19,7 +19,7 @@ from dtft.elastic.records import Writer
 from dtft.elastic.roles import Assignment
 from dtft.elastic.storage_health import FIRST_PAUSE_S, StorageHealth
 from dtft.elastic.store import StoreUnavailable
-from tests.elastic.test_recovery import HOSTS, layout, value
+from tests.elastic.test_recovery import HOSTS, layout, root_of, value
 
 
 class Desk:
@@ -71,7 +71,7 @@ class Desk:
 
     def hold(self, step: int) -> None:
         for push in self.ledger.placement.pushes:
-            self.ledger.held(step, push.source, push.target)
+            self.ledger.held(step, push.source, push.target, root_of(push))
 
     def commit(self, step: int) -> None:
         self.stage(step)

@@ -20,7 +20,7 @@ from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.scale_job import ScaleRefused, scale
 from dtft.elastic.sizing import SizeLimits, resized
 from dtft.train.scale_command import line
-from tests.elastic.test_recovery import layout, value
+from tests.elastic.test_recovery import layout, root_of, value
 
 STATE = layout(2, 1)
 ANSWER_S = 20.0
@@ -136,7 +136,7 @@ class Desk:
             told = [value(piece.key) for piece in ledger.layout.slices(slot)]
             ledger.staged(slot, step, told)
         for push in place(ledger.layout, 2).pushes:
-            ledger.held(step, push.source, push.target)
+            ledger.held(step, push.source, push.target, root_of(push))
         told = self.leader._journal
         self.until(lambda: told.last_commit == step)
 

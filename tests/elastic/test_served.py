@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.journal import Journal
@@ -108,6 +109,21 @@ class Desk:
         round_ = self.leader._rounds.current
         assert round_ is not None
         self.leader.hears(to, {"op": op, "ballot": round_.ballot, **fields})
+
+    def stage(self, step: int) -> None:
+        """Each host tells that it has staged its one slice."""
+        for slot, to in enumerate("ab"):
+            digests = [bytes([slot]) * 16]
+            more = {"interval": 1, "window": None}
+            self.reports(to, "staged", slot=slot, step=step, digests=digests, **more)
+
+    def hold(self, step: int, right: bool = True) -> None:
+        """Each host tells that it holds the other's slice."""
+        for source, to in [(1, "a"), (0, "b")]:
+            told = bytes([source if right else 9]) * 16
+            root = digest_root([(LAYOUT.slices(source)[0].key, told)])
+            where = {"source": source, "target": 1 - source}
+            self.reports(to, "held", step=step, root=root, **where)
 
     def writes(self) -> None:
         """Every write of the store is answered."""
@@ -211,13 +227,9 @@ def test_a_flush_is_answered_once_the_step_is_committed(desk: Desk) -> None:
     for to in "ab":
         desk.reports(to, "layout", layout=LAYOUT.to_json())
     desk.reports("b", "flush", slot=1, token=4, step=0, store=False)
-    for slot, to in enumerate("ab"):
-        digests = [bytes([slot]) * 16]
-        more = {"interval": 1, "window": None}
-        desk.reports(to, "staged", slot=slot, step=0, digests=digests, **more)
+    desk.stage(0)
     assert not desk.take("flushed")
-    desk.reports("a", "held", step=0, source=1, target=0)
-    desk.reports("b", "held", step=0, source=0, target=1)
+    desk.hold(0)
     assert not desk.take("flushed")  # complete, but not recorded
     desk.writes()
     assert desk.take("release")
@@ -226,6 +238,17 @@ def test_a_flush_is_answered_once_the_step_is_committed(desk: Desk) -> None:
     for to in "ab":
         desk.reports(to, "exported", step=order, ok=True, error="")
     assert desk.take("flushed") == [("b", {"token": 4, "error": ""})]
+
+
+def test_a_copy_of_another_step_is_refused_and_all_begin_anew(desk: Desk) -> None:
+    desk.formed()
+    for to in "ab":
+        desk.reports(to, "layout", layout=LAYOUT.to_json())
+    desk.stage(0)
+    desk.hold(0, right=False)
+    assert not desk.leader._records.commits
+    reasons = {fields["reason"] for _, fields in desk.take("reform")}
+    assert any("slot 1's slices on slot 0 is not of step 0" in it for it in reasons)
 
 
 def test_after_the_last_goodbye_the_job_waits_for_other_processes(desk: Desk) -> None:
