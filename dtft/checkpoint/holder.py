@@ -18,6 +18,7 @@ from dtft.checkpoint.owning import Owning, Room
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placement import Placement, Push
 from dtft.checkpoint.receiving import Hosting, Receiving
+from dtft.checkpoint.scrub import Scrub
 from dtft.checkpoint.shelf import Shelf
 from dtft.checkpoint.slices import Layout, Slice
 
@@ -63,6 +64,7 @@ class Holder:
         }
         self._hosting = Hosting(shelves, self._lock)
         self._held = Held(self._own, self._hosting)
+        self.scrub = Scrub(self._own, self._hosting, self._lock)
 
     def _new_shelf(self, chunks: Chunks, num_places: int, start: int) -> Shelf:
         size = num_places * chunks.nbytes

@@ -44,7 +44,7 @@ class Receiving:
 
     def reserve(self) -> bool:
         """Takes a free place for every chunk without one; False if one is missing."""
-        found = self.shelf.pool.acquire(np.flatnonzero(self.places == ABSENT))
+        found = self.shelf.acquire(np.flatnonzero(self.places == ABSENT))
         if found is None:
             return False
         self.places = np.where(found == ABSENT, self.places, found)

@@ -22,6 +22,7 @@ from dtft.elastic.formation import Formation
 from dtft.elastic.inbox import Inbox
 from dtft.elastic.processes import free_port
 from dtft.elastic.restoring import restore_copies
+from dtft.elastic.scrubber import Scrubber
 from dtft.elastic.trainers import TrainerPool, start_message
 
 REPORTED = ("step", "digests", "interval", "window")
@@ -44,6 +45,7 @@ class Follower:
         self._emit, self._report = emit, report
         self._pool = self._make_pool()
         self._copies = Copies(config)
+        self._scrubber = Scrubber(self._copies.holders)
         self._nixl = started() if config.nixl else None
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
@@ -310,4 +312,5 @@ class Follower:
         """Ends every process of this host and frees its memory."""
         self._stand_down("this agent ends")
         self._pool.close()
+        self._scrubber.close()
         self._copies.close()
