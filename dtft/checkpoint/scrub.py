@@ -50,6 +50,18 @@ class Scrub:
         """How many chunks there are, in whatever places."""
         return sum(shelf.chunks.num_chunks for _, shelf in self._shelves)
 
+    def known(self) -> list[str]:
+        """What was found wrong and is still there, as "step 12: KEY"."""
+        with self._lock:
+            found = {
+                (step, shelf.chunks.slices[index].key)
+                for source, shelf in self._shelves
+                if shelf.rotten
+                for step, copy in self._copies(source)
+                for index in shelf.chunks.owners_of(shelf.rotten_in(copy))
+            }
+        return [f"step {step}: {key}" for step, key in sorted(found)]
+
     def look(self, number: int) -> Look:
         """Reads a chunk in every place in which some copy has it.
 

@@ -81,6 +81,7 @@ def test_a_peers_copy_that_rots_is_given_to_nobody_and_sent_again(
     key = rot(target.holder, 7, source.slot)
     assert wrong(target.holder) == [f"copy for slot 0, step 7: {key}"]
     assert wrong(target.holder) == []  # it is said once
+    assert target.holder.scrub.known() == [f"step 7: {key}"]
     with pytest.raises(KeyError):
         target.holder.find(7, [key])
     assert key not in [told for told, *_ in target.holder.copies(7)]
@@ -95,6 +96,7 @@ def test_a_peers_copy_that_rots_is_given_to_nobody_and_sent_again(
     assert bytes(target.holder.find(8, [key])[0]) == frozen(key, 12_000)
     target.holder.drop_before(8, keep=set())
     assert target.holder.holdings()[1] == [] and wrong(target.holder) == []
+    assert target.holder.scrub.known() == []
 
 
 def test_an_own_copy_that_rots_is_written_anew(pair: list[Host]) -> None:
