@@ -192,6 +192,13 @@ class Hosting:
         if not found.users:  # else the last of them lets go of the places
             found.release(unverified_only=False)
 
+    def forget_rotten(self) -> None:
+        """Drops copies that are known to have a wrong byte; see `Shelf.rotten`."""
+        for copies in self.copies.values():
+            for source, copy in list(copies.items()):
+                if self.shelves[source].rotten_in(copy):
+                    self.shelves[source].release(copies.pop(source))
+
     def forget(self, step: int, keys: Sequence[str]) -> None:
         """Drops copies that have a wrong byte, so that they can be sent again."""
         for source in list(self.copies.get(step, {})):

@@ -114,13 +114,16 @@ def test_an_own_copy_that_rots_is_written_anew(pair: list[Host]) -> None:
         assert key in holder.here(step) and wrong(holder) == []
 
 
-def test_a_restore_takes_what_has_rotted_from_the_peer(pair: list[Host]) -> None:
+@pytest.mark.parametrize("read", [True, False])
+def test_a_restore_takes_what_has_rotted_from_the_peer(
+    pair: list[Host], read: bool
+) -> None:
     holder = pair[0].holder
     key = rot(holder, 7, pair[0].slot)
     wrong(holder)
     keys = [piece.key for piece in holder.own_slices]
     digests = dict(zip(keys, holder.all_own_digests(7), strict=True))
-    (missing,) = holder.begin_restore(7, digests, {})
+    (missing,) = holder.begin_restore(7, digests, {}, read)
     assert missing.key == key
     (good,) = pair[1].holder.find(7, [key])
     holder.own_parts(7, missing).fill(good)
@@ -165,6 +168,21 @@ def test_an_agents_scrubber_says_what_is_wrong(
         made.close()
     assert caplog.text.count("memory is wrong") == 1
     assert f"copy for slot 0, step 7: {key}: given to nobody" in caplog.text
+
+
+def test_what_is_known_to_be_wrong_is_reported_without_being_read(
+    pair: list[Host],
+) -> None:
+    source, target = pair
+    key = rot(target.holder, 7, source.slot)
+    wrong(target.holder)
+    good, bad = target.holder.holdings(read=False)
+    assert bad == [f"step 7: {key}"] and key not in good[7]
+    (push,) = source.holder.outgoing  # the copy was forgotten: it can be sent again
+    assert hand_over(source.holder, target.holder, push, 7)
+    good, bad = target.holder.holdings(read=False)
+    assert bad == [] and good == target.holder.holdings()[0]
+    assert key in good[7]
 
 
 @given(
