@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic.config import AgentConfig
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.leader import Leader
@@ -18,6 +17,7 @@ from dtft.elastic.peers import Peers
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import KeyValue, StoreUnavailable
 from tests.checkpoint.hosts import wait_until
+from tests.elastic.desks import agent_config
 from tests.elastic.test_agents import agents, config, joined
 
 
@@ -38,22 +38,13 @@ class Host:
         self.now = 0.0
         self.store = EtcdStore(address)
         (folder / name / "logs").mkdir(parents=True)
-        config = AgentConfig(
-            job="j",
-            host=name,
-            store=address,
-            secret=b"x" * 16,
-            num_slots=2,
-            trainer_command=(),
-            run_directory=folder / name,
-            config_digest="",
-        )
+        settings = agent_config(folder / name, name, store=address)
         record = HostRecord(
             host=name, address="x:1", incarnation=name, joined_ns=0, pid=1
         )
         self.member = Membership(self.store, "j", record, lease_s, self._told)
         self.leadership = Leadership(
-            *(Leader, config, self.member, Peers(lambda *_: None), lambda *_: None),
+            *(Leader, settings, self.member, Peers(lambda *_: None), lambda *_: None),
             clock=lambda: self.now,
         )
         self.member.start()

@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 
 from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.journal import Journal
-from dtft.elastic.membership import Membership, View
-from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.membership import View
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.served import fill_by_process, missing
 from dtft.elastic.served_leader import ServedLeader
+from tests.elastic.desks import LeaderDesk
 
 LAYOUT = Layout(
     mesh=MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=(0, 1)),
@@ -50,40 +48,16 @@ def test_every_slot_has_the_last_process_that_claims_it(
     assert (missing(hosts, 4) == "") == (None not in filled)
 
 
-class Desk:
-    """A leader of two processes with its orders written down."""
+class Desk(LeaderDesk):
+    """A leader of two processes."""
+
+    leader_class = ServedLeader
 
     def __init__(self, directory: Path) -> None:
-        config = AgentConfig(
-            job="j",
-            host="a",
-            store="s:1",
-            secret=b"x" * 16,
-            num_slots=2,
-            trainer_command=(),
-            run_directory=directory,
-            config_digest="",
-            served=True,
-            storage_interval=10**6,
-        )
-        (directory / "logs").mkdir()
+        super().__init__(directory, host("a"), served=True, storage_interval=10**6)
         self.known = {"a": host("a"), "b": host("b")}
-        self.orders: list[tuple[str, str, dict[str, Any]]] = []
-        self.events: list[tuple[Any, ...]] = []
-        self.store = MemoryStore()
-        member = Membership(self.store, "j", host("a"), 5.0, lambda *_: None)
-        member.campaign()
-        self.member = member
-        self.leader = ServedLeader(
-            config,
-            member,
-            self._view(),
-            lambda *event: self.events.append(event),
-            lambda to, op, **fields: self.orders.append((to, op, fields)),
-            Journal(directory, "a"),
-        )
-        for name in self.known:
-            self.leader.connected(name)
+        self.member.campaign()
+        self.begin(self._view())
 
     def _view(self) -> View:
         found = self.store.get("/dtft/j/m/leader")
@@ -94,11 +68,6 @@ class Desk:
         self.known[name] = host(name, process, ns)
         self.leader.see(self._view())
         self.leader.tick()
-
-    def take(self, op: str) -> list[tuple[str, dict[str, Any]]]:
-        found = [(to, fields) for to, kind, fields in self.orders if kind == op]
-        self.orders = [order for order in self.orders if order[1] != op]
-        return found
 
     def holdings(self, to: str, fields: dict[str, Any], ns: int) -> None:
         reply = {"layouts": [], "holdings": {}, "items": {}, "corrupt": []}
@@ -126,21 +95,17 @@ class Desk:
             self.reports(to, "held", step=step, root=root, **where)
 
     def writes(self) -> None:
-        """Every write of the store is answered."""
-        import time
+        """A write of the store is answered."""
+        while not self._handles(*self.emitted.get(timeout=10)):
+            pass
 
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            events, self.events = self.events, []
-            for kind, *values in events:
-                if kind == "written":
-                    self.leader.written(*values)
-                elif kind == "coordinator":
-                    self.leader.coordinator_ready(*values)
-            if any(kind == "written" for kind, *_ in events):
-                return
-            time.sleep(0.01)
-        raise AssertionError("no write was answered")
+    def _handles(self, kind: str, *values: Any) -> bool:
+        """Passes an event on; whether a write was answered."""
+        if kind == "written":
+            self.leader.written(*values)
+        elif kind == "coordinator":
+            self.leader.coordinator_ready(*values)
+        return kind == "written"
 
     def formed(self) -> None:
         """Both processes have attached and go on."""
@@ -149,10 +114,8 @@ class Desk:
         for to, fields in self.take("reform"):
             self.holdings(to, fields, {"a": 5, "b": 6}[to])
         self.writes()
-        for _ in range(2):  # the coordinator that is none answers at once
-            for kind, *values in self.events[:]:
-                if kind == "coordinator":
-                    self.leader.coordinator_ready(*values)
+        while not self.emitted.empty():  # the coordinator that is none answers at once
+            self._handles(*self.emitted.get())
         assert [to for to, _ in self.take("prepare")] == ["a", "b"]
         timed = {"seconds": 0.0, "restored": {}}
         for slot, to in enumerate("ab"):
