@@ -230,6 +230,8 @@ class Agent:
     def _on_tick(self) -> None:
         if (leader := self._leadership.leader) is not None:
             leader.tick()
+        elif self._leadership.pending:
+            self._on_view(self._view)
         elif self._view.leader is None and self._view.hosts:
             self._membership.campaign()
         else:

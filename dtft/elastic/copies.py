@@ -120,10 +120,14 @@ class Copies:
         for one in former:
             self._drop(one)
 
+    def holders(self) -> list[Holder]:
+        """All that have copies of this host, the newest first."""
+        return [it for it in (self.holder, *self.former) if it is not None]
+
     def holding(self, step: int) -> Holder | None:
         """The holder that has a step, the newest one if none has."""
-        known = (it for it in (self.holder, *self.former) if it is not None)
-        return next((it for it in known if step in it.steps()), self.holder)
+        having = (it for it in self.holders() if step in it.steps())
+        return next(having, self.holder)
 
     def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
         """Reserves memory for a slot of this layout, beside whatever goes on.
@@ -155,7 +159,7 @@ class Copies:
 
     def report(self, read: bool = True) -> dict[str, Any]:
         """What is held here, for the leader; see `Holder.holdings` for `read`."""
-        holders = [it for it in (self.holder, *self.former) if it is not None]
+        holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}
         items: dict[int, dict[str, Any]] = {}
         corrupt: list[str] = []

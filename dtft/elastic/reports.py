@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.interval import Window
 from dtft.checkpoint.slices import Layout
 
@@ -35,6 +36,10 @@ def _seconds(value: object) -> bool:
 
 def _text(value: object) -> bool:
     return isinstance(value, str)
+
+
+def _root(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 2 * DIGEST_BYTES
 
 
 def _flag(value: object) -> bool:
@@ -147,6 +152,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "step": _number,
         "source": _number,
         "target": _number,
+        "root": _root,
     },
     "finished": {
         "ballot": _ballot,
