@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtft.checkpoint.attach import NoAgent as NoAgent
+    from dtft.checkpoint.attached_memory import NotBrought as NotBrought
     from dtft.checkpoint.dialogue import AgentGone as AgentGone
     from dtft.checkpoint.options import ReplicatedOptions as ReplicatedOptions
     from dtft.checkpoint.replicated import (
@@ -20,6 +21,7 @@ _PUBLIC = {
     "AgentGone": "dtft.checkpoint.dialogue",
     "Corrupt": "dtft.checkpoint.versions",
     "NoAgent": "dtft.checkpoint.attach",
+    "NotBrought": "dtft.checkpoint.attached_memory",
     "ReplicatedCheckpointManager": "dtft.checkpoint.replicated",
     "ReplicatedOptions": "dtft.checkpoint.options",
     "StorageFailed": "dtft.checkpoint.storing",
@@ -29,6 +31,7 @@ __all__ = [
     "AgentGone",
     "Corrupt",
     "NoAgent",
+    "NotBrought",
     "ReplicatedCheckpointManager",
     "ReplicatedOptions",
     "StorageFailed",

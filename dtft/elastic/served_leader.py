@@ -2,20 +2,24 @@
 
 As `Leader`, with three differences: slots go by the index of the attached process; a
 generation that lost a process waits until the user has restarted all; and the job never
-ends by itself. Also answers who wants to know when a step is safe or stored.
+ends by itself. Also answers who wants to know when a step is safe or stored, and who
+wants one on other shardings.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+from dtft.checkpoint.slices import Layout
 from dtft.elastic.attendance import Attendance
 from dtft.elastic.demands import Answer
 from dtft.elastic.forming import Ballot
 from dtft.elastic.leader import Leader
+from dtft.elastic.remapping import NotPlanned, Remapping
 from dtft.elastic.reports import SERVED_FIELDS
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.served import fill_by_process, missing
+from dtft.elastic.spread import known_domains
 
 
 class ServedRounds(Rounds):
@@ -74,8 +78,8 @@ class ServedLeader(Leader):
     attendance_class = ServedAttendance
     reports = SERVED_FIELDS
     _flushes: tuple[Flush, ...] = ()
-    _ordered: int = -1
-    """The newest step whose export was ordered for somebody who waits."""
+    _remapping: tuple[Ballot, Remapping] | None = None
+    """Of a formation, by its ballot."""
 
     def tick(self) -> None:
         """Forms once every process is there, and enforces the deadlines."""
@@ -121,6 +125,44 @@ class ServedLeader(Leader):
         )
         answer({"error": error, "code": 2})
 
+    # --------------------------------------------------------- other shardings
+
+    def _newest(self) -> Remapping:
+        """What is known of the newest commit of this formation."""
+        round_ = self._rounds.current
+        assert round_ is not None
+        if self._remapping is None or self._remapping[0] != round_.ballot:
+            decision = round_.decision
+            found = (decision.located, decision.layout) if decision else (None, None)
+            self._remapping = round_.ballot, Remapping(*found)
+        return self._remapping[1]
+
+    def _on_staged(self, host: str, **staged: Any) -> None:
+        super()._on_staged(host, **staged)
+        if self._rounds.ledger is not None:
+            told = {name: staged[name] for name in ("slot", "step", "digests")}
+            self._newest().staged(**told)
+
+    def _on_wanted(self, host: str, slot: int, step: int, layout: str) -> None:
+        del slot
+        assignment, hosts = self._rounds.assignment, self.view.hosts
+        if assignment is None:
+            return
+        domains, _ = known_domains(hosts.values())
+        told: dict[str, Any] = {"step": step, "layout": layout}
+        try:
+            told |= self._newest().order_for(
+                host,
+                step,
+                Layout.from_json(layout),
+                slots=assignment.slots,
+                addresses={name: record.address for name, record in hosts.items()},
+                domains=domains.names,
+            )
+        except NotPlanned as error:
+            told["error"] = str(error)
+        self._send(host, "assemble", **told)
+
     # ------------------------------------------------------------------ flushes
 
     def _on_flush(
@@ -156,6 +198,9 @@ class ServedLeader(Leader):
         """A write was answered; a commit is what some wait for."""
         super().written(label, value, allowed)
         if label == "commit" and allowed:
+            ledger = self._rounds.ledger
+            if ledger is not None and self._rounds.assignment is not None:
+                self._newest().committed(value, ledger.placement)
             self._settle()
 
     def _export_ended(self, host: str, step: int, outcome: bool, error: str) -> None:

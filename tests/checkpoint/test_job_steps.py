@@ -18,8 +18,9 @@ from etils import epath
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from dtft.checkpoint import AgentGone, NoAgent, ReplicatedOptions
+from dtft.checkpoint import AgentGone, NoAgent, NotBrought, ReplicatedOptions
 from dtft.checkpoint.job_steps import JobSteps
+from dtft.checkpoint.slices import Layout, MeshLayout
 from dtft.checkpoint.storing import StorageFailed
 from dtft.elastic.memory_store import MemoryStore
 from dtft.elastic.serve import ServeConfig, ServingHost, base_config
@@ -164,18 +165,48 @@ def test_what_close_leaves_in_storage_is_read_by_stock_orbax(serving: Serving) -
     again.leave()
 
 
-def test_another_sharding_whose_slices_are_here_is_read_from_memory(
-    serving: Serving,
-) -> None:
-    manager = serving.manager()
-    save(manager, 7)
-    other = jax.make_mesh((8,), ("all",), axis_types=(AxisType.Auto,))
-    rows = NamedSharding(other, PartitionSpec())
+def on_other_shardings() -> dict[str, Any]:
+    """As `tree(0)`, on another mesh, divided otherwise."""
+    other = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+    def struct(leaf: jax.Array, *spec: str) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(other, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
     target = tree(0)
-    target["params"]["b"] = jax.ShapeDtypeStruct((6,), jnp.float32, sharding=rows)
-    with pytest.raises(ValueError, match="saved with other shardings"):
-        manager.restore(7, ocp.args.StandardRestore(target))
+    w, b = target["params"]["w"], target["params"]["b"]
+    return target | {
+        "params": {"w": struct(w, "y", "x"), "b": struct(b)},
+        "half": struct(target["half"], "x"),
+        "key": struct(target["key"]),
+    }
+
+
+def test_memory_brings_a_step_onto_other_shardings(serving: Serving) -> None:
+    manager = serving.manager(chunk_bytes=16)
+    for step in (7, 8):
+        save(manager, step)
+    target = on_other_shardings()
+    found = manager.restore(8, ocp.args.StandardRestore(target))
+    assert bits(found) == bits(tree(8))
+    for wanted, leaf in zip(
+        jax.tree.leaves(target), jax.tree.leaves(found), strict=True
+    ):
+        assert getattr(leaf, "sharding", None) == getattr(wanted, "sharding", None)
+    assert not list(serving.socket.parent.glob("side-*"))
+    same(restored(manager, 8), tree(8))  # and again as it was saved
+    mesh = MeshLayout(axis_names=("x",), axis_sizes=(1,), slots=(0,))
+    with pytest.raises(NotBrought, match="newest commit in memory is step 8, not 7"):
+        manager._memory.read_on(7, Layout(mesh=mesh, leaves=()), {})
     manager.leave()
+
+    again = serving.manager(chunk_bytes=16)  # what was restored can be had so, too
+    found = again.restore(8, ocp.args.StandardRestore(target))
+    assert bits(found) == bits(tree(8))
+    again.save(9, ocp.args.StandardSave(found), None, None, False)
+    same(again.restore(None, ocp.args.StandardRestore(found)), found)
+    assert again.all_steps() == [9]
+    again.leave()
 
 
 def test_what_makes_no_sense_in_a_job_is_refused(

@@ -110,6 +110,35 @@ def readable(directory: Path, step: int) -> None:
 
 
 @pytest.mark.drill_all
+def test_memory_serves_other_shardings_after_a_host_was_lost(job: ServedJob) -> None:
+    """Three processes by rows become three by columns, in another order."""
+    for name in ("host-0", "host-1", "host-2", "spare"):
+        job.start_agent(name)
+    job.start_processes(["host-0", "host-1", "host-2"], 3, "hang")
+    for _ in range(2):
+        for index in range(3):
+            job.heard(index)
+    saved = json.loads((job.directory / "digests" / "whole.0").read_text())
+    job.kill_host("host-1")
+    for index in range(3):
+        job.kill_process(index)
+
+    job.start_processes(["spare", "host-2", "host-0"], 2, "turned")
+    for index in range(3):
+        found = job.heard(index)
+        assert found["restored"] == 2 and found["seen"] == 18
+        assert found["digest"] != job.digest(2, index)
+        assert found["whole"] == saved
+    recovery = last_recovery(job)
+    assert recovery["source"] == "memory" and recovery["bytes_from_storage"] == 0
+    assert 2 not in storage_steps(job.directory / "steps")  # storage cannot have helped
+    for index in range(3):
+        assert job.heard(index)["closed"]
+    job.ended()
+    readable(job.directory / "steps", 4)  # saved in the new layout
+
+
+@pytest.mark.drill_all
 def test_processes_that_are_restarted_find_their_steps_in_their_own_hosts(
     job: ServedJob,
 ) -> None:
