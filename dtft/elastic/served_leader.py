@@ -18,7 +18,7 @@ from dtft.elastic.remapping import NotPlanned, Remapping
 from dtft.elastic.reports import SERVED_FIELDS
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.rounds import Rounds
-from dtft.elastic.served import fill_by_process, missing
+from dtft.elastic.served import fill_by_process, missing, scale_refusal
 from dtft.elastic.spread import known_domains
 
 
@@ -78,6 +78,8 @@ class ServedLeader(Leader):
     attendance_class = ServedAttendance
     reports = SERVED_FIELDS
     _flushes: tuple[Flush, ...] = ()
+    _export_asked: bool = False
+    """Somebody waits for the newest commit to be in storage."""
     _remapping: tuple[Ballot, Remapping] | None = None
     """Of a formation, by its ballot."""
 
@@ -118,12 +120,21 @@ class ServedLeader(Leader):
     def scaling_wanted(self, replicas: int, answer: Answer) -> None:
         """Who starts the processes decides how many there are."""
         del replicas
-        error = (
-            f"job {self._config.job!r} has {self._config.num_slots} processes of its "
-            "user's own: dtft cannot start more. Close them, and start the job's "
-            "agents and processes anew under another --job"
-        )
+        error = scale_refusal(self._config.job)
         answer({"error": error, "code": 2})
+
+    def export_wanted(self, answer: Answer) -> None:
+        """The newest commit is written now: nobody knows when the next one comes."""
+        rounds, ledger = self._rounds, self._rounds.ledger
+        if ledger is None and rounds.phase == "running":
+            text = "nothing was saved since the processes have attached; ask again then"
+            answer({"error": text})
+        elif ledger is not None and ledger.exported >= max(0, ledger.committed):
+            answer({"step": ledger.exported})
+        else:
+            super().export_wanted(answer)
+            self._export_asked = ledger is not None
+            self._settle()
 
     # --------------------------------------------------------- other shardings
 
@@ -189,6 +200,10 @@ class ServedLeader(Leader):
                 ledger.export(ledger.committed)
                 continue
             self._answer(flush, "")
+        if self._export_asked and ledger is not None and ledger.exporting is None:
+            self._export_asked = False
+            if ledger.exported < ledger.committed:
+                ledger.export(ledger.committed)
 
     def _answer(self, flush: Flush, error: str) -> None:
         self._flushes = tuple(other for other in self._flushes if other is not flush)

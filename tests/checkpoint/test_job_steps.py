@@ -22,7 +22,10 @@ from dtft.checkpoint import AgentGone, NoAgent, NotBrought, ReplicatedOptions
 from dtft.checkpoint.job_steps import JobSteps
 from dtft.checkpoint.slices import Layout, MeshLayout
 from dtft.checkpoint.storing import StorageFailed
+from dtft.elastic.entry import JobMismatch
+from dtft.elastic.membership import job_key
 from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.roles import HostRecord
 from dtft.elastic.serve import ServeConfig, ServingHost, base_config
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -32,18 +35,27 @@ NEVER = 10**9
 class Serving:
     """One agent that serves, on a thread; a store in memory."""
 
-    def __init__(self, directory: Path, name: str = "h") -> None:
+    def __init__(self, directory: Path, name: str = "h", domain: str = "") -> None:
         self.store, self.directory = MemoryStore(), directory
         (directory / "run" / "logs").mkdir(parents=True, exist_ok=True)
         serve = ServeConfig(copies=2, arena_directory=str(directory / "memory"))
         config = base_config(
             serve, job="j", host=name, store="s:1", secret=b"0123456789abcdef"
         )
-        config = dataclasses.replace(config, run_directory=directory / "run")
+        config = dataclasses.replace(
+            config, run_directory=directory / "run", domain=domain
+        )
         self.host = ServingHost(config, self.store, None)
         self.socket = config.memory_directory / "agent.sock"
-        self._thread = threading.Thread(target=self.host.run)
+        self.refused = ""
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.host.run()
+        except JobMismatch as error:
+            self.refused = str(error)
 
     def end(self) -> None:
         self.host.leave()
@@ -245,6 +257,23 @@ def test_an_agent_that_ends_is_named_at_the_next_save(serving: Serving) -> None:
     with pytest.raises(AgentGone):
         manager.check_for_errors()
     manager.leave()
+
+
+def test_labels_that_do_not_fit_are_told_to_the_process(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, domain="power=p1")
+    other = HostRecord(
+        host="x",
+        address="127.0.0.1:1",
+        incarnation="x-1",
+        joined_ns=0,
+        pid=1,
+        domain="rack=r1",
+    )
+    serving.store.put(job_key("j", "m/hosts/x"), other.to_json().encode())
+    with pytest.raises(AgentGone, match="--domain of h: "):
+        serving.manager()
+    serving.close()
+    assert "--domain of h: " in serving.refused
 
 
 @pytest.mark.timeout(120)

@@ -1,5 +1,6 @@
 """Jobs of the user's own processes: when their leader forms, waits, answers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ from hypothesis import strategies as st
 
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.entry import SERVED, proof_of
+from dtft.elastic.inspect_job import Observer
 from dtft.elastic.journal import Journal
-from dtft.elastic.membership import Membership, View
+from dtft.elastic.membership import Membership, View, job_key
 from dtft.elastic.memory_store import MemoryStore
 from dtft.elastic.roles import HostRecord
+from dtft.elastic.scale_job import ScaleRefused, scale
 from dtft.elastic.served import fill_by_process, missing
 from dtft.elastic.served_leader import ServedLeader
 
@@ -226,6 +230,50 @@ def test_a_flush_is_answered_once_the_step_is_committed(desk: Desk) -> None:
     for to in "ab":
         desk.reports(to, "exported", step=order, ok=True, error="")
     assert desk.take("flushed") == [("b", {"token": 4, "error": ""})]
+
+
+def commits(desk: Desk, step: int) -> None:
+    """Both processes have saved a step, and it is recorded."""
+    for slot, to in enumerate("ab"):
+        digests = [bytes([slot]) * 16]
+        more = {"interval": 1, "window": None}
+        desk.reports(to, "staged", slot=slot, step=step, digests=digests, **more)
+    desk.reports("a", "held", step=step, source=1, target=0)
+    desk.reports("b", "held", step=step, source=0, target=1)
+    desk.writes()
+
+
+def test_an_export_that_is_asked_for_does_not_wait_for_the_next_save(
+    desk: Desk,
+) -> None:
+    answers: list[dict[str, Any]] = []
+    desk.formed()
+    desk.leader.export_wanted(answers.append)
+    assert "nothing was saved" in answers.pop()["error"]
+    for to in "ab":
+        desk.reports(to, "layout", layout=LAYOUT.to_json())
+    commits(desk, 0)
+    commits(desk, 1)  # while the first, which is due, is still being written
+    desk.leader.export_wanted(answers.append)
+    for step in (0, 1):
+        assert {told["step"] for _, told in desk.take("export")} == {step}
+        assert not answers
+        for to in "ab":
+            desk.reports(to, "exported", step=step, ok=True, error="")
+    assert answers == [{"step": 1}]
+    desk.leader.export_wanted(answers.append)
+    assert answers.pop() == {"step": 1} and not desk.take("export")
+
+
+def test_a_job_that_serves_has_the_size_that_its_user_gave_it(desk: Desk) -> None:
+    known = {"secret": proof_of(b"x" * 16, "j"), "config": f"{SERVED} --copies 2"}
+    desk.store.put(job_key("j", "m/fingerprint"), json.dumps(known).encode())
+    observer = Observer(desk.store, "s:1", "j", b"x" * 16)
+    with pytest.raises(ScaleRefused, match="whoever starts them decides how many"):
+        scale(observer, 3, 10.0)  # nobody leads it yet
+    answers: list[dict[str, Any]] = []
+    desk.leader.scaling_wanted(3, answers.append)
+    assert answers[0]["code"] == 2 and "--serve-only" in answers[0]["error"]
 
 
 def test_after_the_last_goodbye_the_job_waits_for_other_processes(desk: Desk) -> None:
