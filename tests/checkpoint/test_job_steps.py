@@ -20,6 +20,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from dtft.checkpoint import AgentGone, NoAgent, NotBrought, ReplicatedOptions
 from dtft.checkpoint.job_steps import JobSteps
+from dtft.checkpoint.sealed_items import CorruptItems
 from dtft.checkpoint.slices import Layout, MeshLayout
 from dtft.checkpoint.storing import StorageFailed
 from dtft.elastic.entry import JobMismatch
@@ -192,6 +193,34 @@ def on_other_shardings() -> dict[str, Any]:
         "half": struct(target["half"], "x"),
         "key": struct(target["key"]),
     }
+
+
+def test_what_is_beside_the_arrays_has_a_digest(serving: Serving) -> None:
+    saved = ocp.args.Composite(
+        state=ocp.args.StandardSave(tree(1)),
+        data=ocp.args.JsonSave({"position": 2**70, "names": ["a", None]}),
+    )
+    wanted = ocp.args.Composite(
+        state=ocp.args.StandardRestore(tree(0)), data=ocp.args.JsonRestore()
+    )
+    manager = serving.manager()
+    manager.save(1, saved, {"loss": 0.5}, None, False)
+    manager.wait_until_finished()
+    found = manager.restore(1, wanted)
+    same(found["state"], tree(1))
+    assert found["data"] == {"position": 2**70, "names": ["a", None]}
+
+    agent = serving.host._agent
+    assert agent is not None
+    copies = agent._follower._copies
+    assert copies.holder is not None
+    kept = copies.holder.items(1)
+    kept["json"] = kept["json"].replace("0.5", "0.7")  # as a bit that flips
+    with pytest.raises(CorruptItems, match="does not match its digest"):
+        manager.restore(1, wanted)
+    assert copies.report()["items"] == {1: {}}  # another host's are taken
+    assert copies.report()["corrupt"] == ["h step 1: its items"]
+    manager.leave()
 
 
 def test_memory_brings_a_step_onto_other_shardings(serving: Serving) -> None:
