@@ -190,7 +190,7 @@ def free_bytes() -> int:
 def machine_speed(size: int, ours: Figures) -> Figures:
     """Copies as large as a snapshot; raw TCP as large and as loaded as the restore.
 
-    While a lost host fetches, every other host digests its own copy: so do as many
+    While a lost host fetches, every other host loads its own copy: so do as many
     processes beside the raw connections.
 
     Args:
@@ -203,7 +203,7 @@ def machine_speed(size: int, ours: Figures) -> Figures:
     flows = ours.pop("flows", [])
     if flows:
         loads = [size] * (NUM_HOSTS - 1)
-        rate = tier_raw.tcp_bytes_per_s(flows, loads)
+        rate = tier_raw.tcp_bytes_per_s(flows, loads, MEMORY)
         idle = tier_raw.tcp_bytes_per_s(flows)
         found |= {"raw_tcp_bytes_per_s": rate, "raw_tcp_s": sum(flows) / rate}
         found |= {"raw_tcp_unloaded_bytes_per_s": idle}

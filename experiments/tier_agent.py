@@ -159,7 +159,7 @@ class HostAgent:
 
     def _on_report(self, epoch: list[int]) -> None:
         self._epoch = (epoch[0], epoch[1])  # what peers ask for in it is served
-        self._tell("holdings", **self._copies.report())
+        self._tell("holdings", **self._copies.report(read=False))
 
     def _on_begin(self, epoch: list[int], addresses: list[str]) -> None:
         self._copies.hold(self._layout, self._task.slot).keep_only(set())

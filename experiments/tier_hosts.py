@@ -124,9 +124,10 @@ class OurHosts:
         _end(self._agents[number])
         shutil.rmtree(self._tasks[number].memory)
         socket_of(self._directory, number).unlink()
-        self._tasks[number] = self._task(f"h{number}-spare", number)
-        self._agents[number] = self._start(self._tasks[number])
+        self._tasks[number] = spare = self._task(f"h{number}-spare", number)
+        self._agents[number] = self._start(spare)
         self._wait()
+        _await_memory(self._agents[number].pid, spare.memory)
 
     def memory_bytes(self) -> int:
         """See `Hosts.memory_bytes`."""
@@ -253,14 +254,33 @@ class AnonymousMemory(threading.Thread):
 
 
 def _anonymous(pid: int) -> int:
+    return _resident(pid, "RssAnon")
+
+
+def _resident(pid: int, kind: str) -> int:
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
     for line in text.splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith(f"{kind}:"):
             return int(line.split()[1]) << 10
     return 0  # the process has ended but was not waited for
+
+
+def _await_memory(pid: int, memory: Path) -> None:
+    """Waits until a spare has its memory in place, as one has that waits for hours.
+
+    Raises:
+        RuntimeError: it has not in time.
+    """
+    end = time.monotonic() + CONNECT_S
+    while time.monotonic() < end:
+        size = _size_of(memory)
+        if size and _resident(pid, "RssShmem") >= size:
+            return
+        time.sleep(SAMPLE_S)
+    raise RuntimeError(f"the spare {memory.name} has not mapped its memory in time")
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -157,6 +157,7 @@ class Leader:
             "step": decision.step,
             "digests": dict(decision.located.digests),
             "items": {},
+            "read": False,
         }
         self._tell_all(
             "restore",

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.arena import Arena
-from dtft.checkpoint.digest import chunk_digests
+from dtft.checkpoint.arena import DEFAULT_DIRECTORY, Arena
+from dtft.checkpoint.digest import copy_and_digest
+from dtft.checkpoint.slabs import Slabs
 
 CHUNK_BYTES = 4 << 20
 ROUNDS = 5
@@ -35,14 +36,17 @@ def memcpy_bytes_per_s(num_bytes: int, processes: int, directory: Path) -> float
     return num_bytes / statistics.median(slowest)
 
 
-def tcp_bytes_per_s(flows: Sequence[int], loads: Sequence[int] = ()) -> float:
+def tcp_bytes_per_s(
+    flows: Sequence[int], loads: Sequence[int] = (), directory: Path = DEFAULT_DIRECTORY
+) -> float:
     """Bytes per second into one process from several, over loopback.
 
     The median of the rounds.
 
     Args:
         flows: bytes that each sending process sends on its own connection.
-        loads: bytes that each of further processes digests meanwhile.
+        loads: bytes that each of further processes reads meanwhile from shared memory
+            into new memory, and digests, as a host does that restores what it has.
     """
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in flows]
     addresses = [one.getsockname() for one in listeners]
@@ -51,7 +55,7 @@ def tcp_bytes_per_s(flows: Sequence[int], loads: Sequence[int] = ()) -> float:
             [
                 (_receive, (listeners, list(flows))),
                 *((_send, (a, n)) for a, n in zip(addresses, flows, strict=True)),
-                *((_digest, (n,)) for n in loads),
+                *((_load, (str(directory), n)) for n in loads),
             ]
         )
     finally:
@@ -108,9 +112,17 @@ def _copy(directory: str, num_bytes: int, barrier: Any, answer: Any) -> None:
     _timed(lambda: np.copyto(target, source), barrier, answer)
 
 
-def _digest(num_bytes: int, barrier: Any, answer: Any) -> None:
-    data = _random(num_bytes)
-    _timed(lambda: _ignore(chunk_digests(data, CHUNK_BYTES)), barrier, answer)
+def _load(directory: str, num_bytes: int, barrier: Any, answer: Any) -> None:
+    arena = Arena.create(Path(directory) / f"load-{os.getpid()}", num_bytes)
+    source = arena.view(0, num_bytes)
+    source[:] = _random(num_bytes)
+    arena.unlink()
+
+    def work() -> None:
+        target = Slabs(num_bytes).take(num_bytes)
+        copy_and_digest(source, target.data, CHUNK_BYTES)
+
+    _timed(work, barrier, answer)
 
 
 def _send(address: tuple, num_bytes: int, barrier: Any, answer: Any) -> None:
@@ -149,7 +161,3 @@ def _fill(connection: socket.socket, memory: memoryview) -> None:
 def _random(num_bytes: int) -> bytes:
     block = os.urandom(1 << 20)
     return (block * (num_bytes // len(block) + 1))[:num_bytes]
-
-
-def _ignore(_: object) -> None:
-    pass

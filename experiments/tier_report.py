@@ -135,6 +135,8 @@ def explain(rows: Sequence[Row], rounds: int, step_s: float) -> list[str]:
         "the tier. Arenas, and Orbax's files, lie in shared memory and are listed "
         "apart. fsdp is a mesh of replica=2, fsdp=2, because Orbax restores from a "
         "data-parallel copy only.",
+        "Trainers of both tiers touch and free twice their state before they restore: "
+        "this machine is a virtual one, whose host takes free memory back.",
     ]
     for row in rows:
         ours = row["ours"]
@@ -143,7 +145,7 @@ def explain(rows: Sequence[Row], rounds: int, step_s: float) -> list[str]:
                 f"{row['layout']} {row['mib']} MiB: memory copies take "
                 f"{ours['memcpy_s'] * 1e3:.1f} ms, raw TCP of the moved bytes "
                 f"{ours['raw_tcp_s'] * 1e3:.1f} ms (all hosts copy at once; three "
-                "other processes digest beside raw TCP, as hosts do in a restore)."
+                "other processes load a copy each beside raw TCP, as in a restore)."
             )
     return [*notes, *(target.line() for target in targets(rows))]
 

@@ -39,8 +39,13 @@ class Tier(Protocol):
 class Ours:
     """dtft: the manager of a trainer whose host has an agent."""
 
-    def __init__(self, directory: Path, rank: int, abstract: dict[str, Any]) -> None:
-        """Connects to the agent; a state to restore is fetched before this returns."""
+    def __init__(
+        self, directory: Path, rank: int, abstract: dict[str, Any], last: int
+    ) -> None:
+        """Connects to the agent; a state to restore is fetched before this returns.
+
+        `last` is the last step that is saved, which a training loop knows.
+        """
         self._abstract = abstract
         self._manager = AgentCheckpointManager(
             Link.connect(socket_of(directory, rank), LIMIT_S),
@@ -49,6 +54,7 @@ class Ours:
             chunk_bytes=CHUNK_BYTES,
             storage_directory=directory / "storage",
             deadline_s=LIMIT_S,
+            last=last,
         )
 
     def save(self, step: int, state: State) -> None:
@@ -76,8 +82,11 @@ class Ours:
 class Orbax:
     """`orbax.checkpoint.experimental.emergency.p2p`, a directory in memory per host."""
 
-    def __init__(self, directory: Path, rank: int, abstract: dict[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, rank: int, abstract: dict[str, Any], last: int
+    ) -> None:
         """Opens the manager, which prefetches what its host lacks."""
+        del last
         from orbax.checkpoint.experimental.emergency.p2p import (
             args,
             checkpoint_manager,

@@ -12,6 +12,10 @@ LEAVES_PER_KIND = 4
 KINDS = ("params", "mu", "nu")
 COPIES_AT_PEAK = 7
 """Times that either tier has a host's state in memory at most, devices included."""
+STEPS_PER_BLOCK = 4
+"""Steps that are timed with the tier on or off before it changes."""
+TURNS = 2
+"""Blocks of steps with the tier on."""
 PROCESS_BYTES = 300 << 20
 """A host's processes without any state."""
 
@@ -86,6 +90,11 @@ class Task:
     """Saves that are timed one by one."""
     step_s: float
     """Wanted seconds of a step."""
+
+    @property
+    def last(self) -> int:
+        """The last step that is saved."""
+        return self.saves + TURNS * STEPS_PER_BLOCK
 
     def to_json(self) -> str:
         """JSON, to be given to the trainers."""

@@ -15,8 +15,9 @@ Buffer = bytes | bytearray | memoryview
 
 DIGEST_BYTES = 16
 """Size of the digest of one chunk."""
-_BLOCK_BYTES = 256 << 10
-"""Copied, then digested while the second-level cache has it: a chunk is too large."""
+_BLOCK_BYTES = 1 << 20
+"""Copied, then digested while a cache has it: a chunk may be too large for that, and
+smaller copies are slower."""
 
 
 def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:

@@ -11,14 +11,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dtft.checkpoint import wire
 from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.nixl import Nixl
-from dtft.checkpoint.ranges import Part, Range, Wanted, memory_of, not_right, split
+from dtft.checkpoint.ranges import Range, Wanted, cut_lent, memory_of, not_right, split
 from dtft.checkpoint.transport import Channel, Credentials, connect
 
 logger = logging.getLogger(__name__)
@@ -192,9 +192,12 @@ def _stream(
             return
         flying: deque[Range] = deque()
         gained = [0]
+        first = [asked] if work.nixl is not None else [asked, *_ask(work, flying)]
         try:
-            with connect(address, credentials, hello, min(left, BEGIN_S)) as channel:
-                offer = _open(channel, asked, work.sizes, deadline)
+            with connect(
+                *(address, credentials, hello, min(left, BEGIN_S)), first
+            ) as channel:
+                offer = _opened(channel, work.sizes, deadline)
                 if work.nixl is not None and offer:
                     _read(channel, work, offer, flying, gained, deadline)
                 else:
@@ -213,18 +216,25 @@ def _stream(
             time.sleep(min(_PAUSE_S, max(left, 0)))
 
 
-def _open(
-    channel: Channel, asked: dict[str, Any], sizes: Sequence[int], deadline: float
+def _opened(
+    channel: Channel, sizes: Sequence[int], deadline: float
 ) -> dict[str, Any] | None:
-    """Says what is wanted; returns what the peer lends, if it does."""
+    """Hears whether the peer has what is wanted; returns what it lends, if it does."""
     left = min(deadline - time.monotonic(), BEGIN_S)
-    channel.send(asked, timeout_s=left)
     reply, _ = channel.receive(left, no_payload, max_header=wire.MAX_DATA_HEADER)
     if "error" in reply:
         raise FetchError(str(reply["error"]))
     if reply.get("sizes") != list(sizes):
         raise FetchError("the peer's slices have other sizes")
     return reply.get("nixl")
+
+
+def _ask(work: _Work, flying: deque[Range]) -> Iterator[dict[str, Any]]:
+    """What to send so that as much as may be is on its way, which is in `flying`."""
+    while len(flying) < DEPTH and (range_ := work.next()) is not None:
+        flying.append(range_)
+        parts = [(part.index, part.start, part.stop) for part in range_]
+        yield {"parts": parts}
 
 
 def _pump(
@@ -236,10 +246,8 @@ def _pump(
 ) -> None:
     """Asks and receives until nothing waits; `flying` is what was asked for."""
     while True:
-        while len(flying) < DEPTH and (range_ := work.next()) is not None:
-            flying.append(range_)
-            parts = [(part.index, part.start, part.stop) for part in range_]
-            channel.send({"parts": parts}, timeout_s=deadline - time.monotonic())
+        for asked in _ask(work, flying):
+            channel.send(asked, timeout_s=deadline - time.monotonic())
         if not flying:
             return
 
@@ -282,18 +290,3 @@ def _read(
             channel.receive(deadline - time.monotonic(), no_payload, begin_s=BEGIN_S)
             work.arrived(flying.popleft())
             gained[0] += _nbytes(range_)
-
-
-def cut_lent(pieces: Sequence[tuple[int, int]], part: Part) -> list[tuple[int, int]]:
-    """The lent memory of a part, as (address, size), from that of its slice.
-
-    >>> cut_lent([(100, 8), (300, 8)], Part(0, 4, 12))
-    [(104, 4), (300, 4)]
-    """
-    found, begin = [], 0
-    for address, size in pieces:
-        low, high = max(part.start, begin), min(part.stop, begin + size)
-        if low < high:
-            found.append((address + low - begin, high - low))
-        begin += size
-    return found

@@ -56,6 +56,14 @@ class Held:
 
     # --------------------------------------------------------------- verified
 
+    def recorded(self) -> dict[int, dict[str, bytes]]:
+        """step -> slice key -> digest of every copy, as when it was last verified."""
+        copies = {
+            step: {key: digests for key, _, digests in self.listed(step)}
+            for step in self.steps()
+        }
+        return {step: found for step, found in copies.items() if found}
+
     def check(self) -> tuple[dict[int, dict[str, bytes]], list[str]]:
         """Reads and checks every copy; wrong ones for peers are forgotten.
 
@@ -92,7 +100,7 @@ class Held:
     # ---------------------------------------------------------------- restore
 
     def begin_restore(
-        self, step: int, digests: Mapping[str, bytes], items: dict
+        self, step: int, digests: Mapping[str, bytes], items: dict, read: bool
     ) -> list[Slice]:
         """Begins an own copy of `step` with every byte of it that is here and right.
 
@@ -101,7 +109,7 @@ class Held:
         """
         own_slices = self._own.shelf.chunks.slices
         expected = [digests[piece.key] for piece in own_slices]
-        lacking = self._own.begin_restore(step, expected, items)
+        lacking = self._own.begin_restore(step, expected, items, read)
         hosted = self._hosted_right(step) if lacking else {}
         missing = []
         for index in lacking:

@@ -230,17 +230,22 @@ class Holder:
 
     # --------------------------------------------------------------- verified
 
-    def holdings(self) -> tuple[dict[int, dict[str, bytes]], list[str]]:
-        """Every slice held, read again and checked now; shared chunks once.
+    def holdings(
+        self, read: bool = True
+    ) -> tuple[dict[int, dict[str, bytes]], list[str]]:
+        """Every slice held.
 
-        A copy for a peer that is wrong is forgotten, so that it can be sent again.
+        Args:
+            read: read it again and check it now, shared chunks once; a copy for a peer
+                that is wrong is forgotten, so that it can be sent again. Otherwise what
+                was verified when it came counts; whoever takes it verifies it.
 
         Returns:
             step -> slice key -> digest of each good copy, and a description of each
             bad one ("step 12: params/w[0:4]:float32").
         """
         with self._lock:
-            return self._held.check()
+            return self._held.check() if read else (self._held.recorded(), [])
 
     def steps(self) -> tuple[int, ...]:
         """The steps of which something is held, ascending."""
@@ -269,16 +274,17 @@ class Holder:
     # ---------------------------------------------------------------- restore
 
     def begin_restore(
-        self, step: int, digests: Mapping[str, bytes], items: dict
+        self, step: int, digests: Mapping[str, bytes], items: dict, read: bool = True
     ) -> list[Slice]:
         """Makes `step` the only version; own slices that are right stay.
-
-        Only what is recorded to be here is read: a new host reads nothing.
 
         Args:
             step: the step to restore.
             digests: slice key to digest, for every own slice.
             items: the items of the commit.
+            read: read what is recorded to be here (a new host reads nothing) and check
+                it now; otherwise only the records are compared, and whoever loads it
+                verifies it.
 
         Returns:
             The own slices that must be fetched (absent, or not matching). Each has a
@@ -286,7 +292,7 @@ class Holder:
         """
         with self._lock:
             self.keep_only({step})
-            return self._held.begin_restore(step, digests, items)
+            return self._held.begin_restore(step, digests, items, read)
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
         """Slices (key to digests) were fetched and verified: they are held now."""

@@ -169,27 +169,27 @@ class Owning:
     # ---------------------------------------------------------------- restore
 
     def begin_restore(
-        self, step: int, expected: Sequence[bytes], items: dict
+        self, step: int, expected: Sequence[bytes], items: dict, read: bool
     ) -> list[int]:
         """Makes a copy in which every slice that is right has its place already.
-
-        Only what is recorded to be here is read: a new host reads nothing.
 
         Args:
             step: the step.
             expected: the digests of every slice.
             items: the items of the step.
+            read: whether what is recorded to be right is read and checked now.
 
         Returns:
             The slices that are absent or not right. They have places of their own now,
             to which nobody else refers, and count as held once `restored` was called.
         """
         old = self.copies.get(step) or self._nothing()
-        read: Read = {}
+        known: Read = {}
         lacking = [
             index
             for index, good in enumerate(expected)
-            if old.digests[index] != good or not self.shelf.right(old, index, read)
+            if old.digests[index] != good
+            or (read and not self.shelf.right(old, index, known))
         ]
         mask, pool = self.shelf.chunks.mask(lacking), self.shelf.pool
         pool.release(np.where(mask, old.places, ABSENT).astype(np.uint8))

@@ -108,3 +108,18 @@ def not_right(range_: Range, wanted: Sequence[Wanted], chunk_bytes: int) -> Rang
             start = part.start + chunk * chunk_bytes
             bad.append(Part(part.index, start, min(start + chunk_bytes, part.stop)))
     return tuple(bad)
+
+
+def cut_lent(pieces: Sequence[tuple[int, int]], part: Part) -> list[tuple[int, int]]:
+    """The lent memory of a part, as (address, size), from that of its slice.
+
+    >>> cut_lent([(100, 8), (300, 8)], Part(0, 4, 12))
+    [(104, 4), (300, 4)]
+    """
+    found, begin = [], 0
+    for address, size in pieces:
+        low, high = max(part.start, begin), min(part.stop, begin + size)
+        if low < high:
+            found.append((address + low - begin, high - low))
+        begin += size
+    return found

@@ -5,6 +5,8 @@ lies inside. Must not know steps, arenas or who may ask; peers are members of th
 but what they say is checked as if they were not.
 """
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +44,7 @@ def serve(
         slices = find(request)
     except KeyError as error:
         channel.send({"error": f"not held here: {error}"}, timeout_s=OPEN_S)
+        _let_go(channel)
         return
     opened = {"sizes": [parts.nbytes for parts in slices]}
     if nixl is None or request.get("nixl") is not True:
@@ -49,6 +52,18 @@ def serve(
         return
     with nixl.lend(slices) as offer:
         _answer(channel, slices, opened | {"nixl": offer})
+
+
+def _let_go(channel: Channel) -> None:
+    """Reads on until the peer ends the connection.
+
+    It has asked for parts already: ending here with those unread would reset the
+    connection, and what it was told could be lost.
+    """
+    deadline = time.monotonic() + OPEN_S
+    with contextlib.suppress(ChannelClosed, TimeoutError):
+        while (left := deadline - time.monotonic()) > 0:
+            channel.receive(left, no_payload, max_header=wire.MAX_DATA_HEADER)
 
 
 def _answer(channel: Channel, slices: Sequence[Parts], opened: dict[str, Any]) -> None:

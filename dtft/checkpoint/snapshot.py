@@ -19,6 +19,7 @@ from dtft.checkpoint.chunks import ABSENT, Chunks, unpack_flags
 from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.host_bytes import host_bytes
 from dtft.checkpoint.parts import Parts
+from dtft.checkpoint.slabs import Slabs
 from dtft.checkpoint.slices import Layout, Slice
 
 
@@ -36,10 +37,6 @@ class Snapshot:
     def written_chunks(self) -> int:
         """Chunks that are new in the arena."""
         return sum(map(len, self.digests)) // DIGEST_BYTES - int(self.kept.sum())
-
-
-_ALIGNMENT = 64
-"""Of the memory of XLA's CPU arrays, in bytes."""
 
 
 class CorruptCopy(RuntimeError):
@@ -172,10 +169,11 @@ class SnapshotPlan:
             CorruptCopy: names the first slice whose bytes do not match.
         """
         assert not (places == ABSENT).any(), "a restore brings every own slice"
+        slabs = Slabs(sum(piece.nbytes for piece in self.slices))
         copies: dict[str, dict[tuple, np.ndarray]] = {}
         for index, piece in enumerate(self.slices):
             parts = self.chunks.parts(memory, places, index)
-            copy = _aligned(piece.nbytes)
+            copy = slabs.take(piece.nbytes)
             if self._copied_out(parts, copy) != digests[index]:
                 raise CorruptCopy(
                     f"slice {piece.key} does not match its digest: the copy in this "
@@ -219,13 +217,6 @@ def _shard_of(array: jax.Array, piece: Slice) -> jax.Array:
         f"slice {piece.key} is not on this host's devices: the state's sharding "
         f"{array.sharding} differs from the layout that was announced."
     )
-
-
-def _aligned(nbytes: int) -> np.ndarray:
-    """New memory that a CPU device takes over as it is, without copying it again."""
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + nbytes]
 
 
 def _global_array(

@@ -30,7 +30,11 @@ that strangers cannot keep members out."""
 
 
 def connect(
-    address: str, credentials: Credentials, hello: Header, timeout_s: float
+    address: str,
+    credentials: Credentials,
+    hello: Header,
+    timeout_s: float,
+    following: Sequence[Header] = (),
 ) -> Channel:
     """Opens a channel; both sides have proved that they know the secret.
 
@@ -39,6 +43,7 @@ def connect(
         credentials: the job and its secret.
         hello: who calls and what for; its "op" chooses the handler.
         timeout_s: limit for all of it.
+        following: what the handler reads first, sent without waiting for its welcome.
 
     Raises:
         ConnectionRefusedError: nobody listens there.
@@ -64,7 +69,8 @@ def connect(
     channel = open_channel(connection, address, credentials, server=False)
     try:
         prove_as_client(channel, credentials, deadline)
-        channel.send(hello, timeout_s=deadline - time.monotonic())
+        for header in (hello, *following):
+            channel.send(header, timeout_s=deadline - time.monotonic())
         channel.peer, _ = channel.receive(
             deadline - time.monotonic(), no_payload, max_header=wire.MAX_REQUEST_HEADER
         )

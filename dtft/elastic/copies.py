@@ -154,14 +154,14 @@ class Copies:
             logger.warning("memory was not reserved ahead of time: %s", error)
             return None
 
-    def report(self) -> dict[str, Any]:
-        """What is held here, read and checked now, for the leader."""
+    def report(self, read: bool = True) -> dict[str, Any]:
+        """What is held here, for the leader; see `Holder.holdings` for `read`."""
         holders = [it for it in (self.holder, *self.former) if it is not None]
         held: dict[int, dict[str, bytes]] = {}
         items: dict[int, dict[str, Any]] = {}
         corrupt: list[str] = []
         for holder in holders:
-            good, bad = holder.holdings()
+            good, bad = holder.holdings(read)
             for step, digests in good.items():
                 held[step] = digests | held.get(step, {})
                 beside = holder.items(step)

@@ -78,25 +78,30 @@ class Follower:
         self._copies.expect(Layout.from_json(layout), domains)
 
     def reform(
-        self, ballot: tuple[int, int], reason: str = "", fatal: bool = False
+        self,
+        ballot: tuple[int, int],
+        reason: str = "",
+        fatal: bool = False,
+        read: bool = True,
     ) -> None:
-        """Stops training here and reports what this host holds, read and checked.
+        """Stops training here and reports what this host holds.
 
         Args:
             ballot: of the round.
             reason: why, for whoever trains here.
             fatal: what has happened would happen again to the same processes.
+            read: whether copies are read and checked for it.
         """
         if ballot < self._ballot:
             return
         self._ballot = ballot
         self._board.set("recovering", 1)
         self._stand_down(reason, fatal)
-        self._tell("holdings", **self._holds())
+        self._tell("holdings", **self._holds(read))
 
-    def _holds(self) -> dict[str, Any]:
+    def _holds(self, read: bool) -> dict[str, Any]:
         """What the leader decides from."""
-        return self._copies.report() | {"finished": self._board.get("finished")}
+        return self._copies.report(read) | {"finished": self._board.get("finished")}
 
     def _stand_down(self, reason: str = "", fatal: bool = False) -> None:
         formation, self._formation = self._formation, None

@@ -30,7 +30,7 @@ class Round:
     detected: float
     """Wall-clock time at which the first failure was noticed."""
     replies: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Per host its holdings, read and checked."""
+    """Per host its holdings."""
     decision: Decision | None = None
     assignment: Assignment | None = None
     prepared: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -40,6 +40,10 @@ class Round:
     corrupt: list[str] = field(default_factory=list)
     """Copies that did not match their digests, in this round or the failed ones before
     it."""
+    read: bool = False
+    """Hosts read what they hold before they offer it. Otherwise what was verified when
+    it came is offered, and verified again by whoever takes it: that it is right is
+    found out beside the transfer, not before."""
     last_finished: int = 0
     restore_begun: float = 0.0
     restore_s: float = 0.0
@@ -66,16 +70,28 @@ class Round:
         return next(iter([*chosen, *known.values()]), None)
 
 
-def next_round(old: Round | None, ballot: Ballot, reason: str, now: float) -> Round:
-    """A new round; one that follows a failed one goes on with its account."""
+def next_round(
+    old: Round | None, ballot: Ballot, reason: str, now: float, *, read: bool
+) -> Round:
+    """A new round; one that follows a failed one goes on with its account.
+
+    Args:
+        old: the round before, if there was one.
+        ballot: of the new round.
+        reason: what has happened.
+        now: the wall-clock time.
+        read: whether hosts read what they hold in any case. After a failure they do: a
+            corrupt copy may have been the cause, and all of them are found at once.
+    """
     chosen = old.assignment if old is not None else None
     if old is None or old.reported or (chosen is not None and chosen.rung == 0):
-        return Round(ballot=ballot, reasons=[reason], detected=now)
+        return Round(ballot=ballot, reasons=[reason], detected=now, read=read)
     return Round(
         ballot=ballot,
         reasons=[*old.reasons, reason],
         detected=old.detected,
         corrupt=old.corrupt,
+        read=True,
         last_finished=old.last_finished,
     )
 
@@ -145,6 +161,7 @@ def orders(
         "domains": list(assignment.spread.domains),
         "layout": layout.to_json() if layout else "",
         "resized": bool(located and layout and layout.digest != located.commit.layout),
+        "read": round_.read,
         "digests": dict(located.digests) if located else {},
         "items": next((found for found in items if found), {}) if located else {},
     }

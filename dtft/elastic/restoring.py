@@ -63,7 +63,8 @@ def restore_into(
     Args:
         holder: of the slot in the order.
         order: generation, attempt, step, digests, items and transfers; regions
-            instead of transfers where slices are not those that were committed.
+            instead of transfers where slices are not those that were committed; read,
+            whether own copies are read now or when they are loaded.
         host: this host's name.
         credentials: the job's.
         limit_s: deadline of each fetch, in seconds.
@@ -80,7 +81,8 @@ def restore_into(
         if order.get("regions"):
             args = holder, order, host, credentials, limit_s, former
             return _outcome(holder, order, assemble(*args), begun)
-        missing = holder.begin_restore(order["step"], order["digests"], order["items"])
+        told = order["step"], order["digests"], order["items"], order["read"]
+        missing = holder.begin_restore(*told)
         missing = _adopt(holder, order, missing, former)
         planned = {key for transfer in order["transfers"] for key in transfer["keys"]}
         surprise = [piece.key for piece in missing if piece.key not in planned]

@@ -97,7 +97,9 @@ class Rounds:
         self._fatal = fatal
         self._counter += 1
         ballot = (self._records.view.leader_revision, self._counter)
-        self.current = next_round(self.current, ballot, reason, time.time())
+        self.current = next_round(
+            *(self.current, ballot, reason, time.time()), read=self._config.served
+        )
         if self.assignment is not None:
             self.previous, self.assignment = self.assignment, None
         self._journal.event("forming", reason=reason, ballot=ballot)
@@ -110,7 +112,8 @@ class Rounds:
         """Has a host stand down and say what it holds."""
         assert self.current is not None
         reason = main_reason(self.current.reasons)
-        told = {"reason": reason, "fatal": self._fatal}
+        read = self.current.read
+        told = {"reason": reason, "fatal": self._fatal, "read": read}
         self._send(host, "reform", ballot=self.current.ballot, **told)
 
     def enter(self, phase: Phase, limit_s: float) -> None:

@@ -42,8 +42,8 @@ class ServedFollower(Follower):
     def _make_pool(self) -> Any:
         return self._attached
 
-    def _holds(self) -> dict[str, Any]:
-        return super()._holds() | {"attached_ns": self._attached.waiting}
+    def _holds(self, read: bool) -> dict[str, Any]:
+        return super()._holds(read) | {"attached_ns": self._attached.waiting}
 
     def restored_memory(self, formation: Formation, outcome: dict[str, Any]) -> None:
         """The step is here, so the process may go on and ask for it."""

@@ -150,7 +150,7 @@ class Bench:
         ]
         digests = digests or digests_of(self.lost, STEP)
         ordered = {"step": STEP, "digests": digests, "items": {}}
-        ordered |= {"transfers": transfers}
+        ordered |= {"transfers": transfers, "read": True}
         ordered |= {"generation": epoch[0], "attempt": epoch[1]}
         begun = time.monotonic()
         outcome = restore_into(self.lost.holder, ordered, "lost", JOB, limit_s)

@@ -200,6 +200,7 @@ class Job:
                 "step": decision.step,
                 "digests": decision.located.digests,
                 "items": {"step": decision.step},
+                "read": True,
                 "transfers": transfers_to(decision.transfers, self.addresses, name),
             }
             for name in self.hosts

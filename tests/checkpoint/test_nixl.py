@@ -182,6 +182,7 @@ def test_a_restore_reads_from_a_peers_holder(
             "step": 7,
             "digests": digests_of(host, 7),
             "items": {},
+            "read": True,
             "transfers": [
                 {
                     "host": "peer",

@@ -197,7 +197,7 @@ class History(RuleBasedStateMachine):
             for one, piece in zip(self.staged[step], SLICES, strict=True)
         ]
         digests = [chunk_digests(one, CHUNK) for one in expected]
-        for index in self.own.begin_restore(step, digests, {}):
+        for index in self.own.begin_restore(step, digests, {}, read=True):
             parts = self.own.shelf.parts(self.own.copies[step], index)
             for view in parts.views:
                 view[:] = bytes([7]) * len(view)

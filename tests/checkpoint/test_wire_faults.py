@@ -12,7 +12,8 @@ def test_single_faults_are_detected_or_survived(tmp_path: Path) -> None:
     found = wire_faults.run(160, seed=4, folder=tmp_path, workers=16)
     assert found.wrong == []
     ends = {result for _, _, result in found.tally}
-    assert ends == {"survived", "detected", "not reached"}
+    both = {"survived", "detected"}
+    assert both <= ends <= {*both, "not reached"}
     reached = [key for key in found.tally if key[2] != "not reached"]
     kinds = {kind.partition(" ")[0] for _, kind, _ in reached}
     assert kinds >= set(wire_faults.KINDS)

@@ -157,6 +157,7 @@ class Job:
                 "digests": located.digests,
                 "items": {"step": decision.step},
                 "resized": True,
+                "read": True,
                 "transfers": transfers_to(decision.transfers, addresses, name),
                 "regions": regions_to(decision.plan, addresses, name)
                 if decision.plan

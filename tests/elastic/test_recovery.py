@@ -227,6 +227,6 @@ def round_with(rung: int | None, reported: bool) -> Round:
     ],
 )
 def test_a_failed_recovery_goes_on_in_the_next_round(old, detected, reasons):
-    new = next_round(old, (1, 2), "b (slot 1) was lost", now=9.0)
+    new = next_round(old, (1, 2), "b (slot 1) was lost", now=9.0, read=False)
     assert (new.detected, len(new.reasons)) == (detected, reasons)
     assert new.last_finished == (7 if reasons == 2 else 0)
