@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from dtft.checkpoint.replicated import (
         ReplicatedCheckpointManager as ReplicatedCheckpointManager,
     )
+    from dtft.checkpoint.sealed_items import CorruptItems as CorruptItems
     from dtft.checkpoint.storing import StorageFailed as StorageFailed
     from dtft.checkpoint.versions import Corrupt as Corrupt
 
 _PUBLIC = {
     "AgentGone": "dtft.checkpoint.dialogue",
     "Corrupt": "dtft.checkpoint.versions",
+    "CorruptItems": "dtft.checkpoint.sealed_items",
     "NoAgent": "dtft.checkpoint.attach",
     "NotBrought": "dtft.checkpoint.attached_memory",
     "ReplicatedCheckpointManager": "dtft.checkpoint.replicated",
@@ -30,6 +32,7 @@ _PUBLIC = {
 __all__ = [
     "AgentGone",
     "Corrupt",
+    "CorruptItems",
     "NoAgent",
     "NotBrought",
     "ReplicatedCheckpointManager",

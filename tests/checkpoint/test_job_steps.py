@@ -18,9 +18,14 @@ from etils import epath
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from dtft.checkpoint import AgentGone, NoAgent, NotBrought, ReplicatedOptions
+from dtft.checkpoint import (
+    AgentGone,
+    CorruptItems,
+    NoAgent,
+    NotBrought,
+    ReplicatedOptions,
+)
 from dtft.checkpoint.job_steps import JobSteps
-from dtft.checkpoint.sealed_items import CorruptItems
 from dtft.checkpoint.slices import Layout, MeshLayout
 from dtft.checkpoint.storing import StorageFailed
 from dtft.elastic.entry import JobMismatch
