@@ -40,6 +40,7 @@ FOLLOWER_EVENTS = {
     "trainer": "trainer_says",
     "trainer_exit": "trainer_exited",
     "restored_memory": "restored_memory",
+    "assembled": "assembled",
     "held": "held",
     "exporter": "exporter_says",
 }

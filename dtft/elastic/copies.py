@@ -18,6 +18,7 @@ from dtft.checkpoint.arena_map import arena_bytes
 from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
+from dtft.checkpoint.sealed_items import is_right
 from dtft.checkpoint.shares import Shares
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -167,7 +168,11 @@ class Copies:
             good, bad = holder.holdings(read)
             for step, digests in good.items():
                 held[step] = digests | held.get(step, {})
-                items[step] = holder.items(step) or items.get(step, {})
+                beside = holder.items(step)
+                if not is_right(beside):
+                    corrupt.append(f"{self._config.host} step {step}: its items")
+                    beside = {}
+                items[step] = beside or items.get(step, {})
             corrupt += [f"{self._config.host} {text}" for text in bad]
         return {
             "layouts": [holder.layout.to_json() for holder in holders],

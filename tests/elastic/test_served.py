@@ -1,5 +1,6 @@
 """Jobs of the user's own processes: when their leader forms, waits, answers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ from hypothesis import strategies as st
 
 from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.membership import View
+from dtft.elastic.entry import SERVED, proof_of
+from dtft.elastic.inspect_job import Observer
+from dtft.elastic.membership import View, job_key
 from dtft.elastic.roles import HostRecord
+from dtft.elastic.scale_job import ScaleRefused, scale
 from dtft.elastic.served import fill_by_process, missing
 from dtft.elastic.served_leader import ServedLeader
 from tests.elastic.desks import LeaderDesk
@@ -212,6 +216,46 @@ def test_a_copy_of_another_step_is_refused_and_all_begin_anew(desk: Desk) -> Non
     assert not desk.leader._records.commits
     reasons = {fields["reason"] for _, fields in desk.take("reform")}
     assert any("slot 1's slices on slot 0 is not of step 0" in it for it in reasons)
+
+
+def commits(desk: Desk, step: int) -> None:
+    """Both processes have saved a step, and it is recorded."""
+    desk.stage(step)
+    desk.hold(step)
+    desk.writes()
+
+
+def test_an_export_that_is_asked_for_does_not_wait_for_the_next_save(
+    desk: Desk,
+) -> None:
+    answers: list[dict[str, Any]] = []
+    desk.formed()
+    desk.leader.export_wanted(answers.append)
+    assert "nothing was saved" in answers.pop()["error"]
+    for to in "ab":
+        desk.reports(to, "layout", layout=LAYOUT.to_json())
+    commits(desk, 0)
+    commits(desk, 1)  # while the first, which is due, is still being written
+    desk.leader.export_wanted(answers.append)
+    for step in (0, 1):
+        assert {told["step"] for _, told in desk.take("export")} == {step}
+        assert not answers
+        for to in "ab":
+            desk.reports(to, "exported", step=step, ok=True, error="")
+    assert answers == [{"step": 1}]
+    desk.leader.export_wanted(answers.append)
+    assert answers.pop() == {"step": 1} and not desk.take("export")
+
+
+def test_a_job_that_serves_has_the_size_that_its_user_gave_it(desk: Desk) -> None:
+    known = {"secret": proof_of(b"x" * 16, "j"), "config": f"{SERVED} --copies 2"}
+    desk.store.put(job_key("j", "m/fingerprint"), json.dumps(known).encode())
+    observer = Observer(desk.store, "s:1", "j", b"x" * 16)
+    with pytest.raises(ScaleRefused, match="whoever starts them decides how many"):
+        scale(observer, 3, 10.0)  # nobody leads it yet
+    answers: list[dict[str, Any]] = []
+    desk.leader.scaling_wanted(3, answers.append)
+    assert answers[0]["code"] == 2 and "--serve-only" in answers[0]["error"]
 
 
 def test_after_the_last_goodbye_the_job_waits_for_other_processes(desk: Desk) -> None:
