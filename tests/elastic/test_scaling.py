@@ -307,6 +307,7 @@ class Told(Observer):
 
     def __init__(self, *replies: dict[str, Any] | str, ended: str = "") -> None:
         self.replies, self.ended = list(replies), ended
+        self.is_served = False
 
     def result(self) -> str | None:
         return self.ended or None
