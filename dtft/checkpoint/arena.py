@@ -4,21 +4,20 @@ Reserves one file in memory, all of it at once, and hands out views. Must not kn
 the bytes mean, who uses which part, nor steps, slices or peers.
 """
 
-import ctypes
 import errno
 import mmap
 import os
 import threading
 from pathlib import Path
 
+import numpy as np
+
 DEFAULT_DIRECTORY = Path("/dev/shm")
 """Where arenas go unless told otherwise: memory, as large as the host allows."""
 
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14 and newer, which `mmap` does not name."""
 _LOWEST = 19
 """Niceness of the thread that maps pages."""
-_PIECE = 32 << 20
+_PIECE = 1 << 20
 """Mapped at a time, so that `close` need not wait for all of it."""
 
 
@@ -119,8 +118,7 @@ class Arena:
         """Maps every page into this process, while nothing else wants the cores.
 
         Memory that is reserved is still mapped page by page when it is first used,
-        which makes a first copy several times slower than later ones. Saves only time:
-        where the kernel cannot do it, pages come when they are used.
+        which makes a first copy several times slower than later ones.
 
         Returns:
             The thread that does it.
@@ -131,16 +129,14 @@ class Arena:
 
     def _map_pages(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
-        madvise = ctypes.CDLL(None).madvise  # called without the interpreter lock
         for offset in range(0, self.size, _PIECE):
             try:
                 view = self.view(offset, min(_PIECE, self.size - offset))
             except ValueError:
                 return  # closed meanwhile
-            address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-            length = ctypes.c_size_t(len(view))
-            if madvise(ctypes.c_void_p(address), length, _POPULATE_WRITE):
-                return
+            # Reads, for madvise(MADV_POPULATE_WRITE) holds the lock of the process's
+            # address space: at this priority, threads that start would wait for it.
+            np.frombuffer(view, np.uint8)[:: mmap.PAGESIZE].max()
 
     def close(self) -> None:
         """Gives up this process's hold on the memory; the file stays."""

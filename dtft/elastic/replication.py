@@ -159,15 +159,17 @@ def fetch(
     credentials: Credentials,
     limit_s: float,
     nixl: Nixl | None = None,
+    streams: int = fetching.STREAMS,
 ) -> int:
     """Fetches own slices from one peer straight into the arena and checks them.
 
-    Returns and raises what `fetch_into` does.
+    Takes, returns and raises what `fetch_into` does.
     """
     pieces = {piece.key: piece for piece in holder.own_slices}
     keys = order.transfer["keys"]
     memory = {key: holder.own_parts(order.step, pieces[key]) for key in keys}
-    fetched = fetch_into(memory, order, credentials, holder.chunk_bytes, limit_s, nixl)
+    chunk = holder.chunk_bytes
+    fetched = fetch_into(memory, order, credentials, chunk, limit_s, nixl, streams)
     holder.restored(order.step, {key: order.digests[key] for key in keys})
     return fetched
 
@@ -179,8 +181,18 @@ def fetch_into(
     chunk_bytes: int,
     limit_s: float,
     nixl: Nixl | None = None,
+    streams: int = fetching.STREAMS,
 ) -> int:
     """Fetches slices from one peer into memory, by key, and checks them.
+
+    Args:
+        memory: where they go.
+        order: which, and from whom.
+        credentials: the job's.
+        chunk_bytes: bytes under one digest.
+        limit_s: deadline in seconds.
+        nixl: reads from peers that have NIXL too.
+        streams: most connections at a time.
 
     Returns:
         Bytes of the slices that are there now.
@@ -202,6 +214,7 @@ def fetch_into(
             wanted,
             chunk_bytes=chunk_bytes,
             limit_s=limit_s,
+            streams=streams,
             nixl=nixl,
         )
     except fetching.FetchError as error:

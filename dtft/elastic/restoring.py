@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtft.checkpoint import digest
+from dtft.checkpoint.fetch import STREAMS
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.slices import Layout, Slice
@@ -182,10 +183,15 @@ def _fetch_all(
     limit_s: float,
     nixl: Nixl | None,
 ) -> int:
-    """Fetches from all peers at once; returns the bytes received."""
+    """Fetches from all peers at once; returns the bytes received.
+
+    The peers share the connections that one fetch may have: more of them do not bring
+    more bytes, but wait for each other.
+    """
     transfers = order["transfers"]
     if not transfers:
         return 0
+    streams = max(1, STREAMS // len(transfers))
     with concurrent.futures.ThreadPoolExecutor(len(transfers)) as pool:
         running = [
             pool.submit(
@@ -200,6 +206,7 @@ def _fetch_all(
                 credentials,
                 limit_s,
                 nixl,
+                streams,
             )
             for transfer in transfers
         ]
