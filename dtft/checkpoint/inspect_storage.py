@@ -43,12 +43,12 @@ class StoredLeaf:
 
 
 def checkpoints_in(directory: Path | str) -> Path:
-    """The storage directory: itself, or `checkpoints` in a run directory.
+    """The storage directory: itself, or `checkpoints` in a run directory; absolute.
 
     Raises:
         FileNotFoundError: there is neither.
     """
-    path = Path(directory)
+    path = Path(directory).absolute()
     if not path.is_dir():
         raise FileNotFoundError(
             f"DIR {path}: there is no such directory. Give a storage directory, or a "
