@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.inspect_step import missing_from, writer_of
+from dtft.checkpoint.inspect_step import items_in, missing_from, writer_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,6 +47,7 @@ def checkpoints_in(directory: Path | str) -> Path:
 
     Raises:
         FileNotFoundError: there is neither.
+        ValueError: it is the directory of one step.
     """
     path = Path(directory).absolute()
     if not path.is_dir():
@@ -55,6 +56,12 @@ def checkpoints_in(directory: Path | str) -> Path:
             "run directory with `checkpoints` in it; or --store, --job and "
             "--secret-file for a live job."
         )
+    for above in (path, path.parent):
+        if items_in(above) is not None:
+            raise ValueError(
+                f"DIR {path} is (in) the directory of one step. Give the storage "
+                f"directory, {above.parent}; --step names a step."
+            )
     inner = path / "checkpoints"
     return inner if inner.is_dir() else path
 

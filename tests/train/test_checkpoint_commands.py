@@ -137,6 +137,14 @@ def test_a_step_without_what_orbax_reads_it_by_is_not_right(
     assert code == 1 and found in text
 
 
+def test_the_directory_of_one_step_is_named_as_what_it_is(
+    run: Run, storage: Path
+) -> None:
+    for wrong in (storage / "9", storage / "9" / "state"):
+        code, _, error = run("ls", wrong)
+        assert code == 2 and f"Give the storage directory, {storage};" in error
+
+
 def test_damage_inside_a_step_is_one_clear_error(run: Run, storage: Path) -> None:
     (storage / "9" / "items" / "metadata").write_text("{")
     code, _, error = run("show", storage)
@@ -220,6 +228,7 @@ def test_a_step_of_several_items_is_shown_and_every_one_is_verified(
         (("ls",), "give either DIR"),
         (("ls", "/tmp", "--job", "j"), "give either DIR"),
         (("ls", "--store", "s:1"), "both --store HOST:PORT and --job"),
+        (("ls", "--job", "j"), "both --store HOST:PORT and --job"),
         (("ls", "/tmp", "--colour"), "unknown arguments: --colour"),
     ],
 )
