@@ -12,6 +12,7 @@ Writer = Literal["job", "manager", "orbax"]
 """A job's exporters, `ReplicatedCheckpointManager`, or stock Orbax."""
 _METADATA = "_CHECKPOINT_METADATA"
 _DONE = "commit_success.txt"
+_TREE, _JSON = "StandardCheckpointHandler", "JsonCheckpointHandler"
 
 
 def items_in(step: Path) -> dict[str, Any] | None:
@@ -44,7 +45,27 @@ def missing_from(step: Path) -> str:
     gone = sorted(name for name in names if not (step / name).is_dir())
     if gone:
         return f"incomplete: it has no item {', '.join(gone)}"
+    for name, handler in names.items():
+        if file := _missing_file(step / name, str(handler).rpartition(".")[2]):
+            return f"incomplete: item {name} has no readable {file}"
     whole = (step / _DONE).exists()
     if whole and not all((step / name / _DONE).exists() for name in names):
         return f"incomplete: an item has no {_DONE}"
     return ""
+
+
+def _missing_file(item: Path, handler: str) -> str:
+    """What Orbax cannot read an item without, beside its values; "" if it is there.
+
+    A JSON file may have another name where the user gave Orbax one.
+    """
+    if handler == _JSON:
+        return "" if any(path.name != _DONE for path in item.iterdir()) else "metadata"
+    if handler != _TREE:
+        return ""
+    try:
+        tree = json.loads((item / "_METADATA").read_bytes())
+    except (OSError, ValueError):
+        return "_METADATA"
+    manifest = "manifest.ocdbt"
+    return manifest if tree.get("use_ocdbt") and not (item / manifest).exists() else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.inspect_step import missing_from, writer_of
+from dtft.checkpoint.inspect_step import items_in, missing_from, writer_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,18 +43,25 @@ class StoredLeaf:
 
 
 def checkpoints_in(directory: Path | str) -> Path:
-    """The storage directory: itself, or `checkpoints` in a run directory.
+    """The storage directory: itself, or `checkpoints` in a run directory; absolute.
 
     Raises:
         FileNotFoundError: there is neither.
+        ValueError: it is the directory of one step.
     """
-    path = Path(directory)
+    path = Path(directory).absolute()
     if not path.is_dir():
         raise FileNotFoundError(
             f"DIR {path}: there is no such directory. Give a storage directory, or a "
             "run directory with `checkpoints` in it; or --store, --job and "
             "--secret-file for a live job."
         )
+    for above in (path, path.parent):
+        if items_in(above) is not None:
+            raise ValueError(
+                f"DIR {path} is (in) the directory of one step. Give the storage "
+                f"directory, {above.parent}; --step names a step."
+            )
     inner = path / "checkpoints"
     return inner if inner.is_dir() else path
 

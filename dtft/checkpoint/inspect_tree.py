@@ -22,7 +22,7 @@ def leaves_and_items(
     directory: Path, step: int
 ) -> tuple[dict[str, Leaf], dict[str, Any]]:
     """The leaves by path, as they are stored, and the items that are JSON."""
-    stored = StoredSteps(epath.Path(directory))
+    stored = _steps_in(directory)
     found = stored.record(step)
     if found is None:
         return _stock_leaves(stored.stock_metadata(step)), {}
@@ -54,7 +54,7 @@ def read_all(directory: Path, step: int) -> None:
         CheckpointUnreadable: the step is damaged.
         ValueError: stock Orbax wrote it, and there is nothing to compare with.
     """
-    stored = StoredSteps(epath.Path(directory))
+    stored = _steps_in(directory)
     found = stored.record(step)
     if found is None:
         raise ValueError(
@@ -63,3 +63,7 @@ def read_all(directory: Path, step: int) -> None:
         )
     record, prints = found
     stored.read(step, record, prints, wanted_of(record, None))
+
+
+def _steps_in(directory: Path) -> StoredSteps:
+    return StoredSteps(epath.Path(directory.absolute()))  # Orbax takes no other

@@ -115,8 +115,10 @@ def odds_table(
         ValueError: as `survival`.
     """
     _check(num_hosts, copies, 0)
+    kept = min(copies, num_hosts)
+    fewer = f" ({copies} asked for, but a host keeps one)" if kept < copies else ""
     lines = [
-        f"{num_hosts} hosts, {copies} copies of every slice, in groups of {copies} "
+        f"{num_hosts} hosts, {kept} copies of every slice{fewer}, in groups of {kept} "
         "(a ring for the remainder); state divided over all hosts",
         f"{'lost at once':>12}  {'survived':>9}  {'simulated':>17}  {'bound':>8}",
     ]

@@ -121,6 +121,16 @@ class OpenedDirectory:
             self._opened = None
 
 
+def said(error: Exception) -> str:
+    """An error of Orbax for people: its first line, without TensorStore's own spec.
+
+    >>> said(ValueError("a chunk is gone [tensorstore_spec='{...}']"))
+    'ValueError: a chunk is gone'
+    """
+    text = str(error).partition("\n")[0].partition(" [tensorstore_spec=")[0]
+    return f"{type(error).__name__}: {text}"
+
+
 def _identity(directory: Path) -> tuple[int, int] | None:
     """What a directory is, whatever it is called; None if there is none."""
     try:

@@ -135,6 +135,11 @@ def _standard_tree(name: str, item: Any) -> Any:
             "are not used here. Leave them out; `save` takes custom_metadata."
         )
     tree = item.item
+    if not jax.tree.leaves(tree) and tree is not None:
+        raise ValueError(
+            f"StandardSave of item {name!r} holds no leaf: {tree!r:.80}. Allowed: one "
+            "leaf or more. Give the state that is to come back, or leave the item out."
+        )
     if tree is None or jax.tree_util.treedef_is_leaf(jax.tree.structure(tree)):
         raise ValueError(
             f"StandardSave of item {name!r} holds {type(tree).__name__}, not a tree. "

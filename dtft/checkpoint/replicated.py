@@ -101,11 +101,15 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return self._directory
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """The steps on offer, ascending; `read` lists the directory again."""
+        """The steps on offer, ascending; `read` lists the directory again.
+
+        In a job of several processes all of them call it: it waits until the step
+        saved last is safe, and lists the directory each time.
+        """
         return self._work.all_steps(read)
 
     def latest_step(self) -> int | None:
-        """The newest step on offer, or None."""
+        """The newest step on offer, or None; in a job it waits as `all_steps` does."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
@@ -175,7 +179,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         Args:
             step: one of `all_steps()`; None for the newest.
             args: `ocp.args.StandardRestore` or `Composite`, as for stock Orbax. Without
-                it arrays come back onto the sharding that they had.
+                it arrays come back onto the sharding that they had; in a job of several
+                processes it is needed, with a sharding for every array that is divided.
 
         Raises:
             FileNotFoundError: there is no step, or not this one.
@@ -191,6 +196,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     def item_metadata(self, step: int) -> Any:
         """Shape, dtype and (in memory) sharding of every leaf, in the saved tree.
 
+        In a job of several processes without shardings, which are each restart's own.
         Leaves are jax.ShapeDtypeStruct, so the result serves as a restore's target; of
         a step that stock Orbax wrote it is what stock Orbax gives.
         """
@@ -224,6 +230,9 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
 
     def delete(self, step: int) -> None:
         """Removes a step from memory and from storage.
+
+        In a job of several processes from storage only, by the same call of all; the
+        newest step in memory, from which lost hosts come back, is refused.
 
         Raises:
             FileNotFoundError: there is no such step.

@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from dtft.checkpoint.fingerprint import fingerprints
-from dtft.checkpoint.opened import OpenedDirectory
+from dtft.checkpoint.opened import OpenedDirectory, said
 from dtft.checkpoint.tree import listed, nested, to_paths
 
 _ENTRIES = frozenset({"items", "empty", "fingerprints"})
@@ -239,10 +239,9 @@ class StorageTier:
     def _unreadable(self, step: int, error: Exception) -> CheckpointUnreadable:
         others = [str(found) for found in self.all_steps() if found != step]
         advice = f"Restore another step ({listed(others)}) or m" if others else "M"
-        reason = str(error).partition("\n")[0]
         return CheckpointUnreadable(
-            f"{self._path(step)} exists but cannot be read ({type(error).__name__}: "
-            f"{reason}). Nothing was changed. {advice}ove the directory away."
+            f"{self._path(step)} exists but cannot be read ({said(error)})."
+            f" Nothing was changed. {advice}ove the directory away."
         )
 
 

@@ -15,6 +15,7 @@ from etils import epath
 
 from dtft.checkpoint import placing
 from dtft.checkpoint.fingerprint import fingerprints
+from dtft.checkpoint.opened import said
 from dtft.checkpoint.record import DEFAULT, RECORD, Kind, LeafRecord, Record
 from dtft.checkpoint.sealed_items import digest_of
 from dtft.checkpoint.storage import CheckpointUnreadable
@@ -165,10 +166,9 @@ class StoredSteps:
 
     def _unreadable(self, step: int, error: Exception) -> CheckpointUnreadable:
         others = [str(other) for other in self.steps() if other != step]
-        reason = str(error).partition("\n")[0]
         return CheckpointUnreadable(
             f"{self.directory / str(step)} exists but cannot be read "
-            f"({type(error).__name__}: {reason}). Nothing was changed. Restore another "
+            f"({said(error)}). Nothing was changed. Restore another "
             f"step ({listed(others)}), or move the directory away."
         )
 

@@ -125,10 +125,11 @@ class Copies:
         """All that have copies of this host, the newest first."""
         return [it for it in (self.holder, *self.former) if it is not None]
 
-    def holding(self, step: int) -> Holder | None:
-        """The holder that has a step, the newest one if none has."""
-        having = (it for it in self.holders() if step in it.steps())
-        return next(having, self.holder)
+    def holding(self, step: int, slot: int | None = None) -> Holder | None:
+        """The holder that has a step, of a certain slot if one is; else the newest."""
+        having = [it for it in self.holders() if step in it.steps()]
+        fit = [it for it in having if it.slot == slot]
+        return next(iter([*fit, *having]), self.holder)
 
     def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
         """Reserves memory for a slot of this layout, beside whatever goes on.
@@ -163,11 +164,14 @@ class Copies:
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}
         items: dict[int, dict[str, Any]] = {}
+        complete: dict[int, list[int]] = {}
         corrupt: list[str] = []
         for holder in holders:
             good, bad = holder.holdings(read)
             for step, digests in good.items():
                 held[step] = digests | held.get(step, {})
+                if all(piece.key in digests for piece in holder.own_slices):
+                    complete.setdefault(step, []).append(holder.slot)
                 beside = holder.items(step)
                 if not is_right(beside):
                     corrupt.append(f"{self._config.host} step {step}: its items")
@@ -177,6 +181,7 @@ class Copies:
         return {
             "layouts": [holder.layout.to_json() for holder in holders],
             "holdings": held,
+            "complete": complete,
             "items": items,
             "corrupt": corrupt,
         }

@@ -37,12 +37,20 @@ class Demands:
                 answer(reply)
         self._waiting = [one for one in self._waiting if one[0] > step]
 
-    def close(self) -> None:
-        """Tells all who still wait that nothing will come."""
+    def refuse(self, reason: str, *, moved: bool = False) -> None:
+        """Nothing will come: all who still wait are told why.
+
+        Args:
+            reason: for people.
+            moved: another host should be asked.
+        """
         for _, answer in self._waiting:
-            text = "this host does not lead any more; ask again"
-            answer({"error": text, "moved": True})
+            answer({"error": reason, "moved": moved})
         self._waiting.clear()
+
+    def close(self) -> None:
+        """Another host leads now: all who still wait should ask that one."""
+        self.refuse("this host does not lead any more; ask again", moved=True)
 
 
 def serve_export(

@@ -103,7 +103,8 @@ class Follower:
 
     def _holds(self, read: bool) -> dict[str, Any]:
         """What the leader decides from."""
-        return self._copies.report(read) | {"finished": self._board.get("finished")}
+        told = {"finished": self._board.get("finished"), "export_port": free_port()}
+        return self._copies.report(read) | told
 
     def _stand_down(self, reason: str = "", fatal: bool = False) -> None:
         formation, self._formation = self._formation, None
@@ -299,7 +300,7 @@ class Follower:
 
     def export(self, order: dict[str, Any]) -> None:
         """Begins to write a committed step to storage, from the arena."""
-        holder = self._copies.holding(order["step"])
+        holder = self._copies.holding(order["step"], order["slot"])
         self._exports.begin(holder, {**order, "epoch": self.epoch})
 
     def lend(self, step: int) -> None:

@@ -182,7 +182,8 @@ def export_addresses(
     round_: Round, assignment: Assignment, hosts: Mapping[str, HostRecord]
 ) -> dict[str, str]:
     """Host to the host:port at which it would lead an export, of the hosts left."""
-    ports = {host: told["export_port"] for host, told in round_.prepared.items()}
+    told = {**round_.replies, **round_.prepared}  # between formations the former only
+    ports = {host: known.get("export_port", 0) for host, known in told.items()}
     return {
         host: f"{hosts[host].address.rsplit(':', 1)[0]}:{ports.get(host, 0)}"
         for host in assignment.slots

@@ -115,6 +115,8 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "ballot": _ballot,
         "layouts": _list(_layout),
         "holdings": _map(_number, _map(_text, _bytes)),
+        "complete": _map(_number, _list(_number)),
+        "export_port": _port,
         "items": _map(_number, _anything),
         "corrupt": _list(_text),
         "finished": _number,
@@ -182,6 +184,7 @@ SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
 """As `FIELDS`, in a job whose processes are the user's own."""
 
 OPTIONAL: Mapping[str, frozenset[str]] = {
+    "holdings": frozenset({"complete", "export_port"}),
     "staged": frozenset({"interval", "window"}),
     "fatal": frozenset({"ballot", "slot", "code"}),
     "prepared": frozenset({"restored"}),

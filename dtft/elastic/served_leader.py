@@ -11,6 +11,7 @@ from typing import Any
 
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.attendance import Attendance
+from dtft.elastic.between_runs import BetweenRuns
 from dtft.elastic.demands import Answer
 from dtft.elastic.forming import Ballot
 from dtft.elastic.leader import Leader
@@ -83,6 +84,13 @@ class ServedLeader(Leader):
     _remapping: tuple[Ballot, Remapping] | None = None
     """Of a formation, by its ballot."""
 
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        """As `Leader`."""
+        super().__init__(*parts, **named)
+        self._between_runs = BetweenRuns(
+            self._records, self._rounds, self._roster, self._storage
+        )
+
     def tick(self) -> None:
         """Forms once every process is there, and enforces the deadlines."""
         rounds = self._rounds
@@ -95,6 +103,7 @@ class ServedLeader(Leader):
         ):
             # Whenever the user saves next; from the first process's save on it counts.
             rounds.enter("running", self._stage_limit())
+        self._between_runs.tick()
         super().tick()
 
     def _fail(self, message: str, code: int = 1) -> None:
@@ -126,9 +135,11 @@ class ServedLeader(Leader):
     def export_wanted(self, answer: Answer) -> None:
         """The newest commit is written now: nobody knows when the next one comes."""
         rounds, ledger = self._rounds, self._rounds.ledger
-        if ledger is None and rounds.phase == "running":
+        if rounds.phase in ("gathering", "waiting"):
+            self._between_runs.asked(answer)
+        elif ledger is None and rounds.phase == "running":
             text = "nothing was saved since the processes have attached; ask again then"
-            answer({"error": text})
+            answer({"error": f"{text}, or when the processes have ended"})
         elif ledger is not None and ledger.exported >= max(0, ledger.committed):
             answer({"step": ledger.exported})
         else:
@@ -220,6 +231,7 @@ class ServedLeader(Leader):
 
     def _export_ended(self, host: str, step: int, outcome: bool, error: str) -> None:
         super()._export_ended(host, step, outcome, error)
+        self._between_runs.over()
         if not outcome:
             directory = self._config.storage_directory
             why = error.partition("\n")[0][:300]

@@ -70,6 +70,18 @@ class StorageDesk:
         if line:
             self._journal.say(line)
 
+    def wanted(self, committed: int, answer: Answer) -> None:
+        """Somebody waits for step `committed` or a later one, which is seen to."""
+        self._demands.add(committed, answer)
+
+    def has(self, step: int) -> None:
+        """A step is there already: who waits for it is told so."""
+        self._demands.outcome(step, True, "")
+
+    def refuse(self, reason: str) -> None:
+        """Tells all who wait why nothing will come."""
+        self._demands.refuse(reason)
+
     def close(self) -> None:
         """Tells all who still wait that nothing will come."""
         self._demands.close()

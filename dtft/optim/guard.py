@@ -104,12 +104,7 @@ def guard_gradients(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, GuardState]:
-        squared = squared_norm(updates)
-        # Of the square: XLA makes sqrt(x * x) of a single number |x|.
-        finite, norm = jnp.isfinite(squared), jnp.sqrt(squared)
-        if axis_name is not None:
-            finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
-            norm = jax.lax.pmax(jnp.where(finite, norm, 0), axis_name)
+        finite, norm = _agreed_norm(updates, axis_name)
         outlier = finite & is_outlier(norm, state.norms, max_norm_ratio, warmup)
         believed = outlier & (state.outliers_in_a_row >= max_consecutive)
         accept = finite & (~outlier | believed)
@@ -137,6 +132,17 @@ def guard_gradients(
         )
 
     return optax.GradientTransformationExtraArgs(_init(wrapped, history), update)  # pyright: ignore[reportArgumentType]
+
+
+def _agreed_norm(updates: optax.Updates, axis_name: Any) -> tuple[jax.Array, jax.Array]:
+    """Whether the norm is finite, and the norm; the same on all devices of the axes."""
+    squared = squared_norm(updates)
+    # Of the square: XLA makes sqrt(x * x) of a single number |x|.
+    finite, norm = jnp.isfinite(squared), jnp.sqrt(squared)
+    if axis_name is not None:
+        finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+        norm = jax.lax.pmax(jnp.where(finite, norm, 0), axis_name)
+    return finite, norm
 
 
 def unguarded(

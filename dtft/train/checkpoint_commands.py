@@ -6,12 +6,14 @@ that record alone. Where things are found out is `checkpoint.inspect_storage` an
 """
 
 import contextlib
+import functools
 import json
 import logging
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint import inspect_storage
 from dtft.checkpoint.health import CommitHealth
@@ -39,7 +41,9 @@ def run(options: Namespace, secret: Callable[[], bytes]) -> int:
         FileNotFoundError: no such directory.
     """
     on_job = bool(options.store or options.job)
-    if on_job == bool(options.directory) or (on_job and not options.job):
+    if on_job == bool(options.directory) or (
+        on_job and not (options.job and options.store)
+    ):
         raise ValueError(
             "give either DIR (a storage or run directory), or both --store HOST:PORT "
             "and --job NAME (with --secret-file FILE) for a live job."
@@ -204,8 +208,19 @@ def _use_cpu() -> None:
     import jax
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what is no news
+    sys.unraisablehook = functools.partial(_without_echoes, sys.unraisablehook)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
+
+
+def _without_echoes(shown: Callable[[Any], Any], unraisable: Any) -> None:
+    """Shows what is raised, but not the end of reads that nobody waits for any more.
+
+    When Orbax fails to read one array it gives up the others; TensorStore then has a
+    traceback printed for each that ends later, which hides the one error that counts.
+    """
+    if str(unraisable.exc_value) != "Event loop is closed":
+        shown(unraisable)
 
 
 _ON_DIRECTORY: dict[str, Callable[[Namespace, Path], Printed]] = {

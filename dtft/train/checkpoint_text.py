@@ -98,6 +98,18 @@ def job_lines(record: Record) -> list[str]:
     if record["result"]:
         lines.append(f"it has ended: {record['result']}")
     lines += [record["copies_problem"]] if record["copies_problem"] else []
+    lines += _commit_lines(record["commits"]) + _host_lines(record)
+    if record.get("storage"):
+        lines += storage_lines(record["storage"])
+    elif record["storage_directory"]:
+        lines.append(f"storage {record['storage_directory']} is not seen from here")
+    return lines
+
+
+def _commit_lines(commits: list[Record]) -> list[str]:
+    """The commits in memory, newest first."""
+    if not commits:
+        return ["nothing is committed yet"]
     rows = [
         (
             it["step"],
@@ -106,18 +118,19 @@ def job_lines(record: Record) -> list[str]:
             "{}-{} of {}".format(*it["copies"], it["copies_wanted"]),
             it["health"],
         )
-        for it in record["commits"]
+        for it in commits
     ]
-    if rows:
-        lines += table(("step", "size", "slices", "copies", "health"), rows)
-        newest_interval = record["commits"][0]["interval"]
-        lines.append(f"snapshot interval in force: {newest_interval}")
-    else:
-        lines.append("nothing is committed yet")
-    commits = record["commits"]
-    lines += [f"step {it['step']}: {it['problem']}" for it in commits if it["problem"]]
-    newest = commits[0]["slices_on"] if commits else {}
-    hosts = [
+    lines = table(("step", "size", "slices", "copies", "health"), rows)
+    lines.append(f"snapshot interval in force: {commits[0]['interval']}")
+    return lines + [
+        f"step {it['step']}: {it['problem']}" for it in commits if it["problem"]
+    ]
+
+
+def _host_lines(record: Record) -> list[str]:
+    """The hosts, with what each holds of the newest commit."""
+    newest = record["commits"][0]["slices_on"] if record["commits"] else {}
+    rows = [
         (
             host["host"],
             host["slot"] if host["slot"] >= 0 else "-",
@@ -128,13 +141,8 @@ def job_lines(record: Record) -> list[str]:
         )
         for host in record["hosts"]
     ]
-    if hosts:
-        lines += table(("host", "slot", "slices", "steps", "arena", "state"), hosts)
-    if record.get("storage"):
-        lines += storage_lines(record["storage"])
-    elif record["storage_directory"]:
-        lines.append(f"storage {record['storage_directory']} is not seen from here")
-    return lines
+    columns = ("host", "slot", "slices", "steps", "arena", "state")
+    return list(table(columns, rows)) if rows else []
 
 
 def verify_lines(record: Record) -> tuple[list[str], bool]:

@@ -87,3 +87,8 @@ def test_wrong_arguments_are_named() -> None:
         survival(0, 2, 0)
     with pytest.raises(ValueError, match="losses=5 of 4 hosts. Allowed: 0 to 4"):
         simulate(4, 2, 5)
+
+
+def test_the_table_says_when_there_are_fewer_hosts_than_copies() -> None:
+    first = odds_table(2, 3, max_losses=1, trials=10).splitlines()[0]
+    assert "2 copies of every slice (3 asked for, but a host keeps one)" in first

@@ -214,6 +214,7 @@ def test_a_save_that_fails_loses_nothing(manager: Any) -> None:
         ({"w": np.array(["a"])}, "dtype"),
         (dotted, "one name in Orbax"),
         (3.0, "not a tree"),
+        ({"w": {}}, "holds no leaf"),
     ]:
         with pytest.raises(ValueError, match=reason):
             manager.save(3, args=Save(state))

@@ -73,8 +73,8 @@ class Desk(LeaderDesk):
         self.leader.see(self._view())
         self.leader.tick()
 
-    def holdings(self, to: str, fields: dict[str, Any], ns: int) -> None:
-        reply = {"layouts": [], "holdings": {}, "items": {}, "corrupt": []}
+    def holdings(self, to: str, fields: dict[str, Any], ns: int, **has: Any) -> None:
+        reply = {"layouts": [], "holdings": {}, "items": {}, "corrupt": []} | has
         more = {"finished": 0, "attached_ns": ns, "ballot": fields["ballot"]}
         self.leader.hears(to, {"op": "holdings", **reply, **more})
 
@@ -266,3 +266,86 @@ def test_after_the_last_goodbye_the_job_waits_for_other_processes(desk: Desk) ->
     for to, fields in desk.take("reform"):
         desk.holdings(to, fields, 0)
     assert desk.phase == "waiting" and not desk.leader._rounds.frozen
+
+
+DIGESTS = {piece.key: bytes([n]) * 16 for n, piece in enumerate(LAYOUT.owners)}
+
+
+def saved(desk: Desk) -> None:
+    """Step 0 is committed, and in storage; step 1 is committed."""
+    desk.formed()
+    for to in "ab":
+        desk.reports(to, "layout", layout=LAYOUT.to_json())
+    for step in (0, 1):
+        desk.stage(step)
+        desk.hold(step)
+        desk.writes()
+        ordered = desk.take("export")
+        for to, fields in ordered:
+            desk.reports(to, "exported", step=fields["step"], ok=True, error="")
+        if ordered:
+            desk.writes()
+
+
+def replied(desk: Desk, *without: str) -> None:
+    """No process is attached; hosts say what they hold, one slot's slices whole."""
+    desk.known = {name: host(name) for name in "ab"}
+    desk.leader.see(desk._view())
+    for to, fields in desk.take("reform"):
+        slot = "ab".index(to)
+        has = {"layouts": [LAYOUT.to_json()], "export_port": 70 + slot}
+        has |= {"holdings": {1: DIGESTS}, "complete": {1: [slot]}}
+        desk.holdings(to, fields, 0, **({} if to in without else has))
+    desk.leader.tick()
+
+
+def test_the_newest_commit_is_exported_while_no_process_runs(desk: Desk) -> None:
+    saved(desk)
+    for slot, to in enumerate("ab"):
+        desk.reports(to, "finished", slot=slot, step=1)
+    replied(desk)
+    assert desk.phase == "waiting" and not desk.take("export")
+    heard: list[dict[str, Any]] = []
+    desk.leader.export_wanted(heard.append)
+    replied(desk)  # they are asked anew: some may have gone
+    orders = dict(desk.take("export"))
+    assert {to: (it["step"], it["slot"], it["rank"]) for to, it in orders.items()} == {
+        "a": (1, 0, 0),
+        "b": (1, 1, 1),
+    }
+    assert {it["coordinator"] for it in orders.values()} == {"a:70"}
+    desk.leader.export_wanted(heard.append)  # it is being written
+    assert not heard and not desk.take("reform")
+    for to in "ab":
+        desk.reports(to, "exported", step=1, ok=True, error="")
+    assert heard == [{"step": 1}] * 2 and desk.phase == "waiting"
+    (desk.config.storage_directory / "1").mkdir(parents=True)
+    desk.leader.export_wanted(heard.append)
+    replied(desk)
+    assert heard[2:] == [{"step": 1}] and not desk.take("export")
+
+
+def test_an_export_between_runs_ends_when_the_processes_attach(desk: Desk) -> None:
+    saved(desk)
+    desk.reports("b", "process_gone")
+    heard: list[dict[str, Any]] = []
+    desk.leader.export_wanted(heard.append)
+    replied(desk)
+    assert len(desk.take("export")) == 2
+    desk.attach("a", 0, 7)
+    desk.attach("b", 1, 8)
+    for to, fields in desk.take("reform"):
+        desk.holdings(to, fields, {"a": 7, "b": 8}[to])
+    desk.leader.tick()
+    assert "the processes have attached again" in heard[0]["error"]
+
+
+def test_a_step_whose_host_is_gone_says_how_to_bring_it_to_storage(desk: Desk) -> None:
+    saved(desk)
+    desk.reports("b", "process_gone")
+    heard: list[dict[str, Any]] = []
+    desk.leader.export_wanted(heard.append)
+    replied(desk, "b")
+    assert "b had the slices of slot 1 and is gone" in heard[0]["error"]
+    assert "start an agent in its place" in heard[0]["error"]
+    assert not desk.take("export")
