@@ -70,6 +70,7 @@ def dynamic_part(record: Record) -> dict[str, Any]:
             "json_items": record.json_items,
             "metrics": record.metrics,
             "custom_metadata": record.custom_metadata,
+            "shardings": record.shardings,
         }
     )
 
