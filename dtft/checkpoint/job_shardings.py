@@ -20,6 +20,8 @@ from dtft.checkpoint.wanted import Wanted
 
 ELSEWHERE = -1
 """In place of the number of a sharding: of one process's own, or no jax array."""
+Numbered = tuple[int, int]
+"""A device: (process index, id)."""
 
 
 def shardings_json(shardings: Sequence[Sharding | None]) -> dict[str, Any]:
@@ -101,8 +103,8 @@ def _sharding(
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-def _mesh_on(raw: Mapping[str, Any], devices: Sequence[jax.Device]) -> Mesh | None:
-    wanted = [tuple(pair) for pair in raw["devices"]]
+def _mesh_on(raw: Mapping[str, Any], devices: Sequence[Any]) -> Mesh | None:
+    wanted = [(process, ident) for process, ident in raw["devices"]]
     known = {(device.process_index, device.id): device for device in devices}
     there = renumbered(wanted, list(known))
     if there is None:
@@ -110,10 +112,6 @@ def _mesh_on(raw: Mapping[str, Any], devices: Sequence[jax.Device]) -> Mesh | No
     array = np.array([known[pair] for pair in there], object).reshape(raw["sizes"])
     types = tuple(AxisType[name] for name in raw["types"])
     return Mesh(array, tuple(raw["names"]), axis_types=types)
-
-
-Numbered = tuple[int, int]
-"""A device: (process index, id)."""
 
 
 def renumbered(

@@ -23,6 +23,7 @@ from dtft.checkpoint.job_layout import (
     difference,
     dynamic_part,
     layout_of,
+    moved,
     record_in,
     same_slices,
 )
@@ -185,8 +186,8 @@ class JobSteps:
         try:
             return self._memory.read_on(step, wanted, abstract)
         except NotBrought as error:
-            differs = difference(saved, wanted)
-            raise NotBrought(f"{error} Where they differ: {differs}.") from error
+            first = moved(saved, wanted)
+            raise NotBrought(f"{error} The first one: {first}.") from error
 
     def _from_storage(self, step: int, args: Any) -> Any:
         found = self._stored.record(step)

@@ -156,7 +156,7 @@ def test_every_bit_comes_back_from_memory(manager: Any) -> None:
 def test_an_array_that_nobody_put_on_a_device_comes_back_so(manager: Any) -> None:
     """As a counter that an optimizer made: jax.jit takes it beside divided arrays."""
     rows = odd_state()["rows"]
-    state = {"rows": rows, "count": jnp.int32(3), "key": jax.random.key(1)}
+    state = {"rows": rows, "count": jnp.float32(3), "key": jax.random.key(1)}
     manager.save(1, args=Save(state))
     back = manager.restore(1, args=Restore(state))
     assert not back["count"].committed and not back["key"].committed

@@ -207,9 +207,7 @@ def test_the_only_free_agent_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attaching, "DEFAULT_DIRECTORY", tmp_path)
-    with pytest.raises(
-        NoAgent, match="no agent of this user.*DTFT_AGENT_SOCKET"
-    ):
+    with pytest.raises(NoAgent, match="no agent of this user.*DTFT_AGENT_SOCKET"):
         find(None, {})
     hosts = []
     for name in ("a", "b"):
