@@ -49,6 +49,7 @@ def _job(made: argparse.ArgumentParser) -> None:
 def _cluster(made: argparse.ArgumentParser) -> None:
     """What `launch` and `drill` need to start several hosts."""
     _safety(made)
+    _sizes(made)
     made.add_argument("--spares", type=_count, default=0, help="hosts that wait")
 
 
@@ -62,6 +63,10 @@ def _safety(made: argparse.ArgumentParser) -> None:
     made.add_argument("--tls-key", metavar="FILE", help="PEM file: its private key")
     text = "fetch with NIXL (RDMA) where both hosts have it"
     made.add_argument("--nixl", action="store_true", help=text)
+
+
+def _sizes(made: argparse.ArgumentParser) -> None:
+    """What only a job may be told that dtft trains."""
     text = "go on with B replicas when hosts are lost (default: wait for a host)"
     made.add_argument("--min-replicas", type=_count, metavar="B", help=text)
 
@@ -74,6 +79,7 @@ def _agent(commands: Any, serve_only: bool) -> None:
         _job(made)
         text = "no trainer: memory for your own processes; see its --help"
         made.add_argument(SERVE_ONLY, action="store_true", help=text)
+        _sizes(made)
     _safety(made)
     made.add_argument("--domain", metavar="power=NAME,rack=NAME", help="where it is")
     made.add_argument("--store", required=True, metavar="HOST:PORT", help="etcd")

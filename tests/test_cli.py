@@ -42,6 +42,9 @@ def test_the_transport_bench_refuses_no_rounds(
         (["--tls-cert", "c"], "belong together"),
         (["--domain", "rack"], "--domain: "),
         (["--domain-file", "/nothing"], "--domain-file /nothing: No such file"),
+        (["--min-replicas", "1"], "--min-replicas: `dtft agent --serve-only` trains"),
+        (["--arena_directory", "/nothing"], "arena_directory=/nothing: there is no"),
+        (["--host-name", "a/b"], "--host-name 'a/b' has '/'. Allowed: letters"),
     ],
 )
 def test_an_agent_that_only_serves_refuses_what_it_would_ignore(
@@ -65,3 +68,31 @@ def test_the_help_of_an_agent_that_only_serves_explains_it(
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert "ReplicatedCheckpointManager" in shown and "CONFIG" not in shown
+    assert "--min-replicas" not in shown
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["agent", "--serve-only"],
+        ["agent", "digits_cnn"],
+        ["scale", "--replicas", "2"],
+        ["checkpoint", "ls"],
+    ],
+)
+def test_a_job_has_a_name_that_can_be_a_directory(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--store", "s:1", "--job", "a/b c"]) == 2
+    assert "--job 'a/b c' has '/', ' '. Allowed: letters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["launch"], ["drill", "--fault", "kill-host:0@3"]])
+def test_an_arena_directory_is_never_made(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere, run = tmp_path / "shm", ["--run-dir", str(tmp_path / "run")]
+    words = ["digits_cnn", *run, "--checkpoint.arena_directory", str(nowhere)]
+    assert main([command[0], *words, *command[1:]]) == 2
+    assert "there is no such directory" in capsys.readouterr().err
+    assert not nowhere.exists()

@@ -153,7 +153,11 @@ def only_free(agents: Iterable[Seen]) -> Path:
             f"no agent on this machine is free: {known}. Wait until that one has "
             "ended, or start another agent."
         )
-    raise NoAgent(f"no agent runs on this machine (as this user). {_START}")
+    raise NoAgent(
+        f"no agent of this user listens below {DEFAULT_DIRECTORY}. One with another "
+        f"--arena_directory is reached by its socket, named in its first line: set "
+        f"{VARIABLE} or ReplicatedOptions(agent=...) to it. {_START}"
+    )
 
 
 def ask(path: Path) -> Seen | None:

@@ -70,6 +70,7 @@ def dynamic_part(record: Record) -> dict[str, Any]:
             "json_items": record.json_items,
             "metrics": record.metrics,
             "custom_metadata": record.custom_metadata,
+            "shardings": record.shardings,
         }
     )
 
@@ -113,6 +114,36 @@ def same_slices(saved: Layout, wanted: Layout) -> bool:
         set(wanted.slices(slot)) <= set(saved.slices(slot))
         for slot in range(saved.mesh.num_slots)
     )
+
+
+def moved(saved: Layout, wanted: Layout) -> str:
+    """The first leaf that some process wants otherwise than it saved it, for messages.
+
+    >>> one, other = (MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=slots)
+    ...     for slots in ((0, 1), (1, 0)))
+    >>> leaf = Leaf(path="w", shape=(4,), dtype="int8", spec=(("x",),))
+    >>> moved(Layout(mesh=one, leaves=(leaf,)), Layout(mesh=other, leaves=(leaf,)))
+    "leaf 'w' was saved as int8[4] over (('x',),) of mesh x: 2 (processes 0, 1), \
+wanted is int8[4] over (('x',),) of mesh x: 2 (processes 1, 0)"
+    """
+    for slot in range(wanted.mesh.num_slots):
+        here = set(saved.slices(slot))
+        for piece in wanted.slices(slot):
+            if piece not in here:
+                texts = [_text_on(layout, piece.path) for layout in (saved, wanted)]
+                saved_as, asked = texts
+                return f"leaf {piece.path!r} was saved as {saved_as}, wanted is {asked}"
+    return "every process has what it wants"
+
+
+def _text_on(layout: Layout, path: str) -> str:
+    leaf = next((leaf for leaf in layout.leaves if leaf.path == path), None)
+    mesh = layout.mesh
+    axes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+    sizes = ", ".join(f"{name}: {size}" for name, size in axes)
+    slots = listed([str(slot) for slot in mesh.slots])
+    text = "nothing" if leaf is None else _text(leaf)
+    return f"{text} of mesh {sizes} (processes {slots})"
 
 
 def difference(before: Layout, now: Layout) -> str:

@@ -5,6 +5,7 @@ the same calls. Turns trees into slices and back and chooses memory or storage, 
 every process; how steps are copied, replicated and committed is the agents' business.
 """
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from etils import epath
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from dtft.checkpoint.attach import attach
-from dtft.checkpoint.attached_memory import AttachedMemory
+from dtft.checkpoint.attached_memory import AttachedMemory, NotBrought
 from dtft.checkpoint.job_layout import (
     config_of,
     difference,
     dynamic_part,
     layout_of,
+    moved,
     record_in,
     same_slices,
 )
+from dtft.checkpoint.job_shardings import placed, shardings_had, shardings_json
 from dtft.checkpoint.job_terms import refuse_unfit, terms_of, wanted_structs
 from dtft.checkpoint.manager import SaveArgs
 from dtft.checkpoint.options import ReplicatedOptions, chosen_step
@@ -64,6 +67,8 @@ class JobSteps:
         self._looks: tuple[Any, ...] | None = None
         self._layout: Layout | None = None
         """What was announced, at the first save."""
+        self._shardings: dict[str, Any] | None = None
+        """Of the leaves of the last save."""
 
     # -------------------------------------------------------------------- steps
 
@@ -110,7 +115,7 @@ class JobSteps:
                 "job of several processes: steps that grow."
             )
         record, values = record_of(args, metrics, custom_metadata)
-        self._announce(record, values)
+        record = self._announce(record, values)
         self._memory.wait_until_finished()  # at most one step is not safe
         arrays = {
             leaf.path: _as_saved(leaf, value)
@@ -122,12 +127,16 @@ class JobSteps:
         if at_once:
             self._memory.ask_storage(step, store=True)
 
-    def _announce(self, record: Record, values: list[Any]) -> None:
-        """Tells the agents the layout, which stays the same until the job's restart."""
+    def _announce(self, record: Record, values: list[Any]) -> Record:
+        """Tells the agents the layout, which stays the same until the job's restart.
+
+        Returns:
+            The record, with the shardings.
+        """
         shardings = [getattr(value, "sharding", None) for value in values]
         looks = record.default, record.structures, record.leaves, shardings
         if self._looks == looks:
-            return
+            return dataclasses.replace(record, shardings=self._shardings)
         layout = layout_of(record.leaves, shardings, self._processes, config_of(record))
         if self._layout is None:
             self._memory.announce(layout)
@@ -138,6 +147,8 @@ class JobSteps:
                 "processes: the same leaves on the same shardings at every step."
             )
         self._looks, self._layout = looks, layout
+        self._shardings = shardings_json(shardings)
+        return dataclasses.replace(record, shardings=self._shardings)
 
     # ------------------------------------------------------------------ restore
 
@@ -151,7 +162,7 @@ class JobSteps:
         record = record_in(layout, found["items"])
         if record is None:
             raise ValueError(f"step {chosen} in memory is not a tree of this API.")
-        wanted = wanted_of(record, args)
+        wanted = placed(record, wanted_of(record, args))
         abstract = wanted_structs(record, wanted, layout)
         arrays = self._read(found, chosen, record, layout, abstract)
         values = [arrays.get(leaf.path) for leaf in record.leaves]
@@ -172,14 +183,18 @@ class JobSteps:
         wanted = layout_of(leaves, shardings, self._processes)
         if same_slices(saved, wanted):  # says the same on every process
             return self._memory.read(found, abstract)
-        return self._memory.read_on(step, wanted, abstract)
+        try:
+            return self._memory.read_on(step, wanted, abstract)
+        except NotBrought as error:
+            first = moved(saved, wanted)
+            raise NotBrought(f"{error} The first one: {first}.") from error
 
     def _from_storage(self, step: int, args: Any) -> Any:
         found = self._stored.record(step)
         if found is None:
             return self._stored.stock(step, args)
         record, prints = found
-        wanted = wanted_of(record, args)
+        wanted = placed(record, wanted_of(record, args))
         values, items = self._stored.read(step, record, prints, wanted)
         return result(record, values, items, wanted, [None] * len(values))
 
@@ -194,12 +209,12 @@ class JobSteps:
         return stored[0] if stored else None
 
     def item_metadata(self, step: int) -> Any:
-        """A struct for every leaf, without shardings."""
+        """A struct for every leaf, on the sharding that it had."""
         step = self._chosen(step)
         record = self._record(step)
         if record is None:
             return self._stored.stock_metadata(step)
-        return metadata(record, [None] * len(record.leaves))
+        return metadata(record, shardings_had(record))
 
     def metadata(self, step: int | None) -> Any:
         """Orbax's metadata of a step, or of the directory without `step`."""

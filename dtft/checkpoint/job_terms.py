@@ -72,13 +72,16 @@ def wanted_structs(
 
 
 def _wanted_sharding(leaf: LeafRecord, target: Any, fallback: Any, saved: Leaf) -> Any:
+    """None for what becomes a numpy array at first, whole."""
     on_devices = placing.kind_wanted(target, leaf) in ("array", "key")
+    if on_devices and placing.is_free(target):
+        return None
     on_devices = on_devices and leaf.kind in ("array", "key")
     sharding = (getattr(target, "sharding", None) or fallback) if on_devices else None
     if sharding is None and saved.spec:
         raise ValueError(
-            f"leaf {leaf.path!r} is divided over processes and the target has no "
-            "sharding. Give StandardRestore a tree of arrays, or of "
+            f"leaf {leaf.path!r} was saved divided over processes ({saved.spec}) and "
+            "the target has no sharding. Give StandardRestore a tree of arrays, or of "
             "jax.ShapeDtypeStruct with sharding."
         )
-    return sharding or (placing.default_sharding() if on_devices else None)
+    return sharding

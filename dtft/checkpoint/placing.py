@@ -77,9 +77,12 @@ def as_wanted(
     """
     kind = kind_wanted(target, record)
     if kind in ("array", "key"):
-        sharding = getattr(target, "sharding", None) or sharding
+        stated = stated_sharding(target)
+        sharding = stated or (None if is_free(target) else sharding)
         if target is not None and kind == "array":
             value = _fitting(value, record, target)
+        if is_free(target) and isinstance(value, jax.Array):
+            value = np.asarray(value)
         array = _on_devices(value, sharding, record)
         if kind == "key":
             array = jax.random.wrap_key_data(array, impl=record.impl)
@@ -99,6 +102,20 @@ def as_wanted(
         value = _fitting(value, record, target)
     array = np.array(value, copy=True, order="C")
     return array[()] if kind == "scalar" else array
+
+
+def is_free(target: Any) -> bool:
+    """Whether it is an array that jax may move: on its device only by default.
+
+    `jax.jit` takes such arrays beside divided ones, and refuses those that somebody put
+    on one device: a counter that an optimizer made has to come back as it was.
+    """
+    return isinstance(target, jax.Array) and not target.committed
+
+
+def stated_sharding(target: Any) -> Any:
+    """The sharding that a target asks for; None if it states none."""
+    return None if is_free(target) else getattr(target, "sharding", None)
 
 
 def kind_wanted(target: Any, record: LeafRecord) -> str:
@@ -158,9 +175,11 @@ def _differs(record: LeafRecord, target: Any) -> ValueError:
 
 
 def _on_devices(value: Any, sharding: Any, record: LeafRecord) -> jax.Array:
-    sharding = sharding or default_sharding()
     if isinstance(value, jax.Array):
+        sharding = sharding or default_sharding()
         array = value if value.sharding == sharding else jax.device_put(value, sharding)
+    elif sharding is None:
+        array = jax.device_put(np.array(value, copy=True))
     else:
         # True copies: a device array may alias aligned host memory, and the memory
         # here is written again while the array is still in use.

@@ -57,6 +57,8 @@ class Record:
     leaves: tuple[LeafRecord, ...]
     metrics: Any = None
     custom_metadata: Any = None
+    shardings: Mapping[str, Any] | None = None
+    """In a job of several processes what `job_shardings.py` keeps of each leaf."""
 
     @functools.cached_property
     def layout(self) -> Layout:

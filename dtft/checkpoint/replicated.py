@@ -179,8 +179,10 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         Args:
             step: one of `all_steps()`; None for the newest.
             args: `ocp.args.StandardRestore` or `Composite`, as for stock Orbax. Without
-                it arrays come back onto the sharding that they had; in a job of several
-                processes it is needed, with a sharding for every array that is divided.
+                it, and where the tree states no sharding, arrays come back onto the
+                sharding that they had: from memory, and in a job of several processes
+                from storage, too. An array of the tree that nobody put on a device
+                (`not array.committed`) comes back so.
 
         Raises:
             FileNotFoundError: there is no step, or not this one.
@@ -194,9 +196,9 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     # ----------------------------------------------------------------- metadata
 
     def item_metadata(self, step: int) -> Any:
-        """Shape, dtype and (in memory) sharding of every leaf, in the saved tree.
+        """Shape, dtype and sharding of every leaf, in the saved tree.
 
-        In a job of several processes without shardings, which are each restart's own.
+        In one process the sharding is known of steps in memory, in a job of all steps.
         Leaves are jax.ShapeDtypeStruct, so the result serves as a restore's target; of
         a step that stock Orbax wrote it is what stock Orbax gives.
         """

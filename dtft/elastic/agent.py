@@ -22,6 +22,7 @@ from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
 from dtft.elastic.entry import check_domain, check_job, refuse_taken_name
 from dtft.elastic.follower import Follower
+from dtft.elastic.host_memory import make_memory_directory
 from dtft.elastic.leader import Leader
 from dtft.elastic.leadership import Leadership
 from dtft.elastic.listening import listen
@@ -93,8 +94,7 @@ class Agent:
         )
 
     def _prepare_memory(self) -> None:
-        shutil.rmtree(self._config.memory_directory, ignore_errors=True)
-        self._config.memory_directory.mkdir(parents=True, mode=0o700)
+        make_memory_directory(self._config.memory_directory)
 
     def _listen(self) -> TransportServer:
         """Opens the port; if that cannot be, no memory is left behind."""

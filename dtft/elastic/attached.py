@@ -268,8 +268,8 @@ class AttachedTrainers:
     def _farewell(self, reason: str) -> str:
         return (
             f"the agent of host {self._host} (job {self._job!r}) has let go of this "
-            f"process: {reason}. What was committed stays in the agents' memory: "
-            "restart all processes of the job"
+            f"process: {reason.rstrip('. ')}. What was committed stays in the agents' "
+            "memory: restart all processes of the job"
         )
 
     def close(self) -> None:

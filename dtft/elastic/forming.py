@@ -191,8 +191,17 @@ def export_addresses(
     }
 
 
-def report_of(round_: Round, previous: Assignment | None, now: float) -> RecoveryReport:
-    """What a recovery cost, once every slot trains again."""
+def report_of(
+    round_: Round, previous: Assignment | None, now: float, *, coordinators: int
+) -> RecoveryReport:
+    """What a recovery cost, once every slot trains again.
+
+    Args:
+        round_: that ended so.
+        previous: the assignment before.
+        now: the wall-clock time.
+        coordinators: processes of dtft's own that were started anew beside trainers.
+    """
     assignment = round_.assignment
     assert assignment is not None
     return RecoveryReport(
@@ -209,7 +218,7 @@ def report_of(round_: Round, previous: Assignment | None, now: float) -> Recover
         bytes_from_own_memory=sum(p["own"] for p in round_.prepared.values()),
         bytes_from_peers=sum(p["peers"] for p in round_.prepared.values()),
         bytes_from_storage=round_.bytes_from_storage,
-        processes_restarted=len(assignment.slots) + 1,
+        processes_restarted=len(assignment.slots) + coordinators,
         corrupt_copies=tuple(sorted(set(round_.corrupt))),
         slots=len(assignment.slots),
         slots_before=len(previous.slots) if previous else 0,

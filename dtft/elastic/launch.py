@@ -220,5 +220,5 @@ def _outcome(cluster: LocalCluster) -> int:
 
 def job_name(experiment_name: str) -> str:
     """A name for a local job: unique on this machine while it runs."""
-    safe = "".join(c if c.isalnum() else "-" for c in experiment_name)
+    safe = "".join(c if c.isascii() and c.isalnum() else "-" for c in experiment_name)
     return f"{safe}-{os.getpid()}-{time.time_ns() % 10**6}"

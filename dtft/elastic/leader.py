@@ -198,7 +198,12 @@ class Leader:
                 self._sizes.forewarn(self._rounds.ledger.layout)
         else:
             now = time.time()
-            report = report_of(round_, self._rounds.previous, now)
+            report = report_of(
+                round_,
+                self._rounds.previous,
+                now,
+                coordinators=0 if self._config.served else 1,
+            )
             self._journal.recovery(report, round_.detected, now)
             if self._rounds.ledger is not None:
                 self._scaling.trained(report)

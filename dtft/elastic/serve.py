@@ -25,6 +25,7 @@ from dtft.elastic.entry import (
     check_job,
     refuse_taken_name,
 )
+from dtft.elastic.host_memory import make_memory_directory
 from dtft.elastic.membership import View, claim, job_key
 from dtft.elastic.served import Terms, missing
 from dtft.elastic.served_follower import ServedFollower
@@ -135,6 +136,7 @@ class ServingHost:
         Raises:
             StoreUnavailable: the store does not answer.
             JobMismatch: name, secret or kind of job differ from the job's.
+            ValueError: the arena directory is not there.
         """
         self._config, self._store = config, store
         self._left = threading.Event()
@@ -142,8 +144,7 @@ class ServingHost:
         self._refuse_live_agent()
         refuse_taken_name(store, config)
         check_job(store, config)
-        shutil.rmtree(config.memory_directory, ignore_errors=True)
-        config.memory_directory.mkdir(parents=True, mode=0o700)
+        make_memory_directory(config.memory_directory)
         self._key = job_key(config.job, "m/terms")
         self._pool = AttachedTrainers(
             config.memory_directory / SOCKET,

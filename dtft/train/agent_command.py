@@ -19,6 +19,7 @@ from typing import Any
 from dtft.elastic.agent import Agent
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.etcd import EtcdStore, version_warning
+from dtft.elastic.host_memory import check_arena_directory
 from dtft.elastic.serve import ServingHost
 from dtft.elastic.sizing import SizeLimits
 from dtft.elastic.store import Store, StoreUnavailable
@@ -97,6 +98,7 @@ def _exit_code(outcome: str, host: str) -> int:
 def _agent_config(options: Namespace, overrides: list[str]) -> AgentConfig:
     experiment = load_experiment(options, overrides)
     check(experiment)
+    check_arena_directory(Path(experiment.checkpoint.arena_directory))
     check_address(options.store)
     secret = read_secret(options)
     host = host_name(options)

@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from dtft.elastic.host_memory import check_name
 from dtft.train import config as configs
 from dtft.train import host_flags
 from dtft.train.experiment import Experiment
@@ -26,6 +27,9 @@ from dtft.train.job_options import (
 def run(options: Namespace, overrides: list[str]) -> int:
     """Runs one command."""
     try:
+        for flag in ("job", "host_name"):
+            if (name := getattr(options, flag, None)) is not None:
+                check_name(f"--{flag.replace('_', '-')}", name)
         return _COMMANDS[options.command](options, overrides)
     except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as error:
         print(f"dtft: error: {error}", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtft.elastic.host_memory import check_arena_directory
 from dtft.elastic.journal import storage_steps
 from dtft.train import config as configs
 from dtft.train.experiment import Experiment
@@ -95,14 +96,20 @@ def read_secret(options: Namespace) -> bytes:
 def cluster_options(
     experiment: Experiment, arguments: list[str], spares: int, directory: Path
 ) -> "ClusterOptions":
-    """The local cluster for an experiment."""
+    """The local cluster for an experiment.
+
+    Raises:
+        ValueError: the arena directory is not there.
+    """
     from dtft.elastic.launch import ClusterOptions, job_name
 
+    arena_directory = Path(experiment.checkpoint.arena_directory)
+    check_arena_directory(arena_directory)
     return ClusterOptions(
         agent_arguments=tuple(arguments),
         job=job_name(experiment.name),
         hosts=experiment.cluster.hosts,
         spares=spares,
         run_directory=directory,
-        arena_directory=Path(experiment.checkpoint.arena_directory),
+        arena_directory=arena_directory,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import tyro
 
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.host_memory import check_arena_directory
 from dtft.elastic.serve import ServeConfig, ServingHost, base_config
 from dtft.train import host_flags
 from dtft.train.agent_command import log_to_stderr, run_at
@@ -23,6 +24,7 @@ def serve(options: Namespace, overrides: list[str], secret: bytes) -> int:
     """
     log_to_stderr()
     config = _agent_config(options, overrides, secret)
+    check_arena_directory(config.arena_directory)
     (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
     run_at(options.store, lambda store: ServingHost(config, store, options.hosts))
     return 0

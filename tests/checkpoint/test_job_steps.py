@@ -44,6 +44,7 @@ class Serving:
     def __init__(self, directory: Path, name: str = "h", domain: str = "") -> None:
         self.store, self.directory = MemoryStore(), directory
         (directory / "run" / "logs").mkdir(parents=True, exist_ok=True)
+        (directory / "memory").mkdir(exist_ok=True)
         serve = ServeConfig(copies=2, arena_directory=str(directory / "memory"))
         config = base_config(
             serve, job="j", host=name, store="s:1", secret=b"0123456789abcdef"
@@ -145,13 +146,18 @@ def test_steps_come_back_from_memory_in_this_run_and_the_next(serving: Serving) 
     same(restored(manager, 3), tree(3))  # after a loss that became NaN, say
     assert manager.metrics(3) == {"loss": 3}
     assert manager.metadata(3).custom_metadata == {"by": "me"}
-    assert manager.item_metadata(3)["params"]["w"].shape == (8, 6)
+    same(manager.restore(3, None), tree(3))  # onto the shardings that it had
+    known = manager.item_metadata(3)["params"]["w"]
+    assert known.shape == (8, 6)
+    assert known.sharding == tree(3)["params"]["w"].sharding
     save(manager, 4)
     manager.leave()  # as a process that dies
 
     again = serving.manager()
     assert 4 in again.all_steps() and again.newest() == 4
     same(restored(again, None), tree(4))
+    same(again.restore(4, None), tree(4))
+    assert not again.restore(4, None)["local"].committed  # as it was
     with pytest.raises(FileNotFoundError, match="step=9 is neither"):
         restored(again, 9)
     save(again, 5)
@@ -175,6 +181,7 @@ def test_what_close_leaves_in_storage_is_read_by_stock_orbax(serving: Serving) -
 
     again = serving.manager()
     same(restored(again, 0), tree(0))  # an older one: from storage
+    same(again.restore(0, None), tree(0))
     save(again, 2)
     with pytest.raises(ValueError, match="newest commit in memory"):
         again.delete(2)

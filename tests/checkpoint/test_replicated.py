@@ -153,6 +153,17 @@ def test_every_bit_comes_back_from_memory(manager: Any) -> None:
     assert bits(again["both"]) == bits(state["both"])
 
 
+def test_an_array_that_nobody_put_on_a_device_comes_back_so(manager: Any) -> None:
+    """As a counter that an optimizer made: jax.jit takes it beside divided arrays."""
+    rows = odd_state()["rows"]
+    state = {"rows": rows, "count": jnp.float32(3), "key": jax.random.key(1)}
+    manager.save(1, args=Save(state))
+    back = manager.restore(1, args=Restore(state))
+    assert not back["count"].committed and not back["key"].committed
+    assert back["rows"].committed and bits(back) == bits(state)
+    jax.jit(lambda state: state["rows"] * state["count"])(back)
+
+
 def test_memory_restores_onto_another_mesh(manager: Any) -> None:
     state = {name: odd_state()[name] for name in ("rows", "both", "columns")}
     manager.save(1, args=Save(state))

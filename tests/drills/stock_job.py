@@ -42,6 +42,11 @@ def digest(state: Any) -> str:
     return total.hexdigest()
 
 
+def leaf_digests(state: Any) -> list[str]:
+    """Of every leaf, in no order."""
+    return sorted(map(digest, jax.tree.leaves(state)))
+
+
 def whole_digests(state: Any, mesh: jax.sharding.Mesh) -> list[str]:
     """Of every leaf, all of it, however it is divided."""
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -108,6 +113,9 @@ def main(
         start = latest + 1
         found |= {"restored": latest, "digest": digest(tree), "seen": tree["seen"]}
         found["whole"] = whole_digests(tree, mesh)
+        if not turned:
+            bare = manager.restore(latest)  # onto the shardings that it had
+            found["bare"] = leaf_digests(bare) == leaf_digests(tree)
     print(json.dumps(found), flush=True)
     rows = NamedSharding(mesh, PartitionSpec("data"))
     for step in range(start, start + steps):

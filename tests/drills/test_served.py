@@ -34,7 +34,7 @@ def goes_on(job: ServedJob, step: int, processes: int = 2) -> None:
         found = job.heard(index)
         assert found["restored"] == step, job.log(f"process-{index}")
         assert found["digest"] == job.digest(step, index)
-        assert found["seen"] == 6 * (step + 1)
+        assert found["seen"] == 6 * (step + 1) and found["bare"]
 
 
 def last_recovery(job: ServedJob) -> dict[str, Any]:

@@ -136,9 +136,10 @@ def test_a_process_that_was_told_its_step_is_let_go_with_the_reason(host: Host) 
     attached = host.taken()
     ident = host.pool.attachment[1]
     assert host.pool.is_active(ident)
-    host.pool.kill_active("b (slot 1) was lost")
+    host.pool.kill_active("b (slot 1) was lost.")
     message = attached.link.receive(5)
-    assert message["op"] == "detached" and "b (slot 1) was lost" in message["reason"]
+    assert message["op"] == "detached"
+    assert "b (slot 1) was lost. What was committed" in message["reason"]
     with pytest.raises(LinkClosed):
         attached.link.receive(5)
     assert host.pool.attachment == (-1, 0) and not host.pool.is_active(ident)
@@ -207,7 +208,7 @@ def test_the_only_free_agent_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attaching, "DEFAULT_DIRECTORY", tmp_path)
-    with pytest.raises(NoAgent, match="no agent runs on this machine"):
+    with pytest.raises(NoAgent, match="no agent of this user.*DTFT_AGENT_SOCKET"):
         find(None, {})
     hosts = []
     for name in ("a", "b"):
