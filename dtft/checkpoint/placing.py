@@ -127,6 +127,35 @@ def kind_wanted(target: Any, record: LeafRecord) -> str:
     )
 
 
+def refuse_unfit(record: LeafRecord, target: Any, fallback: Any) -> None:
+    """Refuses what shows before a byte is read: a shape, a sharding that cannot be.
+
+    Args:
+        record: what was saved.
+        target: the user's leaf, or None for what was saved.
+        fallback: the sharding where the target states none, or None.
+
+    Raises:
+        ValueError: names the leaf and what does not fit it.
+    """
+    if kind_wanted(target, record) not in ("array", "key"):
+        return
+    shape = struct_of(record, None).shape
+    if target is not None and tuple(getattr(target, "shape", (None,))) != shape:
+        raise _differs(record, target)
+    sharding = getattr(target, "sharding", None) or fallback
+    if sharding is None:
+        return
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise ValueError(
+            f"leaf {record.path!r}, saved with shape {list(shape)}, cannot have the "
+            f"wanted sharding: {error} Nothing was read. Give the target a sharding "
+            "that divides every dim evenly, or none for this leaf."
+        ) from error
+
+
 def _fitting(value: Any, record: LeafRecord, target: Any) -> Any:
     """A Python number has no dtype of its own: it takes the target's if it fits."""
     if record.kind in _PYTHON and tuple(target.shape) == ():

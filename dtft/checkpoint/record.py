@@ -24,11 +24,13 @@ RECORD = "dtft"
 """The item in which the record itself travels to storage."""
 RESERVED = (DEFAULT, RECORD, "metrics")
 
-STORABLE = frozenset(
-    "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bfloat16 float16 "
-    "float32 float64 complex64 complex128 float4_e2m1fn float8_e3m4 float8_e4m3fn "
-    "float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu".split()
-)
+_STORABLE = """
+    bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64
+    bfloat16 float16 float32 float64 complex64 complex128
+    float4_e2m1fn float8_e3m4 float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz
+    float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
+"""
+STORABLE = frozenset(_STORABLE.split())
 """Names of the dtypes that TensorStore, by which Orbax writes, can store."""
 
 Kind = Literal["array", "key", "numpy", "scalar", "bool", "int", "float"]
@@ -188,9 +190,9 @@ def _python_record(path: str, leaf: Any) -> LeafRecord:
 def _refuse_deleted(path: str, array: jax.Array) -> None:
     if array.is_deleted():
         raise ValueError(
-            f"leaf {path!r} was donated or deleted: its bytes are gone. Allowed: arrays "
-            "that exist. Save what the step that took it has returned, or save before "
-            "that step."
+            f"leaf {path!r} was donated or deleted: its bytes are gone. Allowed: "
+            "arrays that exist. Save what the step that took it has returned, or save "
+            "it before that step."
         )
 
 

@@ -10,9 +10,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dtft.checkpoint.record import STORABLE, record_of
-from tests.checkpoint.test_replicated import Save, forget, memory_only
+from dtft.checkpoint.wanted import wanted_of
+from tests.checkpoint.test_replicated import Restore, Save, forget, memory_only
 
 WIDE = np.dtype(np.longdouble)
 """As wide as a float64 on some machines."""
@@ -79,4 +81,41 @@ def test_a_donated_leaf_is_named(tmp_path: Path, interval: Any) -> None:
             manager.save(1, args=args)
     assert manager.all_steps() == []
     assert manager.save(1, args=Save({"w": jnp.ones(3)}))
+    forget(manager)
+
+
+def narrow_and_keys() -> dict[str, Any]:
+    """A matrix and key array of four rows, which eight devices cannot divide."""
+    return {"keys": jax.random.split(jax.random.key(0), 4), "w": jnp.ones((4, 4))}
+
+
+def over_eight(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+@pytest.mark.parametrize("name", ["w", "keys"])
+def test_a_target_that_does_not_divide_is_refused_before_anything_is_read(
+    name: str,
+) -> None:
+    state = narrow_and_keys()
+    record, _ = record_of(Save(state))
+    wanted = over_eight(state[name])
+    with pytest.raises(ValueError, match=f"leaf 'default/{name}'.*4.*Nothing was read"):
+        wanted_of(record, Restore(state | {name: wanted}))
+    with pytest.raises(ValueError, match="leaf 'default/keys'.*Nothing was read"):
+        wanted_of(record, Restore(fallback_sharding=wanted.sharding))
+    wider = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=wanted.sharding)
+    with pytest.raises(ValueError, match=r"saved was .*\[4.*the tree has.*\[8, 4\]"):
+        wanted_of(record, Restore(state | {name: wider}))
+
+
+def test_a_target_that_does_not_divide_says_nothing_of_storage(tmp_path: Path) -> None:
+    state = narrow_and_keys()
+    manager = memory_only(tmp_path)
+    manager.save(1, args=Save(state))
+    with pytest.raises(ValueError, match="leaf 'default/w'"):
+        manager.restore(1, args=Restore(state | {"w": over_eight(state["w"])}))
+    assert manager.all_steps() == [1]
+    assert manager.restore(1, args=Restore(state))["w"].shape == (4, 4)
     forget(manager)
