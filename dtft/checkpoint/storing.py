@@ -87,7 +87,7 @@ class Storing:
         self._writer.write(
             lambda error: self._done(version, going, error),
             step=newest,
-            memory=version.extent.path,
+            memory=version.exported,
             record=version.record.to_json(),
             digests=[one.hex() for one in version.digests],
             chunk_bytes=self._versions.chunk_bytes,
