@@ -102,6 +102,7 @@ class Storing:
                 self._steps = {*self._steps, version.step} - set(gone)
                 logger.info("step %d is in storage", version.step)
             else:
+                self._versions.distrust()
                 self._failure = StorageFailed(
                     f"step {version.step} did not reach storage in "
                     f"{self.stored.directory}: {_short(error)}. Steps stored before "

@@ -73,6 +73,7 @@ class Versions:
         self._versions: dict[int, Version] = {}
         self._memories: list[LeafMemory] = []
         """The last is that of the newest step; before it those of another shape."""
+        self._trusted = True
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -100,7 +101,7 @@ class Versions:
             memory.pool.retain(version.places)
         finally:
             memory.pool.release(places)
-        self._versions[step] = version
+        self._versions[step], self._trusted = version, True
         for old in list(self._versions)[: -self._keep]:
             self.drop(old)
         return version
@@ -119,7 +120,7 @@ class Versions:
         not is only digested, as in `snapshot.py`.
         """
         base = next(reversed(self._versions.values()), None)
-        if base is None or base.memory is not memory:
+        if base is None or base.memory is not memory or not self._trusted:
             known, calm, old = [b""] * len(values), [False] * len(values), places
         else:
             known, calm, old = base.digests, base.kept.tolist(), base.places
@@ -167,12 +168,17 @@ class Versions:
         committed = {commit.step: commit.root for commit in self._log.commits()}
         if bad or committed.get(step) != _root(version):
             self.drop(step)
+            self.distrust()
             raise Corrupt(
                 f"step {step} in memory is corrupt and was not loaded: "
                 f"{', '.join(bad[:8]) or 'its digests'} do not match the commit."
             )
         leaves = zip(views, version.record.leaves, strict=True)
         return version, [placing.as_array(view, leaf) for view, leaf in leaves]
+
+    def distrust(self) -> None:
+        """The next step is written whole: what it would keep may be damaged."""
+        self._trusted = False
 
     def drop(self, step: int) -> None:
         """Forgets a step; its memory is used again unless it is pinned."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dtft.checkpoint import Corrupt, placing
+from dtft.checkpoint import Corrupt, StorageFailed, placing
 from dtft.checkpoint.record import record_of
 from dtft.checkpoint.versions import Versions
 from tests.checkpoint.test_replicated import Save, bits, forget, memory_only
@@ -134,6 +134,20 @@ def test_a_bit_that_rots_in_a_shared_leaf_is_found_at_every_step() -> None:
     versions.write(4, *record_of(Save({"a": np.arange(9), "b": 4})))
     assert versions.read(4)[1][0].tolist() == list(range(9))
     versions.close()
+
+
+def test_after_a_step_that_storage_refused_nothing_is_shared(tmp_path: Path) -> None:
+    manager = memory_only(tmp_path)
+    for step in range(1, 4):
+        manager.save(step, args=Save({"a": jnp.arange(9), "step": step}))
+    manager._work._versions.get(3).views()[0][3] ^= 1
+    manager._work._storing.write_newest()
+    with pytest.raises(StorageFailed, match="step 3 is corrupt.*default/a"):
+        manager.wait_until_finished()
+    manager.save(4, args=Save({"a": jnp.arange(9), "step": 4}))
+    manager.close()
+    with ocp.CheckpointManager(tmp_path / "storage") as stock:
+        assert stock.restore(4)["a"].tolist() == list(range(9))
 
 
 def test_a_state_of_another_shape_gives_the_former_memory_back() -> None:

@@ -186,8 +186,8 @@ def test_a_step_that_donates_may_follow_at_once(manager: Any) -> None:
         assert np.array_equal(manager.restore(number)["x"], expected)
 
 
-def flip(manager: Any, step: int) -> None:
-    manager._work._versions.get(step).views()[0][5] ^= 16
+def flip(manager: Any, step: int, leaf: int = 0) -> None:
+    manager._work._versions.get(step).views()[leaf][5] ^= 16
 
 
 def test_a_corrupt_copy_is_refused_and_the_step_before_it_used(manager: Any) -> None:
@@ -388,7 +388,9 @@ def test_stock_orbax_reads_it_onto_another_mesh(written: Any) -> None:
 
 def test_a_corrupt_copy_in_memory_is_replaced_from_storage(written: Any) -> None:
     manager, _ = written
-    flip(manager, 4)
+    record = manager._work._versions.get(4).record
+    paths = [leaf.path for leaf in record.leaves]
+    flip(manager, 4, paths.index("default/number"))  # which step 5 does not share
     assert bits(manager.restore(4)["columns"]) == bits(odd_state()["columns"])
     assert manager.restore(4)["number"] == 4 and 4 in manager.all_steps()
 
