@@ -37,6 +37,22 @@ def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
     )
 
 
+def is_same(buffer: Buffer, digests: bytes, chunk_bytes: int) -> bool:
+    """Whether a buffer has these digests; reads as far as the first that differs.
+
+    >>> digests = chunk_digests(b"abcdef", chunk_bytes=4)
+    >>> is_same(b"abcdef", digests, 4), is_same(b"Abcdef", digests, 4)
+    (True, False)
+    """
+    view = _flat(buffer)
+    chunks = list(_chunks(len(view), chunk_bytes))
+    return len(digests) == DIGEST_BYTES * len(chunks) and all(
+        xxhash.xxh3_128_digest(view[start:stop])
+        == digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        for number, (start, stop) in enumerate(chunks)
+    )
+
+
 def copy_and_digest(
     source: Buffer, destination: bytearray | memoryview, chunk_bytes: int
 ) -> bytes:

@@ -45,7 +45,8 @@ class Automatic:
         if self.maximum < LEAST_MAXIMUM:
             raise ValueError(
                 f"maximum={self.maximum} is too small. Allowed: {LEAST_MAXIMUM} steps "
-                "or more, or else none is without replication and its cost is unknown."
+                "or more. With fewer hardly a step is free of snapshots, and what one "
+                "costs cannot be told. Raise it, or give a fixed interval."
             )
 
 

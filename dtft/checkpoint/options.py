@@ -4,13 +4,29 @@ Decides from step numbers and metrics alone: is a step saved, does it go to stor
 which stored steps go, which is the best. Pure; must not know arrays, memory or files.
 """
 
+import math
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dtft.checkpoint.cadence import Cadence
-from dtft.checkpoint.interval import Automatic
+from dtft.checkpoint.interval import LEAST_MAXIMUM, Automatic
 from dtft.checkpoint.tree import listed
+
+_COUNTS = (
+    "save_interval_steps",
+    "max_interval_steps",
+    "storage_interval_steps",
+    "max_to_keep",
+    "memory_to_keep",
+    "chunk_bytes",
+)
+_WORDS: Mapping[str, Mapping[Any, str]] = {
+    "save_interval_steps": {"auto": ", or 'auto'"},
+    "max_to_keep": {None: ", or None for all"},
+}
+"""What some options may be besides a count, and how messages say so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +35,8 @@ class ReplicatedOptions:
 
     >>> ReplicatedOptions(max_to_keep=0)
     Traceback (most recent call last):
-    ValueError: max_to_keep=0 would keep nothing. Allowed: 1 or more, or None for all.
+    ValueError: max_to_keep=0 is not allowed. Allowed: a whole number, 1 or more, or \
+None for all. Set ReplicatedOptions(max_to_keep=...).
     """
 
     save_interval_steps: int | Literal["auto"] = 1
@@ -49,30 +66,24 @@ class ReplicatedOptions:
     default $DTFT_AGENT_SOCKET, or the only agent of this machine that is free."""
 
     def __post_init__(self) -> None:
-        for name in ("max_to_keep", "memory_to_keep"):
+        for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                tail = ", or None for all" if name == "max_to_keep" else ""
-                raise ValueError(
-                    f"{name}={value} would keep nothing. Allowed: 1 or more{tail}."
-                )
-        for name in (
-            "save_interval_steps",
-            "storage_interval_steps",
-            "chunk_bytes",
-            "storage_timeout_s",
-        ):
-            if getattr(self, name) != "auto" and getattr(self, name) <= 0:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is not positive. Allowed: above 0. "
-                    f"Set ReplicatedOptions({name}=...)."
-                )
-        allowed = self.automatic  # refuses bounds that cannot be
-        if self.save_interval_steps != "auto" and allowed != Automatic():
+            if value not in list(_WORDS.get(name, {})):
+                # Plain numbers: they travel as JSON.
+                object.__setattr__(self, name, _count(name, value))
+        for name, below in (("storage_timeout_s", math.inf), ("stall_budget", 1)):
+            number = _number(name, getattr(self, name), below)
+            object.__setattr__(self, name, number)
+        if self.save_interval_steps != "auto" and self.automatic != Automatic():
             raise ValueError(
                 f"save_interval_steps={self.save_interval_steps} is fixed, so "
                 "stall_budget and max_interval_steps have no effect. Set "
                 "ReplicatedOptions(save_interval_steps='auto'), or leave them out."
+            )
+        if self.best_fn is not None and not callable(self.best_fn):
+            raise ValueError(
+                f"best_fn={self.best_fn!r} cannot be called. Allowed: a function from "
+                "the metrics to a number, or None. Set ReplicatedOptions(best_fn=...)."
             )
         if self.best_mode not in ("max", "min"):
             raise ValueError(
@@ -81,11 +92,7 @@ class ReplicatedOptions:
 
     @property
     def automatic(self) -> Automatic:
-        """The bounds of an automatic interval.
-
-        Raises:
-            ValueError: they cannot be.
-        """
+        """The bounds of an automatic interval."""
         return Automatic(budget=self.stall_budget, maximum=self.max_interval_steps)
 
     def score(self, metrics: Any) -> float | None:
@@ -94,6 +101,53 @@ class ReplicatedOptions:
             return None
         value = float(self.best_fn(metrics))
         return value if self.best_mode == "max" else -value
+
+
+def checked(options: Any) -> ReplicatedOptions:
+    """The options that a manager is given; without any the defaults.
+
+    >>> checked(None).max_to_keep
+    3
+
+    Raises:
+        ValueError: they are something else, Orbax's for instance.
+    """
+    if options is None:
+        return ReplicatedOptions()
+    if not isinstance(options, ReplicatedOptions):
+        raise ValueError(
+            f"options is {type(options).__name__}. Allowed: ReplicatedOptions, or None "
+            "for the defaults. Give dtft.checkpoint.ReplicatedOptions(...): "
+            "save_interval_steps, max_to_keep, best_fn and best_mode mean what they "
+            "mean in Orbax."
+        )
+    return options
+
+
+def _count(name: str, value: Any) -> int:
+    """An option that is a whole number."""
+    longest = name == "max_interval_steps"
+    least = LEAST_MAXIMUM if longest else 1
+    is_count = hasattr(value, "__index__") and not isinstance(value, bool)
+    if is_count and (count := operator.index(value)) >= least:
+        return count
+    besides = "".join(_WORDS.get(name, {}).values())
+    why = " (with fewer, what a save costs cannot be told)" if longest else ""
+    raise ValueError(
+        f"{name}={value!r} is not allowed. Allowed: a whole number, {least} or more"
+        f"{why}{besides}. Set ReplicatedOptions({name}=...)."
+    )
+
+
+def _number(name: str, value: Any, below: float) -> float:
+    """An option that is a number above 0."""
+    is_number = hasattr(value, "__float__") and not isinstance(value, bool)
+    if is_number and 0 < float(value) < below:
+        return float(value)
+    raise ValueError(
+        f"{name}={value!r} is not allowed. Allowed: a number above 0 and below "
+        f"{below}. Set ReplicatedOptions({name}=...)."
+    )
 
 
 def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:

@@ -15,6 +15,7 @@ from dtft.checkpoint import digest
 from dtft.checkpoint.host_bytes import host_bytes
 from dtft.checkpoint.record import LeafRecord
 
+_BLOCK_BYTES = 1 << 20
 _PYTHON = {"bool": bool, "int": int, "float": float}
 
 
@@ -27,21 +28,75 @@ def copy_out(value: Any, record: LeafRecord, target: memoryview, chunk: int) -> 
     Neither a reference nor a view stays: np.asarray of a CPU array would keep one, and
     a view silently cancels donation.
     """
+    parts = _parts(value, record)
+    if isinstance(parts, memoryview):
+        return digest.copy_and_digest(parts, target, chunk)
+    whole = as_array(target, record)
+    for index, part in parts:
+        whole[index] = part
+    return digest.chunk_digests(target, chunk)
+
+
+def is_unchanged(
+    value: Any, record: LeafRecord, saved: memoryview, digests: bytes, chunk: int
+) -> bool:
+    """Whether a leaf is what was saved before; writes nothing.
+
+    Args:
+        value: the leaf.
+        record: what it is.
+        saved: the bytes that were saved.
+        digests: their digests, which are compared where the leaf lies in one piece:
+            equal ones (xxh3-128) stand for equal bytes.
+        chunk: bytes under one digest.
+    """
+    parts = _parts(value, record)
+    if isinstance(parts, memoryview):
+        return digest.is_same(parts, digests, chunk)
+    whole = _words(as_array(saved, record))
+    return all(_same(_words(part), whole[index]) for index, part in parts)
+
+
+def _words(array: np.ndarray) -> np.ndarray:
+    """[..., words] unsigned: equal where the bytes are, unlike floats."""
+    size = array.dtype.itemsize
+    return array[..., None].view(f"u{min(size, 8)}")
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Compares block by block: a comparison needs memory of its own."""
+    rows = max(1, _BLOCK_BYTES // max(1, one[:1].nbytes))
+    starts = range(0, len(one), rows)
+    return all(
+        np.array_equal(one[start : start + rows], other[start : start + rows])
+        for start in starts
+    )
+
+
+def _parts(
+    value: Any, record: LeafRecord
+) -> memoryview | list[tuple[tuple[slice, ...], np.ndarray]]:
+    """The bytes of a leaf; of one that is divided over devices each part's index and
+    array."""
     if record.kind == "key":
         value = jax.random.key_data(value)
     if not isinstance(value, jax.Array):
         array = np.ascontiguousarray(np.asarray(value, np.dtype(record.dtype)))
-        source = array.reshape(-1).view(np.uint8).data
-        return digest.copy_and_digest(source, target, chunk)
-    parts = {_start(shard, value.shape): shard for shard in value.addressable_shards}
-    if len(parts) == 1:
-        (shard,) = parts.values()
-        return digest.copy_and_digest(host_bytes(shard.data), target, chunk)
-    whole = as_array(target, record)
-    for shard in parts.values():
-        part = np.frombuffer(host_bytes(shard.data), np.uint8)
-        whole[shard.index] = part.view(whole.dtype).reshape(shard.data.shape)
-    return digest.chunk_digests(target, chunk)
+        return array.reshape(-1).view(np.uint8).data
+    shards = {_start(shard, value.shape): shard for shard in value.addressable_shards}
+    if len(shards) == 1:
+        (shard,) = shards.values()
+        return host_bytes(shard.data)
+    dtype = np.dtype(record.dtype)
+    return [
+        (
+            shard.index,
+            np.frombuffer(host_bytes(shard.data), np.uint8)
+            .view(dtype)
+            .reshape(shard.data.shape),
+        )
+        for shard in shards.values()
+    ]
 
 
 def as_array(view: memoryview, record: LeafRecord) -> np.ndarray:
@@ -142,6 +197,35 @@ def kind_wanted(target: Any, record: LeafRecord) -> str:
         f"the tree has {target!r:.60} ({type(target).__name__}) for leaf "
         f"{record.path!r}. Allowed: jax.ShapeDtypeStruct, arrays and numbers."
     )
+
+
+def refuse_unfit(record: LeafRecord, target: Any, fallback: Any) -> None:
+    """Refuses what shows before a byte is read: a shape, a sharding that cannot be.
+
+    Args:
+        record: what was saved.
+        target: the user's leaf, or None for what was saved.
+        fallback: the sharding where the target states none, or None.
+
+    Raises:
+        ValueError: names the leaf and what does not fit it.
+    """
+    if kind_wanted(target, record) not in ("array", "key"):
+        return
+    shape = struct_of(record, None).shape
+    if target is not None and tuple(getattr(target, "shape", (None,))) != shape:
+        raise _differs(record, target)
+    sharding = getattr(target, "sharding", None) or fallback
+    if sharding is None:
+        return
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise ValueError(
+            f"leaf {record.path!r}, saved with shape {list(shape)}, cannot have the "
+            f"wanted sharding: {error} Nothing was read. Give the target a sharding "
+            "that divides every dim evenly, or none for this leaf."
+        ) from error
 
 
 def _fitting(value: Any, record: LeafRecord, target: Any) -> Any:

@@ -39,6 +39,11 @@ class PlacePool:
         """[chunks] int64: places of each chunk that `acquire` could give."""
         return (self._counts == 0).sum(axis=0)
 
+    @property
+    def free_places(self) -> np.ndarray:
+        """[places] bool: whether no chunk is there."""
+        return (self._counts == 0).all(axis=1)
+
     def acquire(self, numbers: np.ndarray) -> np.ndarray | None:
         """A free place of each of some chunks, now referred to once.
 

@@ -24,6 +24,15 @@ RECORD = "dtft"
 """The item in which the record itself travels to storage."""
 RESERVED = (DEFAULT, RECORD, "metrics")
 
+_STORABLE = """
+    bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64
+    bfloat16 float16 float32 float64 complex64 complex128
+    float4_e2m1fn float8_e3m4 float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz
+    float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
+"""
+STORABLE = frozenset(_STORABLE.split())
+"""Names of the dtypes that TensorStore, by which Orbax writes, can store."""
+
 Kind = Literal["array", "key", "numpy", "scalar", "bool", "int", "float"]
 """jax array, jax PRNG key, numpy array, numpy scalar, Python scalars."""
 
@@ -152,20 +161,23 @@ def _standard_tree(name: str, item: Any) -> Any:
 
 def _leaf_record(path: str, leaf: Any) -> LeafRecord:
     if isinstance(leaf, jax.Array):
+        _refuse_deleted(path, leaf)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = jax.eval_shape(jax.random.key_data, leaf)
             impl = str(jax.random.key_impl(leaf))
             return LeafRecord(
                 path=path, kind="key", shape=data.shape, dtype="uint32", impl=impl
             )
-        return LeafRecord(
-            path=path, kind="array", shape=leaf.shape, dtype=leaf.dtype.name
-        )
-    if isinstance(leaf, np.ndarray | np.generic):
-        _refuse_odd_dtype(path, leaf.dtype)
-        kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
-        return LeafRecord(path=path, kind=kind, shape=leaf.shape, dtype=leaf.dtype.name)
-    return _python_record(path, leaf)
+        kind: Kind = "array"
+    elif isinstance(leaf, np.ndarray):
+        _refuse_subclass(path, leaf)
+        kind = "numpy"
+    elif isinstance(leaf, np.generic):
+        kind = "scalar"
+    else:
+        return _python_record(path, leaf)
+    _refuse_odd_dtype(path, leaf.dtype)
+    return LeafRecord(path=path, kind=kind, shape=leaf.shape, dtype=leaf.dtype.name)
 
 
 def _python_record(path: str, leaf: Any) -> LeafRecord:
@@ -182,15 +194,37 @@ def _python_record(path: str, leaf: Any) -> LeafRecord:
     )
 
 
-def _refuse_odd_dtype(path: str, dtype: np.dtype) -> None:
-    try:
-        plain = np.dtype(dtype.name).itemsize == dtype.itemsize and not dtype.hasobject
-    except TypeError:
-        plain = False
-    if not plain or dtype.kind in "USMm":
+def _refuse_deleted(path: str, array: jax.Array) -> None:
+    if array.is_deleted():
         raise ValueError(
-            f"leaf {path!r} has dtype {dtype}. Allowed: numbers and bool. Convert it, "
-            "or put it into an item of its own with ocp.args.JsonSave."
+            f"leaf {path!r} was donated or deleted: its bytes are gone. Allowed: "
+            "arrays that exist. Save what the step that took it has returned, or save "
+            "it before that step."
+        )
+
+
+def _refuse_subclass(path: str, array: np.ndarray) -> None:
+    # A memmap's numbers are all that there is of it; a mask would be lost.
+    if type(array) not in (np.ndarray, np.memmap):
+        raise ValueError(
+            f"leaf {path!r} is {type(array).__name__}, which would come back as plain "
+            "numpy.ndarray. Allowed: numpy.ndarray. Save numpy.asarray of it; of a "
+            "masked array its data and its mask."
+        )
+
+
+def _refuse_odd_dtype(path: str, dtype: np.dtype) -> None:
+    if dtype.name not in STORABLE:
+        raise ValueError(
+            f"leaf {path!r} has dtype {dtype}, which storage cannot hold. Allowed: "
+            f"{', '.join(sorted(STORABLE))}. Convert it, or put it into an item of its "
+            "own with ocp.args.JsonSave."
+        )
+    if not dtype.isnative:
+        raise ValueError(
+            f"leaf {path!r} has dtype {dtype.str}, whose byte order is not this "
+            "machine's. Allowed: native byte order, which it would come back in. Save "
+            f"leaf.astype({dtype.name!r})."
         )
 
 

@@ -17,7 +17,7 @@ from etils import epath
 
 from dtft.checkpoint.job_steps import JobSteps
 from dtft.checkpoint.local_steps import LocalSteps
-from dtft.checkpoint.options import ReplicatedOptions, is_due
+from dtft.checkpoint.options import ReplicatedOptions, checked, is_due
 from dtft.checkpoint.save_clock import SaveClock
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         """
         text = os.fspath(directory)
         self._directory = epath.Path(text if "://" in text else os.path.abspath(text))
-        self._options = options or ReplicatedOptions()
+        self._options = checked(options)
         interval = self._options.save_interval_steps
         self._clock = SaveClock(
             None if interval == "auto" else interval, self._options.automatic

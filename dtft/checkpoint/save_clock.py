@@ -56,7 +56,7 @@ class SaveClock:
         if not self._automatic:
             yield
             return
-        jax.block_until_ready(_items(args))
+        jax.block_until_ready(_arrays(args))
         begun = self._clock()
         yield
         ended = self._clock()
@@ -77,6 +77,9 @@ class SaveClock:
         self.cadence = self.cadence.at(wanted)
 
 
-def _items(args: Any) -> list[Any]:
+def _arrays(args: Any) -> list[jax.Array]:
+    """The arrays of all items; which leaves cannot be saved is told by the save."""
     parts = args.values() if isinstance(args, ocp.args.Composite) else [args]
-    return [getattr(part, "item", None) for part in parts]
+    leaves = jax.tree.leaves([getattr(part, "item", None) for part in parts])
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    return [array for array in arrays if not array.is_deleted()]

@@ -87,7 +87,7 @@ class Storing:
         self._writer.write(
             lambda error: self._done(version, going, error),
             step=newest,
-            memory=version.extent.path,
+            memory=version.exported,
             record=version.record.to_json(),
             digests=[one.hex() for one in version.digests],
             chunk_bytes=self._versions.chunk_bytes,
@@ -102,6 +102,7 @@ class Storing:
                 self._steps = {*self._steps, version.step} - set(gone)
                 logger.info("step %d is in storage", version.step)
             else:
+                self._versions.distrust()
                 self._failure = StorageFailed(
                     f"step {version.step} did not reach storage in "
                     f"{self.stored.directory}: {_short(error)}. Steps stored before "

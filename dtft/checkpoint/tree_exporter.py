@@ -7,7 +7,6 @@ training, nor when a step is due.
 """
 
 import mmap
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -52,7 +51,7 @@ class TreeExporter:
         self,
         *,
         step: int,
-        memory: str,
+        memory: list[str],
         record: dict[str, Any],
         digests: list[str],
         chunk_bytes: int,
@@ -62,7 +61,8 @@ class TreeExporter:
 
         Args:
             step: the step.
-            memory: path of the memory, leaves side by side as `offsets_of` lays them.
+            memory: of each leaf the path of the memory that it is in, in which
+                `offsets_of` says where each leaf has its place.
             record: the `Record` as JSON.
             digests: of each leaf, in hex.
             chunk_bytes: bytes under one digest.
@@ -75,13 +75,12 @@ class TreeExporter:
             ValueError: the memory does not match the digests.
         """
         saved = Record.from_json(record)
-        with open(Path(memory), "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = {path: _mapped(path) for path in set(memory)}
         pieces = saved.layout.slices(0)
         offsets, _ = offsets_of(pieces)
         views = [
-            memoryview(mapped)[offset : offset + piece.nbytes]
-            for piece, offset in zip(pieces, offsets, strict=True)
+            memoryview(mapped[path])[offset : offset + piece.nbytes]
+            for path, piece, offset in zip(memory, pieces, offsets, strict=True)
         ]
         values = [
             _value(leaf, view) for leaf, view in zip(saved.leaves, views, strict=True)
@@ -107,6 +106,11 @@ class TreeExporter:
     def _remove(self, steps: list[int]) -> None:
         for step in set(steps) & set(self._manager.all_steps()):
             self._manager.delete(step)
+
+
+def _mapped(path: str) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _value(leaf: LeafRecord, view: memoryview) -> Any:

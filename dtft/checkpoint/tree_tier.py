@@ -99,9 +99,11 @@ def prints(record: Record, values: list[Any]) -> dict[str, str]:
     """A fingerprint for every leaf that is not empty, by path."""
     plain: dict[str, Any] = {}
     for leaf, value in zip(record.leaves, values, strict=True):
+        if value is None:
+            continue
         if leaf.kind == "key":
             plain[leaf.path] = jax.random.key_data(value)
-        elif value is not None:
+        else:
             is_jax = isinstance(value, jax.Array)
             plain[leaf.path] = value if is_jax else np.asarray(value, leaf.dtype)
     return fingerprints(plain)

@@ -1,12 +1,11 @@
 """The steps that one process keeps in its own memory, with digests and a commit log.
 
 Stages a step beside those it has, commits it, drops the oldest; reads a step back only
-if every byte is right. The memory has no name in any directory, so nothing is left
-behind however the process ends. Must not know Orbax, storage or other processes.
+if every byte is right. A leaf that did not change stays where the step before has it.
+The memory has no name in any directory, so nothing is left behind however the process
+ends. Must not know Orbax, storage or other processes.
 """
 
-import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,49 +14,27 @@ import jax
 import numpy as np
 
 from dtft.checkpoint import digest, placing
-from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.commit import Commit, MemoryCommitLog
+from dtft.checkpoint.leaf_memory import MOST_PLACES, LeafMemory
 from dtft.checkpoint.record import Record
-from dtft.checkpoint.slices import Slice, offsets_of
+from dtft.checkpoint.slices import Slice
 
 
 class Corrupt(ValueError):
     """A copy in memory does not match its digests; it was dropped."""
 
 
-class Extent:
-    """Memory for one step, shared with the exporter by `path`."""
-
-    def __init__(self, nbytes: int) -> None:
-        """Reserves it.
-
-        Raises:
-            OSError: the memory is not there; names the bytes needed and available.
-        """
-        self.nbytes, self.users = nbytes, 0
-        name = f"dtft-{os.getpid()}-{secrets.token_hex(4)}"
-        self.arena = Arena.create(name, max(nbytes, 1))
-        try:
-            self._descriptor = os.open(self.arena.path, os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            self.arena.unlink()
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def close(self) -> None:
-        """Gives the memory back."""
-        self.arena.close()
-        os.close(self._descriptor)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Version:
     """One step in memory."""
 
     step: int
     record: Record
-    extent: Extent
-    offsets: tuple[int, ...]
-    """Of each leaf in the extent."""
+    memory: LeafMemory
+    places: np.ndarray
+    """[leaves] uint8: where in `memory` each leaf is."""
+    kept: np.ndarray
+    """[leaves] bool: it is where the step before has it, for it did not change."""
     digests: tuple[bytes, ...]
     """Of each leaf, 16 bytes per chunk."""
     shardings: tuple[Any, ...]
@@ -66,20 +43,37 @@ class Version:
     def views(self) -> list[memoryview]:
         """The bytes of each leaf."""
         return [
-            self.extent.arena.view(offset, piece.nbytes)
-            for piece, offset in zip(_slices(self.record), self.offsets, strict=True)
+            self.memory.view(place, index)
+            for index, place in enumerate(self.places.tolist())
         ]
+
+    @property
+    def exported(self) -> list[str]:
+        """Of each leaf the path of the extent that it is in, for the exporter."""
+        paths = self.memory.paths
+        return [paths[place] for place in self.places.tolist()]
 
 
 class Versions:
     """The `keep` steps that were committed last. Not thread-safe."""
 
     def __init__(self, *, keep: int, chunk_bytes: int) -> None:
-        """Reserves nothing before the first step shows how much is needed."""
+        """Reserves nothing before the first step shows how much is needed.
+
+        Raises:
+            ValueError: `keep` is more than there are places.
+        """
+        if keep > MOST_PLACES - 2:
+            raise ValueError(
+                f"memory_to_keep={keep} is too large. Allowed: up to "
+                f"{MOST_PLACES - 2}. Set ReplicatedOptions(memory_to_keep=...)."
+            )
         self._keep, self.chunk_bytes = keep, chunk_bytes
         self._log = MemoryCommitLog()
         self._versions: dict[int, Version] = {}
-        self._free: list[Extent] = []
+        self._memories: list[LeafMemory] = []
+        """The last is that of the newest step; before it those of another shape."""
+        self._trusted = True
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -99,15 +93,15 @@ class Versions:
             OSError: the memory is not there.
         """
         jax.block_until_ready([v for v in values if isinstance(v, jax.Array)])
-        offsets, nbytes = offsets_of(_slices(record))
-        extent = self._acquire(nbytes)
+        memory = self._memory_for(_slices(record))
+        places = memory.acquire()
         try:
-            version = self._stage(step, record, values, extent, offsets)
+            version = self._stage(step, record, values, memory, places)
             self._log.append(_commit(version))
-        except BaseException:
-            self._release(extent)
-            raise
-        self._versions[step] = version
+            memory.pool.retain(version.places)
+        finally:
+            memory.pool.release(places)
+        self._versions[step], self._trusted = version, True
         for old in list(self._versions)[: -self._keep]:
             self.drop(old)
         return version
@@ -117,19 +111,37 @@ class Versions:
         step: int,
         record: Record,
         values: Sequence[Any],
-        extent: Extent,
-        offsets: tuple[int, ...],
+        memory: LeafMemory,
+        places: np.ndarray,
     ) -> Version:
+        """Writes to `places` what may have changed since the step written last.
+
+        A leaf that changed last time is copied and digested in one pass; one that did
+        not is only digested, as in `snapshot.py`.
+        """
+        base = next(reversed(self._versions.values()), None)
+        if base is None or base.memory is not memory or not self._trusted:
+            known, calm, old = [b""] * len(values), [False] * len(values), places
+        else:
+            known, calm, old = base.digests, base.kept.tolist(), base.places
         digests = []
-        pieces = zip(_slices(record), offsets, record.leaves, values, strict=True)
-        for piece, offset, leaf, value in pieces:
-            view = extent.arena.view(offset, piece.nbytes)
-            digests.append(placing.copy_out(value, leaf, view, self.chunk_bytes))
+        for index, (leaf, value) in enumerate(zip(record.leaves, values, strict=True)):
+            before = memory.view(int(old[index]), index)
+            if calm[index] and placing.is_unchanged(
+                value, leaf, before, known[index], self.chunk_bytes
+            ):
+                digests.append(known[index])
+            else:
+                view = memory.view(int(places[index]), index)
+                digests.append(placing.copy_out(value, leaf, view, self.chunk_bytes))
+        pairs = zip(digests, known, strict=True)
+        kept = np.array([new == before for new, before in pairs], bool)
         return Version(
             step=step,
             record=record,
-            extent=extent,
-            offsets=offsets,
+            memory=memory,
+            places=np.where(kept, old, places).astype(np.uint8),
+            kept=kept,
             digests=tuple(digests),
             shardings=tuple(
                 value.sharding if isinstance(value, jax.Array) else None
@@ -156,6 +168,7 @@ class Versions:
         committed = {commit.step: commit.root for commit in self._log.commits()}
         if bad or committed.get(step) != _root(version):
             self.drop(step)
+            self.distrust()
             raise Corrupt(
                 f"step {step} in memory is corrupt and was not loaded: "
                 f"{', '.join(bad[:8]) or 'its digests'} do not match the commit."
@@ -163,40 +176,42 @@ class Versions:
         leaves = zip(views, version.record.leaves, strict=True)
         return version, [placing.as_array(view, leaf) for view, leaf in leaves]
 
+    def distrust(self) -> None:
+        """The next step is written whole: what it would keep may be damaged."""
+        self._trusted = False
+
     def drop(self, step: int) -> None:
         """Forgets a step; its memory is used again unless it is pinned."""
         self._log.forget(step)
-        self._release(self._versions.pop(step).extent)
+        self.unpin(self._versions.pop(step))
 
     def pin(self, version: Version) -> None:
         """Keeps the bytes of a step as they are until `unpin`."""
-        version.extent.users += 1
+        version.memory.pool.retain(version.places)
 
     def unpin(self, version: Version) -> None:
         """Ends one `pin`."""
-        self._release(version.extent)
+        version.memory.pool.release(version.places)
+        self._trim()
 
     def close(self) -> None:
         """Gives all memory back; nothing may be pinned."""
         for step in self.steps:
             self.drop(step)
-        for extent in self._free:
-            extent.close()
-        self._free.clear()
+        for memory in self._memories:
+            memory.close()
+        self._memories.clear()
 
-    def _acquire(self, nbytes: int) -> Extent:
-        fitting = [extent for extent in self._free if extent.nbytes == nbytes]
-        for extent in set(self._free) - set(fitting):
-            extent.close()  # the state has changed its shape
-        self._free = fitting
-        extent = self._free.pop() if self._free else Extent(nbytes)
-        extent.users += 1
-        return extent
+    def _memory_for(self, slices: tuple[Slice, ...]) -> LeafMemory:
+        if not self._memories or self._memories[-1].slices != slices:
+            self._memories.append(LeafMemory(slices))  # the state has another shape
+            self._trim()
+        return self._memories[-1]
 
-    def _release(self, extent: Extent) -> None:
-        extent.users -= 1
-        if extent.users == 0:
-            self._free.append(extent)
+    def _trim(self) -> None:
+        """Gives back what only states of another shape needed."""
+        former = [memory for memory in self._memories[:-1] if not memory.trim()]
+        self._memories[:-1] = former
 
 
 def _slices(record: Record) -> tuple[Slice, ...]:

@@ -81,11 +81,13 @@ def _standard_wanted(record: Record, name: str, item: Any) -> Wanted:
             f"StandardRestore of item {name!r} has strict=False or support_layout=True,"
             " which would change what was saved. Leave them out."
         )
+    mine = [number for _, number in leaves_of(record.structures[name])]
     if item.item is None:
+        for number in mine:
+            placing.refuse_unfit(record.leaves[number], None, item.fallback_sharding)
         return Wanted(fallback=item.fallback_sharding)
     leaves, treedef = jax.tree_util.tree_flatten(item.item)
     paths = [f"{escaped(name)}/{path}" for path in structure_of(treedef)[1]]
-    mine = [number for _, number in leaves_of(record.structures[name])]
     saved = {record.leaves[number].path: number for number in mine}
     if set(saved) != set(paths):
         missing = [path for path in paths if path not in saved]
@@ -96,6 +98,8 @@ def _standard_wanted(record: Record, name: str, item: Any) -> Wanted:
             f"tree: {listed(unexpected)}. Give a tree of the saved structure."
         )
     order = tuple(saved[path] for path in paths)
+    for number, leaf in zip(order, leaves, strict=True):
+        placing.refuse_unfit(record.leaves[number], leaf, item.fallback_sharding)
     return Wanted(
         targets=dict(zip(order, leaves, strict=True)),
         order=order,

@@ -64,7 +64,7 @@ def test_a_manager_saves_what_the_clock_says(tmp_path: Path) -> None:
     [
         ({"stall_budget": 0.02}, "save_interval_steps=1 is fixed"),
         ({"save_interval_steps": "auto", "stall_budget": 2.0}, "budget=2.0"),
-        ({"save_interval_steps": 0}, "save_interval_steps=0 is not positive"),
+        ({"save_interval_steps": 0}, "save_interval_steps=0 is not allowed"),
     ],
 )
 def test_options_without_sense_are_refused(given: dict, text: str) -> None:
