@@ -25,7 +25,7 @@ from dtft.checkpoint.job_layout import (
     record_in,
     same_slices,
 )
-from dtft.checkpoint.job_terms import refuse_unfit, terms_of, wanted_structs
+from dtft.checkpoint.job_terms import refuse_unfit, sendable, terms_of, wanted_structs
 from dtft.checkpoint.manager import SaveArgs
 from dtft.checkpoint.options import ReplicatedOptions, chosen_step
 from dtft.checkpoint.record import LeafRecord, Record, record_of
@@ -110,6 +110,7 @@ class JobSteps:
                 "job of several processes: steps that grow."
             )
         record, values = record_of(args, metrics, custom_metadata)
+        items = sendable(dynamic_part(record))
         self._announce(record, values)
         self._memory.wait_until_finished()  # at most one step is not safe
         arrays = {
@@ -117,7 +118,6 @@ class JobSteps:
             for leaf, value in zip(record.leaves, values, strict=True)
         }
         jax.block_until_ready([v for v in arrays.values() if isinstance(v, jax.Array)])
-        items = dynamic_part(record)
         self._memory.save(step, args=SaveArgs(arrays=arrays, items=items))
         if at_once:
             self._memory.ask_storage(step, store=True)
