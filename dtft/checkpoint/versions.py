@@ -72,7 +72,7 @@ class Version:
 
 
 class Versions:
-    """The `keep` steps that were committed last. Not thread-safe."""
+    """The `keep` steps that were committed last, and the newest. Not thread-safe."""
 
     def __init__(self, *, keep: int, chunk_bytes: int) -> None:
         """Reserves nothing before the first step shows how much is needed."""
@@ -109,7 +109,8 @@ class Versions:
             raise
         self._versions[step] = version
         for old in list(self._versions)[: -self._keep]:
-            self.drop(old)
+            if old != self.steps[-1]:  # the one to go on from
+                self.drop(old)
         return version
 
     def _stage(
