@@ -43,6 +43,8 @@ class StorageWriter:
         self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
         self._lock, self._closed = threading.Lock(), False
+        self._failed: int | None = None
+        """The step that the running exporter could not write last."""
 
     def write(self, done: Done, **fields: Any) -> None:
         """Begins to write a step; the one before must be done."""
@@ -69,17 +71,23 @@ class StorageWriter:
 
     def _tried(self, fields: dict[str, Any]) -> str | None:
         """Why a step was not written, or None."""
+        if self._failed == fields["step"]:  # Orbax's threads may still be at that one
+            with self._lock:
+                self._end()
         try:
             answer = self._exchange({"op": "save", **fields})
-            error = None if answer["ok"] else answer["error"]
+            if answer["ok"]:
+                return None
+            error, ended = answer["error"], answer.get("ended", False)
         except OSError as problem:
-            error = f"the exporter ended: {problem}"
+            error, ended = f"the exporter ended: {problem}", True
         except Exception as problem:
-            logger.exception("writing step %s to storage failed", fields.get("step"))
-            error = f"{type(problem).__name__}: {problem}"
-        if error is not None:
+            logger.exception("writing step %s to storage failed", fields["step"])
+            error, ended = f"{type(problem).__name__}: {problem}", True
+        self._failed = None if ended else fields["step"]
+        if ended:  # the next write starts afresh
             with self._lock:
-                self._end()  # the next write starts afresh
+                self._end()
         return error
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,11 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from dtft.checkpoint import ReplicatedCheckpointManager, ReplicatedOptions
+from dtft.checkpoint import (
+    ReplicatedCheckpointManager,
+    ReplicatedOptions,
+    StorageFailed,
+)
 from dtft.checkpoint.writer import StorageWriter
 
 Save = ocp.args.StandardSave
@@ -158,3 +163,51 @@ def test_whatever_ends_a_write_is_told(tmp_path: Path, step: Any) -> None:
     until(lambda: bool(told))
     assert told[0] is not None and "not JSON serializable" in told[0]
     writer.close()
+
+
+@pytest.mark.timeout(180)
+def test_of_two_managers_of_a_directory_one_is_told_that_a_step_is_not_its_own(
+    tmp_path: Path,
+) -> None:
+    options = ReplicatedOptions(storage_interval_steps=1)
+    one, other = (
+        ReplicatedCheckpointManager(tmp_path / "steps", options=options)
+        for _ in range(2)
+    )
+    one.save(7, args=Save(state(1)))
+    other.save(7, args=Save(state(2)))
+    failed = []
+    for number, manager in ((1, one), (2, other)):
+        try:
+            manager.close()
+        except StorageFailed as error:
+            assert "another manager has written step 7" in str(error)
+            assert "is closed, so it is not tried again" in str(error)
+            failed.append(number)
+    with ocp.CheckpointManager(tmp_path / "steps") as stock:
+        assert stock.all_steps() == [7]
+        assert stock.restore(7)["w"].tolist() in [[1] * 8, [2] * 8]
+        written = int(stock.restore(7)["w"][0])
+    assert failed == [3 - written]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_a_full_disk_is_left_as_it_was(tmp_path: Path) -> None:
+    directory = tmp_path / "steps"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "dtft-test", str(directory)]
+    subprocess.run(mount, check=True, timeout=20)
+    try:
+        options = ReplicatedOptions(storage_interval_steps=1)
+        manager = ReplicatedCheckpointManager(directory, options=options)
+        rng = np.random.default_rng(0)
+        for step, size in ((1, 4), (2, 2 << 20)):
+            manager.save(step, args=Save({"w": rng.random(size)}))
+            if step == 1:
+                manager.wait_until_finished()
+        with pytest.raises(StorageFailed, match=r"step 2 did not reach.*closed, so it"):
+            manager.close()
+        assert [path.name for path in directory.iterdir()] == ["1"]
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True, timeout=20)
