@@ -63,9 +63,9 @@ def sendable(items: dict[str, Any]) -> dict[str, Any]:
     {'json_items': {'data': {'position': 9223372036854775808}}, 'metrics': None}
     >>> sendable({"metrics": {"hash": 2**64}})
     Traceback (most recent call last):
-    ValueError: metrics has a value that hosts cannot send to each other (Integer value \
-out of range). Allowed in a job of several processes: JSON values with whole numbers of \
-64 bits and valid Unicode. Convert it, to str for example.
+    ValueError: metrics has a value that hosts cannot send to each other (Integer \
+value out of range). Allowed in a job of several processes: JSON values with whole \
+numbers of 64 bits and valid Unicode. Convert it, to str for example.
     """
     for name, value in items.items():
         try:

@@ -30,7 +30,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     `save` returns when the bytes are copied: the arrays may be donated to the next
     step. Every `storage_interval_steps` a process of its own writes a step to
     `directory`, where stock Orbax reads it as if `ocp.CheckpointManager` had written
-    it; so does `close`, which also runs when the interpreter exits. The steps on offer
+    it; so does `close`, which also runs when the interpreter exits. While one is being
+    written, the newest of those that are due waits for it. The steps on offer
     are those in memory and those in storage. Every byte restored was checked against a
     digest, and is the byte that was saved.
 
@@ -92,7 +93,12 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         if kind is None:
             self.close()
         elif self._end():
-            self._work.leave()
+            try:
+                self._work.leave()
+            except Exception as trouble:  # the user's error is the one to be seen
+                logger.exception("closing the checkpoint manager failed")
+                if error is not None:
+                    error.add_note(f"The checkpoint manager, too: {trouble}")
 
     # -------------------------------------------------------------------- steps
 
@@ -238,7 +244,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         """Brings the newest step to storage, then gives all memory back.
 
         Raises:
-            StorageFailed: it did not get there; the memory is given back all the same.
+            StorageFailed: it did not get there, or another step did not and nobody was
+                told yet; the memory is given back all the same.
         """
         if self._end():
             self._work.close()

@@ -26,8 +26,8 @@ def step_number(step: Any) -> int:
     3
     >>> step_number(True)
     Traceback (most recent call last):
-    ValueError: step=True (bool) is no step. Allowed: whole numbers from 0 to 2**63 - 1, \
-of Python, numpy or jax. Give an int.
+    ValueError: step=True (bool) is no step. Allowed: whole numbers from 0 to 2**63 \
+- 1, of Python, numpy or jax. Give an int.
     """
     try:
         number = None if isinstance(step, bool) else operator.index(step)

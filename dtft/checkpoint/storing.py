@@ -1,8 +1,8 @@
 """Brings steps from this process's memory to storage, without holding up training.
 
 Decides when a step is written (one at a time; of those that become due meanwhile the
-newest waits, and keeps its memory), which stored steps go, and who is told of a failure.
-Must not know trees, nor what the user does with a restored step.
+newest waits, and keeps its memory), which stored steps go, and who is told of a
+failure. Must not know trees, nor what the user does with a restored step.
 """
 
 import logging

@@ -25,7 +25,6 @@ from dtft.checkpoint.save_server import serve
 from dtft.checkpoint.slices import offsets_of
 from dtft.checkpoint.tree_tier import items_of
 
-
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """How Orbax calls a step that is not finished, after its number."""
 

@@ -46,7 +46,7 @@ def halted(manager: Any) -> int:
 @pytest.mark.timeout(180)
 def test_what_is_due_while_a_write_runs_waits_for_it(tmp_path: Path) -> None:
     options = ReplicatedOptions(storage_interval_steps=10, max_to_keep=2)
-    manager = ReplicatedCheckpointManager(tmp_path / "steps", options=options)
+    manager: Any = ReplicatedCheckpointManager(tmp_path / "steps", options=options)
     assert manager.save(np.int64(0), args=Save(state(0)))
     exporter = halted(manager)
     for step in range(1, 38):
@@ -153,6 +153,16 @@ def test_a_step_out_of_order_does_not_push_the_newest_out(tmp_path: Path) -> Non
     assert manager.save(6, args=Save(state(6)))
     assert manager.all_steps() == [6]
     forget(manager)
+
+
+@pytest.mark.timeout(180)
+def test_the_users_error_is_seen_before_that_of_storage(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(KeyError, match="mine") as seen:
+        with ReplicatedCheckpointManager(tmp_path / "file" / "steps") as manager:
+            manager.save(1, args=Save(state(1)))
+            raise KeyError("mine")
+    assert "step 1 did not reach storage" in seen.value.__notes__[0]
 
 
 @pytest.mark.parametrize("step", [object(), {1, 2}])
