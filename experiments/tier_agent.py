@@ -101,8 +101,8 @@ class HostAgent:
         inbox = Inbox(
             epoch=lambda: self._epoch,
             holder=lambda: self._copies.holder,
-            held=lambda step, source: self._events.put(
-                ("held", {"step": step, "source": source})
+            held=lambda step, source, root: self._events.put(
+                ("held", {"step": step, "source": source, "root": root})
             ),
         )
         self._server = TransportServer(
@@ -202,8 +202,8 @@ class HostAgent:
             pusher.offer(step)
         self._tell("staged", step=step, digests=digests)
 
-    def _on_held(self, step: int, source: int) -> None:
-        self._tell("held", step=step, source=source)
+    def _on_held(self, step: int, source: int, root: str) -> None:
+        self._tell("held", step=step, source=source, root=root)
 
     def _on_release(self, step: int) -> None:
         assert self._copies.holder is not None and self._trainer is not None

@@ -183,9 +183,9 @@ class Leader:
         self._tracker(step).staged(slot, digests)
         self._conclude(step)
 
-    def _on_held(self, host: str, slot: int, step: int, source: int) -> None:
+    def _on_held(self, host: str, slot: int, step: int, source: int, root: str) -> None:
         del host
-        self._tracker(step).held(source, slot)
+        self._tracker(step).held(source, slot, root)
         self._conclude(step)
 
     def _tracker(self, step: int) -> StepTracker:

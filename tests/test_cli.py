@@ -36,6 +36,12 @@ def test_the_transport_bench_refuses_no_rounds(
         (["digits_cnn"], "CONFIG digits_cnn"),
         (["--optim.learning_rate", "1"], "--optim.learning_rate"),
         (["--hosts", "1"], "--hosts 1"),
+        (["--share", "divided"], "--share: a process that is restarted"),
+        (["--checkpoint.share=divided"], "keeps all of its slices. Leave it out"),
+        (["--nixl", "--tls-cert", "c", "--tls-key", "k"], "give either --nixl or"),
+        (["--tls-cert", "c"], "belong together"),
+        (["--domain", "rack"], "--domain: "),
+        (["--domain-file", "/nothing"], "--domain-file /nothing: No such file"),
     ],
 )
 def test_an_agent_that_only_serves_refuses_what_it_would_ignore(

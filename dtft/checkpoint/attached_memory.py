@@ -31,6 +31,10 @@ class NotHeld(LookupError):
     """The agent does not hold this step (any more)."""
 
 
+class NotBrought(RuntimeError):
+    """A step that memory has could not be brought onto the wanted shardings."""
+
+
 class AttachedMemory(AgentCheckpointManager):
     """This process's steps in the memory of several hosts."""
 
@@ -47,6 +51,7 @@ class AttachedMemory(AgentCheckpointManager):
         self._formed: dict[str, Any] | None = None
         self._note = "the agents of the job to agree"
         self._located: dict[str, Any] | None = None
+        self._assembled: dict[str, Any] | None = None
         self._flushed: dict[int, str] = {}
         self._tokens = itertools.count()
         self.storage_errors: list[str] = []
@@ -90,6 +95,8 @@ class AttachedMemory(AgentCheckpointManager):
             self._note = message["text"]
         elif op == "located":
             self._located = message
+        elif op == "assembled":
+            self._assembled = message
         elif op == "flushed":
             self._flushed[message["token"]] = message["error"]
         elif op == "storage_failed":
@@ -153,12 +160,55 @@ class AttachedMemory(AgentCheckpointManager):
         self, found: Mapping[str, Any], abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, Any]:
         """The leaves of a located step, every byte checked; see `SnapshotPlan.read`."""
-        layout = Layout.from_json(found["layout"])
-        plan = SnapshotPlan(layout, self._slot, self._chunk_bytes)
+        plan = self._plan_of(found["layout"])
+        places = np.frombuffer(found["places"], np.uint8)
+        return self._read(plan, found, places, abstract)
+
+    def read_on(
+        self, step: int, layout: Layout, abstract: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, Any]:
+        """As `read`, on slices that this process did not save; the agents bring them.
+
+        Args:
+            step: the newest commit.
+            layout: how it is wanted; the same on every process.
+            abstract: leaf path to shape, dtype and sharding.
+
+        Raises:
+            NotBrought: a host was lost meanwhile, memory is short, or a copy is wrong.
+        """
+        self._assembled, text = None, layout.to_json()
+        self._dialogue.send("want", step=step, layout=text)
+        what = f"step {step} on other shardings"
+        self._dialogue.wait(lambda: self._assembled is not None, what)
+        found = self._assembled
+        assert found is not None
+        if "error" in found:
+            raise NotBrought(
+                f"step {step} in memory could not be brought onto the wanted "
+                f"shardings: {found['error']}. Restart all processes of the job; with "
+                "the shardings of the save each needs its own slices only."
+            )
+        plan = self._plan_of(text)
+        try:
+            places = np.zeros(plan.chunks.num_chunks, np.uint8)
+            return self._read(plan, found, places, abstract)
+        finally:
+            self._dialogue.send("taken")
+
+    def _plan_of(self, layout: str) -> SnapshotPlan:
+        return SnapshotPlan(Layout.from_json(layout), self._slot, self._chunk_bytes)
+
+    def _read(
+        self,
+        plan: SnapshotPlan,
+        found: Mapping[str, Any],
+        places: np.ndarray,
+        abstract: Mapping[str, jax.ShapeDtypeStruct],
+    ) -> dict[str, Any]:
         arena = Arena.attach(Path(found["arena"]))
         try:
             memory = arena.view(0, arena.size)
-            places = np.frombuffer(found["places"], np.uint8)
             return plan.read(memory, places, found["digests"], abstract)
         finally:
             arena.close()

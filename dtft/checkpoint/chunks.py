@@ -87,6 +87,10 @@ class Chunks:
         chosen[list(indices)] = True
         return np.repeat(chosen, np.diff(self.first))
 
+    def owners_of(self, numbers: Sequence[int]) -> set[int]:
+        """Which of the slices some chunks are of."""
+        return set((np.searchsorted(self.first, numbers, side="right") - 1).tolist())
+
     def chunk(self, memory: memoryview, place: int, number: int) -> memoryview:
         """One chunk at one of its places."""
         start = place * self.nbytes + int(self.starts[number])

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol
 
+from dtft.checkpoint.claims import adding_up, dissenters
 from dtft.checkpoint.digest import digest_root
-from dtft.checkpoint.placement import Placement, place
+from dtft.checkpoint.placement import Placement, Push, place
 from dtft.checkpoint.slices import Layout
 
 Share = Literal["full", "divided"]
@@ -83,6 +84,40 @@ class Divergence(Exception):
     """Two replicas hold different bytes for the same slice of the same step."""
 
 
+class Mislabelled(Exception):
+    """A copy is of other bytes than the step that it is said to be of."""
+
+
+def push_root(push: Push, digests: Mapping[str, bytes]) -> str:
+    """One digest over what a push brings, given every slice's.
+
+    Raises:
+        KeyError: a slice's digest is not known.
+    """
+    return digest_root((piece.key, digests[piece.key]) for piece in push.slices)
+
+
+def check_copy(push: Push, step: int, digests: Mapping[str, bytes], told: str) -> None:
+    """Compares what a host says that it holds of a push with what was staged.
+
+    Args:
+        push: which copy.
+        step: of which step.
+        digests: slice key to the digest of what was staged; a push of slices that are
+            not among them cannot be compared.
+        told: the digest that the host told, see `push_root`.
+
+    Raises:
+        Mislabelled: they differ.
+    """
+    known = all(piece.key in digests for piece in push.slices)
+    if known and push_root(push, digests) != told:
+        raise Mislabelled(
+            f"the copy of slot {push.source}'s slices on slot {push.target} is not of "
+            f"step {step}, though both hosts say so: it is refused"
+        )
+
+
 @dataclass
 class StepTracker:
     """Collects the reports of one step until it can be committed."""
@@ -94,7 +129,10 @@ class StepTracker:
     copied: dict[str, list[int]] = field(default_factory=dict)
     """Slice key to the slots that copied it, in the order of their reports."""
     _staged: set[int] = field(default_factory=set)
-    _held: set[tuple[int, int]] = field(default_factory=set)
+    _held: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Source and target of each push that arrived, to the digest that was told."""
+    _right: set[tuple[int, int]] = field(default_factory=set)
+    """Those that were compared with what the source staged."""
 
     def staged(self, slot: int, digests: Sequence[bytes]) -> None:
         """A slot has its own slices in its host's memory, or its share of them.
@@ -105,6 +143,7 @@ class StepTracker:
 
         Raises:
             Divergence: another slot has other bytes for one of these slices.
+            Mislabelled: a peer holds other bytes under this step's number.
         """
         pieces = self.layout.slices(slot)
         for piece, value in zip(pieces, digests, strict=True):
@@ -120,17 +159,31 @@ class StepTracker:
                     "committed."
                 )
         self._staged.add(slot)
+        self._compare(slot)
 
-    def held(self, source: int, target: int) -> None:
-        """The host of slot `target` holds a verified copy of a push."""
-        self._held.add((source, target))
+    def held(self, source: int, target: int, root: str) -> None:
+        """The host of slot `target` holds a verified copy of a push.
+
+        Raises:
+            Mislabelled: it is not of what slot `source` has staged; see `push_root`.
+        """
+        self._held[source, target] = root
+        self._compare(source)
+
+    def _compare(self, source: int) -> None:
+        """What peers hold of a slot with what that slot has staged, once it has."""
+        for push in self.placement.pushes if source in self._staged else ():
+            pair = push.source, push.target
+            if push.source == source and pair in self._held and pair not in self._right:
+                check_copy(push, self.step, self.digests, self._held[pair])
+                self._right.add(pair)
 
     @property
     def complete(self) -> bool:
         """Every slice has its verified holders."""
         pushes = {(push.source, push.target) for push in self.placement.pushes}
         everyone = len(self._staged) == self.layout.mesh.num_slots
-        return everyone and pushes <= self._held and not self._short()
+        return everyone and pushes <= self._right and not self._short()
 
     def _short(self) -> list[str]:
         """Keys of slices that too few slots copied."""
@@ -147,7 +200,7 @@ class StepTracker:
         """What is still waited for, for messages."""
         slots = sorted(set(range(self.layout.mesh.num_slots)) - self._staged)
         pushes = {(push.source, push.target) for push in self.placement.pushes}
-        copies = sorted(pushes - self._held)
+        copies = sorted(pushes - self._right)
         parts = [f"snapshot of slot {slot}" for slot in slots]
         parts += [f"copy of slot {a} on slot {b}" for a, b in copies]
         if not parts:
@@ -168,6 +221,8 @@ class Located:
     """Slice key to digest."""
     holders: Mapping[str, tuple[str, ...]]
     """Slice key to the hosts that hold a good copy."""
+    odd: tuple[str, ...] = ()
+    """Hosts that hold other bytes under the commit's step; they are no holders."""
 
 
 Holdings = Mapping[str, Mapping[int, Mapping[str, bytes]]]
@@ -221,11 +276,9 @@ def _locate_one(
             f"{len(lost)} of {len(layout.owners)} slices have no verified copy left; "
             f"the {len(slots)} holders of {lost[0].key} were {former}"
         )
-    chosen = {
-        key: max(options, key=lambda value: len(options[value]))
-        for key, options in claims.items()
-    }
-    if digest_root(chosen.items()) != commit.root:
+    chosen = adding_up(commit.root, claims)
+    if chosen is None:
         return None, "the digests found do not add up to the committed root"
     holders = {key: tuple(claims[key][value]) for key, value in chosen.items()}
-    return Located(commit=commit, digests=chosen, holders=holders), ""
+    odd = dissenters(claims, chosen)
+    return Located(commit=commit, digests=chosen, holders=holders, odd=odd), ""

@@ -17,7 +17,7 @@ import numpy as np
 from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.departure import from_hex, refuse_corrupt
 from dtft.checkpoint.export_plan import ExportWorld, export_world
-from dtft.checkpoint.job_layout import record_in
+from dtft.checkpoint.job_layout import holds_tree
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.save_server import serve
 from dtft.checkpoint.slices import Layout, Slice, slice_at
@@ -143,7 +143,7 @@ class ArenaExporter:
 
 def _tier(opening: Opening, layout: Layout) -> StorageTier | TreeTier:
     directory, keep = opening.directory, opening.max_to_keep
-    if record_in(layout, {}) is not None:
+    if holds_tree(layout):
         return TreeTier(directory, layout, max_to_keep=keep)
     return StorageTier(directory, max_to_keep=keep)
 

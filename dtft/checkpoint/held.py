@@ -57,7 +57,11 @@ class Held:
     # --------------------------------------------------------------- verified
 
     def recorded(self) -> dict[int, dict[str, bytes]]:
-        """step -> slice key -> digest of every copy, as when it was last verified."""
+        """step -> slice key -> digest of every copy, as when it was last verified.
+
+        Copies for peers that are known to be wrong are forgotten.
+        """
+        self._hosting.forget_rotten()
         copies = {
             step: {key: digests for key, _, digests in self.listed(step)}
             for step in self.steps()

@@ -18,6 +18,7 @@ from dtft.checkpoint.owning import Owning, Room
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placement import Placement, Push
 from dtft.checkpoint.receiving import Hosting, Receiving
+from dtft.checkpoint.scrub import Scrub
 from dtft.checkpoint.shelf import Shelf
 from dtft.checkpoint.slices import Layout, Slice
 
@@ -63,6 +64,7 @@ class Holder:
         }
         self._hosting = Hosting(shelves, self._lock)
         self._held = Held(self._own, self._hosting)
+        self.scrub = Scrub(self._own, self._hosting, self._lock)
 
     def _new_shelf(self, chunks: Chunks, num_places: int, start: int) -> Shelf:
         size = num_places * chunks.nbytes
@@ -238,14 +240,16 @@ class Holder:
         Args:
             read: read it again and check it now, shared chunks once; a copy for a peer
                 that is wrong is forgotten, so that it can be sent again. Otherwise what
-                was verified when it came counts; whoever takes it verifies it.
+                was verified when it came counts, unless the scrubber has found it
+                wrong since; whoever takes it verifies it.
 
         Returns:
             step -> slice key -> digest of each good copy, and a description of each
             bad one ("step 12: params/w[0:4]:float32").
         """
         with self._lock:
-            return self._held.check() if read else (self._held.recorded(), [])
+            known = self.scrub.known()
+            return self._held.check() if read else (self._held.recorded(), known)
 
     def steps(self) -> tuple[int, ...]:
         """The steps of which something is held, ascending."""

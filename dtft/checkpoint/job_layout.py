@@ -13,6 +13,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from dtft.checkpoint.record import LeafRecord, Record
+from dtft.checkpoint.sealed_items import opened, sealed
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.tree import listed
 
@@ -63,24 +64,36 @@ def config_of(record: Record) -> str:
 
 
 def dynamic_part(record: Record) -> dict[str, Any]:
-    """What may change from step to step; it travels with each of them."""
-    return {
-        "json_items": record.json_items,
-        "metrics": record.metrics,
-        "custom_metadata": record.custom_metadata,
-    }
+    """What may change from step to step, with its digest; each of them has it along."""
+    return sealed(
+        {
+            "json_items": record.json_items,
+            "metrics": record.metrics,
+            "custom_metadata": record.custom_metadata,
+        }
+    )
+
+
+def holds_tree(layout: Layout) -> bool:
+    """Whether the state is a user's tree."""
+    return _static_part(layout) is not None
 
 
 def record_in(layout: Layout, items: Mapping[str, Any]) -> Record | None:
-    """The record of a step; None if the state is not a user's tree."""
+    """The record of a step; None if the state is not a user's tree.
+
+    Raises:
+        CorruptItems: `items` are not what `dynamic_part` made.
+    """
+    static = _static_part(layout)
+    return None if static is None else Record.from_json(static | opened(items))
+
+
+def _static_part(layout: Layout) -> dict[str, Any] | None:
     try:
-        static = json.loads(layout.config or "{}").get(MARK)
+        return json.loads(layout.config or "{}").get(MARK)
     except (ValueError, AttributeError):
         return None
-    if static is None:
-        return None
-    changing = ("json_items", "metrics", "custom_metadata")
-    return Record.from_json(static | {name: items.get(name) for name in changing})
 
 
 def same_slices(saved: Layout, wanted: Layout) -> bool:

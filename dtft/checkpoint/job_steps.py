@@ -25,7 +25,7 @@ from dtft.checkpoint.job_layout import (
     record_in,
     same_slices,
 )
-from dtft.checkpoint.job_terms import refuse_unfit, sendable, terms_of, wanted_structs
+from dtft.checkpoint.job_terms import refuse_unfit, terms_of, wanted_structs
 from dtft.checkpoint.manager import SaveArgs
 from dtft.checkpoint.options import ReplicatedOptions, chosen_step
 from dtft.checkpoint.record import LeafRecord, Record, record_of
@@ -33,7 +33,7 @@ from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.stored import StoredSteps
 from dtft.checkpoint.storing import StorageFailed
 from dtft.checkpoint.tree import listed
-from dtft.checkpoint.wanted import Wanted, metadata, result, wanted_of
+from dtft.checkpoint.wanted import metadata, result, wanted_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class JobSteps:
                 "job of several processes: steps that grow."
             )
         record, values = record_of(args, metrics, custom_metadata)
-        items = sendable(dynamic_part(record))
+        items = dynamic_part(record)
         self._announce(record, values)
         self._memory.wait_until_finished()  # at most one step is not safe
         arrays = {
@@ -142,58 +142,37 @@ class JobSteps:
     # ------------------------------------------------------------------ restore
 
     def restore(self, step: int | None, args: Any) -> Any:
-        """A step: from memory if every process has its slices there, else storage."""
+        """A step: from memory, on whatever shardings, else from storage."""
         chosen = self._chosen(step)
-        if chosen == self._memory.in_memory:
-            found = self._memory.locate(chosen)
-            layout = Layout.from_json(found["layout"])
-            record = record_in(layout, found["items"])
-            if record is None:
-                raise ValueError(f"step {chosen} in memory is not a tree of this API.")
-            wanted = wanted_of(record, args)
-            abstract = wanted_structs(record, wanted, layout)
-            if self._is_here(record, abstract, layout):
-                return self._from_memory(record, wanted, found, abstract)
-            chosen = self._instead(chosen, step)
-        return self._from_storage(chosen, args)
-
-    def _is_here(
-        self, record: Record, abstract: dict[str, Any], layout: Layout
-    ) -> bool:
-        leaves = [leaf for leaf in record.leaves if leaf.path in abstract]
-        shardings = [abstract[leaf.path].sharding for leaf in leaves]
-        return same_slices(layout, layout_of(leaves, shardings, self._processes))
-
-    def _from_memory(
-        self,
-        record: Record,
-        wanted: dict[str, Wanted | None],
-        found: dict[str, Any],
-        abstract: dict[str, Any],
-    ) -> Any:
-        arrays = self._memory.read(found, abstract)
+        if chosen != self._memory.in_memory:
+            return self._from_storage(chosen, args)
+        found = self._memory.locate(chosen)
+        layout = Layout.from_json(found["layout"])
+        record = record_in(layout, found["items"])
+        if record is None:
+            raise ValueError(f"step {chosen} in memory is not a tree of this API.")
+        wanted = wanted_of(record, args)
+        abstract = wanted_structs(record, wanted, layout)
+        arrays = self._read(found, chosen, record, layout, abstract)
         values = [arrays.get(leaf.path) for leaf in record.leaves]
         nowhere = [None] * len(values)
         return result(record, values, dict(record.json_items), wanted, nowhere)
 
-    def _instead(self, chosen: int, step: int | None) -> int:
-        """The stored step that takes the place of one with other slices in memory."""
-        stored = self._in_storage()
-        text = (
-            f"step {chosen} in memory was saved with other shardings: some process "
-            "does not have the slices that it wants"
-        )
-        if chosen in stored:
-            logger.warning("%s. Storage is read instead.", text)
-            return chosen
-        if step is not None or not stored:
-            raise ValueError(
-                f"{text}. Storage {self._stored.directory} has steps "
-                f"{listed(list(map(str, stored)))}. Restore with the shardings that "
-                "the step was saved with, or restore a step that storage has."
-            )
-        logger.warning("%s. Step %d is read from storage.", text, stored[-1])
-        return stored[-1]
+    def _read(
+        self,
+        found: dict[str, Any],
+        step: int,
+        record: Record,
+        saved: Layout,
+        abstract: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The wanted leaves: of this process's slices, or of what peers have, too."""
+        leaves = [leaf for leaf in record.leaves if leaf.path in abstract]
+        shardings = [abstract[leaf.path].sharding for leaf in leaves]
+        wanted = layout_of(leaves, shardings, self._processes)
+        if same_slices(saved, wanted):  # says the same on every process
+            return self._memory.read(found, abstract)
+        return self._memory.read_on(step, wanted, abstract)
 
     def _from_storage(self, step: int, args: Any) -> Any:
         found = self._stored.record(step)

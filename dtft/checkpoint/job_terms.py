@@ -7,7 +7,6 @@ each leaf of a restore shall go. Must not know agents, memory or bytes.
 from typing import Any
 
 import jax
-import msgpack
 import numpy as np
 from etils import epath
 
@@ -51,32 +50,6 @@ def terms_of(
             "storage_timeout_s": options.storage_timeout_s,
         },
     }
-
-
-def sendable(items: dict[str, Any]) -> dict[str, Any]:
-    """The JSON values saved beside the leaves, as they are.
-
-    Raises:
-        ValueError: hosts cannot send them to each other.
-
-    >>> sendable({"json_items": {"data": {"position": 2**63}}, "metrics": None})
-    {'json_items': {'data': {'position': 9223372036854775808}}, 'metrics': None}
-    >>> sendable({"metrics": {"hash": 2**64}})
-    Traceback (most recent call last):
-    ValueError: metrics has a value that hosts cannot send to each other (Integer \
-value out of range). Allowed in a job of several processes: JSON values with whole \
-numbers of 64 bits and valid Unicode. Convert it, to str for example.
-    """
-    for name, value in items.items():
-        try:
-            msgpack.packb(value)
-        except (ValueError, OverflowError, TypeError, RecursionError) as error:
-            raise ValueError(
-                f"{name} has a value that hosts cannot send to each other ({error}). "
-                "Allowed in a job of several processes: JSON values with whole numbers "
-                "of 64 bits and valid Unicode. Convert it, to str for example."
-            ) from error
-    return items
 
 
 def wanted_structs(

@@ -60,7 +60,7 @@ class Owning:
         for asked in list(self._staging):
             self._cancel(asked)  # there is one trainer, and it writes one step
         pool = self.shelf.pool
-        places = pool.acquire(np.arange(self.shelf.chunks.num_chunks))
+        places = self.shelf.acquire(np.arange(self.shelf.chunks.num_chunks))
         if places is None:
             raise RuntimeError(
                 f"no free place for step {step}: all {pool.num_places} places of a "
@@ -68,6 +68,8 @@ class Owning:
                 f"{sorted(self.copies)}."
             )
         newest = max(self.copies, default=-1)
+        if newest in self.copies and self.shelf.rotten_in(self.copies[newest]):
+            newest = -1  # every chunk is written anew
         base = self.copies.get(newest) or self._nothing()
         pool.retain(base.places)
         self._staging[step] = _Staging(base=base, places=places)
@@ -140,7 +142,7 @@ class Owning:
         step, copy = self.pins[pin]
         lacking = [index for index, known in enumerate(copy.digests) if not known]
         mask = self.shelf.chunks.mask(lacking) & (copy.places == ABSENT)
-        fresh = self.shelf.pool.acquire(np.flatnonzero(mask))
+        fresh = self.shelf.acquire(np.flatnonzero(mask))
         if fresh is None:
             raise RuntimeError("no free place for slices that are to be exported")
         copy.places = np.where(mask, fresh, copy.places)
@@ -185,15 +187,17 @@ class Owning:
         """
         old = self.copies.get(step) or self._nothing()
         known: Read = {}
+        rotten = self.shelf.chunks.owners_of(self.shelf.rotten_in(old))
         lacking = [
             index
             for index, good in enumerate(expected)
             if old.digests[index] != good
+            or index in rotten
             or (read and not self.shelf.right(old, index, known))
         ]
         mask, pool = self.shelf.chunks.mask(lacking), self.shelf.pool
         pool.release(np.where(mask, old.places, ABSENT).astype(np.uint8))
-        fresh = pool.acquire(np.flatnonzero(mask))
+        fresh = self.shelf.acquire(np.flatnonzero(mask))
         assert fresh is not None, "one version is kept, and exports have ended"
         copy = Copy(places=np.where(mask, fresh, old.places), digests=list(old.digests))
         for index in lacking:

@@ -44,7 +44,7 @@ class Receiving:
 
     def reserve(self) -> bool:
         """Takes a free place for every chunk without one; False if one is missing."""
-        found = self.shelf.pool.acquire(np.flatnonzero(self.places == ABSENT))
+        found = self.shelf.acquire(np.flatnonzero(self.places == ABSENT))
         if found is None:
             return False
         self.places = np.where(found == ABSENT, self.places, found)
@@ -54,6 +54,12 @@ class Receiving:
         """[chunks] bool: what is neither here nor arriving."""
         with self._lock:
             return self.states == _LACKING
+
+    @property
+    def root(self) -> str:
+        """One digest over all slices, as `commit.push_root` has it."""
+        pairs = zip(self.shelf.chunks.slices, self.digests, strict=True)
+        return digest.digest_root((piece.key, told) for piece, told in pairs)
 
     @property
     def complete(self) -> bool:
@@ -185,6 +191,13 @@ class Hosting:
         found.given_up = True
         if not found.users:  # else the last of them lets go of the places
             found.release(unverified_only=False)
+
+    def forget_rotten(self) -> None:
+        """Drops copies that are known to have a wrong byte; see `Shelf.rotten`."""
+        for copies in self.copies.values():
+            for source, copy in list(copies.items()):
+                if self.shelves[source].rotten_in(copy):
+                    self.shelves[source].release(copies.pop(source))
 
     def forget(self, step: int, keys: Sequence[str]) -> None:
         """Drops copies that have a wrong byte, so that they can be sent again."""

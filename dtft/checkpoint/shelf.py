@@ -40,6 +40,19 @@ class Shelf:
         self.chunks, self._memory = chunks, memory
         self.pool = PlacePool(chunks.num_chunks, num_places)
         self.index = {piece: at for at, piece in enumerate(chunks.slices)}
+        self.rotten: set[tuple[int, int]] = set()
+        """(place, chunk) whose bytes were found wrong, until they are written anew."""
+
+    def acquire(self, numbers: np.ndarray) -> np.ndarray | None:
+        """Free places of some chunks, to be written; see `PlacePool.acquire`."""
+        found = self.pool.acquire(numbers)
+        if found is not None and self.rotten:
+            self.rotten -= {(int(found[number]), int(number)) for number in numbers}
+        return found
+
+    def rotten_in(self, copy: Copy) -> list[int]:
+        """The chunks of a copy that were found wrong."""
+        return [number for place, number in self.rotten if copy.places[number] == place]
 
     def parts(self, copy: Copy, index: int) -> Parts:
         """The bytes of one slice, in as few pieces as there are."""
@@ -47,12 +60,20 @@ class Shelf:
 
     def chunk(self, places: np.ndarray, number: int) -> memoryview:
         """The bytes of one chunk."""
-        return self.chunks.chunk(self._memory(), int(places[number]), number)
+        return self.at(int(places[number]), number)
+
+    def at(self, place: int, number: int) -> memoryview:
+        """The bytes of one chunk at one of its places."""
+        return self.chunks.chunk(self._memory(), place, number)
 
     def held(self, copy: Copy) -> Iterator[tuple[Slice, Parts, bytes]]:
-        """Every slice that a copy has, with its bytes and digests; reads nothing."""
+        """Every slice that a copy has, with its bytes and digests; reads nothing.
+
+        One with a chunk that was found wrong does not count.
+        """
+        wrong = self.chunks.owners_of(self.rotten_in(copy)) if self.rotten else ()
         for index, digests in enumerate(copy.digests):
-            if digests:
+            if digests and index not in wrong:
                 yield self.chunks.slices[index], self.parts(copy, index), digests
 
     def right(self, copy: Copy, index: int, read: Read) -> bool:
@@ -92,6 +113,8 @@ class Shelf:
         missing = [b"\0" * len(one) for one in digests]
         known = [one or none for one, none in zip(copy.digests, missing, strict=True)]
         equal = digest.equal_chunks(b"".join(known), b"".join(digests))
+        if self.rotten:
+            equal[self.rotten_in(copy)] = False
         return equal & (copy.places != ABSENT)
 
     def release(self, copy: Copy) -> None:

@@ -16,6 +16,7 @@ from etils import epath
 from dtft.checkpoint import placing
 from dtft.checkpoint.fingerprint import fingerprints
 from dtft.checkpoint.record import DEFAULT, RECORD, Kind, LeafRecord, Record
+from dtft.checkpoint.sealed_items import digest_of
 from dtft.checkpoint.storage import CheckpointUnreadable
 from dtft.checkpoint.tree import listed
 from dtft.checkpoint.wanted import Wanted
@@ -44,8 +45,11 @@ class StoredSteps:
             return None
         beside = self._read(step, {RECORD: ocp.args.JsonRestore()})[RECORD]
         try:
+            digest = beside.pop("digest", None)  # early versions wrote none
+            if digest is not None and digest != digest_of(beside):
+                raise ValueError("its record does not match its digest")
             return Record.from_json(beside["record"]), beside["fingerprints"]
-        except (TypeError, KeyError) as error:
+        except (AttributeError, TypeError, KeyError, ValueError) as error:
             raise self._unreadable(step, error) from error
 
     def read(
@@ -97,7 +101,17 @@ class StoredSteps:
                 values[number] = placing.as_array(
                     memoryview(b""), record.leaves[number]
                 )
-        return values, {name: found[name] for name in wanted if name not in trees}
+        return values, {
+            name: self._right(step, record, name, found[name])
+            for name in wanted
+            if name not in trees
+        }
+
+    def _right(self, step: int, record: Record, name: str, value: Any) -> Any:
+        """An item in JSON, which the record has, too."""
+        if digest_of(value) != digest_of(record.json_items[name]):
+            raise self._unreadable(step, ValueError(f"item {name!r} is corrupt"))
+        return value
 
     def _check(
         self,

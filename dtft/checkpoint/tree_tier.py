@@ -16,6 +16,7 @@ from dtft.checkpoint.fingerprint import fingerprints
 from dtft.checkpoint.job_layout import record_in
 from dtft.checkpoint.opened import OpenedDirectory
 from dtft.checkpoint.record import RECORD, LeafRecord, Record
+from dtft.checkpoint.sealed_items import digest_of
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.storage import orbax_options
 
@@ -90,6 +91,7 @@ def items_of(record: Record, values: list[Any]) -> dict[str, Any]:
     for name, value in record.json_items.items():
         items[name] = ocp.args.JsonSave(value)
     beside = {"record": record.to_json(), "fingerprints": prints(record, values)}
+    beside["digest"] = digest_of(beside)
     return items | {RECORD: ocp.args.JsonSave(beside)}
 
 

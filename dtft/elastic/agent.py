@@ -40,6 +40,7 @@ FOLLOWER_EVENTS = {
     "trainer": "trainer_says",
     "trainer_exit": "trainer_exited",
     "restored_memory": "restored_memory",
+    "assembled": "assembled",
     "held": "held",
     "exporter": "exporter_says",
 }
@@ -230,6 +231,8 @@ class Agent:
     def _on_tick(self) -> None:
         if (leader := self._leadership.leader) is not None:
             leader.tick()
+        elif self._leadership.pending:
+            self._on_view(self._view)
         elif self._view.leader is None and self._view.hosts:
             self._membership.campaign()
         else:

@@ -66,24 +66,50 @@ def assemble(
     holder.keep_only({step})
     holder.begin_stage(step)
     new = {piece: _memory(holder, step, piece) for piece in holder.own_slices}
-    own = [it for it in order["regions"] if it["host"] == host]
-    peers = [it for it in order["regions"] if it["host"] != host]
-    for source in own:
-        _take_own(new, order, host, _regions(source), former)
-
-    def fetch(source: Mapping[str, Any]) -> int:
-        return _fetch(new, order, source, credentials, limit_s, holder.chunk_bytes)
-
-    fetched = 0
-    if peers:
-        with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
-            fetched = sum(pool.map(fetch, peers))
+    chunk = holder.chunk_bytes
+    fetched = bring(new, order, host, credentials, limit_s, former, chunk)
     found = [_settled(holder, step, piece, memory) for piece, memory in new.items()]
     for piece, value in zip(holder.own_slices, found, strict=True):
         if value != digests.get(piece.key, value):
             raise FetchFailed(host, f"{piece.key} was not assembled right")
     holder.staged(step, found, order["items"])
     return fetched
+
+
+def bring(
+    new: Mapping[Slice, memoryview],
+    order: Order,
+    host: str,
+    credentials: Credentials,
+    limit_s: float,
+    holders: Sequence[Holder],
+    chunk_bytes: int,
+) -> int:
+    """Fills new slices with the regions of an order; what is read of old ones is right.
+
+    Args:
+        new: the memory of each new slice.
+        order: generation, attempt, step, digests of the old slices, and regions.
+        host: this host's name.
+        credentials: the job's.
+        limit_s: deadline of each fetch, in seconds.
+        holders: this host's, that may have old slices.
+        chunk_bytes: bytes under one digest.
+
+    Returns and raises what `assemble` does.
+    """
+    own = [it for it in order["regions"] if it["host"] == host]
+    peers = [it for it in order["regions"] if it["host"] != host]
+    for source in own:
+        _take_own(new, order, host, _regions(source), holders, chunk_bytes)
+
+    def fetch(source: Mapping[str, Any]) -> int:
+        return _fetch(new, order, source, credentials, limit_s, chunk_bytes)
+
+    if not peers:
+        return 0
+    with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
+        return sum(pool.map(fetch, peers))
 
 
 def _memory(holder: Holder, step: int, piece: Slice) -> memoryview:
@@ -125,15 +151,16 @@ def _take_own(
     order: Order,
     host: str,
     regions: Mapping[Slice, Sequence[Region]],
-    former: Sequence[Holder],
+    holders: Sequence[Holder],
+    chunk: int,
 ) -> None:
     step = order["step"]
     for old, parts in regions.items():
         try:
-            (found,) = find_copies(former, step, [old.key])
+            (found,) = find_copies(holders, step, [old.key])
         except KeyError:
             raise FetchFailed(host, f"it has no copy of {old.key} any more") from None
-        view, chunk = found.whole(), former[0].chunk_bytes
+        view = found.whole()
         span = span_of(parts, chunk)
         expected = digests_in(order["digests"][old.key], span, chunk)
         if digest.verify(view[slice(*span)], expected, chunk):

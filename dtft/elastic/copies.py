@@ -18,6 +18,7 @@ from dtft.checkpoint.arena_map import arena_bytes
 from dtft.checkpoint.chunks import pack_flags
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
+from dtft.checkpoint.sealed_items import is_right
 from dtft.checkpoint.shares import Shares
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -120,10 +121,14 @@ class Copies:
         for one in former:
             self._drop(one)
 
+    def holders(self) -> list[Holder]:
+        """All that have copies of this host, the newest first."""
+        return [it for it in (self.holder, *self.former) if it is not None]
+
     def holding(self, step: int) -> Holder | None:
         """The holder that has a step, the newest one if none has."""
-        known = (it for it in (self.holder, *self.former) if it is not None)
-        return next((it for it in known if step in it.steps()), self.holder)
+        having = (it for it in self.holders() if step in it.steps())
+        return next(having, self.holder)
 
     def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
         """Reserves memory for a slot of this layout, beside whatever goes on.
@@ -155,7 +160,7 @@ class Copies:
 
     def report(self, read: bool = True) -> dict[str, Any]:
         """What is held here, for the leader; see `Holder.holdings` for `read`."""
-        holders = [it for it in (self.holder, *self.former) if it is not None]
+        holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}
         items: dict[int, dict[str, Any]] = {}
         corrupt: list[str] = []
@@ -163,7 +168,11 @@ class Copies:
             good, bad = holder.holdings(read)
             for step, digests in good.items():
                 held[step] = digests | held.get(step, {})
-                items[step] = holder.items(step) or items.get(step, {})
+                beside = holder.items(step)
+                if not is_right(beside):
+                    corrupt.append(f"{self._config.host} step {step}: its items")
+                    beside = {}
+                items[step] = beside or items.get(step, {})
             corrupt += [f"{self._config.host} {text}" for text in bad]
         return {
             "layouts": [holder.layout.to_json() for holder in holders],

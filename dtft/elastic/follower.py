@@ -22,6 +22,7 @@ from dtft.elastic.formation import Formation
 from dtft.elastic.inbox import Inbox
 from dtft.elastic.processes import free_port
 from dtft.elastic.restoring import restore_copies
+from dtft.elastic.scrubber import Scrubber
 from dtft.elastic.trainers import TrainerPool, start_message
 
 REPORTED = ("step", "digests", "interval", "window")
@@ -44,6 +45,7 @@ class Follower:
         self._emit, self._report = emit, report
         self._pool = self._make_pool()
         self._copies = Copies(config)
+        self._scrubber = Scrubber(self._copies.holders)
         self._nixl = started() if config.nixl else None
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
@@ -62,7 +64,7 @@ class Follower:
         return Inbox(
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
-            held=lambda step, source: self._emit("held", self.epoch, step, source),
+            held=lambda *copy: self._emit("held", self.epoch, *copy),
             former=lambda: self._copies.former,
             nixl=self._nixl,
         )
@@ -280,11 +282,12 @@ class Follower:
         told = {name: message[name] for name in REPORTED}
         self._tell("staged", slot=formation.slot, **told)
 
-    def held(self, epoch: tuple[int, int], step: int, source: int) -> None:
-        """A peer's slices have arrived here and were checked."""
+    def held(self, epoch: tuple[int, int], step: int, source: int, root: str) -> None:
+        """A peer's slices have arrived here and were checked; `root`: their digest."""
         formation = self._formation
         if formation is not None and epoch == formation.epoch:
-            self._tell("held", step=step, source=source, target=formation.slot)
+            where = {"source": source, "target": formation.slot}
+            self._tell("held", step=step, root=root, **where)
 
     def trainer_exited(self, pid: int, code: int) -> None:
         """A trainer has ended; if it was the active one, the leader must know."""
@@ -314,4 +317,5 @@ class Follower:
         """Ends every process of this host and frees its memory."""
         self._stand_down("this agent ends")
         self._pool.close()
+        self._scrubber.close()
         self._copies.close()

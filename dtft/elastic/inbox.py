@@ -26,8 +26,8 @@ class Inbox:
 
     epoch: Callable[[], Epoch]
     holder: Callable[[], Holder | None]
-    held: Callable[[int, int], None]
-    """Called with (step, source slot) when a push was verified, once for each."""
+    held: Callable[[int, int, str], None]
+    """Called with (step, source slot, root digest) when a push was verified, once."""
     nixl: Nixl | None = None
     """Lends memory to peers that fetch with NIXL."""
     former: Callable[[], Sequence[Holder]] = tuple
@@ -115,7 +115,7 @@ def _receive_push(channel: Channel, inbox: Inbox) -> bool:
     finally:
         holder.end_receive(step, source, receiving)
     if new:
-        inbox.held(step, source)
+        inbox.held(step, source, receiving.root)
     return new or holder.has_received(step, source, push.digests)
 
 

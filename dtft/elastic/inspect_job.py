@@ -17,7 +17,7 @@ from dtft.checkpoint.health import CommitHealth, commit_health, worth_showing
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials, connect
 from dtft.checkpoint.wire import Tls
-from dtft.elastic.entry import JobMismatch, proof_of
+from dtft.elastic.entry import SERVED, JobMismatch, proof_of
 from dtft.elastic.membership import View, job_key, read_commits, read_view
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.spread import Surroundings
@@ -103,7 +103,7 @@ class Observer:
             ValueError: there is no such job; names those there are.
             JobMismatch: the secret is another.
         """
-        self._store, self._address, self._job = store, address, job
+        self._store, self._address, self.job = store, address, job
         found = store.get(job_key(job, "m/fingerprint"))
         if found is None:
             raise ValueError(
@@ -117,6 +117,8 @@ class Observer:
                 "copy the job's secret file (job.secret in the run directory of "
                 "`dtft launch`)."
             )
+        self.is_served = known.get("config", "").startswith(SERVED)
+        """Whether its processes are its user's own."""
         tls = Tls() if known.get("tls") else None
         self._credentials = Credentials(job=job, secret=secret, tls=tls)
 
@@ -131,7 +133,7 @@ class Observer:
         return state
 
     def _look_once(self, verify: bool) -> JobState:
-        view, _ = read_view(self._store, self._job)
+        view, _ = read_view(self._store, self.job)
         commits = {commit.step: commit for commit in self._commits()}
         records = [view.hosts[name] for name in sorted(view.hosts)]
         with ThreadPoolExecutor(max_workers=max(1, min(32, len(records)))) as pool:
@@ -153,7 +155,7 @@ class Observer:
             for step, commit in commits.items()
         ]
         return JobState(
-            job=self._job,
+            job=self.job,
             store=self._address,
             view=view,
             hosts=hosts,
@@ -162,7 +164,7 @@ class Observer:
         )
 
     def _commits(self) -> tuple[Commit, ...]:
-        return read_commits(self._store, self._job)
+        return read_commits(self._store, self.job)
 
     def _ask(self, record: HostRecord, verify: bool) -> HostState:
         limit_s = VERIFY_S if verify else LOOK_S
@@ -222,10 +224,10 @@ class Observer:
         Raises:
             NotThere: nobody leads, or the leader does not answer.
         """
-        view, _ = read_view(self._store, self._job)
+        view, _ = read_view(self._store, self.job)
         leader = view.hosts.get(view.leader or "")
         if leader is None:
-            raise NotThere(f"job {self._job!r} has no leader at the moment.")
+            raise NotThere(f"job {self.job!r} has no leader at the moment.")
         try:
             reply = self._call(leader, op, request, limit_s)
         except (OSError, TimeoutError) as error:
@@ -234,7 +236,7 @@ class Observer:
 
     def result(self) -> str | None:
         """How the job ended, for people; None while it lives."""
-        view, _ = read_view(self._store, self._job)
+        view, _ = read_view(self._store, self.job)
         return json.loads(view.result)["status"] if view.result else None
 
 

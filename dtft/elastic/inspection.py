@@ -39,13 +39,14 @@ def _asked(channel: Channel) -> dict[str, Any]:
 
 
 def _held(holder: Holder, *, verify: bool) -> dict[str, Any]:
-    """What is recorded at this moment; with `verify` without what is read and wrong."""
+    """What is recorded at this moment, without what the scrubber found wrong; with
+    `verify` without what is read now and wrong, too."""
     held = {
         step: {key: known for key, _, known in holder.copies(step)}
         for step in holder.steps()
     }
     held = {step: found for step, found in held.items() if found}  # room ahead: none
-    corrupt: list[str] = []
+    corrupt = holder.scrub.known()
     unread: list[int] = []
     for step in held if verify else ():
         found = audit(holder, step)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dtft.checkpoint.commit import Commit, Divergence
+from dtft.checkpoint.commit import Commit, Divergence, Mislabelled
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.attendance import Attendance
 from dtft.elastic.config import AgentConfig
@@ -120,6 +120,8 @@ class Leader:
                 getattr(self, f"_on_{op}")(host, **fields_of(message, self.reports))
             except Divergence as error:
                 self._fail(str(error))
+            except Mislabelled as error:
+                self._refuse_copy(str(error))
         elif op == "trainer_exit" and self._rounds.phase == "gathering":
             assert round_ is not None
             slots = previous.slots if previous else ()  # it died beside what began this
@@ -129,6 +131,14 @@ class Leader:
         """What has happened would happen again: the job ends, or its new size does."""
         if code != FATAL_INPUT or not self._scaling.undone(message):
             self._ending.end("error", message, code=code)
+
+    def _refuse_copy(self, why: str) -> None:
+        """A copy is of another step: all begin anew from what is known to be right."""
+        self._journal.say(why)
+        if self._rounds.setbacks.copy_refused():
+            self._ending.end("error", why)
+        else:
+            self._rounds.form(why)
 
     def _refused(self, host: str, reason: str | None) -> bool:
         if reason is not None:
@@ -204,10 +214,10 @@ class Leader:
         if self._rounds.ledger is not None:
             self._rounds.ledger.staged(**staged)
 
-    def _on_held(self, host: str, step: int, source: int, target: int) -> None:
-        self._mender.held(self._rounds.current, step, source, target)
+    def _on_held(self, host: str, **copy: Any) -> None:
+        self._mender.held(self._rounds.current, **copy)
         if self._rounds.ledger is not None:
-            self._rounds.ledger.held(step, source, target)
+            self._rounds.ledger.held(**copy)
 
     def _on_trainer_exit(self, host: str, code: int) -> None:
         assignment, round_ = self._rounds.assignment, self._rounds.current

@@ -86,7 +86,7 @@ class Ledger:
         interval: int | None = None,
         window: Mapping[str, float] | None = None,
     ) -> None:
-        """A slot has staged a step; raises Divergence.
+        """A slot has staged a step; raises Divergence, Mislabelled.
 
         Args:
             slot: of the trainer.
@@ -101,11 +101,11 @@ class Ledger:
         self._tracker(step).staged(slot, digests)
         self._conclude(step)
 
-    def held(self, step: int, source: int, target: int) -> None:
+    def held(self, step: int, source: int, target: int, root: str) -> None:
         """A push has arrived and was verified; those of a commit are no news here."""
         if step <= self.committed:
             return
-        self._tracker(step).held(source, target)
+        self._tracker(step).held(source, target, root)
         self._conclude(step)
 
     def _tracker(self, step: int) -> StepTracker:

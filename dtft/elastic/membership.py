@@ -117,7 +117,7 @@ class Membership:
         self._job, self._lease_s = job, lease_s
         self.upkeep = Upkeep(store)
         """Of the history that the leader's writes leave behind."""
-        self._lease = 0
+        self._lease = self._lapsing = 0
         self._putting = threading.Lock()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -166,8 +166,7 @@ class Membership:
         up = True
         while not self._stop.wait(self._lease_s / 5 if up else 0.2):
             try:
-                if self._store.keepalive(self._lease) is None:
-                    self._register()
+                self._renew()
                 now = True
             except StoreUnavailable as error:
                 now = False
@@ -178,6 +177,14 @@ class Membership:
                 self._emit("store", up)
                 if up:
                     self._refresh()
+
+    def _renew(self) -> None:
+        old, lapsing = self._lease, self._lapsing
+        if old != lapsing and self._store.keepalive(old) is not None:
+            return
+        self._register()
+        if old == lapsing:
+            self._store.revoke(old)  # else it runs out
 
     def _watch(self) -> None:
         while not self._stop.is_set():
@@ -200,6 +207,14 @@ class Membership:
             [Compare(key=key, target="create", value=0)],
             [Put(key=key, value=self._record.host.encode(), lease=self._lease)],
         )
+
+    def let_go(self) -> None:
+        """Gives the leader key up, not the registration; does not wait.
+
+        The lease is not renewed any more and another is taken for the registration, so
+        the key ends with the old one whatever the store answers until then.
+        """
+        self._lapsing = self._lease
 
     def expel(self, lease: int) -> None:
         """Ends the lease of a host that was proved dead, so that all see it at once."""

@@ -7,6 +7,7 @@ ends with its formation. Must not know how a formation comes about.
 import time
 from collections.abc import Callable
 
+from dtft.checkpoint.commit import Located
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.forming import Round
 from dtft.elastic.journal import Journal
@@ -49,6 +50,7 @@ class Mender:
             located.holders,
             Surroundings.of(view).names,
             self._clock(),
+            _restored(round_, located),
         )
         if mending.pushes:
             self._journal.say(mending.degraded_line(placement.effective_copies))
@@ -58,10 +60,12 @@ class Mender:
                 self._send(host, "replicate", ballot=round_.ballot, **fields)
         self._conclude(0)
 
-    def held(self, round_: Round | None, step: int, source: int, target: int) -> None:
-        """A push has arrived and was verified."""
+    def held(
+        self, round_: Round | None, step: int, source: int, target: int, root: str
+    ) -> None:
+        """A push has arrived and was verified; raises Mislabelled."""
         if self._mending is not None and round_ is self._round:
-            self._mending.held(step, source, target)
+            self._mending.held(step, source, target, root)
             self._conclude(0)
 
     def committed(self, round_: Round | None, step: int) -> None:
@@ -90,3 +94,12 @@ class Mender:
             num_bytes=0 if committed else mending.nbytes,
             seconds=now - mending.begun,
         )
+
+
+def _restored(round_: Round, located: Located) -> dict[str, bytes]:
+    """The digest of each slice that was restored, as hosts read it or the commit says.
+
+    Only hosts of a formation of another size say so: their slices are new.
+    """
+    told = (outcome.get("restored", {}) for outcome in round_.prepared.values())
+    return {**located.digests, **{key: it for one in told for key, it in one.items()}}

@@ -9,6 +9,7 @@ Must not know connections, the store or the clock.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dtft.checkpoint.commit import check_copy
 from dtft.checkpoint.inventory import inventory_of
 from dtft.checkpoint.placement import Placement, Push
 from dtft.checkpoint.repair import re_replication
@@ -29,6 +30,8 @@ class Mending:
     """Failure domains that every slice is in before that, at least."""
     begun: float
     """When the state was restored, in seconds of any clock."""
+    digests: Mapping[str, bytes] = field(default_factory=dict)
+    """Slice key to the digest that it was restored with."""
     _held: set[tuple[int, int]] = field(default_factory=set)
 
     @property
@@ -41,10 +44,18 @@ class Mending:
         """All copies are there."""
         return {(push.source, push.target) for push in self.pushes} <= self._held
 
-    def held(self, step: int, source: int, target: int) -> None:
-        """A host has received a push and has verified it."""
-        if step == self.step:
-            self._held.add((source, target))
+    def held(self, step: int, source: int, target: int, root: str) -> None:
+        """A host has received a push and has verified it.
+
+        Raises:
+            Mislabelled: what it holds is not what was restored; see `push_root`.
+        """
+        if step != self.step:
+            return
+        for push in self.pushes:
+            if (push.source, push.target) == (source, target):
+                check_copy(push, step, self.digests, root)
+        self._held.add((source, target))
 
     def targets(self, source: int) -> list[int]:
         """The slots to which a slot sends its copies again."""
@@ -81,6 +92,7 @@ def mending_of(
     holders: Holders,
     domains: Mapping[str, str],
     now: float,
+    digests: Mapping[str, bytes],
 ) -> Mending:
     """What is missing when every slot has its own slices again.
 
@@ -91,6 +103,7 @@ def mending_of(
         holders: what was found, verified, before the restore.
         domains: host to its failure domain; hosts not named are each their own.
         now: the time.
+        digests: slice key to the digest that was restored, as far as it is known.
     """
     layout = placement.layout
     found = {
@@ -108,4 +121,10 @@ def mending_of(
         for push in placement.pushes
         if any(slots[push.target] not in found[piece.key] for piece in push.slices)
     )
-    return Mending(step=step, pushes=pushes, copies=repair.effective_copies, begun=now)
+    return Mending(
+        step=step,
+        pushes=pushes,
+        copies=repair.effective_copies,
+        begun=now,
+        digests=digests,
+    )

@@ -86,9 +86,9 @@ class Records:
         """
         self._membership, self.view = membership, view
         self._emit, self._journal, self._store = emit, journal, store
-        self._writer = Writer(emit)
         self.commits = list(membership.commits())
         """Newest first; the newest may still wait for the store."""
+        self._writer = Writer(emit)
         self._away = False
 
     @property

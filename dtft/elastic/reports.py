@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.interval import Window
 from dtft.checkpoint.slices import Layout
 
@@ -35,6 +36,10 @@ def _seconds(value: object) -> bool:
 
 def _text(value: object) -> bool:
     return isinstance(value, str)
+
+
+def _root(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 2 * DIGEST_BYTES
 
 
 def _flag(value: object) -> bool:
@@ -147,6 +152,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "step": _number,
         "source": _number,
         "target": _number,
+        "root": _root,
     },
     "finished": {
         "ballot": _ballot,
@@ -170,6 +176,7 @@ SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "step": _number,
         "store": _flag,
     },
+    "wanted": {"ballot": _ballot, "slot": _number, "step": _number, "layout": _layout},
     "process_gone": {"ballot": _ballot},
 }
 """As `FIELDS`, in a job whose processes are the user's own."""
@@ -184,7 +191,7 @@ OPTIONAL: Mapping[str, frozenset[str]] = {
 
 OF_A_SLOT = (
     *("prepared", "prepare_failed", "layout", "running"),
-    *("staged", "held", "finished", "flush"),
+    *("staged", "held", "finished", "flush", "wanted"),
 )
 """Reports that only the host of a slot can make."""
 
@@ -241,10 +248,10 @@ def misfit(
         return f"{op}: {host} has slot {slots.index(host)}, not {slot}"
     if op == "held" and message["source"] >= len(slots):
         return f"{op}: there is no slot {message['source']}"
-    if op == "layout":
+    if op in ("layout", "wanted"):
         mesh = Layout.from_json(message["layout"]).mesh
         if mesh.num_slots != len(slots):
-            return f"layout: {mesh.num_slots} slots instead of {len(slots)}"
+            return f"{op}: {mesh.num_slots} slots instead of {len(slots)}"
     if op == "staged" and layout is not None:
         told, expected = len(message["digests"]), len(layout.slices(slots.index(host)))
         if told != expected:

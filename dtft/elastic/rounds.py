@@ -187,6 +187,9 @@ class Rounds:
             self._wait_for_storage(decision.passed_over)
             return
         round_.assignment, round_.decision = assignment, decision
+        for host in decision.located.odd if decision.located else ():
+            line = f"{host} holds other bytes under step {decision.step}'s number"
+            self._journal.say(f"{line}: its copies of them are not used")
         self._storage_missed = False
         if round_.assignment.rung == 3:
             self._explain_storage(round_.decision.passed_over, round_.assignment)

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from dtft.elastic.inspect_job import NotThere, Observer
+from dtft.elastic.served import scale_refusal
 from dtft.elastic.store import StoreUnavailable
 
 PAUSE_S = 0.5
@@ -34,6 +35,8 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
         ScaleRefused: the job may not have so many.
         RuntimeError: it could not be done, or not in time; says why.
     """
+    if observer.is_served:  # nobody leads it before its processes are there
+        raise ScaleRefused(scale_refusal(observer.job))
     end = time.monotonic() + limit_s
     why = ""
     while (left := end - time.monotonic()) > 0:

@@ -18,7 +18,13 @@ from dtft.checkpoint.timeouts import Timeouts
 from dtft.elastic.agent import Agent
 from dtft.elastic.attached import AttachedTrainers
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.entry import SERVED, JobMismatch, check_job, refuse_taken_name
+from dtft.elastic.entry import (
+    SERVED,
+    JobMismatch,
+    check_domain,
+    check_job,
+    refuse_taken_name,
+)
 from dtft.elastic.membership import View, claim, job_key
 from dtft.elastic.served import Terms, missing
 from dtft.elastic.served_follower import ServedFollower
@@ -174,6 +180,7 @@ class ServingHost:
             terms = self._await_terms()
             if terms is None:
                 return ""
+            self._check_domain()
             self._agent = ServedAgent(
                 with_terms(config, terms), self._store, self._pool
             )
@@ -183,6 +190,14 @@ class ServingHost:
         finally:
             self._pool.close()
             shutil.rmtree(config.memory_directory, ignore_errors=True)
+
+    def _check_domain(self) -> None:
+        """As every agent, but the process that is attached is told why it is let go."""
+        try:
+            check_domain(self._store, self._config)
+        except JobMismatch as error:
+            self._pool.kill_active(str(error), waiting=True)
+            raise
 
     def _await_terms(self) -> Terms | None:
         while not self._left.is_set():

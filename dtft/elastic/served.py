@@ -87,3 +87,17 @@ def missing(hosts: Collection[HostRecord], num_slots: int) -> str:
         return ""
     word = "process" if len(absent) == 1 else "processes"
     return f"{word} {', '.join(absent)} of {num_slots} to attach"
+
+
+def scale_refusal(job: str) -> str:
+    """Why `dtft scale` cannot change the size of such a job.
+
+    >>> scale_refusal("j").partition(":")[0]
+    "job 'j' serves processes of its user's own (--serve-only)"
+    """
+    return (
+        f"job {job!r} serves processes of its user's own (--serve-only): whoever "
+        "starts them decides how many there are. For another number close them, and "
+        "start agents and processes anew under another --job; they begin with what "
+        "storage has."
+    )

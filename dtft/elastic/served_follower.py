@@ -1,20 +1,24 @@
 """A host's duties where the trainer is the user's own process.
 
 As `Follower`, but the process decides when it saves and restores: it learns the step on
-offer at once, tells its layout at its first save, and asks for what it wants. Must not
-know who else is in the job.
+offer at once, tells its layout at its first save, and asks for what it wants, which may
+be a step on other shardings. Must not know who else is in the job.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtft.checkpoint.board import Board
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.slices import Layout, Slice
 from dtft.checkpoint.transport import Credentials
+from dtft.elastic.assembling import bring
 from dtft.elastic.attached import AttachedTrainers
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.follower import Follower
 from dtft.elastic.formation import Formation
+from dtft.elastic.replication import FetchFailed
+from dtft.elastic.side_arena import SideArena
 
 
 class ServedFollower(Follower):
@@ -31,6 +35,7 @@ class ServedFollower(Follower):
     ) -> None:
         """`pool` listens already; its events go to `emit` from now on."""
         self._attached = pool
+        self._side = SideArena(config.memory_directory)
         super().__init__(config, credentials, board, emit, report)
         pool.bind(emit)
 
@@ -60,6 +65,11 @@ class ServedFollower(Follower):
         slot = formation.slot
         if message["op"] == "locate":
             self._locate(message["step"])
+        elif message["op"] == "want":
+            wanted = {name: message[name] for name in ("step", "layout")}
+            self._tell("wanted", slot=slot, **wanted)
+        elif message["op"] == "taken":
+            self._side.free()
         elif message["op"] == "flush":
             wanted = {name: message[name] for name in ("token", "step", "store")}
             self._tell("flush", slot=slot, **wanted)
@@ -84,6 +94,48 @@ class ServedFollower(Follower):
             digests=holder.all_own_digests(step),
             items=holder.items(step),
         )
+
+    # ---------------------------------------------------------- other shardings
+
+    def pass_on(self, op: str, **fields: Any) -> None:
+        """As `Follower.pass_on`, but what is to be assembled is this host's work."""
+        formation = self._formation
+        if op != "assemble" or "error" in fields:
+            super().pass_on("assembled" if op == "assemble" else op, **fields)
+        elif formation is not None:
+            args = formation, fields
+            threading.Thread(target=self._assemble, args=args, daemon=True).start()
+
+    def _assemble(self, formation: Formation, told: dict[str, Any]) -> None:
+        """On a thread: makes the wanted slices, checks them and says where they are."""
+        config, copies = self._config, self._copies
+        holders = [it for it in (copies.holder, *copies.former) if it is not None]
+        epoch = dict(zip(("generation", "attempt"), formation.epoch, strict=True))
+
+        def fill(new: Mapping[Slice, memoryview]) -> int:
+            return bring(
+                *(new, told | epoch, config.host, self._credentials),
+                *(config.timeouts.restore, holders, config.chunk_bytes),
+            )
+
+        layout = Layout.from_json(told["layout"])
+        answer: dict[str, Any] = {"step": told["step"], "layout": told["layout"]}
+        try:
+            answer |= self._side.fill(layout, formation.slot, config.chunk_bytes, fill)
+        except (FetchFailed, OSError, KeyError) as error:
+            answer["error"] = str(error)
+        self._emit("assembled", formation, answer)
+
+    def assembled(self, formation: Formation, answer: dict[str, Any]) -> None:
+        """What a process wants is in memory, or why not."""
+        if formation is self._formation:
+            self._attached.send("assembled", **answer)
+        elif "arena" in answer:
+            self._side.free(answer["arena"])
+
+    def _stand_down(self, reason: str = "", fatal: bool = False) -> None:
+        self._side.free()
+        super()._stand_down(reason, fatal)
 
     def _announced(self, formation: Formation, layout: Layout) -> None:
         """Another layout than the commit's gets memory beside it, until its first."""

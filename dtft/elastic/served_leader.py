@@ -2,20 +2,24 @@
 
 As `Leader`, with three differences: slots go by the index of the attached process; a
 generation that lost a process waits until the user has restarted all; and the job never
-ends by itself. Also answers who wants to know when a step is safe or stored.
+ends by itself. Also answers who wants to know when a step is safe or stored, and who
+wants one on other shardings.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+from dtft.checkpoint.slices import Layout
 from dtft.elastic.attendance import Attendance
 from dtft.elastic.demands import Answer
 from dtft.elastic.forming import Ballot
 from dtft.elastic.leader import Leader
+from dtft.elastic.remapping import NotPlanned, Remapping
 from dtft.elastic.reports import SERVED_FIELDS
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.rounds import Rounds
-from dtft.elastic.served import fill_by_process, missing
+from dtft.elastic.served import fill_by_process, missing, scale_refusal
+from dtft.elastic.spread import known_domains
 
 
 class ServedRounds(Rounds):
@@ -74,8 +78,10 @@ class ServedLeader(Leader):
     attendance_class = ServedAttendance
     reports = SERVED_FIELDS
     _flushes: tuple[Flush, ...] = ()
-    _ordered: int = -1
-    """The newest step whose export was ordered for somebody who waits."""
+    _export_asked: bool = False
+    """Somebody waits for the newest commit to be in storage."""
+    _remapping: tuple[Ballot, Remapping] | None = None
+    """Of a formation, by its ballot."""
 
     def tick(self) -> None:
         """Forms once every process is there, and enforces the deadlines."""
@@ -114,12 +120,59 @@ class ServedLeader(Leader):
     def scaling_wanted(self, replicas: int, answer: Answer) -> None:
         """Who starts the processes decides how many there are."""
         del replicas
-        error = (
-            f"job {self._config.job!r} has {self._config.num_slots} processes of its "
-            "user's own: dtft cannot start more. Close them, and start the job's "
-            "agents and processes anew under another --job"
-        )
+        error = scale_refusal(self._config.job)
         answer({"error": error, "code": 2})
+
+    def export_wanted(self, answer: Answer) -> None:
+        """The newest commit is written now: nobody knows when the next one comes."""
+        rounds, ledger = self._rounds, self._rounds.ledger
+        if ledger is None and rounds.phase == "running":
+            text = "nothing was saved since the processes have attached; ask again then"
+            answer({"error": text})
+        elif ledger is not None and ledger.exported >= max(0, ledger.committed):
+            answer({"step": ledger.exported})
+        else:
+            super().export_wanted(answer)
+            self._export_asked = ledger is not None
+            self._settle()
+
+    # --------------------------------------------------------- other shardings
+
+    def _newest(self) -> Remapping:
+        """What is known of the newest commit of this formation."""
+        round_ = self._rounds.current
+        assert round_ is not None
+        if self._remapping is None or self._remapping[0] != round_.ballot:
+            decision = round_.decision
+            found = (decision.located, decision.layout) if decision else (None, None)
+            self._remapping = round_.ballot, Remapping(*found)
+        return self._remapping[1]
+
+    def _on_staged(self, host: str, **staged: Any) -> None:
+        super()._on_staged(host, **staged)
+        if self._rounds.ledger is not None:
+            told = {name: staged[name] for name in ("slot", "step", "digests")}
+            self._newest().staged(**told)
+
+    def _on_wanted(self, host: str, slot: int, step: int, layout: str) -> None:
+        del slot
+        assignment, hosts = self._rounds.assignment, self.view.hosts
+        if assignment is None:
+            return
+        domains, _ = known_domains(hosts.values())
+        told: dict[str, Any] = {"step": step, "layout": layout}
+        try:
+            told |= self._newest().order_for(
+                host,
+                step,
+                Layout.from_json(layout),
+                slots=assignment.slots,
+                addresses={name: record.address for name, record in hosts.items()},
+                domains=domains.names,
+            )
+        except NotPlanned as error:
+            told["error"] = str(error)
+        self._send(host, "assemble", **told)
 
     # ------------------------------------------------------------------ flushes
 
@@ -147,6 +200,10 @@ class ServedLeader(Leader):
                 ledger.export(ledger.committed)
                 continue
             self._answer(flush, "")
+        if self._export_asked and ledger is not None and ledger.exporting is None:
+            self._export_asked = False
+            if ledger.exported < ledger.committed:
+                ledger.export(ledger.committed)
 
     def _answer(self, flush: Flush, error: str) -> None:
         self._flushes = tuple(other for other in self._flushes if other is not flush)
@@ -156,6 +213,9 @@ class ServedLeader(Leader):
         """A write was answered; a commit is what some wait for."""
         super().written(label, value, allowed)
         if label == "commit" and allowed:
+            ledger = self._rounds.ledger
+            if ledger is not None and self._rounds.assignment is not None:
+                self._newest().committed(value, ledger.placement)
             self._settle()
 
     def _export_ended(self, host: str, step: int, outcome: bool, error: str) -> None:

@@ -70,6 +70,11 @@ class Setbacks:
             f"{chosen.step} without {what}; see {logs}"
         )
 
+    def copy_refused(self) -> bool:
+        """A copy was of another step than was said; whether the job ends for it."""
+        self._fruitless += 1
+        return self._fruitless >= FRUITLESS
+
     def trained(self) -> None:
         """Every slot trains: restores that failed before do not count any more."""
         self._failures.clear()

@@ -59,6 +59,11 @@ def _serve_config(overrides: list[str]) -> ServeConfig:
         name = word.removeprefix("--").replace("-", "_").partition("=")[0]
         if not word.startswith("--"):
             continue
+        if name in ("share", "checkpoint.share"):
+            raise ValueError(
+                f"{word}: a process that is restarted takes its state from its own "
+                "agent, which therefore keeps all of its slices. Leave it out."
+            )
         if not name.startswith(known):
             raise ValueError(
                 f"{word}: {_ONLY}. Allowed beside the flags in its --help: --copies, "

@@ -246,7 +246,13 @@ def bad_report(rng: random.Random, _: Host) -> MemoryStream:
             hello[rng.choice(("host", "incarnation"))] = some_value(rng)
         member.frame(hello)
         for _ in range(rng.randrange(1, 4)):
-            report = {"op": "held", "step": STEP, "source": 0, "target": 1}
+            report = {
+                "op": "held",
+                "step": STEP,
+                "source": 0,
+                "target": 1,
+                "root": "f" * 32,
+            }
             for key in rng.sample(sorted(report), rng.randrange(3)):
                 report[key] = some_value(rng)
             data = rng.randbytes(rng.choice((0, 0, 9)))

@@ -70,10 +70,12 @@ class Host:
         self.holder = Holder(layout, slot, copies, path=path, chunk_bytes=CHUNK)
         self.epoch: tuple[int, int] = EPOCH
         self.held: list[tuple[int, int]] = []
+        self.roots: dict[tuple[int, int], str] = {}
+        """Of what is held: what the leader is told of its digests."""
         self.inbox = Inbox(
             epoch=lambda: self.epoch,
             holder=lambda: self.holder,
-            held=lambda step, source: self.held.append((step, source)),
+            held=self._holds,
         )
         config = AgentConfig(
             job=credentials.job,
@@ -101,6 +103,10 @@ class Host:
             },
         )
         self.address = self.server.address
+
+    def _holds(self, step: int, source: int, root: str) -> None:
+        self.roots[step, source] = root
+        self.held.append((step, source))
 
     def _emit(self, *event: Any) -> None:
         """Where an agent has its event loop; nobody leads here."""

@@ -40,7 +40,7 @@ class Host:
     ) -> None:
         self.slot, self._directory = slot, path
         path.mkdir()
-        self.arrived: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.arrived: queue.Queue[tuple[int, int, str]] = queue.Queue()
         self.holder = Holder(
             layout, slot, place(layout, copies), path=path / "arena", chunk_bytes=CHUNK
         )
@@ -49,7 +49,7 @@ class Host:
         inbox = Inbox(
             epoch=lambda: EPOCH,
             holder=lambda: self.holder,
-            held=lambda step, source: self.arrived.put((step, source)),
+            held=lambda *copy: self.arrived.put(copy),
         )
         self.server = TransportServer(
             "127.0.0.1:0",
@@ -173,8 +173,8 @@ class Job:
             pusher.offer(step)
         for host in self.hosts.values():
             for _ in host.holder.map.incoming:
-                _, source = host.arrived.get(timeout=LIMIT_S)
-                tracker.held(source, host.slot)
+                _, source, root = host.arrived.get(timeout=LIMIT_S)
+                tracker.held(source, host.slot, root)
         for pusher in pushers:
             pusher.close()
 

@@ -124,6 +124,19 @@ def test_restore_keeps_what_is_right_and_asks_for_the_rest(pair):
     assert a.begin_restore(1, digests, {"step": 1}) == []
 
 
+def test_what_was_verified_when_it_came_is_offered_without_being_read(pair):
+    a, b = pair
+    stage(a, 1)
+    push(a, b, 1)
+    before = [host.holdings() for host in (a, b)]
+    a.own_parts(1, a.own_slices[0]).views[0][0] ^= 1
+    assert [host.holdings(read=False) for host in (a, b)] == before
+    digests = before[0][0][1]
+    assert a.begin_restore(1, digests, {}, read=False) == []
+    changed = digests | {a.own_slices[0].key: bytes(len(a.all_own_digests(1)[0]))}
+    assert a.begin_restore(1, changed, {}, read=False) == [a.own_slices[0]]
+
+
 def test_a_new_host_reads_nothing_before_it_fetches(pair, monkeypatch):
     a, b = pair
     stage(a, 1)

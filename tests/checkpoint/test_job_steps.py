@@ -18,10 +18,20 @@ from etils import epath
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from dtft.checkpoint import AgentGone, NoAgent, ReplicatedOptions
+from dtft.checkpoint import (
+    AgentGone,
+    CorruptItems,
+    NoAgent,
+    NotBrought,
+    ReplicatedOptions,
+)
 from dtft.checkpoint.job_steps import JobSteps
+from dtft.checkpoint.slices import Layout, MeshLayout
 from dtft.checkpoint.storing import StorageFailed
+from dtft.elastic.entry import JobMismatch
+from dtft.elastic.membership import job_key
 from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.roles import HostRecord
 from dtft.elastic.serve import ServeConfig, ServingHost, base_config
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -31,18 +41,27 @@ NEVER = 10**9
 class Serving:
     """One agent that serves, on a thread; a store in memory."""
 
-    def __init__(self, directory: Path, name: str = "h") -> None:
+    def __init__(self, directory: Path, name: str = "h", domain: str = "") -> None:
         self.store, self.directory = MemoryStore(), directory
         (directory / "run" / "logs").mkdir(parents=True, exist_ok=True)
         serve = ServeConfig(copies=2, arena_directory=str(directory / "memory"))
         config = base_config(
             serve, job="j", host=name, store="s:1", secret=b"0123456789abcdef"
         )
-        config = dataclasses.replace(config, run_directory=directory / "run")
+        config = dataclasses.replace(
+            config, run_directory=directory / "run", domain=domain
+        )
         self.host = ServingHost(config, self.store, None)
         self.socket = config.memory_directory / "agent.sock"
-        self._thread = threading.Thread(target=self.host.run)
+        self.refused = ""
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.host.run()
+        except JobMismatch as error:
+            self.refused = str(error)
 
     def end(self) -> None:
         self.host.leave()
@@ -164,18 +183,76 @@ def test_what_close_leaves_in_storage_is_read_by_stock_orbax(serving: Serving) -
     again.leave()
 
 
-def test_another_sharding_whose_slices_are_here_is_read_from_memory(
-    serving: Serving,
-) -> None:
-    manager = serving.manager()
-    save(manager, 7)
-    other = jax.make_mesh((8,), ("all",), axis_types=(AxisType.Auto,))
-    rows = NamedSharding(other, PartitionSpec())
+def on_other_shardings() -> dict[str, Any]:
+    """As `tree(0)`, on another mesh, divided otherwise."""
+    other = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+    def struct(leaf: jax.Array, *spec: str) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(other, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
     target = tree(0)
-    target["params"]["b"] = jax.ShapeDtypeStruct((6,), jnp.float32, sharding=rows)
-    with pytest.raises(ValueError, match="saved with other shardings"):
-        manager.restore(7, ocp.args.StandardRestore(target))
+    w, b = target["params"]["w"], target["params"]["b"]
+    return target | {
+        "params": {"w": struct(w, "y", "x"), "b": struct(b)},
+        "half": struct(target["half"], "x"),
+        "key": struct(target["key"]),
+    }
+
+
+def test_what_is_beside_the_arrays_has_a_digest(serving: Serving) -> None:
+    saved = ocp.args.Composite(
+        state=ocp.args.StandardSave(tree(1)),
+        data=ocp.args.JsonSave({"position": 2**70, "names": ["a", None]}),
+    )
+    wanted = ocp.args.Composite(
+        state=ocp.args.StandardRestore(tree(0)), data=ocp.args.JsonRestore()
+    )
+    manager = serving.manager()
+    manager.save(1, saved, {"loss": 0.5}, None, False)
+    manager.wait_until_finished()
+    found = manager.restore(1, wanted)
+    same(found["state"], tree(1))
+    assert found["data"] == {"position": 2**70, "names": ["a", None]}
+
+    agent = serving.host._agent
+    assert agent is not None
+    copies = agent._follower._copies
+    assert copies.holder is not None
+    kept = copies.holder.items(1)
+    kept["json"] = kept["json"].replace("0.5", "0.7")  # as a bit that flips
+    with pytest.raises(CorruptItems, match="does not match its digest"):
+        manager.restore(1, wanted)
+    assert copies.report()["items"] == {1: {}}  # another host's are taken
+    assert copies.report()["corrupt"] == ["h step 1: its items"]
     manager.leave()
+
+
+def test_memory_brings_a_step_onto_other_shardings(serving: Serving) -> None:
+    manager = serving.manager(chunk_bytes=16)
+    for step in (7, 8):
+        save(manager, step)
+    target = on_other_shardings()
+    found = manager.restore(8, ocp.args.StandardRestore(target))
+    assert bits(found) == bits(tree(8))
+    for wanted, leaf in zip(
+        jax.tree.leaves(target), jax.tree.leaves(found), strict=True
+    ):
+        assert getattr(leaf, "sharding", None) == getattr(wanted, "sharding", None)
+    assert not list(serving.socket.parent.glob("side-*"))
+    same(restored(manager, 8), tree(8))  # and again as it was saved
+    mesh = MeshLayout(axis_names=("x",), axis_sizes=(1,), slots=(0,))
+    with pytest.raises(NotBrought, match="newest commit in memory is step 8, not 7"):
+        manager._memory.read_on(7, Layout(mesh=mesh, leaves=()), {})
+    manager.leave()
+
+    again = serving.manager(chunk_bytes=16)  # what was restored can be had so, too
+    found = again.restore(8, ocp.args.StandardRestore(target))
+    assert bits(found) == bits(tree(8))
+    again.save(9, ocp.args.StandardSave(found), None, None, False)
+    same(again.restore(None, ocp.args.StandardRestore(found)), found)
+    assert again.all_steps() == [9]
+    again.leave()
 
 
 def test_what_makes_no_sense_in_a_job_is_refused(
@@ -214,6 +291,23 @@ def test_an_agent_that_ends_is_named_at_the_next_save(serving: Serving) -> None:
     with pytest.raises(AgentGone):
         manager.check_for_errors()
     manager.leave()
+
+
+def test_labels_that_do_not_fit_are_told_to_the_process(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, domain="power=p1")
+    other = HostRecord(
+        host="x",
+        address="127.0.0.1:1",
+        incarnation="x-1",
+        joined_ns=0,
+        pid=1,
+        domain="rack=r1",
+    )
+    serving.store.put(job_key("j", "m/hosts/x"), other.to_json().encode())
+    with pytest.raises(AgentGone, match="--domain of h: "):
+        serving.manager()
+    serving.close()
+    assert "--domain of h: " in serving.refused
 
 
 @pytest.mark.timeout(120)

@@ -125,7 +125,8 @@ class Target:
 
     def check(self) -> None:
         """Everything verified is right, and none of it went."""
-        wrong = self.host.wrong(STEP)  # of another step's number no digest tells
+        # Of another step's number no digest tells here; the leader's do, see `roots`.
+        wrong = self.host.wrong(STEP)
         assert not wrong, wrong
         assert self.good <= set(self.host.holder.holdings()[0][STEP])
         assert not self.host.receiving

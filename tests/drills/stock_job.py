@@ -3,7 +3,8 @@
 ``python -m tests.drills.stock_job DIRECTORY COORDINATOR PROCESSES INDEX STEPS [MODE]``.
 Writes a digest of what this process has after every step to DIRECTORY/digests, and one
 line of JSON about what it restored to stdout. MODE "hang" stays after the last step
-instead of closing; "whole" wants every leaf whole.
+instead of closing; "turned" divides matrices by columns, over the processes from the
+last one on.
 """
 
 import hashlib
@@ -41,18 +42,32 @@ def digest(state: Any) -> str:
     return total.hexdigest()
 
 
-def placed(state: Any, mesh: jax.sharding.Mesh, whole: bool) -> Any:
+def whole_digests(state: Any, mesh: jax.sharding.Mesh) -> list[str]:
+    """Of every leaf, all of it, however it is divided."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return [
+        digest(
+            jax.jit(lambda it: it, out_shardings=everywhere)(leaf)
+            if isinstance(leaf, jax.Array)
+            else leaf
+        )
+        for leaf in jax.tree.leaves(state)
+    ]
+
+
+def placed(state: Any, mesh: jax.sharding.Mesh, turned: bool) -> Any:
     """Matrices divided over the processes, the rest on every one of them."""
 
     def put(leaf: jax.Array) -> jax.Array:
-        divided = leaf.ndim == 2 and not whole
-        spec = PartitionSpec("data") if divided else PartitionSpec()
+        rows, columns = PartitionSpec("data"), PartitionSpec(None, "data")
+        divided = columns if turned else rows
+        spec = divided if leaf.ndim == 2 else PartitionSpec()
         return jax.device_put(leaf, NamedSharding(mesh, spec))
 
     return jax.tree.map(put, state)
 
 
-def make(mesh: jax.sharding.Mesh, whole: bool) -> tuple[Any, Any]:
+def make(mesh: jax.sharding.Mesh, turned: bool) -> tuple[Any, Any]:
     model = nnx.Linear(12, 6, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     graph, state = nnx.split((model, optimizer))
@@ -66,7 +81,7 @@ def make(mesh: jax.sharding.Mesh, whole: bool) -> tuple[Any, Any]:
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), key
 
-    return placed(state, mesh, whole), train_step
+    return placed(state, mesh, turned), train_step
 
 
 def main(
@@ -77,8 +92,10 @@ def main(
         coordinator, processes, index, heartbeat_timeout_seconds=10
     )
     automatic = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((processes,), ("data",), axis_types=automatic)
-    state, train_step = make(mesh, mode == "whole")
+    turned = mode == "turned"
+    devices = jax.devices()[:: -1 if turned else 1]
+    mesh = jax.make_mesh((processes,), ("data",), automatic, devices=devices)
+    state, train_step = make(mesh, turned)
     everywhere = NamedSharding(mesh, PartitionSpec())
     key = jax.jit(lambda: jax.random.key(1), out_shardings=everywhere)()
     tree = {"state": state, "key": key, "seen": 0, "table": np.arange(3, dtype="int64")}
@@ -90,6 +107,7 @@ def main(
         tree = manager.restore(latest, args=ocp.args.StandardRestore(tree))
         start = latest + 1
         found |= {"restored": latest, "digest": digest(tree), "seen": tree["seen"]}
+        found["whole"] = whole_digests(tree, mesh)
     print(json.dumps(found), flush=True)
     rows = NamedSharding(mesh, PartitionSpec("data"))
     for step in range(start, start + steps):
@@ -102,6 +120,9 @@ def main(
         manager.save(step, args=ocp.args.StandardSave(tree))
     if mode == "hang":
         manager.wait_until_finished()
+        (directory / "digests" / f"whole.{index}").write_text(
+            json.dumps(whole_digests(tree, mesh))
+        )
         print(json.dumps({"index": index, "waits": True}), flush=True)
         time.sleep(600)
     manager.close()

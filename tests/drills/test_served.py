@@ -4,6 +4,7 @@ The user's script is `stock_job.py`; real etcd, agents, processes, gloo.
 """
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from dtft.elastic.journal import read_events, storage_steps
+from dtft.train.host_flags import own_certificate
 from tests.drills.harness import dtft
 from tests.drills.serving import ServedJob
 
@@ -44,6 +46,12 @@ def asked(job: ServedJob, action: str, *more: str) -> str:
     done = dtft("checkpoint", action, *job.reached_by, *more, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def refused(job: ServedJob, *more: str) -> str:
+    done = dtft("scale", *job.reached_by, *more, timeout=100)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr
 
 
 def test_a_lost_host_comes_back_from_a_peers_memory_then_all_from_storage(
@@ -110,16 +118,53 @@ def readable(directory: Path, step: int) -> None:
 
 
 @pytest.mark.drill_all
+def test_memory_serves_other_shardings_after_a_host_was_lost(job: ServedJob) -> None:
+    """Three processes by rows become three by columns, in another order; over TLS,
+    and with racks, of which two hosts share one."""
+    tls = own_certificate(Namespace(tls=True, tls_cert=None, nixl=False), job.directory)
+    racks = {"host-0": "r0", "host-1": "r0", "host-2": "r1", "spare": "r0"}
+    for name, rack in racks.items():
+        job.start_agent(name, *tls, "--domain", f"rack={rack}")
+    job.start_processes(["host-0", "host-1", "host-2"], 3, "hang")
+    for _ in range(2):
+        for index in range(3):
+            job.heard(index)
+    shown = json.loads(asked(job, "show", "--json"))
+    for piece in shown["slices"]:
+        assert {racks[host] for host in piece["hosts"]} == {"r0", "r1"}
+    saved = json.loads((job.directory / "digests" / "whole.0").read_text())
+    job.kill_host("host-1")
+    for index in range(3):
+        job.kill_process(index)
+
+    job.start_processes(["spare", "host-2", "host-0"], 2, "turned")
+    for index in range(3):
+        found = job.heard(index)
+        assert found["restored"] == 2 and found["seen"] == 18
+        assert found["digest"] != job.digest(2, index)
+        assert found["whole"] == saved
+    recovery = last_recovery(job)
+    assert recovery["source"] == "memory" and recovery["bytes_from_storage"] == 0
+    assert 2 not in storage_steps(job.directory / "steps")  # storage cannot have helped
+    for index in range(3):
+        assert job.heard(index)["closed"]
+    job.ended()
+    readable(job.directory / "steps", 4)  # saved in the new layout
+
+
+@pytest.mark.drill_all
 def test_processes_that_are_restarted_find_their_steps_in_their_own_hosts(
     job: ServedJob,
 ) -> None:
-    for name in ("host-0", "host-1", "host-2"):
-        job.start_agent(name)
     hosts = ["host-0", "host-1", "host-2"]
+    for name in hosts:
+        job.start_agent(name, "--nixl")  # TCP where NIXL is not installed
     job.start_processes(hosts, 3, "hang")
     for _ in range(2):
         for index in range(3):
             job.heard(index)
+    assert "--serve-only" in refused(job, "--replicas", "4")
+    assert "step 2 was written" in asked(job, "export")
     for index in range(3):
         job.kill_process(index)
     job.start_processes(hosts, 2)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from dtft.checkpoint.cadence import Cadence
+from dtft.checkpoint.commit import push_root
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.link import Link, LinkClosed
@@ -139,12 +140,16 @@ class Agents:
         }
 
     def _lead(self, ledger: Ledger, reports: Any, recorded: Any) -> None:
+        known: dict[str, bytes] = {}
         while (report := reports.get()) is not None:
             slot, message = report
+            keys = [piece.key for piece in ledger.layout.slices(slot)]
+            known |= zip(keys, message["digests"], strict=True)
             ledger.staged(slot, **message)
             if slot == 1:
                 for push in ledger.placement.pushes:
-                    ledger.held(message["step"], push.source, push.target)
+                    root = push_root(push, known)
+                    ledger.held(message["step"], push.source, push.target, root)
             while not recorded.empty():
                 commit = recorded.get()
                 self.committed.append(commit.step)

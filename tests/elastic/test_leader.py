@@ -2,17 +2,14 @@
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.journal import Journal, read_events
-from dtft.elastic.leader import Leader
-from dtft.elastic.membership import Membership, View
-from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.journal import read_events
+from dtft.elastic.membership import View
 from dtft.elastic.roles import HostRecord
+from tests.elastic.desks import LeaderDesk
 
 
 def _record(host: str) -> HostRecord:
@@ -21,35 +18,13 @@ def _record(host: str) -> HostRecord:
     )
 
 
-class Desk:
-    """A leader of two slots with its orders written down."""
+class Desk(LeaderDesk):
+    """A leader of two slots."""
 
     def __init__(self, directory: Path) -> None:
-        config = AgentConfig(
-            job="j",
-            host="a",
-            store="s:1",
-            secret=b"x" * 16,
-            num_slots=2,
-            trainer_command=(),
-            run_directory=directory,
-            config_digest="",
-        )
-        (directory / "logs").mkdir()  # the agent makes it
-        self.directory, self.known = directory, {"a": _record("a")}
-        self.orders: list[tuple[str, str, dict[str, Any]]] = []
-        membership = Membership(
-            MemoryStore(), "j", self.known["a"], 5.0, lambda *_: None
-        )
-        self.leader = Leader(
-            config,
-            membership,
-            View(hosts=dict(self.known), leader="a", leader_revision=1),
-            lambda *_: None,
-            lambda host, op, **fields: self.orders.append((host, op, fields)),
-            Journal(directory, "a"),
-        )
-        self.leader.connected("a")
+        super().__init__(directory, _record("a"))
+        self.known = {"a": _record("a")}
+        self.begin(View(hosts=dict(self.known), leader="a", leader_revision=1))
 
     def register(self, host: str) -> None:
         self.known[host] = _record(host)

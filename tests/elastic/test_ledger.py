@@ -13,13 +13,13 @@ from dtft.checkpoint.cadence import Cadence, Schedule
 from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.shares import Shares
-from dtft.elastic.config import AgentConfig
 from dtft.elastic.ledger import GRACE_S, Ledger
 from dtft.elastic.records import Writer
 from dtft.elastic.roles import Assignment
 from dtft.elastic.storage_health import FIRST_PAUSE_S, StorageHealth
 from dtft.elastic.store import StoreUnavailable
-from tests.elastic.test_recovery import HOSTS, layout, value
+from tests.elastic.desks import agent_config
+from tests.elastic.test_recovery import HOSTS, layout, root_of, value
 
 
 class Desk:
@@ -30,17 +30,7 @@ class Desk:
         self.state, self.sent, self.recorded = state, [], []
         self.health, self.now = StorageHealth("/nowhere"), 0.0
         slots = HOSTS[: state.mesh.num_slots]
-        config = AgentConfig(
-            job="j",
-            host="h0",
-            store="s:1",
-            secret=b"x" * 16,
-            num_slots=len(slots),
-            trainer_command=(),
-            run_directory=Path("/nowhere"),
-            config_digest="",
-            **changes,
-        )
+        config = agent_config(Path("/nowhere"), "h0", num_slots=len(slots), **changes)
         self.assignment = Assignment(
             generation=3,
             attempt=2,
@@ -71,7 +61,7 @@ class Desk:
 
     def hold(self, step: int) -> None:
         for push in self.ledger.placement.pushes:
-            self.ledger.held(step, push.source, push.target)
+            self.ledger.held(step, push.source, push.target, root_of(push))
 
     def commit(self, step: int) -> None:
         self.stage(step)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.apart import Spread
+from dtft.checkpoint.commit import Mislabelled, StepTracker
 from dtft.checkpoint.inventory import inventory_of
 from dtft.checkpoint.repair import re_replication
 from dtft.elastic.forming import Round
@@ -25,7 +26,13 @@ from tests.checkpoint.hosts import (
     order_after_loss,
     wait_until,
 )
-from tests.elastic.test_recovery import HOSTS, commit_of, holdings_of, layout
+from tests.elastic.test_recovery import (
+    HOSTS,
+    commit_of,
+    holdings_of,
+    layout,
+    root_of,
+)
 
 SHAPES = [(1, 4), (2, 2), (4, 1)]
 
@@ -59,7 +66,9 @@ def after_loss(
     located = round_.decision.located
     assert located is not None
     placement = Spread().place(state)
-    mending = mending_of(7, placement, slots, located.holders, domains or {}, 5.0)
+    mending = mending_of(
+        7, placement, slots, located.holders, domains or {}, 5.0, located.digests
+    )
     return mending, round_, slots
 
 
@@ -94,9 +103,9 @@ def test_held_pushes_count_for_their_step_only() -> None:
     assert mending.degraded_line(2) == (
         "degraded: slices of step 7 have 1 of 2 copies; 32 B are pushed again to 1 host"
     )
-    mending.held(8, 0, 1)
+    mending.held(8, 0, 1, root_of(push))
     assert not mending.whole
-    mending.held(7, 0, 1)
+    mending.held(7, 0, 1, root_of(push))
     assert mending.whole
     assert mending.healthy_line(2, 0, 7.5) == (
         "healthy again: every slice has 2 copies, 32 B re-replicated in 2.50 s"
@@ -140,9 +149,13 @@ def test_a_job_is_healthy_once_the_copies_are_back(tmp_path: Path) -> None:
     fields = {"ballot": (1, 2), "step": 7, "targets": [1]}
     assert desk.orders == [("h0", "replicate", fields)]
     assert "degraded" in desk.said() and "healthy" not in desk.said()
-    desk.mender.held(None, 7, 0, 1)  # of another formation
+    (push,) = (it for it in Spread().place(layout(1, 4)).pushes if it.target == 1)
+    root = root_of(push)
+    with pytest.raises(Mislabelled, match="slot 1 is not of step 7"):
+        desk.mender.held(round_, 7, 0, 1, "f" * 32)
+    desk.mender.held(None, 7, 0, 1, root)  # of another formation
     assert desk.events("replicated") == []
-    desk.mender.held(round_, 7, 0, 1)
+    desk.mender.held(round_, 7, 0, 1, root)
     assert "healthy again: every slice has 2 copies" in desk.said()
     (event,) = desk.events("replicated")
     assert (event["healthy"], event["copies"], event["num_bytes"]) == (True, 2, 32)
@@ -166,7 +179,8 @@ def test_a_spare_in_its_partners_rack_leaves_the_job_degraded(tmp_path: Path) ->
     round_.assignment = Assignment(**{**vars(round_.assignment), "spread": spread})
     desk.view = View(hosts=desk.view.hosts, assignment=round_.assignment)
     desk.mender.begin(round_, desk.view)
-    desk.mender.held(round_, 7, 0, 1)
+    (push,) = (it for it in spread.place(layout(1, 4)).pushes if it.target == 1)
+    desk.mender.held(round_, 7, 0, 1, root_of(push))
     (event,) = desk.events("replicated")
     assert (event["healthy"], event["copies"], event["copies_asked"]) == (False, 1, 2)
     assert "healthy again" not in desk.said()
@@ -179,6 +193,29 @@ def test_replicated_layouts_are_healthy_at_once(tmp_path: Path) -> None:
     (event,) = desk.events("replicated")
     assert event["healthy"] and event["num_bytes"] == 0
     assert desk.orders == [] and desk.said() == ""
+
+
+def test_a_push_of_another_step_under_this_ones_number_is_noticed(
+    tmp_path: Path,
+) -> None:
+    state = divided(2)
+    with hosts(tmp_path, state) as (source, target):
+        tracker = StepTracker(state, source.holder.placement, 8)
+        for step in (7, 8):
+            source.stage(step)
+        tracker.staged(source.slot, source.holder.all_own_digests(8))
+        own, (push,) = source.holder._own, source.holder.outgoing
+        pusher = Pusher(source.holder, push, target.address, JOB, EPOCH, 10.0)
+        right, own.copies[8] = own.copies[8], own.copies[7]  # a program's error
+        try:
+            pusher.offer(8)
+            wait_until(lambda: target.held == [(8, source.slot)])
+        finally:
+            pusher.close()
+            own.copies[8] = right
+        assert target.holder.holdings()[1] == []  # every bit is as it was sent
+        with pytest.raises(Mislabelled, match="is not of step 8"):
+            tracker.held(source.slot, target.slot, target.roots[8, source.slot])
 
 
 def test_a_restored_step_is_pushed_to_the_new_host(tmp_path: Path) -> None:

@@ -2,9 +2,16 @@
 
 import pytest
 
-from dtft.checkpoint.commit import Commit, Divergence, StepTracker, locate
+from dtft.checkpoint.commit import (
+    Commit,
+    Divergence,
+    Mislabelled,
+    StepTracker,
+    locate,
+    push_root,
+)
 from dtft.checkpoint.digest import digest_root
-from dtft.checkpoint.placement import place
+from dtft.checkpoint.placement import Push, place
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.forming import Round, main_reason, next_round
 from dtft.elastic.recovery import RecoveryReport, decide, transfers_to
@@ -27,6 +34,11 @@ def layout(replica: int, fsdp: int) -> Layout:
 
 def value(key: str) -> bytes:
     return key.encode().ljust(16, b".")[:16]
+
+
+def root_of(push: Push) -> str:
+    """What a host says of a copy that is right."""
+    return push_root(push, {piece.key: value(piece.key) for piece in push.slices})
 
 
 def commit_of(state: Layout, step: int) -> Commit:
@@ -141,6 +153,35 @@ def test_digests_that_do_not_add_up_are_not_restored():
     assert located is None and "root" in reasons[0]
 
 
+@pytest.mark.parametrize("liar", HOSTS)
+def test_a_host_with_another_steps_bytes_is_no_source(liar: str) -> None:
+    state = layout(1, 4)
+    holdings = holdings_of(state, 2, 7)
+    for key in holdings[liar][7]:
+        holdings[liar][7][key] = b"step 6".ljust(16)
+    located, _ = locate([commit_of(state, 7)], state, holdings)
+    assert located is not None and located.odd == (liar,)
+    assert located.digests == {piece.key: value(piece.key) for piece in state.owners}
+    assert all(liar not in hosts for hosts in located.holders.values())
+
+
+@pytest.mark.parametrize("first", ["staged", "held"])
+def test_a_copy_of_another_step_completes_nothing(first: str) -> None:
+    state = layout(1, 2)
+    tracker = StepTracker(state, place(state, 2), 3)
+    push = tracker.placement.pushes[0]
+    wrong = push_root(push, {piece.key: b"step 2".ljust(16) for piece in push.slices})
+    staged = [value(p.key) for p in state.slices(push.source)]
+    acts = {
+        "staged": lambda: tracker.staged(push.source, staged),
+        "held": lambda: tracker.held(push.source, push.target, wrong),
+    }
+    acts.pop(first)()
+    with pytest.raises(Mislabelled, match=f"slot {push.target} is not of step 3"):
+        acts.popitem()[1]()
+    assert f"slot {push.source} on slot {push.target}" in tracker.missing
+
+
 def test_a_step_is_complete_only_with_every_copy():
     state = layout(1, 2)
     placement = place(state, 2)
@@ -149,7 +190,7 @@ def test_a_step_is_complete_only_with_every_copy():
         tracker.staged(slot, [value(p.key) for p in state.slices(slot)])
     assert not tracker.complete and "copy of slot" in tracker.missing
     for push in placement.pushes:
-        tracker.held(push.source, push.target)
+        tracker.held(push.source, push.target, root_of(push))
     assert tracker.complete and tracker.missing == ""
 
 
@@ -230,3 +271,5 @@ def test_a_failed_recovery_goes_on_in_the_next_round(old, detected, reasons):
     new = next_round(old, (1, 2), "b (slot 1) was lost", now=9.0, read=False)
     assert (new.detected, len(new.reasons)) == (detected, reasons)
     assert new.last_finished == (7 if reasons == 2 else 0)
+    assert new.read == (reasons == 2)  # a corrupt copy may have been why it failed
+    assert next_round(None, (1, 2), "served", now=9.0, read=True).read

@@ -37,7 +37,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "layout": {"layout": STATE.to_json()},
     "running": {"slot": 0, "step": 8, "bytes_from_storage": 0},
     "staged": {"slot": 0, "step": 8, "digests": DIGESTS},
-    "held": {"step": 8, "source": 1, "target": 0},
+    "held": {"step": 8, "source": 1, "target": 0, "root": "a" * 32},
     "finished": {"slot": 0, "step": 9, "summary": {}},
     "trainer_exit": {"code": -9},
     "exported": {"step": 8, "ok": False, "error": "full"},

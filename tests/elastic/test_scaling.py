@@ -1,7 +1,6 @@
 """A live job is asked for another size: what the leader does, and what it answers."""
 
 import json
-import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,47 +11,30 @@ from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.placement import place
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.inspect_job import NotThere, Observer
-from dtft.elastic.journal import Journal, read_events
-from dtft.elastic.leader import Leader
-from dtft.elastic.membership import Membership, read_view
-from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.journal import read_events
+from dtft.elastic.membership import read_view
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.scale_job import ScaleRefused, scale
 from dtft.elastic.sizing import SizeLimits, resized
 from dtft.train.scale_command import line
-from tests.elastic.test_recovery import layout, value
+from tests.elastic.desks import LeaderDesk
+from tests.elastic.test_recovery import layout, root_of, value
 
 STATE = layout(2, 1)
 ANSWER_S = 20.0
 
 
-class Desk:
-    """A leader whose hosts do at once what they are told; no trainers, no sockets.
-
-    The store is the in-memory twin; the leader and its threads are the real ones.
-    """
+class Desk(LeaderDesk):
+    """A leader whose hosts do at once what they are told."""
 
     def __init__(self, directory: Path, hosts: int, min_replicas: int = 0) -> None:
-        (directory / "logs").mkdir()
-        self.directory, self.store = directory, MemoryStore()
-        self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
-        self.orders: list[tuple[str, dict[str, Any]]] = []
+        sizes = SizeLimits(min_replicas=min_replicas, global_batch=96)
+        super().__init__(directory, _record(0), sizes=sizes)
         self.exports: list[tuple[str, int, int]] = []
         self.answers: list[dict[str, Any]] = []
         self.held: dict[int, Any] = {7: STATE}
         self.silent: set[str] = set()
         self.members = {"h0", "h1"}
-        self.config = AgentConfig(
-            job="j",
-            host="h0",
-            store="s:1",
-            secret=b"x" * 16,
-            num_slots=2,
-            sizes=SizeLimits(min_replicas=min_replicas, global_batch=96),
-            trainer_command=(),
-            run_directory=directory,
-            config_digest="",
-        )
         for number in range(hosts):
             self._put(f"m/hosts/h{number}", _record(number).to_json())
         self._put("m/leader", "h0")
@@ -65,24 +47,12 @@ class Desk:
 
     def lead(self) -> None:
         """A leader takes over, and the job trains again."""
-        view, _ = read_view(self.store, "j")
-        membership = Membership(self.store, "j", _record(0), 5.0, lambda *_: None)
-        self.leader = Leader(
-            self.config,
-            membership,
-            view,
-            lambda *event: self.events.put(event),
-            self._order,
-            Journal(self.directory, "h0"),
-        )
-        for host in view.hosts:
-            self.leader.connected(host)
+        self.begin(read_view(self.store, "j")[0])
         self.until(lambda: self.leader._rounds.phase in ("running", "waiting"))
 
-    def _order(self, host: str, op: str, **fields: Any) -> None:
-        if op == "prepare":
-            self.orders.append((host, fields))
-        elif op == "export":
+    def ordered(self, host: str, op: str, **fields: Any) -> None:
+        super().ordered(host, op, **fields)
+        if op == "export":
             self.exports.append((host, fields["step"], fields["slot"]))
         if host in self.silent and op == "prepare":
             return
@@ -96,7 +66,7 @@ class Desk:
             known = [state.to_json() for state in mine.values()]
             told |= {"op": "holdings", "holdings": holdings, "layouts": known}
             told |= {"corrupt": [], "finished": 7, "items": {}}
-            self.events.put(("report", host, told))
+            self.emitted.put(("report", host, told))
         elif op == "prepare":
             self.members.add(host)
             restored = {key: value(key) for key in fields["digests"]}
@@ -104,17 +74,17 @@ class Desk:
             prepared |= {"export_port": 1, "restored": restored}
             if not fields["resized"]:
                 prepared["restored"] = {}
-            self.events.put(("report", host, told | prepared))
+            self.emitted.put(("report", host, told | prepared))
             announced = {"op": "layout", "layout": fields["layout"]}
-            self.events.put(("report", host, told | announced))
+            self.emitted.put(("report", host, told | announced))
             running = {"op": "running", "bytes_from_storage": 0, "step": 8}
             running["slot"] = fields["slot"]
-            self.events.put(("report", host, told | running))
+            self.emitted.put(("report", host, told | running))
 
     def until(self, ready: Any) -> None:
         """Handles the leader's events until something is so."""
         while not ready():
-            kind, *values = self.events.get(timeout=ANSWER_S)
+            kind, *values = self.emitted.get(timeout=ANSWER_S)
             names = {"report": "hears", "coordinator": "coordinator_ready"}
             if kind in ("report", "written", "coordinator", "write_delayed"):
                 getattr(self.leader, names.get(kind, kind))(*values)
@@ -136,7 +106,7 @@ class Desk:
             told = [value(piece.key) for piece in ledger.layout.slices(slot)]
             ledger.staged(slot, step, told)
         for push in place(ledger.layout, 2).pushes:
-            ledger.held(step, push.source, push.target)
+            ledger.held(step, push.source, push.target, root_of(push))
         told = self.leader._journal
         self.until(lambda: told.last_commit == step)
 
@@ -248,7 +218,7 @@ def test_a_job_grows_at_the_next_commit_and_says_when_it_trains(desk_of) -> None
     assert answer["bytes_from_storage"] == 0
     (proof,) = [e for e in read_events(desk.directory) if e["event"] == "resized"]
     assert proof["committed_root"] == proof["restored_root"] and not proof["differing"]
-    prepared = [order for host, order in desk.orders if host == "h2"][-1]
+    prepared = [order for host, order in desk.take("prepare") if host == "h2"][-1]
     assert prepared["layout"] == resized(STATE, 3).to_json()
     assert len(prepared["addresses"]) == 3 and prepared["transfers"]
 
@@ -337,6 +307,7 @@ class Told(Observer):
 
     def __init__(self, *replies: dict[str, Any] | str, ended: str = "") -> None:
         self.replies, self.ended = list(replies), ended
+        self.is_served = False
 
     def result(self) -> str | None:
         return self.ended or None

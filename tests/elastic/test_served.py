@@ -1,5 +1,6 @@
 """Jobs of the user's own processes: when their leader forms, waits, answers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.journal import Journal
-from dtft.elastic.membership import Membership, View
-from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.entry import SERVED, proof_of
+from dtft.elastic.inspect_job import Observer
+from dtft.elastic.membership import View, job_key
 from dtft.elastic.roles import HostRecord
+from dtft.elastic.scale_job import ScaleRefused, scale
 from dtft.elastic.served import fill_by_process, missing
 from dtft.elastic.served_leader import ServedLeader
+from tests.elastic.desks import LeaderDesk
 
 LAYOUT = Layout(
     mesh=MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=(0, 1)),
@@ -49,40 +52,16 @@ def test_every_slot_has_the_last_process_that_claims_it(
     assert (missing(hosts, 4) == "") == (None not in filled)
 
 
-class Desk:
-    """A leader of two processes with its orders written down."""
+class Desk(LeaderDesk):
+    """A leader of two processes."""
+
+    leader_class = ServedLeader
 
     def __init__(self, directory: Path) -> None:
-        config = AgentConfig(
-            job="j",
-            host="a",
-            store="s:1",
-            secret=b"x" * 16,
-            num_slots=2,
-            trainer_command=(),
-            run_directory=directory,
-            config_digest="",
-            served=True,
-            storage_interval=10**6,
-        )
-        (directory / "logs").mkdir()
+        super().__init__(directory, host("a"), served=True, storage_interval=10**6)
         self.known = {"a": host("a"), "b": host("b")}
-        self.orders: list[tuple[str, str, dict[str, Any]]] = []
-        self.events: list[tuple[Any, ...]] = []
-        self.store = MemoryStore()
-        member = Membership(self.store, "j", host("a"), 5.0, lambda *_: None)
-        member.campaign()
-        self.member = member
-        self.leader = ServedLeader(
-            config,
-            member,
-            self._view(),
-            lambda *event: self.events.append(event),
-            lambda to, op, **fields: self.orders.append((to, op, fields)),
-            Journal(directory, "a"),
-        )
-        for name in self.known:
-            self.leader.connected(name)
+        self.member.campaign()
+        self.begin(self._view())
 
     def _view(self) -> View:
         found = self.store.get("/dtft/j/m/leader")
@@ -94,11 +73,6 @@ class Desk:
         self.leader.see(self._view())
         self.leader.tick()
 
-    def take(self, op: str) -> list[tuple[str, dict[str, Any]]]:
-        found = [(to, fields) for to, kind, fields in self.orders if kind == op]
-        self.orders = [order for order in self.orders if order[1] != op]
-        return found
-
     def holdings(self, to: str, fields: dict[str, Any], ns: int) -> None:
         reply = {"layouts": [], "holdings": {}, "items": {}, "corrupt": []}
         more = {"finished": 0, "attached_ns": ns, "ballot": fields["ballot"]}
@@ -109,22 +83,33 @@ class Desk:
         assert round_ is not None
         self.leader.hears(to, {"op": op, "ballot": round_.ballot, **fields})
 
-    def writes(self) -> None:
-        """Every write of the store is answered."""
-        import time
+    def stage(self, step: int) -> None:
+        """Each host tells that it has staged its one slice."""
+        for slot, to in enumerate("ab"):
+            digests = [bytes([slot]) * 16]
+            more = {"interval": 1, "window": None}
+            self.reports(to, "staged", slot=slot, step=step, digests=digests, **more)
 
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            events, self.events = self.events, []
-            for kind, *values in events:
-                if kind == "written":
-                    self.leader.written(*values)
-                elif kind == "coordinator":
-                    self.leader.coordinator_ready(*values)
-            if any(kind == "written" for kind, *_ in events):
-                return
-            time.sleep(0.01)
-        raise AssertionError("no write was answered")
+    def hold(self, step: int, right: bool = True) -> None:
+        """Each host tells that it holds the other's slice."""
+        for source, to in [(1, "a"), (0, "b")]:
+            told = bytes([source if right else 9]) * 16
+            root = digest_root([(LAYOUT.slices(source)[0].key, told)])
+            where = {"source": source, "target": 1 - source}
+            self.reports(to, "held", step=step, root=root, **where)
+
+    def writes(self) -> None:
+        """A write of the store is answered."""
+        while not self._handles(*self.emitted.get(timeout=10)):
+            pass
+
+    def _handles(self, kind: str, *values: Any) -> bool:
+        """Passes an event on; whether a write was answered."""
+        if kind == "written":
+            self.leader.written(*values)
+        elif kind == "coordinator":
+            self.leader.coordinator_ready(*values)
+        return kind == "written"
 
     def formed(self) -> None:
         """Both processes have attached and go on."""
@@ -133,10 +118,8 @@ class Desk:
         for to, fields in self.take("reform"):
             self.holdings(to, fields, {"a": 5, "b": 6}[to])
         self.writes()
-        for _ in range(2):  # the coordinator that is none answers at once
-            for kind, *values in self.events[:]:
-                if kind == "coordinator":
-                    self.leader.coordinator_ready(*values)
+        while not self.emitted.empty():  # the coordinator that is none answers at once
+            self._handles(*self.emitted.get())
         assert [to for to, _ in self.take("prepare")] == ["a", "b"]
         timed = {"seconds": 0.0, "restored": {}}
         for slot, to in enumerate("ab"):
@@ -211,13 +194,9 @@ def test_a_flush_is_answered_once_the_step_is_committed(desk: Desk) -> None:
     for to in "ab":
         desk.reports(to, "layout", layout=LAYOUT.to_json())
     desk.reports("b", "flush", slot=1, token=4, step=0, store=False)
-    for slot, to in enumerate("ab"):
-        digests = [bytes([slot]) * 16]
-        more = {"interval": 1, "window": None}
-        desk.reports(to, "staged", slot=slot, step=0, digests=digests, **more)
+    desk.stage(0)
     assert not desk.take("flushed")
-    desk.reports("a", "held", step=0, source=1, target=0)
-    desk.reports("b", "held", step=0, source=0, target=1)
+    desk.hold(0)
     assert not desk.take("flushed")  # complete, but not recorded
     desk.writes()
     assert desk.take("release")
@@ -226,6 +205,57 @@ def test_a_flush_is_answered_once_the_step_is_committed(desk: Desk) -> None:
     for to in "ab":
         desk.reports(to, "exported", step=order, ok=True, error="")
     assert desk.take("flushed") == [("b", {"token": 4, "error": ""})]
+
+
+def test_a_copy_of_another_step_is_refused_and_all_begin_anew(desk: Desk) -> None:
+    desk.formed()
+    for to in "ab":
+        desk.reports(to, "layout", layout=LAYOUT.to_json())
+    desk.stage(0)
+    desk.hold(0, right=False)
+    assert not desk.leader._records.commits
+    reasons = {fields["reason"] for _, fields in desk.take("reform")}
+    assert any("slot 1's slices on slot 0 is not of step 0" in it for it in reasons)
+
+
+def commits(desk: Desk, step: int) -> None:
+    """Both processes have saved a step, and it is recorded."""
+    desk.stage(step)
+    desk.hold(step)
+    desk.writes()
+
+
+def test_an_export_that_is_asked_for_does_not_wait_for_the_next_save(
+    desk: Desk,
+) -> None:
+    answers: list[dict[str, Any]] = []
+    desk.formed()
+    desk.leader.export_wanted(answers.append)
+    assert "nothing was saved" in answers.pop()["error"]
+    for to in "ab":
+        desk.reports(to, "layout", layout=LAYOUT.to_json())
+    commits(desk, 0)
+    commits(desk, 1)  # while the first, which is due, is still being written
+    desk.leader.export_wanted(answers.append)
+    for step in (0, 1):
+        assert {told["step"] for _, told in desk.take("export")} == {step}
+        assert not answers
+        for to in "ab":
+            desk.reports(to, "exported", step=step, ok=True, error="")
+    assert answers == [{"step": 1}]
+    desk.leader.export_wanted(answers.append)
+    assert answers.pop() == {"step": 1} and not desk.take("export")
+
+
+def test_a_job_that_serves_has_the_size_that_its_user_gave_it(desk: Desk) -> None:
+    known = {"secret": proof_of(b"x" * 16, "j"), "config": f"{SERVED} --copies 2"}
+    desk.store.put(job_key("j", "m/fingerprint"), json.dumps(known).encode())
+    observer = Observer(desk.store, "s:1", "j", b"x" * 16)
+    with pytest.raises(ScaleRefused, match="whoever starts them decides how many"):
+        scale(observer, 3, 10.0)  # nobody leads it yet
+    answers: list[dict[str, Any]] = []
+    desk.leader.scaling_wanted(3, answers.append)
+    assert answers[0]["code"] == 2 and "--serve-only" in answers[0]["error"]
 
 
 def test_after_the_last_goodbye_the_job_waits_for_other_processes(desk: Desk) -> None:

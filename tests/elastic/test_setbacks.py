@@ -81,3 +81,14 @@ def test_trainers_that_start_but_never_commit_end_the_job(setbacks: Setbacks) ->
     assert died() == (
         "trainers died 10 times after restoring step 7 without a commit; see run/logs"
     )
+
+
+def test_copies_of_another_step_end_the_job_unless_it_gets_on(
+    setbacks: Setbacks,
+) -> None:
+    for _ in range(FRUITLESS - 1):
+        assert not setbacks.copy_refused()
+    setbacks.committed()
+    for _ in range(FRUITLESS - 1):
+        assert not setbacks.copy_refused()
+    assert setbacks.copy_refused()

@@ -160,6 +160,37 @@ def test_steps_of_the_public_manager_and_of_stock_orbax(
     assert code == 2 and "written by stock Orbax" in error
 
 
+@pytest.mark.timeout(120)  # a process that imports jax and Orbax
+def test_a_step_of_several_items_is_shown_and_every_one_is_verified(
+    run: Run, tmp_path: Path
+) -> None:
+    one, steps = jax.numpy.ones(2), tmp_path / "steps"
+    saved = ocp.args.Composite(
+        model=ocp.args.StandardSave({"w": one, "layers": [one, (one, None)]}),
+        other=ocp.args.StandardSave({"empty": one[:0], "n": 1}),
+        data=ocp.args.JsonSave({"position": 41}),
+    )
+    with ReplicatedCheckpointManager(steps) as manager:
+        manager.save(3, args=saved, metrics={"loss": 0.5})
+    code, text, _ = run("show", steps)
+    assert code == 0 and "step 3: 5 leaves" in text
+    for part in ("model/layers/1/0", "other/empty", 'item data: {"position": 41}'):
+        assert part in text
+    assert 'item metrics: {"loss": 0.5}' in text
+    assert run("verify", steps)[:2] == (0, "step 3: every leaf is right\n")
+    for name, before, after, hint in (
+        ("data", "41", "43", "item 'data' is corrupt"),
+        ("dtft", "0.5", "0.7", "its record does not match its digest"),
+    ):
+        file = steps / "3" / name / "metadata"
+        good = file.read_text()
+        file.write_text(good.replace(before, after))
+        code, text, _ = run("verify", steps)
+        assert code == 1 and hint in text
+        file.write_text(good)
+    assert run("verify", steps)[0] == 0
+
+
 @pytest.mark.parametrize(
     "arguments, hint",
     [

@@ -1,0 +1,87 @@
+"""The newest commit of a running job, wanted on other slices: what its leader plans."""
+
+import pytest
+
+from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.digest import digest_root
+from dtft.checkpoint.placement import place
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.elastic.remapping import NotPlanned, Remapping
+
+MESH = MeshLayout(axis_names=("x",), axis_sizes=(3,), slots=(0, 1, 2))
+HOSTS = ("a", "b", "c")
+ADDRESSES = {host: f"{host}:1" for host in HOSTS}
+
+
+def layout(*spec: tuple[str, ...]) -> Layout:
+    leaf = Leaf(path="w", shape=(3, 6), dtype="uint8", spec=spec)
+    return Layout(mesh=MESH, leaves=(leaf,))
+
+
+ROWS, COLUMNS = layout(("x",)), layout((), ("x",))
+
+
+def commit(step: int, digests: dict[str, bytes]) -> Commit:
+    return Commit(
+        step=step,
+        generation=1,
+        attempt=1,
+        root=digest_root(digests.items()),
+        layout=ROWS.digest,
+        holders=HOSTS,
+        copies=2,
+    )
+
+
+def saved(*steps: int, slots: int = 3) -> Remapping:
+    """Every slot has staged its row of each step, and all were committed."""
+    made = Remapping(None, None)
+    for step in steps:
+        digests: dict[str, bytes] = {}
+        for slot in range(slots):
+            value = bytes([step, slot]) * 8
+            made.staged(slot, step, [value])
+            digests[ROWS.slices(slot)[0].key] = value
+        made.committed(commit(step, digests), place(ROWS, 2))
+    return made
+
+
+def order(remapping: Remapping, host: str, step: int, wanted: Layout = COLUMNS):
+    return remapping.order_for(
+        *(host, step, wanted), slots=HOSTS, addresses=ADDRESSES, domains={}
+    )
+
+
+def test_a_host_takes_what_it_has_and_fetches_the_rest() -> None:
+    remapping = saved(3, 4)
+    for host in HOSTS:
+        found = order(remapping, host, 4)
+        by_source = {it["host"]: len(it["regions"]) for it in found["regions"]}
+        assert by_source[host] == 2  # its own row, and the copy that it keeps
+        assert sum(by_source.values()) == 3  # a piece of every row
+        rows = {ROWS.slices(slot)[0].key: bytes([4, slot]) * 8 for slot in range(3)}
+        assert found["digests"] == rows
+
+
+def test_only_the_newest_commit_can_be_had() -> None:
+    with pytest.raises(NotPlanned, match="in memory is none, not 1"):
+        order(saved(), "a", 1)
+    with pytest.raises(NotPlanned, match="in memory is step 2, not 1"):
+        order(saved(1, 2), "a", 1)
+    with pytest.raises(NotPlanned, match="in memory is none, not 1"):
+        order(saved(1, slots=2), "a", 1)  # one slot's digests are not known
+
+
+def test_digests_that_are_not_the_commits_are_not_used() -> None:
+    remapping = saved(1)
+    for slot in range(3):
+        remapping.staged(slot, 2, [b"?" * 16])
+    remapping.committed(commit(2, {"w": b"!" * 16}), place(ROWS, 2))
+    with pytest.raises(NotPlanned, match="step 2 is not what was committed"):
+        order(remapping, "a", 2)
+
+
+def test_what_the_commit_has_not_is_named() -> None:
+    other = Layout(mesh=MESH, leaves=(Leaf(path="v", shape=(3,), dtype="uint8"),))
+    with pytest.raises(NotPlanned, match="'v'"):
+        order(saved(1), "a", 1, other)
