@@ -110,7 +110,6 @@ class JobSteps:
                 "job of several processes: steps that grow."
             )
         record, values = record_of(args, metrics, custom_metadata)
-        items = dynamic_part(record)
         self._announce(record, values)
         self._memory.wait_until_finished()  # at most one step is not safe
         arrays = {
@@ -118,6 +117,7 @@ class JobSteps:
             for leaf, value in zip(record.leaves, values, strict=True)
         }
         jax.block_until_ready([v for v in arrays.values() if isinstance(v, jax.Array)])
+        items = dynamic_part(record)
         self._memory.save(step, args=SaveArgs(arrays=arrays, items=items))
         if at_once:
             self._memory.ask_storage(step, store=True)

@@ -7,7 +7,6 @@ training, nor when a step is due.
 """
 
 import contextlib
-import json
 import mmap
 from pathlib import Path
 from typing import Any
@@ -107,17 +106,21 @@ class TreeExporter:
         values = [
             _value(leaf, view) for leaf, view in zip(saved.leaves, views, strict=True)
         ]
+        items = items_of(saved, values)  # before the check: it takes the fingerprints
         paths = [leaf.path for leaf in saved.leaves]
         parts = [Parts([view]) for view in views]
         copies = zip(paths, parts, from_hex(digests), strict=True)
         refuse_corrupt(step, copies, chunk_bytes)
-        items = items_of(saved, values)
-        with self._alone():
-            self._manager.reload()
-            if step not in self._manager.all_steps():
-                self._write(step, items, saved)
-            self._refuse_others(step, items[RECORD].item)
-            self._remove(delete)
+        try:
+            with self._alone():
+                self._manager.reload()
+                if step not in self._manager.all_steps():
+                    self._write(step, items, saved)
+                self._refuse_others(step, items[RECORD].item["digest"])
+                self._remove(delete)
+        except BaseException:
+            self._opened = None  # it may count a step that is not there
+            raise
         return sum(piece.nbytes for piece in pieces)
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
@@ -138,20 +141,19 @@ class TreeExporter:
             )
             self._manager.wait_until_finished()
         except BaseException:
-            self._opened = None  # it counts the step that is not there
             for path in self._directory.glob(f"{step}{_UNFINISHED}*"):
                 with contextlib.suppress(OSError):  # the next one that opens does it
                     path.rmtree()
             raise
 
-    def _refuse_others(self, step: int, expected: Any) -> None:
-        """Compares what lies beside a step with what was to be written there."""
+    def _refuse_others(self, step: int, expected: str) -> None:
+        """Compares the digest beside a step with that of what was to be written."""
         wanted = ocp.args.Composite(**{RECORD: ocp.args.JsonRestore()})
         try:
-            found = self._manager.restore(step, args=wanted)[RECORD]
-        except (KeyError, ValueError, OSError):  # stock Orbax wrote it, say
+            found = self._manager.restore(step, args=wanted)[RECORD]["digest"]
+        except (KeyError, TypeError, ValueError, OSError):  # stock Orbax wrote it, say
             found = None
-        if _canonical(found) != _canonical(expected):
+        if found != expected:
             raise WrittenByAnother(
                 f"another manager has written step {step} to {self._directory}, and it "
                 "stays there. Give each manager a directory of its own, or delete the "
@@ -161,11 +163,6 @@ class TreeExporter:
     def _remove(self, steps: list[int]) -> None:
         for step in set(steps) & set(self._manager.all_steps()):
             self._manager.delete(step)
-
-
-def _canonical(value: Any) -> str:
-    """JSON values that are written alike, NaN among them, as one text."""
-    return json.dumps(json.loads(json.dumps(value)), sort_keys=True)
 
 
 def _value(leaf: LeafRecord, view: memoryview) -> Any:
