@@ -237,7 +237,7 @@ class Storing:
             raise ValueError(
                 f"best_fn does not take the metrics of step {step}, {metrics!r:.80}: "
                 f"{type(error).__name__}: {error}. Give `save` metrics of which it "
-                "makes a number, or none."
+                "makes a number, or none; delete a stored step that has others."
             ) from error
 
     # -------------------------------------------------------------------- ending
