@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,17 @@ def serve(
     threading.Thread(target=accept, daemon=True).start()
 
 
+def packed(op: str, fields: Mapping[str, Any]) -> bytes:
+    """A message as it is sent.
+
+    Raises:
+        TypeError, ValueError, OverflowError: a value cannot be sent.
+    """
+    body = msgpack.packb({"op": op, **fields})
+    assert body is not None
+    return _LENGTH.pack(len(body)) + body
+
+
 class LinkClosed(ConnectionError):
     """The process at the other end has gone."""
 
@@ -98,13 +109,15 @@ class Link:
         Raises:
             LinkClosed: the other end has gone.
         """
-        packed = msgpack.packb({"op": op, **fields})
-        assert packed is not None
+        self.send_packed(packed(op, fields))
+
+    def send_packed(self, message: bytes) -> None:
+        """As `send`, of what `packed` made."""
         try:
             with self._lock:
-                self._socket.sendall(_LENGTH.pack(len(packed)) + packed)
+                self._socket.sendall(message)
         except OSError as error:
-            raise LinkClosed(f"sending {op!r} failed: {error}") from error
+            raise LinkClosed(f"sending failed: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Waits for the next message; the other end's death ends the wait.
@@ -163,12 +176,12 @@ class Outbox:
     def __init__(self, link: Link) -> None:
         """Starts the thread; a link that closes ends it, and its receiver knows."""
         self._link = link
-        self._messages: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue()
+        self._messages: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def send(self, op: str, **fields: Any) -> None:
-        """Queues one message; its values must not change any more."""
-        self._messages.put((op, fields))
+        """Queues one message. What cannot be sent is refused here: see `packed`."""
+        self._messages.put(packed(op, fields))
 
     def close(self) -> None:
         """Ends the thread once everything is sent."""
@@ -177,4 +190,4 @@ class Outbox:
     def _run(self) -> None:
         with contextlib.suppress(LinkClosed):
             while (message := self._messages.get()) is not None:
-                self._link.send(message[0], **message[1])
+                self._link.send_packed(message)

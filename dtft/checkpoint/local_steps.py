@@ -13,9 +13,9 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from dtft.checkpoint.options import ReplicatedOptions, best
 from dtft.checkpoint.reading import Reader
-from dtft.checkpoint.record import record_of
+from dtft.checkpoint.record import Record, record_of
 from dtft.checkpoint.storing import Storing
-from dtft.checkpoint.versions import Versions
+from dtft.checkpoint.versions import Version, Versions
 
 
 class LocalSteps:
@@ -65,14 +65,23 @@ class LocalSteps:
     ) -> None:
         """Copies a step into memory; it goes to storage when due, or `at_once`."""
         record, values = record_of(args, metrics, custom_metadata)
+        self._storing.score(step, record.metrics)  # refuses what it could not go by
         with self._condition:
             if step in self._reader.steps():
                 raise StepAlreadyExistsError(
                     f"step={step} exists already: {self._reader.offered}. Allowed: "
                     "a step that does not. Call delete(step) first."
                 )
-            version = self._versions.write(step, record, values)
+            version = self._write(step, record, values)
             self._storing.committed(version, at_once=at_once)
+
+    def _write(self, step: int, record: Record, values: list[Any]) -> Version:
+        try:
+            return self._versions.write(step, record, values)
+        except OSError:  # a step that waits for storage may hold up none
+            if not self._storing.give_way():
+                raise
+        return self._versions.write(step, record, values)
 
     def restore(self, step: int | None, args: Any) -> Any:
         """A step, from memory or else from storage."""

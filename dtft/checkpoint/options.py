@@ -52,7 +52,8 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
     """Steps that storage keeps: the newest; with `best_fn` the best, and the newest one
     beyond them. None: all."""
     memory_to_keep: int = 1
-    """Steps that memory keeps, those saved last; it needs room for two more."""
+    """Steps that memory keeps, those saved last. It needs room for two more, and for a
+    third while one waits for storage."""
     best_fn: Callable[[Any], float] | None = None
     """From the metrics given to `save` to the number that tells the best step."""
     best_mode: Literal["max", "min"] = "max"

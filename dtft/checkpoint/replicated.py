@@ -19,6 +19,7 @@ from dtft.checkpoint.job_steps import JobSteps
 from dtft.checkpoint.local_steps import LocalSteps
 from dtft.checkpoint.options import ReplicatedOptions, checked, is_due
 from dtft.checkpoint.save_clock import SaveClock
+from dtft.checkpoint.step_number import step_number
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     `save` returns when the bytes are copied: the arrays may be donated to the next
     step. Every `storage_interval_steps` a process of its own writes a step to
     `directory`, where stock Orbax reads it as if `ocp.CheckpointManager` had written
-    it; so does `close`, which also runs when the interpreter exits. The steps on offer
+    it; so does `close`, which also runs when the interpreter exits. While one is being
+    written, the newest of those that are due waits for it. The steps on offer
     are those in memory and those in storage. Every byte restored was checked against a
     digest, and is the byte that was saved.
 
@@ -91,7 +93,12 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         if kind is None:
             self.close()
         elif self._end():
-            self._work.leave()
+            try:
+                self._work.leave()
+            except Exception as trouble:  # the user's error is the one to be seen
+                logger.exception("closing the checkpoint manager failed")
+                if error is not None:
+                    error.add_note(f"The checkpoint manager, too: {trouble}")
 
     # -------------------------------------------------------------------- steps
 
@@ -122,11 +129,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
 
     def reached_preemption(self, step: int) -> bool:
         """Whether the machine is about to be taken away, as JAX knows it."""
-        return ocp.utils.reached_preemption(step)
+        return ocp.utils.reached_preemption(step_number(step))
 
     def should_save(self, step: int) -> bool:
         """Whether `save` takes this step: see `ReplicatedOptions`."""
-        latest = self._work.newest()
+        step, latest = step_number(step), self._work.newest()
         if is_due(self._clock.cadence, step, latest):
             return True
         return (latest is None or step > latest) and self.reached_preemption(step)
@@ -147,7 +154,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         Storage that fails is logged and told by `check_for_errors`, never here.
 
         Args:
-            step: the step.
+            step: 0 or more; also as a numpy or jax integer.
             args: `ocp.args.StandardSave`, or `Composite` of it and `JsonSave`.
             metrics: for `best_fn`, as JSON values or scalars.
             force: save even if `should_save` says no.
@@ -157,10 +164,12 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
             Whether the step was saved.
 
         Raises:
-            ValueError: the step exists, or `args` cannot be saved; says why.
+            ValueError: `step` is no number of a step, or exists; or `args` or `metrics`
+                cannot be saved. Says why.
             OSError: there is no memory for it. What was saved before stays.
         """
         self._refuse_closed()
+        step = step_number(step)
         if not force and not self.should_save(step):
             return False
         at_once = self.reached_preemption(step)
@@ -191,7 +200,7 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
             CheckpointUnreadable: the step is in storage, but cannot be read.
         """
         self._refuse_closed()
-        return self._work.restore(step, args)
+        return self._work.restore(None if step is None else step_number(step), args)
 
     # ----------------------------------------------------------------- metadata
 
@@ -202,15 +211,15 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         Leaves are jax.ShapeDtypeStruct, so the result serves as a restore's target; of
         a step that stock Orbax wrote it is what stock Orbax gives.
         """
-        return self._work.item_metadata(step)
+        return self._work.item_metadata(step_number(step))
 
     def metadata(self, step: int | None = None) -> Any:
         """Orbax's metadata of a step, or of the directory without `step`."""
-        return self._work.metadata(step)
+        return self._work.metadata(None if step is None else step_number(step))
 
     def metrics(self, step: int) -> Any:
         """The metrics that were saved with a step, or None."""
-        return self._work.metrics(step)
+        return self._work.metrics(step_number(step))
 
     # ---------------------------------------------------------- waiting and ending
 
@@ -240,13 +249,14 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
             FileNotFoundError: there is no such step.
         """
         self._refuse_closed()
-        self._work.delete(step)
+        self._work.delete(step_number(step))
 
     def close(self) -> None:
         """Brings the newest step to storage, then gives all memory back.
 
         Raises:
-            StorageFailed: it did not get there; the memory is given back all the same.
+            StorageFailed: it did not get there, or another step did not and nobody was
+                told yet; the memory is given back all the same.
         """
         if self._end():
             self._work.close()

@@ -79,7 +79,7 @@ class Server:
 
     def _give_up(self, reply: dict[str, Any], limit_s: float) -> None:
         error = f"TimeoutError: {limit_s:.0f} s for {reply['op']!r} have passed"
-        self._write(reply | {"ok": False, "error": error})
+        self._write(reply | {"ok": False, "error": error, "ended": True})
         os._exit(1)
 
 

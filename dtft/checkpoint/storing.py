@@ -1,8 +1,8 @@
 """Brings steps from this process's memory to storage, without holding up training.
 
-Decides when a step is written (one at a time; what becomes due meanwhile is replaced by
-the newest step), which stored steps go, and who is told of a failure. Must not know
-trees, nor what the user does with a restored step.
+Decides when a step is written (one at a time; of those that become due meanwhile the
+newest waits, and keeps its memory), which stored steps go, and who is told of a
+failure. Must not know trees, nor what the user does with a restored step.
 """
 
 import logging
@@ -45,8 +45,11 @@ class Storing:
         self._steps: set[int] = set()
         self._metrics: dict[int, Any] = {}
         self._writing: Version | None = None
-        self._due = False
-        self._failure: StorageFailed | None = None
+        self._waiting: list[Version] = []
+        """Due and pinned: one, and once the manager closes the newest step as well."""
+        self._closing = False
+        self._failure: tuple[int, str] | None = None
+        """Step and reason of the last failure that nobody was told."""
         self.reload()
         self._tried = max(self._steps, default=None)
 
@@ -63,36 +66,77 @@ class Storing:
         """A step is in memory: it is written now, later or never."""
         if at_once or is_storage_due(self._options, version.step, self._tried):
             self._tried = version.step
-            self._due = True
+            self._drop_waiting()
+            self._wait_for_turn(version)
             self._begin()
 
     def write_newest(self) -> None:
-        """Writes the newest step in memory, if storage does not have it."""
-        self._due = True
-        self._begin()
+        """Writes the newest step in memory, if storage does not have it.
 
-    def _begin(self) -> None:
+        It goes first; what is due besides follows, if that is still worth keeping.
+        """
+        self._closing = True
         newest = max(self._versions.steps, default=None)
-        if self._writing is not None or not self._due:
-            return
-        self._due = False
         if newest is None or newest in self._steps:
             return
         version = self._versions.get(newest)
+        if version is not self._writing and version not in self._waiting:
+            self._wait_for_turn(version)
+            self._begin()
+
+    def give_way(self) -> bool:
+        """Gives up steps that wait for storage; whether that made memory free."""
+        return self._drop_waiting() > 0
+
+    def _wait_for_turn(self, version: Version) -> None:
         self._versions.pin(version)
+        self._waiting.append(version)
+
+    def _drop_waiting(self, below: int | None = None) -> int:
+        """Forgets the steps that wait (`below` a step), and says how many."""
+        going = [one for one in self._waiting if below is None or one.step < below]
+        for version in going:
+            logger.info("step %d does not go to storage after all", version.step)
+            self._waiting.remove(version)
+            self._versions.unpin(version)
+        return len(going)
+
+    def _begin(self) -> None:
+        while self._writing is None and self._waiting:
+            version = max(self._waiting, key=lambda one: one.step)
+            self._waiting.remove(version)
+            going = self._going(version.step)
+            if version.step in self._steps or version.step in going:
+                self._versions.unpin(version)
+            else:
+                self._write(version, going)
+
+    def _write(self, version: Version, going: tuple[int, ...]) -> None:
+        """Hands a pinned version to the writer."""
         self._writing = version
-        going = superfluous(
-            self._options, {*self._steps, newest}, self.scores({*self._steps, newest})
-        )
-        self._writer.write(
-            lambda error: self._done(version, going, error),
-            step=newest,
-            memory=version.exported,
-            record=version.record.to_json(),
-            digests=[one.hex() for one in version.digests],
-            chunk_bytes=self._versions.chunk_bytes,
-            delete=list(going),
-        )
+        try:
+            self._writer.write(
+                lambda error: self._done(version, going, error),
+                step=version.step,
+                memory=version.exported,
+                record=version.record.to_json(),
+                digests=[one.hex() for one in version.digests],
+                chunk_bytes=self._versions.chunk_bytes,
+                delete=list(going),
+            )
+        except Exception as error:  # there is no thread to be had, say
+            self._done(version, (), f"{type(error).__name__}: {error}")
+
+    def _going(self, step: int) -> tuple[int, ...]:
+        """The stored steps that go once `step` is there; none if that is not known."""
+        stored = {*self._steps, step}
+        try:
+            return superfluous(self._options, stored, self.scores(stored))
+        except Exception as error:  # the user's function, or what storage holds
+            logger.warning(
+                "step %d goes to storage, but none is removed for it: %s", step, error
+            )
+            return ()
 
     def _done(self, version: Version, gone: tuple[int, ...], error: str | None) -> None:
         with self._condition:
@@ -100,17 +144,38 @@ class Storing:
             self._versions.unpin(version)
             if error is None:
                 self._steps = {*self._steps, version.step} - set(gone)
+                for step in gone:
+                    self._metrics.pop(step, None)
                 logger.info("step %d is in storage", version.step)
             else:
                 self._versions.distrust()
-                self._failure = StorageFailed(
-                    f"step {version.step} did not reach storage in "
-                    f"{self.stored.directory}: {_short(error)}. Steps stored before "
-                    "are as they were; the next one that is due is tried again."
-                )
-                logger.warning("%s", self._failure)
-            self._begin()
-            self._condition.notify_all()
+                self._failure = version.step, _short(error)
+                logger.warning("%s", self._text(*self._failure))
+                self._drop_waiting(below=version.step)
+            try:
+                self._begin()
+            finally:
+                self._condition.notify_all()
+
+    def _text(self, step: int, reason: str) -> str:
+        """What is told of a failure, and what follows from it."""
+        later = max((one for one in self._steps if one > step), default=None)
+        if later is not None:
+            follows = f"Step {later} did, after it."
+        elif self._closing:
+            follows = (
+                "Steps stored before are as they were. The manager is closed, so it is "
+                "not tried again."
+            )
+        else:
+            follows = (
+                "Steps stored before are as they were; the next one that is due is "
+                "tried again."
+            )
+        return (
+            f"step {step} did not reach storage in {self.stored.directory}: {reason}. "
+            f"{follows}"
+        )
 
     def wait(self) -> None:
         """Waits for what is being written or due.
@@ -118,21 +183,25 @@ class Storing:
         Raises:
             StorageFailed: that, or a write before, failed; or it took too long.
         """
-        limit_s = 2 * (self._options.storage_timeout_s + START_S)
+        self._wait_idle()
+        self.check()
+
+    def _wait_idle(self) -> None:
+        steps = [one.step for one in (self._writing, *self._waiting) if one is not None]
+        limit_s = len(steps) * (self._options.storage_timeout_s + START_S)
         if not self._condition.wait_for(
-            lambda: self._writing is None and not self._due, timeout=limit_s
+            lambda: self._writing is None and not self._waiting, timeout=limit_s
         ):
             raise StorageFailed(
-                f"{limit_s:.0f} s waiting for the exporter of {self.stored.directory}; "
-                "limit: ReplicatedOptions.storage_timeout_s"
+                f"{limit_s:.0f} s waiting for steps {steps} to reach storage in "
+                f"{self.stored.directory}; limit: ReplicatedOptions.storage_timeout_s"
             )
-        self.check()
 
     def check(self) -> None:
         """Raises the last failure that was not raised yet, as StorageFailed."""
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise failure
+            raise StorageFailed(self._text(*failure))
 
     # ------------------------------------------------------------------- metrics
 
@@ -155,21 +224,42 @@ class Storing:
         """The score of each step; none without `best_fn`."""
         if self._options.best_fn is None:
             return {}
-        return {step: self._options.score(self.metrics(step)) for step in steps}
+        return {step: self.score(step, self.metrics(step)) for step in steps}
+
+    def score(self, step: int, metrics: Any) -> float | None:
+        """The score of a step with these metrics; None without metrics or `best_fn`.
+
+        Raises:
+            ValueError: `best_fn` does not take them.
+        """
+        try:
+            return self._options.score(metrics)
+        except Exception as error:
+            raise ValueError(
+                f"best_fn does not take the metrics of step {step}, {metrics!r:.80}: "
+                f"{type(error).__name__}: {error}. Give `save` metrics of which it "
+                "makes a number, or none; delete a stored step that has others."
+            ) from error
 
     # -------------------------------------------------------------------- ending
 
     def delete(self, step: int) -> None:
-        """Removes a stored step, after what is being written."""
-        self._condition.wait_for(
-            lambda: self._writing is None, timeout=self._options.storage_timeout_s
-        )
-        if step not in self._steps:
-            return
-        with self.stored.manager(read_only=False) as manager:
-            manager.delete(step)
-        self._steps.discard(step)
+        """Removes a stored step, after what is being written.
+
+        Raises:
+            StorageFailed: that takes too long.
+        """
+        for version in [one for one in self._waiting if one.step == step]:
+            self._waiting.remove(version)
+            self._versions.unpin(version)
+        self._wait_idle()
+        if step in self._steps:
+            with self.stored.manager(read_only=False) as manager:
+                manager.delete(step)
+            self._steps.discard(step)
         self._metrics.pop(step, None)
+        if self._tried == step:
+            self._tried = max(self._steps, default=None)
 
     @property
     def is_writing(self) -> bool:
@@ -177,8 +267,10 @@ class Storing:
         return self._writing is not None
 
     def end(self) -> None:
-        """Ends the exporter. Without `condition`, which the writer's thread needs."""
-        self._due = False
+        """Ends the exporter. Not while `condition` is held: the writer's thread needs
+        it."""
+        with self._condition:
+            self._drop_waiting()
         self._writer.close()
 
 

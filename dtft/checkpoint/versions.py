@@ -55,7 +55,7 @@ class Version:
 
 
 class Versions:
-    """The `keep` steps that were committed last. Not thread-safe."""
+    """The `keep` steps that were committed last, and the newest. Not thread-safe."""
 
     def __init__(self, *, keep: int, chunk_bytes: int) -> None:
         """Reserves nothing before the first step shows how much is needed.
@@ -103,7 +103,8 @@ class Versions:
             memory.pool.release(places)
         self._versions[step], self._trusted = version, True
         for old in list(self._versions)[: -self._keep]:
-            self.drop(old)
+            if old != self.steps[-1]:  # the one to go on from
+                self.drop(old)
         return version
 
     def _stage(

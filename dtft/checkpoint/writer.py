@@ -7,6 +7,7 @@ step is due, nor what a step is.
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from etils import epath
+
+logger = logging.getLogger(__name__)
 
 START_S = 60.0
 """What an exporter may take beyond the limit of a write: its imports."""
@@ -40,6 +43,8 @@ class StorageWriter:
         self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
         self._lock, self._closed = threading.Lock(), False
+        self._failed: int | None = None
+        """The step that the running exporter could not write last."""
 
     def write(self, done: Done, **fields: Any) -> None:
         """Begins to write a step; the one before must be done."""
@@ -58,19 +63,35 @@ class StorageWriter:
         self._close_pipes()
 
     def _write(self, done: Done, fields: dict[str, Any]) -> None:
-        error = None
+        error: str | None = "the thread that writes was ended"
+        try:
+            error = self._tried(fields)
+        finally:  # whatever ends this thread, nobody waits for it any more
+            done(error)
+
+    def _tried(self, fields: dict[str, Any]) -> str | None:
+        """Why a step was not written, or None."""
+        if self._failed == fields["step"]:  # Orbax's threads may still be at that one
+            with self._lock:
+                self._end()
         try:
             answer = self._exchange({"op": "save", **fields})
-            if not answer["ok"]:
-                error = answer["error"]
-        except (OSError, ValueError) as problem:
-            error = f"the exporter ended: {problem}"
-        if error is not None:
+            if answer["ok"]:
+                return None
+            error, ended = answer["error"], answer.get("ended", False)
+        except OSError as problem:
+            error, ended = f"the exporter ended: {problem}", True
+        except Exception as problem:
+            logger.exception("writing step %s to storage failed", fields["step"])
+            error, ended = f"{type(problem).__name__}: {problem}", True
+        self._failed = None if ended else fields["step"]
+        if ended:  # the next write starts afresh
             with self._lock:
-                self._end()  # the next write starts afresh
-        done(error)
+                self._end()
+        return error
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        text = json.dumps(message | {"timeout_s": self._timeout_s})
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         # The exporter ends itself at its own limit, which comes first unless it hangs.
@@ -78,8 +99,7 @@ class StorageWriter:
         timer.daemon = True
         timer.start()
         try:
-            process.stdin.write(json.dumps(message | {"timeout_s": self._timeout_s}))
-            process.stdin.write("\n")
+            process.stdin.write(text + "\n")
             process.stdin.flush()
             for line in process.stdout:
                 answer = json.loads(line)
@@ -87,7 +107,9 @@ class StorageWriter:
                     return answer
         finally:
             timer.cancel()
-        raise OSError(f"code {process.wait(timeout=10)}")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+        raise OSError(f"code {process.returncode}")
 
     def _running(self) -> subprocess.Popen[str]:
         with self._lock:
@@ -111,7 +133,8 @@ class StorageWriter:
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait(timeout=10)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a disk
+                self._process.wait(timeout=10)
 
     def _close_pipes(self) -> None:
         """Only when no thread can be reading from them."""

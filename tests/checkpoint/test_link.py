@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.link import Link, LinkClosed, listen
+from dtft.checkpoint.link import Link, LinkClosed, Outbox, listen
 
 
 @pytest.fixture
@@ -41,3 +41,16 @@ def test_an_end_that_came_before_is_noticed(ends: tuple[Link, Link]) -> None:
     agent.close()
     trainer.wait_closed()
     assert trainer.receive()["step"] == 1
+
+
+def test_what_cannot_be_sent_is_refused_and_the_rest_goes_on(
+    ends: tuple[Link, Link],
+) -> None:
+    trainer, agent = ends
+    outbox = Outbox(trainer)
+    for value in (object(), 2**70, "\ud800"):
+        with pytest.raises((TypeError, ValueError, OverflowError)):
+            outbox.send("staged", items=value)
+    outbox.send("staged", step=1)
+    assert agent.receive(timeout_s=10) == {"op": "staged", "step": 1}
+    outbox.close()
