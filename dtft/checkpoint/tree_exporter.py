@@ -8,6 +8,7 @@ training, nor when a step is due.
 
 import contextlib
 import mmap
+from pathlib import Path
 from typing import Any
 
 import jax
