@@ -30,7 +30,8 @@ from experiments.tier_figures import (
     saving_figures,
     summary,
 )
-from experiments.tier_hosts import AnonymousMemory, OrbaxHosts, OurHosts
+from experiments.tier_hosts import OrbaxHosts, OurHosts
+from experiments.tier_memory import AnonymousMemory
 from experiments.tier_report import explain, figure, header, table_rows, targets
 from experiments.tier_task import (
     LAYOUTS,
@@ -98,7 +99,8 @@ class Side:
             self._hosts.lose(LOST)
             self._restore(saved, found)
         except (TimeoutError, RuntimeError) as error:
-            found["error"] = self._hosts.error or str(error).partition("\n")[0]
+            last_line = str(error).rstrip().rpartition("\n")[2]
+            found["error"] = self._hosts.error or last_line
         return found
 
     def close(self) -> None:

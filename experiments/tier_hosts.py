@@ -1,4 +1,4 @@
-"""The hosts' memories of both tiers: started, sampled, lost. Runs in the launcher.
+"""The hosts' memories of both tiers: started, lost. Runs in the launcher.
 
 For dtft a host's memory is an agent with its arena; for Orbax it is a directory on the
 same memory file system. Losing a host takes its memory and puts an empty host in its
@@ -9,8 +9,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +16,10 @@ from dtft.elastic.processes import die_with_parent
 from dtft.elastic.store import Store
 from experiments.tier_agent import AgentTask, socket_of
 from experiments.tier_leader import Leader
+from experiments.tier_memory import await_mapped
 from experiments.worlds import ROOT
 
 CONNECT_S = 60.0
-SAMPLE_S = 0.005
 
 
 class Hosts(Protocol):
@@ -127,7 +125,8 @@ class OurHosts:
         self._tasks[number] = spare = self._task(f"h{number}-spare", number)
         self._agents[number] = self._start(spare)
         self._wait()
-        _await_memory(self._agents[number].pid, spare.memory)
+        for agent, task in zip(self._agents, self._tasks, strict=True):
+            await_mapped(agent.pid, lambda task=task: _size_of(task.memory))
 
     def memory_bytes(self) -> int:
         """See `Hosts.memory_bytes`."""
@@ -213,74 +212,6 @@ class OrbaxHosts:
     def close(self) -> None:
         """See `Hosts.close`."""
         shutil.rmtree(self._directory)
-
-
-class AnonymousMemory(threading.Thread):
-    """Samples the anonymous memory of groups of processes until it is stopped."""
-
-    def __init__(self) -> None:
-        """Samples nothing until `watch`."""
-        super().__init__(daemon=True)
-        self._groups: list[list[int]] = []
-        self._samples: list[tuple[float, list[int]]] = []
-        self._ended = threading.Event()
-
-    def watch(self, groups: list[list[int]]) -> None:
-        """Begins to sample: per host its processes."""
-        self._groups = groups
-        self.start()
-
-    def run(self) -> None:
-        """Samples every few milliseconds."""
-        while not self._ended.wait(SAMPLE_S):
-            sums = [sum(map(_anonymous, pids)) for pids in self._groups]
-            self._samples.append((time.monotonic(), sums))
-
-    def stop(self) -> None:
-        """Ends the sampling."""
-        self._ended.set()
-        if self.is_alive():
-            self.join()
-
-    def peaks(self, windows: list[tuple[float, float]]) -> list[int]:
-        """Per host the most bytes within its window of monotonic time."""
-        return [
-            max(
-                (sums[host] for at, sums in self._samples if begin <= at <= end),
-                default=0,
-            )
-            for host, (begin, end) in enumerate(windows)
-        ]
-
-
-def _anonymous(pid: int) -> int:
-    return _resident(pid, "RssAnon")
-
-
-def _resident(pid: int, kind: str) -> int:
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    for line in text.splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) << 10
-    return 0  # the process has ended but was not waited for
-
-
-def _await_memory(pid: int, memory: Path) -> None:
-    """Waits until a spare has its memory in place, as one has that waits for hours.
-
-    Raises:
-        RuntimeError: it has not in time.
-    """
-    end = time.monotonic() + CONNECT_S
-    while time.monotonic() < end:
-        size = _size_of(memory)
-        if size and _resident(pid, "RssShmem") >= size:
-            return
-        time.sleep(SAMPLE_S)
-    raise RuntimeError(f"the spare {memory.name} has not mapped its memory in time")
 
 
 def _end(process: subprocess.Popen[str]) -> None:

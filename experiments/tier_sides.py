@@ -19,6 +19,10 @@ from experiments.tier_state import State, slices_of
 class Tier(Protocol):
     """One side of the comparison, open."""
 
+    def settle(self) -> None:
+        """Waits for what the tier does once, in the background, when it is opened."""
+        ...
+
     def save(self, step: int, state: State) -> None:
         """What the training thread calls and waits for."""
         ...
@@ -56,6 +60,10 @@ class Ours:
             deadline_s=LIMIT_S,
             last=last,
         )
+
+    def settle(self) -> None:
+        """See `Tier.settle`: the memory that was reserved is mapped."""
+        self._manager.wait_until_mapped()
 
     def save(self, step: int, state: State) -> None:
         """See `Tier.save`."""
@@ -107,6 +115,9 @@ class Orbax:
                 replica_axis_index=0,
             ),
         )
+
+    def settle(self) -> None:
+        """Orbax takes the memory for each save anew."""
 
     def save(self, step: int, state: State) -> None:
         """See `Tier.save`."""

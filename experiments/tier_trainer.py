@@ -7,7 +7,6 @@ drives both memory tiers.
 
 import json
 import logging
-import mmap
 import sys
 import time
 import traceback
@@ -17,6 +16,7 @@ from typing import Any
 from jax.experimental.multihost_utils import sync_global_devices
 
 from experiments import worlds
+from experiments.tier_memory import warm_memory
 from experiments.tier_sides import SIDES, Tier
 from experiments.tier_state import (
     State,
@@ -44,6 +44,8 @@ def saving(task: Task, rank: int, mesh: Any, abstract: dict[str, Any]) -> dict:
     state, seconds = _train(step, state)
     found |= {"off_window": (begun, time.monotonic()), "off_s": [seconds]}
     tier = SIDES[task.side](Path(task.directory), rank, abstract, task.last)
+    tier.settle()
+    sync_global_devices("settled")
     last = 0
     for last in range(1, task.saves + 1):
         state = step(state)
@@ -101,19 +103,6 @@ def restoring(task: Task, rank: int, mesh: Any, abstract: dict[str, Any]) -> dic
     found = {"window": (begun, ended), "constructor_s": opened - begun, "step": step}
     sync_global_devices("restored")
     return {**found, "digests": digests(state)}
-
-
-def warm_memory(num_bytes: int) -> None:
-    """Touches memory and frees it, so that the next who takes it finds it in place.
-
-    A virtual machine gives free memory back to its host after seconds. To get it again
-    takes up to 2 ms per MiB, whoever asks first, and is no matter of either tier.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    with mmap.mmap(-1, num_bytes, flags=flags) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        for offset in range(0, num_bytes, mmap.PAGESIZE):
-            memory[offset] = 1
 
 
 def main(rank: int, num: int, address: str, text: str) -> None:

@@ -28,7 +28,7 @@ class Dialogue:
         """Whether the agent has ended, or has let go of this process."""
         self.farewell = "this host's agent has ended"
         """Why, if it is gone or should go without a word."""
-        self._link, self._deadline_s = link, deadline_s
+        self._link, self.deadline_s = link, deadline_s
         self._outbox = Outbox(link)
 
     def start(self, take: Callable[[dict[str, Any]], None]) -> None:
@@ -67,7 +67,7 @@ class Dialogue:
             TimeoutError: it did not become true in time.
             AgentGone: the agent has ended.
         """
-        limit_s = limit_s or self._deadline_s
+        limit_s = limit_s or self.deadline_s
         with self.condition:
             self.condition.wait_for(lambda: self.gone or ready(), timeout=limit_s)
             if self.gone:

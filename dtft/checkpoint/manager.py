@@ -5,6 +5,7 @@ leader commits it. `restore` hands back what the agent was told to restore. Talk
 own agent only; must not know peers, placement or etcd.
 """
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -97,6 +98,7 @@ class AgentCheckpointManager:
         self.released_at = 0.0
         """When the newest step became safe, on the monotonic clock."""
         self._arena: Arena | None = None
+        self._mapping: threading.Thread | None = None
         self.bytes_from_storage = 0
         self.stalls_s: list[float] = []
         """Seconds that each `save` held up the training thread."""
@@ -120,7 +122,7 @@ class AgentCheckpointManager:
         self._arena = Arena.attach(Path(self._order["arena"]))
         self._released = self._committed = self._saved = self._order["step"]
         if self._order["source"] != "memory":
-            self._arena.prefault()
+            self._mapping = self._arena.prefault()
 
     # -------------------------------------------------------- what the agent says
 
@@ -257,7 +259,7 @@ class AgentCheckpointManager:
         places = np.frombuffer(order["places"], np.uint8)
         arrays = self._plan.read(memory, places, order["digests"], args.abstract)
         self._last = self._plan.recalled(order["step"], order["digests"])
-        self._arena.prefault()
+        self._mapping = self._arena.prefault()
         return arrays
 
     def _from_storage(
@@ -276,6 +278,11 @@ class AgentCheckpointManager:
         self._dialogue.wait(
             lambda: self._released >= self._saved, f"step {self._saved}"
         )
+
+    def wait_until_mapped(self) -> None:
+        """Waits until the arena is mapped here, which makes the first saves slower."""
+        if self._mapping is not None:
+            self._mapping.join(self._dialogue.deadline_s)
 
     def close(self) -> None:
         """Detaches from the arena; its bytes stay."""
