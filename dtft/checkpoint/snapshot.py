@@ -18,8 +18,7 @@ from dtft.checkpoint import digest
 from dtft.checkpoint.chunks import ABSENT, Chunks, unpack_flags
 from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.host_bytes import host_bytes
-from dtft.checkpoint.parts import Parts
-from dtft.checkpoint.slabs import Slabs
+from dtft.checkpoint.loading import copied_out
 from dtft.checkpoint.slices import Layout, Slice
 
 
@@ -169,31 +168,24 @@ class SnapshotPlan:
             CorruptCopy: names the first slice whose bytes do not match.
         """
         assert not (places == ABSENT).any(), "a restore brings every own slice"
-        slabs = Slabs(sum(piece.nbytes for piece in self.slices))
+        sources = [
+            self.chunks.parts(memory, places, index)
+            for index in range(len(self.slices))
+        ]
+        loaded, bad = copied_out(sources, digests, self.chunks.chunk_bytes)
+        if bad:
+            raise CorruptCopy(
+                f"slice {self.slices[bad[0]].key} does not match its digest: the copy "
+                "in this host's memory is corrupt and was not loaded."
+            )
         copies: dict[str, dict[tuple, np.ndarray]] = {}
-        for index, piece in enumerate(self.slices):
-            parts = self.chunks.parts(memory, places, index)
-            copy = slabs.take(piece.nbytes)
-            if self._copied_out(parts, copy) != digests[index]:
-                raise CorruptCopy(
-                    f"slice {piece.key} does not match its digest: the copy in this "
-                    "host's memory is corrupt and was not loaded."
-                )
+        for piece, copy in zip(self.slices, loaded, strict=True):
             value = copy.view(np.dtype(piece.dtype)).reshape(piece.shape)
             copies.setdefault(piece.path, {})[(piece.start, piece.stop)] = value
         return {
             path: _global_array(struct, copies[path])
             for path, struct in abstract.items()
         }
-
-    def _copied_out(self, parts: Parts, target: np.ndarray) -> bytes:
-        """Copies a slice, which may lie in pieces; the digests of the copy."""
-        found, begun = [], 0
-        for view in parts.views:
-            part = target[begun : begun + view.nbytes].data
-            found.append(digest.copy_and_digest(view, part, self.chunks.chunk_bytes))
-            begun += view.nbytes
-        return b"".join(found)
 
 
 def _bounds(
