@@ -221,6 +221,8 @@ class EtcdStore:
             if kept and retry and not isinstance(error, TimeoutError):
                 return self._call(operation, path, body, retry=False)
             raise self._unavailable(operation, error) from error
+        if self._closed:  # meanwhile; it may have connected only after that
+            connection.close()
         try:
             reply = json.loads(raw)
         except ValueError as error:

@@ -1,5 +1,6 @@
 """The semantics of a store, the same for `MemoryStore` and for a real etcd."""
 
+import http.client
 import queue
 import socket
 import threading
@@ -444,3 +445,24 @@ def test_status_is_a_version(server: EmbeddedEtcd) -> None:
     store = EtcdStore(server.address)
     assert store.status().startswith("3.")
     store.close()
+
+
+class ClosedAsItConnects(EtcdStore):
+    """Another thread closes the store after a call was let through."""
+
+    used: list[http.client.HTTPConnection]
+
+    def _exchange(
+        self, connection: http.client.HTTPConnection, path: str, body: dict
+    ) -> bytes:
+        self.used = [connection]
+        self.close()
+        return super()._exchange(connection, path, body)
+
+
+def test_a_call_under_way_leaves_no_connection_to_a_closed_store(
+    server: EmbeddedEtcd,
+) -> None:
+    store = ClosedAsItConnects(server.address)
+    assert store.list("/none/")[0] == []
+    assert [one.sock for one in store.used] == [None]
