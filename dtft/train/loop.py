@@ -62,7 +62,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
             if watch.at_boundary(step):
                 runtime.await_turn(step)
                 jax.block_until_ready((state, metrics))
-                watch.check()
+                log.write(watch.collect())  # a step that may be restored is in the log
                 runtime.finished_step(step)
                 runtime.save(step, state, watch.items(step))
                 asked_to_stop = runtime.should_stop(step)
