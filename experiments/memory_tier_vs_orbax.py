@@ -267,7 +267,9 @@ def show(rows: list[Figures], settings: Settings, *, keep: bool) -> None:
         report.write(
             "memory_tier_vs_orbax",
             title="The memory tier beside Orbax's peer-to-peer checkpoints",
-            command="python experiments/memory_tier_vs_orbax.py",
+            command="python -m experiments.memory_tier_vs_orbax"
+            f" --rounds {settings.rounds} --saves {settings.saves}"
+            f" --step-s {settings.step_s:g}",
             header=header(),
             rows=table_rows(rows),
             figure=figure(rows),

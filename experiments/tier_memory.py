@@ -74,8 +74,8 @@ def await_mapped(pid: int, size: Callable[[], int]) -> None:
 def warm_memory(num_bytes: int) -> None:
     """Touches memory and frees it, so that the next who takes it finds it in place.
 
-    A virtual machine gives free memory back to its host after seconds. To get it again
-    takes up to 2 ms per MiB, whoever asks first, and is no matter of either tier.
+    A virtual machine may give free memory back to its host after seconds. To get it
+    again takes time, whoever asks first, and is no matter of either tier.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with mmap.mmap(-1, num_bytes, flags=flags) as memory:

@@ -1,11 +1,14 @@
 """Set before the first device is touched: CPU, eight devices, strict promotion."""
 
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.processes import free_port
 
 jax.config.update("jax_platforms", "cpu")
@@ -28,3 +31,13 @@ settings.load_profile("untimed")
 def a_free_port() -> int:
     """A TCP port on this machine that was free a moment ago."""
     return free_port()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
+    """A private etcd that serves."""
+    server = EmbeddedEtcd(tmp_path / "etcd")
+    server.start()
+    server.wait_ready()
+    yield server
+    server.stop()

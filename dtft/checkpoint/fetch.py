@@ -40,6 +40,17 @@ TRIES = 4
 _PAUSE_S = 0.05
 
 
+def streams_each(num_peers: int) -> int:
+    """Connections to each peer when so many are fetched from at once.
+
+    They share those of one fetch: the receiving host is the same for all of them.
+
+    >>> [streams_each(num_peers) for num_peers in (1, 2, 3, 9)]
+    [4, 2, 1, 1]
+    """
+    return max(1, STREAMS // num_peers)
+
+
 class FetchError(Exception):
     """Slices could not be had from a peer; says why."""
 

@@ -280,9 +280,16 @@ class AgentCheckpointManager:
         )
 
     def wait_until_mapped(self) -> None:
-        """Waits until the arena is mapped here, which makes the first saves slower."""
+        """Waits until the arena is mapped here: saves before that take longer.
+
+        Raises:
+            TimeoutError: it is not in time.
+        """
+        limit_s = self._dialogue.deadline_s
         if self._mapping is not None:
-            self._mapping.join(self._dialogue.deadline_s)
+            self._mapping.join(limit_s)
+            if self._mapping.is_alive():
+                raise TimeoutError(f"{limit_s:.0f} s mapping the arena; it goes on")
 
     def close(self) -> None:
         """Detaches from the arena; its bytes stay."""

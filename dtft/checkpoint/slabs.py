@@ -1,7 +1,7 @@
 """New memory for arrays that are restored, in huge pages where the system has them.
 
-The first write to new memory maps it page by page, which takes several times as long as
-the copy itself; huge pages are 512 times fewer. Leaves share slabs, so that small ones
+The first write to new memory maps it page by page, while the training waits; huge pages
+are 512 times fewer. Leaves share slabs, so that small ones
 have huge pages too, and slabs are small enough that one leaf which stays does not keep
 a whole state. Must not know slices, digests or devices.
 """

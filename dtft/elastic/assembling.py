@@ -104,7 +104,8 @@ def bring(
         _take_own(new, order, host, _regions(source), holders, chunk_bytes)
 
     def fetch(source: Mapping[str, Any]) -> int:
-        return _fetch(new, order, source, credentials, limit_s, chunk_bytes)
+        streams = fetching.streams_each(len(peers))
+        return _fetch(new, order, source, credentials, limit_s, chunk_bytes, streams)
 
     if not peers:
         return 0
@@ -177,6 +178,7 @@ def _fetch(
     credentials: Credentials,
     limit_s: float,
     chunk: int,
+    streams: int,
 ) -> int:
     """Fetches the chunks that hold one peer's regions, and moves the regions."""
     step, wanted, spans, moves = order["step"], [], [], []
@@ -202,6 +204,7 @@ def _fetch(
             wanted,
             chunk_bytes=chunk,
             limit_s=limit_s,
+            streams=streams,
         )
     except fetching.FetchError as error:
         peer = source["host"]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtft.checkpoint import digest
-from dtft.checkpoint.fetch import STREAMS
+from dtft.checkpoint.fetch import streams_each
 from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.slices import Layout, Slice
@@ -183,15 +183,11 @@ def _fetch_all(
     limit_s: float,
     nixl: Nixl | None,
 ) -> int:
-    """Fetches from all peers at once; returns the bytes received.
-
-    The peers share the connections that one fetch may have: more of them do not bring
-    more bytes, but wait for each other.
-    """
+    """Fetches from all peers at once; returns the bytes received."""
     transfers = order["transfers"]
     if not transfers:
         return 0
-    streams = max(1, STREAMS // len(transfers))
+    streams = streams_each(len(transfers))
     with concurrent.futures.ThreadPoolExecutor(len(transfers)) as pool:
         running = [
             pool.submit(

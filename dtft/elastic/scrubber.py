@@ -17,7 +17,7 @@ from dtft.checkpoint.holder import Holder
 logger = logging.getLogger(__name__)
 
 BYTES_PER_S = 8 << 20
-"""A gigabyte in two minutes, for about a thousandth of a core."""
+"""A gigabyte in two minutes."""
 LEAST_BYTES = 256 << 10
 """A chunk counts as so much at least: to wake up costs something, too."""
 PASS_S = 60.0

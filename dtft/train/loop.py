@@ -98,7 +98,6 @@ class Watch:
         self._should_save = should_save
         self._plateau = Plateau.from_items(items.get("stop", {}))
         self._pending: list[tuple[int, Metrics]] = []
-        self._checked: list[Record] = []
         self.start: int = items.get("step", 0)
         self._saved = self.start
         expected = {"position": self._position(self.start), "data_identity": identity}
@@ -114,19 +113,18 @@ class Watch:
         """Remembers the metrics of a dispatched step, without waiting for them."""
         self._pending.append((step, metrics))
 
-    def check(self) -> None:
-        """Fetches what is remembered, follows the plateau, refuses NaN."""
+    def collect(self) -> list[Record]:
+        """The values of every remembered step, for the log; each once.
+
+        Fetches them, follows the plateau, refuses NaN.
+        """
+        records: list[Record] = []
         for step, metrics in self._pending:
             fetched = jax.device_get(metrics)
             values = {name: float(value) for name, value in fetched.items()}
-            self._checked.append((step, values))
+            records.append((step, values))
             self._plateau = observe(self._plateau, self._experiment.stop, step, values)
         self._pending.clear()
-
-    def collect(self) -> list[Record]:
-        """The values of every remembered step, for the log; each once."""
-        self.check()
-        records, self._checked = self._checked, []
         return records
 
     def at_boundary(self, step: int) -> bool:

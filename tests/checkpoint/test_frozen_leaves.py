@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dtft.checkpoint import Corrupt, StorageFailed, placing
 from dtft.checkpoint.record import record_of
 from dtft.checkpoint.versions import Versions
-from tests.checkpoint.test_replicated import Save, bits, forget, memory_only
+from tests.checkpoint.managers import forget, memory_only
+from tests.checkpoint.test_replicated import Save, bits
 
 KINDS = ("divided", "whole", "numpy", "key", "number", "complex", "empty")
 

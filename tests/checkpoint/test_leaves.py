@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dtft.checkpoint.record import STORABLE, record_of
 from dtft.checkpoint.wanted import wanted_of
-from tests.checkpoint.test_replicated import Restore, Save, forget, memory_only
+from tests.checkpoint.managers import forget, memory_only
+from tests.checkpoint.test_replicated import Restore, Save
 
 WIDE = np.dtype(np.longdouble)
 """As wide as a float64 on some machines."""

@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.checkpoint import Corrupt, ReplicatedCheckpointManager, ReplicatedOptions
 from dtft.checkpoint import StorageFailed as Failed
 from dtft.checkpoint.storage import CheckpointUnreadable
+from tests.checkpoint.managers import NEVER, forget, memory_only
 from tests.checkpoint.states import NANS
 
-NEVER = 10**9
 Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
 
 
@@ -117,22 +117,6 @@ def onto(tree: Any, sharding: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(struct, tree)
-
-
-def memory_only(path: Path, **changes: Any) -> Any:
-    """Storage gets nothing, as if it had been tried at the last step that is due."""
-    options = ReplicatedOptions(storage_interval_steps=NEVER, **changes)
-    manager = ReplicatedCheckpointManager(path / "storage", options=options)
-    work: Any = manager._work
-    work._storing._tried = 0
-    return manager
-
-
-def forget(manager: Any) -> None:
-    """Closes a manager that has nothing to bring to storage any more."""
-    for step in manager._work._versions.steps:
-        manager._work._versions.drop(step)
-    manager.close()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from dtft.checkpoint import ReplicatedOptions
 from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.save_clock import SaveClock
-from tests.checkpoint.test_replicated import forget, memory_only
+from tests.checkpoint.managers import forget, memory_only
 
 
 def saved(clock: SaveClock, now: list[float], steps: int, save_s: float) -> list[int]:

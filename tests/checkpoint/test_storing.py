@@ -20,6 +20,7 @@ from dtft.checkpoint import (
     StorageFailed,
 )
 from dtft.checkpoint.writer import StorageWriter
+from tests.checkpoint.managers import forget, memory_only
 
 Save = ocp.args.StandardSave
 
@@ -87,22 +88,6 @@ def test_close_writes_the_newest_step_before_what_waits(tmp_path: Path) -> None:
     manager.close()
     assert written == [15]  # 10 would only be removed again
     assert ocp.utils.checkpoint_steps(tmp_path / "steps") == [15]
-
-
-def memory_only(path: Path, **changes: Any) -> Any:
-    """Storage gets nothing, as if it had been tried at the last step that is due."""
-    options = ReplicatedOptions(storage_interval_steps=10**9, **changes)
-    manager = ReplicatedCheckpointManager(path / "storage", options=options)
-    work: Any = manager._work
-    work._storing._tried = 0
-    return manager
-
-
-def forget(manager: Any) -> None:
-    """Closes a manager that has nothing to bring to storage any more."""
-    for step in manager._work._versions.steps:
-        manager._work._versions.drop(step)
-    manager.close()
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.journal import read_events, storage_steps
 from tests.drills.harness import REPOSITORY, dtft, memory
 
@@ -120,15 +119,6 @@ def test_a_killed_coordination_service_costs_no_host(tmp_path):
     assert process.returncode == 0, output
     found = [event for event in read_events(run) if event["event"] == "recovery"]
     assert [event["rung"] for event in found] == [1], output
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
-    server = EmbeddedEtcd(tmp_path / "etcd")
-    server.start()
-    server.wait_ready()
-    yield server
-    server.stop()
 
 
 def agent_arguments(tmp_path: Path, store: str, secret: str) -> list[str]:

@@ -2,10 +2,8 @@
 
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
@@ -19,15 +17,6 @@ from dtft.elastic.store import KeyValue, StoreUnavailable
 from tests.checkpoint.hosts import wait_until
 from tests.elastic.desks import agent_config
 from tests.elastic.test_agents import agents, config, joined
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
-    server = EmbeddedEtcd(tmp_path / "etcd")
-    server.start()
-    server.wait_ready()
-    yield server
-    server.stop()
 
 
 class Host:
