@@ -1,0 +1,181 @@
+"""The plan: which mesh, which shardings, which knobs, and what they are predicted to cost.
+
+Values only, with their JSON form. Decides nothing; must not know how a plan is found
+(`search`), explained (`explain`) or run (`dtft.train`).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+SCHEMA = 1
+
+Spec = tuple[tuple[str, ...], ...]
+"""For each array dim the mesh axes that divide it, major first; as many as dims."""
+
+Remat = Literal["none", "dots", "full"]
+"""What of the forward pass is kept: all; the results of matmuls; block inputs only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """What a plan may set beside shardings."""
+
+    microbatches: int = 1
+    """Parts of the batch whose gradients are accumulated, one after another."""
+    remat: Remat = "none"
+    zero: Literal[0, 1, 2, 3] = 0
+    """What is divided over data parallel devices: 1 optimizer state, 2 also gradients,
+    3 also parameters (the axis `fsdp`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Communication that the program does, of one kind at one place."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+    axes: tuple[str, ...]
+    num_bytes: int
+    """Of the larger of a device's operand and its result, one execution."""
+    trips: int
+    """Executions in a step."""
+    where: str
+    """The operator or array it belongs to."""
+    seconds: float = 0.0
+    """All executions, before overlap."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Seconds of one step, by term."""
+
+    terms: Mapping[str, float]
+    """compute, collectives (exposed), bubble, optimizer, launch; seconds."""
+    low_s: float
+    high_s: float
+    """The interval that the calibration supports."""
+    source: str
+    """Where the constants come from, such as `catalog (uncalibrated)`."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another candidate, for the ranked table."""
+
+    name: str
+    mesh: Mapping[str, int]
+    knobs: Knobs
+    step_s: float
+    memory_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the planner returns; the same for the same question."""
+
+    entry: Literal["step", "loss"]
+    """Which entry point it was made by, and can be run by."""
+    mesh: Mapping[str, int]
+    """Axis name to size, slowest-varying (outermost on the fabric) first."""
+    knobs: Knobs
+    state: Mapping[str, Spec]
+    """Path of each leaf of the state (entry loss: of the parameters) to its spec."""
+    batch: Mapping[str, Spec]
+    """Path of each leaf of the batch to its spec."""
+    optimizer: Mapping[str, Spec] = field(default_factory=dict)
+    """Entry loss: path of each leaf of the optimizer state to its spec."""
+    constraints: Mapping[int, Spec] = field(default_factory=dict)
+    """Number of an operator of the traced program to the spec of its first output."""
+    prediction: Prediction
+    memory: Mapping[str, int]
+    """Bytes of the fullest device by term: parameters, gradients, optimizer,
+    activations, buffers, reserve."""
+    capacity_bytes: int
+    """Memory of that device."""
+    collectives: tuple[Collective, ...] = ()
+    bound_s: float = 0.0
+    """No plan of this step on this cluster is faster than this."""
+    alternatives: tuple[Alternative, ...] = ()
+    runnable: bool = True
+    """False for what-if plans that this entry point or backend cannot run."""
+    model_hash: str = ""
+    cluster_hash: str = ""
+    cluster: str = ""
+    """The cluster in words."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the fullest device."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest device has room for it, the reserve included."""
+        return self.memory_bytes <= self.capacity_bytes
+
+    def to_json(self) -> str:
+        """The plan as JSON, versioned; equal plans give equal text."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan of `to_json`.
+
+        Raises:
+            ValueError: another version, or not a plan.
+        """
+        items = json.loads(text)
+        found = items.pop("schema", None) if isinstance(items, dict) else None
+        if found != SCHEMA:
+            raise ValueError(
+                f"schema={found!r} is not a plan that this dtft reads. Allowed: "
+                f"{SCHEMA}. Make the plan again with `dtft plan`."
+            )
+        try:
+            return _plan(items)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"the plan file has not what a plan has ({error}). Make the plan again "
+                "with `dtft plan`."
+            ) from None
+
+
+def _plan(items: dict[str, Any]) -> Plan:
+    knobs = Knobs(**items.pop("knobs"))
+    prediction = Prediction(**items.pop("prediction"))
+    collectives = tuple(
+        Collective(**{**item, "axes": tuple(item["axes"])})
+        for item in items.pop("collectives")
+    )
+    alternatives = tuple(
+        Alternative(**{**item, "knobs": Knobs(**item["knobs"])})
+        for item in items.pop("alternatives")
+    )
+    specs = {name: _specs(items.pop(name)) for name in ("state", "batch", "optimizer")}
+    constraints = {
+        int(number): _spec(spec) for number, spec in items.pop("constraints").items()
+    }
+    return Plan(
+        knobs=knobs,
+        prediction=prediction,
+        collectives=collectives,
+        alternatives=alternatives,
+        constraints=constraints,
+        **specs,
+        **items,
+    )
+
+
+def _specs(items: Mapping[str, Any]) -> dict[str, Spec]:
+    return {path: _spec(spec) for path, spec in items.items()}
+
+
+def _spec(parts: Any) -> Spec:
+    return tuple(tuple(axes) for axes in parts)
