@@ -84,7 +84,7 @@ class Operator:
     """JAX's name of it."""
     kind: Kind
     inputs: tuple[int, ...]
-    """Values read, as indices into `Graph.values`; scalars of the program's text not."""
+    """Values read, indices into `Graph.values`; literals are left out."""
     outputs: tuple[int, ...]
     """Values written."""
     flops: float
@@ -117,7 +117,7 @@ class Dim:
     """Dims of values that are divided alike."""
 
     sizes: tuple[int, ...]
-    """The different sizes it has, ascending: a merged dim is larger than its first part."""
+    """The sizes it has, ascending: a merged dim is larger than its first part."""
     loop: bool = False
     """Whether it is what a scan goes along: its parts are needed one after another."""
 
