@@ -88,7 +88,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     "sort": (lambda x: lax.sort(x, dimension=0), (f32(4, 6),), 1),
     "top_k": (lambda x: lax.top_k(x, 2)[0], (f32(4, 6),), 1),
     "slice": (lambda x: lax.slice_in_dim(x, 1, 3, axis=1), (f32(4, 6),), 1),
-    "pad": (lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (1, 1, 0))), (f32(4, 6),), 1),
+    "pad": (lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (1, 1, 0))),
+            (f32(4, 6),), 1),
     "concatenate": (lambda x, y: lax.concatenate([x, y], 1), (f32(4, 6), f32(4, 2)), 1),
     "reverse": (lambda x: lax.rev(x, (0,)), (f32(4, 6),), 1),
     "pool": (lambda x: lax.reduce_window_max_p.bind(
@@ -104,7 +105,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
             x @ lax.transpose(x, (0, 2, 1)), symmetrize_input=False),
         (f32(2, 4, 4) + 3 * np.eye(4, dtype=np.float32),), 1),
     "fft": (lambda x: jnp.abs(lax.fft(x + 0j, lax.FftType.FFT, (8,))), (f32(4, 8),), 1),
-    "two layers": (lambda x, a, b: jnp.tanh(x @ a) @ b, (f32(4, 6), f32(6, 8), f32(8, 6)), 2),
+    "two layers": (lambda x, a, b: jnp.tanh(x @ a) @ b,
+                   (f32(4, 6), f32(6, 8), f32(8, 6)), 2),
 }  # fmt: skip
 
 
