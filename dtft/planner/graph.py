@@ -109,6 +109,14 @@ class Loop:
 
     length: int
     primitive: str
+    operators: tuple[int, int]
+    """Its body: first operator, and the one after the last, in `Graph.operators`."""
+    sliced: tuple[tuple[int, int], ...] = ()
+    """Values outside, with a leading dim, and what the body sees of each in turn."""
+    stacked: tuple[tuple[int, int], ...] = ()
+    """Values the body makes, and where each is kept outside, with a leading dim."""
+    carried: tuple[tuple[int, int, int, int], ...] = ()
+    """Before the loop, into the body, out of the body, after the loop."""
     again: bool = False
 
 
