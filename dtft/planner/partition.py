@@ -16,6 +16,8 @@ from dtft.planner.graph import Graph, Operator, Value
 from dtft.planner.plan import Spec
 
 Axes = tuple[str, ...]
+MICRO = "microbatches"
+"""Divides the batch like an axis, but in time: results add up and nothing is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,9 @@ class _Placed:
 
     def _send_results(self) -> None:
         summed = set(map(self._root, self.op.summed))
-        partial = tuple(a for a, dim in self.kept.items() if dim in summed)
+        partial = tuple(
+            a for a, dim in self.kept.items() if dim in summed and a != MICRO
+        )
         for value, spec in zip(self.outputs, self.out_specs, strict=True):
             wanted = _flat(spec)
             if partial:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.extend.core import Literal
 
 from dtft.planner.dims import Dims
 from dtft.planner.linking import factor_groups, link
@@ -23,7 +24,7 @@ def follow(fn: Callable[..., Any], *args: Any) -> tuple[Dims, list, list, set, s
     whole: set[int] = set()
 
     def of(atom: Any) -> tuple[int, ...]:
-        if isinstance(atom, jax.extend.core.Literal):
+        if isinstance(atom, Literal):
             return dims.news(atom.aval.shape)
         return known[atom]
 
