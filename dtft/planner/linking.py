@@ -28,22 +28,34 @@ def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
 
 
 def _alike(case: Case) -> Linked:
-    """Elementwise; where the shapes do not fit, nothing is known and all is needed."""
-    full = [i for i, shape in enumerate(case.shapes) if shape]
-    shapes = {case.shapes[i] for i in full}
+    """Elementwise, dims of size 1 repeated; what fits no result is needed whole."""
     outputs: list[Numbers] = []
+    fitting: set[int] = set()
     for result, shape in enumerate(case.results):
-        fitting = [i for i in full if case.shapes[i] == shape]
-        if fitting:
-            case.join_all(list(zip(*(case.operands[i] for i in fitting), strict=True)))
-            outputs.append(case.operands[fitting[0]])
-        else:
-            outputs.append(case.kept([None] * len(shape), result))
-    if len(shapes | set(case.results)) <= 1:
-        return Linked(outputs=tuple(outputs))
-    odd = [i for i in full if case.shapes[i] not in case.results]
-    whole = tuple(number for i in odd for number in case.operands[i])
+        sources: list[int | None] = [None] * len(shape)
+        for index, operand in enumerate(case.operands):
+            if not operand or not _repeats(case.shapes[index], shape):
+                continue
+            fitting.add(index)
+            for place, number in enumerate(operand):
+                known = sources[place]
+                if case.shapes[index][place] != shape[place]:
+                    continue
+                if known is None:
+                    sources[place] = number
+                else:
+                    case.dims.join(known, number)
+        outputs.append(case.kept(sources, result))
+    odd = set(range(len(case.operands))) - fitting
+    whole = tuple(number for index in sorted(odd) for number in case.operands[index])
     return Linked(outputs=tuple(outputs), whole=whole)
+
+
+def _repeats(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Whether an operand of a shape is repeated along dims of size 1 to be a result."""
+    if len(shape) != len(result):
+        return False
+    return all(size in (1, after) for size, after in zip(shape, result, strict=True))
 
 
 def _fresh(case: Case) -> Linked:
