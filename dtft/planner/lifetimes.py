@@ -6,7 +6,7 @@ come and go. Pure; must not know shardings, devices or bytes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dtft.planner.graph import Graph, Operator
@@ -26,20 +26,29 @@ class Event:
     comes: bool
 
 
-def events(graph: Graph) -> tuple[Event, ...]:
-    """What comes and goes between the first operator and the last.
+@dataclass(frozen=True, kw_only=True)
+class Lifetimes:
+    """What takes memory in a program, and when."""
 
-    Arguments are there throughout and are not among it; of results, those that have an
-    argument of the same path take its place.
-    """
-    return tuple(_Lifetimes(graph).walk())
+    events: tuple[Event, ...]
+    """In the order of the program. Arguments are there throughout and are not among it;
+    nor are results that have an argument of the same path: they take its place."""
+    roots: Mapping[int, frozenset[int]]
+    """For each value that operators make: the values in memory that readers read."""
 
 
-class _Lifetimes:
+def follow(graph: Graph) -> Lifetimes:
+    """Lifetimes of a program's values."""
+    walk = _Walk(graph)
+    return Lifetimes(events=tuple(walk.walk()), roots=walk.roots)
+
+
+class _Walk:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.roots: dict[int, frozenset[int]] = {}
         self._outer = set(graph.inputs.values())
+        self._outer |= {v for p, v in graph.outputs.items() if p in graph.inputs}
         self._kept = self._find_kept()
         self._resolve()
         self._last = self._find_last()

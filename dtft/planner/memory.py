@@ -15,7 +15,7 @@ import numpy as np
 from dtft.planner.amounts import Sizes, parts
 from dtft.planner.graph import Graph
 from dtft.planner.groups import region
-from dtft.planner.lifetimes import Event, events
+from dtft.planner.lifetimes import Event, Lifetimes, follow
 from dtft.planner.partition import Division
 from dtft.planner.plan import Spec
 
@@ -30,31 +30,27 @@ class Timeline:
     graph: Graph
 
     @cached_property
+    def _lifetimes(self) -> Lifetimes:
+        return follow(self.graph)
+
+    @property
     def events(self) -> tuple[Event, ...]:
         """In the order of the program."""
-        return events(self.graph)
+        return self._lifetimes.events
 
     @cached_property
     def gradients(self) -> frozenset[int]:
         """Values that the backward pass makes and the update reads."""
-        made = {
-            index
-            for operator in self.graph.operators
-            if region(operator) == "backward"
-            for index in operator.outputs
-        }
-        made |= {
-            outer
-            for loop in self.graph.loops
-            for inner, outer in loop.stacked
-            if inner in made
-        }
-        read = {
-            index
-            for operator in self.graph.operators
-            if region(operator) == "update"
-            for index in operator.inputs
-        }
+        made: set[int] = set()
+        read: set[int] = set()
+        for operator in self.graph.operators:
+            where = region(operator)
+            if where == "backward":
+                made.update(operator.outputs)
+            elif where == "update":
+                for index in operator.inputs:
+                    read |= self._lifetimes.roots.get(index, frozenset())
+        made |= {o for loop in self.graph.loops for i, o in loop.stacked if i in made}
         return frozenset(made & read)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from dtft.planner.blocks import classes
+from dtft.planner import blocks
 from dtft.planner.graph import Graph
 from dtft.planner.groups import Group, group, region
 from dtft.planner.trace import trace
@@ -79,7 +79,13 @@ class Question:
 
 def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Question:
     """A whole training step of the user: `step(state, batch) -> (state, ...)`."""
-    graph = trace(lambda state, batch: step(state, batch), state=state, batch=batch)
+
+    def named(state: Any, batch: Any) -> Any:
+        made = step(state, batch)
+        after, *rest = made if isinstance(made, tuple) else (made,)
+        return {"state": after, "rest": rest}
+
+    graph = trace(named, state=state, batch=batch)
     read = _read_by_model(graph)
     roles: dict[str, Role] = {}
     for path, index in graph.inputs.items():
@@ -135,7 +141,8 @@ def of_loss(
 def _question(
     entry: Literal["step", "loss"], graph: Graph, roles: Mapping[str, Role]
 ) -> Question:
-    return Question(entry=entry, graph=graph, alias=classes(graph), roles=roles)
+    alias = dict(enumerate(blocks.find(graph).dims))
+    return Question(entry=entry, graph=graph, alias=alias, roles=roles)
 
 
 def _read_by_model(graph: Graph) -> set[int]:
