@@ -1,1 +1,20 @@
-"""Experiments, data, the step and the loop. Decides no membership and no recovery."""
+"""Experiments, data, the step and the loop. Decides no membership and no recovery.
+
+`make_step` runs a plan; it loads on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtft.train.planned_step import make_step as make_step
+
+_PUBLIC = {"make_step": "dtft.train.planned_step"}
+
+__all__ = ["make_step"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'dtft.train' has no attribute {name!r}.")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
