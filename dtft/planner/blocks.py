@@ -1,4 +1,4 @@
-"""Finds what a program repeats, so that equal layers share decisions and are costed once.
+"""Finds what a program repeats: equal layers share decisions and are costed once.
 
 The layers of an unrolled program are runs of operators that come again and again with
 the same shapes, joined in the same way. A run found, each dim of one layer stands for

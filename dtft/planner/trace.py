@@ -77,6 +77,7 @@ def _graph(walk: Walk, inputs: dict[str, int], outputs: dict[str, int]) -> Graph
             flops=step.flops,
             trips=step.trips,
             summed=numbers.of(step.summed),
+            contracted=step.contracted,
             whole=numbers.of(step.whole),
             again=step.again,
             within=step.within,

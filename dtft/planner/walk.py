@@ -58,6 +58,7 @@ class Step:
     outputs: tuple[int, ...]
     flops: float
     summed: Numbers
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
     whole: Numbers
     again: bool
     within: tuple[int, ...]
@@ -150,6 +151,7 @@ class Walk:
                 outputs=outputs,
                 flops=flops * frame.members,
                 summed=found.summed,
+                contracted=_contracted(eqn),
                 whole=found.whole,
                 again=frame.again or (frame.recomputes and _AGAIN in stack),
                 within=frame.within,
@@ -324,3 +326,11 @@ _ENTER = {
     "cond": Walk._cond,
     "shard_map": Walk._shard_map,
 }
+
+
+def _contracted(eqn: JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Places of the dims that a matmul sums over, in each operand."""
+    if eqn.primitive.name != "dot_general":
+        return (), ()
+    (left, right), _ = eqn.params["dimension_numbers"]
+    return tuple(left), tuple(right)
