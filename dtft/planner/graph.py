@@ -84,7 +84,7 @@ class Operator:
     """JAX's name of it."""
     kind: Kind
     inputs: tuple[int, ...]
-    """Values read, as indices into `Graph.values`; scalars of the program's text not."""
+    """Values read, indices into `Graph.values`; literals are left out."""
     outputs: tuple[int, ...]
     """Values written."""
     flops: float
@@ -109,6 +109,14 @@ class Loop:
 
     length: int
     primitive: str
+    operators: tuple[int, int]
+    """Its body: first operator, and the one after the last, in `Graph.operators`."""
+    sliced: tuple[tuple[int, int], ...] = ()
+    """Values outside, with a leading dim, and what the body sees of each in turn."""
+    stacked: tuple[tuple[int, int], ...] = ()
+    """Values the body makes, and where each is kept outside, with a leading dim."""
+    carried: tuple[tuple[int, int, int, int], ...] = ()
+    """Before the loop, into the body, out of the body, after the loop."""
     again: bool = False
 
 
@@ -117,7 +125,7 @@ class Dim:
     """Dims of values that are divided alike."""
 
     sizes: tuple[int, ...]
-    """The different sizes it has, ascending: a merged dim is larger than its first part."""
+    """The sizes it has, ascending: a merged dim is larger than its first part."""
     loop: bool = False
     """Whether it is what a scan goes along: its parts are needed one after another."""
 

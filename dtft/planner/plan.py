@@ -1,4 +1,4 @@
-"""The plan: which mesh, which shardings, which knobs, and what they are predicted to cost.
+"""The plan: which mesh and shardings, which knobs, what they are predicted to cost.
 
 Values only, with their JSON form. Decides nothing; must not know how a plan is found
 (`search`), explained (`explain`) or run (`dtft.train`).
