@@ -8,19 +8,22 @@ values, dims or costs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 Body = Jaxpr | ClosedJaxpr
 
-_BODY = {
-    "jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
-    "call": "call_jaxpr", "closed_call": "call_jaxpr", "custom_vmap_call": "call",
-    "composite": "jaxpr", "shard_map": "jaxpr", "scan": "jaxpr",
+CALLS: Mapping[str, tuple[str, ...]] = {
+    "jit": ("jaxpr",), "pjit": ("jaxpr",), "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",), "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",), "call": ("call_jaxpr",),
+    "closed_call": ("call_jaxpr",), "custom_vmap_call": ("call",),
+    "composite": ("jaxpr",), "shard_map": ("jaxpr",), "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",),
 }  # fmt: skip
+"""Primitives that only call other programs, and which parameters these are."""
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 
@@ -32,14 +35,11 @@ def bodies(eqn: JaxprEqn) -> tuple[Body, ...]:
     >>> [(eqn.primitive.name, len(bodies(eqn))) for eqn in eqns]
     [('custom_jvp_call', 1), ('add', 0)]
     """
-    name = eqn.primitive.name
-    if name == "while":
-        return eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-    if name == "cond":
-        return tuple(eqn.params["branches"])
-    if name in _BODY:
-        return (eqn.params[_BODY[name]],)
-    return ()
+    found: list[Body] = []
+    for name in CALLS.get(eqn.primitive.name, ()):
+        value = eqn.params[name]
+        found += value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(found)
 
 
 def opened(body: Body) -> Jaxpr:

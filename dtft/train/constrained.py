@@ -1,9 +1,9 @@
 """Makes a function keep the shardings that a plan gives to values inside it.
 
 The function's program is rebuilt with a sharding constraint after each operator that
-the plan names by number (`dtft.planner.jaxprs.operators`); nested programs stay nested,
-so loops, rematerialized parts and custom derivatives mean what they meant. Decides no
-sharding; must not know optimizers, losses or plans.
+the plan names by number (numbered as in `dtft.planner.calls`); nested programs stay
+nested, so loops, rematerialized parts and custom derivatives mean what they meant.
+Decides no sharding; must not know optimizers, losses or plans.
 """
 
 import functools
@@ -14,7 +14,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
-from dtft.planner.jaxprs import CALLS, is_var, with_bodies
+from dtft.planner.calls import CALLS
+from dtft.planner.jaxprs import is_var, with_bodies
 from dtft.planner.plan import Spec
 from dtft.train.plan_shardings import partition_spec
 
