@@ -86,17 +86,17 @@ def lower(
         tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh)
     )
     placed = [place(arg, spec, devices) for arg, spec in zip(args, specs, strict=True)]
+    jitted: Any = step
     if not hasattr(step, "trace"):
-        step = jax.jit(
+        jitted = jax.jit(
             step, donate_argnums=tuple(donate), **_out_shardings(out_specs, devices)
         )
     with jax.sharding.use_abstract_mesh(devices):
-        lowered = step.trace(*placed).lower(lowering_platforms=(platform,))
-    module = io.BytesIO()
-    lowered.compiler_ir("stablehlo").operation.write_bytecode(module)
-    return Candidate(
-        name=name, mesh=dict(mesh), target=target, module=module.getvalue()
-    )
+        lowered = jitted.trace(*placed).lower(lowering_platforms=(platform,))
+    module: Any = lowered.compiler_ir("stablehlo")
+    code = io.BytesIO()
+    module.operation.write_bytecode(code)
+    return Candidate(name=name, mesh=dict(mesh), target=target, module=code.getvalue())
 
 
 def place(tree: Any, specs: Any, mesh: Any) -> Any:
