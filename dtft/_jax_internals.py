@@ -114,8 +114,10 @@ def compile_module(
     """
     check_version()
     from jax._src.interpreters import mlir
-    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
-    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib import (
+        _jax,  # pyright: ignore[reportPrivateImportUsage]
+        xla_client,  # pyright: ignore[reportPrivateImportUsage]
+    )
     from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
     from jax.extend.backend import get_compile_options
 
