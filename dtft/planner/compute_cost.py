@@ -1,0 +1,112 @@
+"""How long one device computes: matmuls, bytes through memory, what overlap costs.
+
+Formulas of reference section 7. Every argument that is a number may be an array of
+them (numpy's broadcasting). Pure. Must not know graphs, shardings or collectives.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from dtft.planner.device import DeviceType, Efficiency
+from dtft.planner.graph import item_bits
+
+
+def shape_factor(
+    device: DeviceType, m: Any, n: Any, k: Any, batch: Any = 1, dtype: str = "bfloat16"
+) -> Any:
+    """Share of its speed that a matmul keeps, being made of whole tiles.
+
+    q of reference section 7: dims are padded to the tile, the last wave of tiles does
+    not fill all cores, and rows that are not aligned are slower.
+
+    >>> from dtft.planner.catalog import device_type
+    >>> a100 = device_type("a100")
+    >>> full, padded = (shape_factor(a100, 8192, n, 4096) for n in (6912, 6914))
+    >>> float(full) > float(padded)
+    True
+    """
+    sizes = [np.asarray(size, float) for size in (m, n, k)]
+    tiles = [np.ceil(s / tile) for s, tile in zip(sizes, device.tile, strict=True)]
+    padded = math.prod(tiles) * math.prod(device.tile)
+    used = math.prod(sizes) / padded
+    waves = tiles[0] * tiles[1] * batch / device.cores
+    used = used * waves / np.ceil(waves)
+    row = device.alignment_bytes * 8 // item_bits(dtype)
+    aligned = (sizes[1] % max(row, 1) == 0) & (sizes[2] % max(row, 1) == 0)
+    return np.where(aligned, used, used * device.efficiency.misaligned)
+
+
+def matmul_s(
+    device: DeviceType, m: Any, n: Any, k: Any, batch: Any = 1, dtype: str = "bfloat16"
+) -> Any:
+    """Seconds of `batch` matmuls (m, k) by (k, n), at least what their bytes take.
+
+    The start of the operator (`launch_s`) is not counted.
+
+    Args:
+        device: its peak, tile and efficiency.
+        m: rows of what one device holds.
+        n: columns.
+        k: dim that is summed over.
+        batch: matmuls of this shape.
+        dtype: of operands and result.
+
+    Returns:
+        Seconds, of the arguments' shape.
+
+    >>> from dtft.planner.catalog import device_type
+    >>> one = matmul_s(device_type("h100"), 8192, 8192, 8192)
+    >>> bool(1.1e12 / 989e12 < one < 2 * 1.1e12 / 989e12)
+    True
+    """
+    efficiency = device.efficiency
+    rows = np.asarray(m) * batch
+    share = efficiency.e0 * rows / (rows + efficiency.x0)
+    share = share * shape_factor(device, m, n, k, batch, dtype)
+    flops = 2.0 * m * n * k * batch
+    item_bytes = item_bits(dtype) / 8
+    num_bytes = (1.0 * m * k + 1.0 * k * n + 1.0 * m * n) * batch * item_bytes
+    return np.maximum(flops / (device.peak(dtype) * share), memory_s(device, num_bytes))
+
+
+def memory_s(device: DeviceType, num_bytes: Any) -> Any:
+    """Seconds in which bytes pass through the device's memory, read or written."""
+    speed = device.memory_bandwidth * device.efficiency.memory
+    return np.asarray(num_bytes, float)[()] / speed
+
+
+def unfused_s(device: DeviceType, num_bytes: Any) -> Any:
+    """Seconds of element-wise operators.
+
+    Args:
+        device: its memory, and the share of bytes that fusion leaves.
+        num_bytes: what each operator by itself reads and writes, added up.
+    """
+    return memory_s(device, num_bytes) * device.efficiency.fuse
+
+
+def launch_s(device: DeviceType, num_operators: Any) -> Any:
+    """Seconds to start a step and its operators, one after another."""
+    return device.efficiency.dispatch_s + device.efficiency.launch_s * num_operators
+
+
+def added_s(efficiency: Efficiency, collective_s: Any, compute_s: Any) -> Any:
+    """Seconds that collectives add to computing beside which they may run.
+
+    max(0, m - c) of reference section 7, and what computing is slowed down by. The
+    planner never hides what does not pay: the sum is at most `collective_s`.
+
+    Args:
+        efficiency: how much can overlap, and how much that slows computing.
+        collective_s: the collectives alone.
+        compute_s: the computing that does not need them, alone.
+
+    >>> half = Efficiency(overlap_kappa=1.25, overlap_fraction=1.0)
+    >>> [round(float(added_s(half, m, 8.0)), 3) for m in (2.0, 9.0)]
+    [0.5, 3.0]
+    """
+    hidden = np.minimum(collective_s, efficiency.overlap_fraction * compute_s)
+    slowed = np.minimum(efficiency.overlap_kappa - 1.0, 1.0) * hidden
+    return collective_s - hidden + slowed

@@ -1,0 +1,119 @@
+"""Types of devices: how fast each computes, how much memory it has.
+
+Values only. Must not know how devices are joined (`cluster`) or where figures come
+from (`catalog`, `calibration`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Platform = Literal["cpu", "cuda", "rocm", "tpu", "other"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """How much of a data sheet a program gets: the scalars that calibration fits.
+
+    A matmul of x rows reaches e0 x / (x + x0) of the peak, times what is lost to whole
+    tiles (`compute_cost.shape_factor`). Reference section 7.
+    """
+
+    e0: float = 0.75
+    """Share of the peak that large matmuls reach."""
+    x0: float = 0.0
+    """Rows at which half of that is reached."""
+    memory: float = 0.85
+    """Share of the memory's bandwidth that a stream reaches."""
+    fuse: float = 0.5
+    """Share of the bytes of unfused element-wise operators that is really moved."""
+    launch_s: float = 5e-6
+    """Seconds to start one operator."""
+    dispatch_s: float = 0.0
+    """Seconds in which the host starts a whole step, before any operator."""
+    misaligned: float = 1.0
+    """Speed of a matmul whose rows are not aligned, relative to one whose are."""
+    overlap_kappa: float = 1.1
+    """How much longer computing takes while a collective runs beside it."""
+    overlap_fraction: float = 1.0
+    """Share of the computing beside which collectives can run; 0: none overlap."""
+
+    def __post_init__(self) -> None:
+        shares = (self.e0, self.memory, self.fuse, self.misaligned)
+        fine = all(0 < share <= 1 for share in shares)
+        fine = fine and min(self.x0, self.launch_s, self.dispatch_s) >= 0
+        if not (fine and self.overlap_kappa >= 1 and 0 <= self.overlap_fraction <= 1):
+            raise ValueError(
+                f"{self}: no device is so. Allowed: e0, memory, fuse and misaligned "
+                "above 0 and at most 1; x0, launch_s and dispatch_s 0 or more; "
+                "overlap_kappa 1 or more; overlap_fraction 0 to 1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceType:
+    """One type of device. Two devices of a type are the same to the planner."""
+
+    name: str
+    platform: Platform
+    peak_flops: Mapping[str, float]
+    """Dtype of a matmul's operands to FLOP/s, at JAX's default precision: float32 is
+    TF32 on NVIDIA since Ampere and one bfloat16 pass on TPU."""
+    memory_bytes: int
+    memory_bandwidth: float
+    """Bytes per second, reading and writing together."""
+    cores: int = 1
+    """Units that work on a matmul's tiles side by side (SMs)."""
+    tile: tuple[int, int, int] = (1, 1, 1)
+    """Tile (m, n, k) that matmuls are made of; smaller dims are padded to it."""
+    alignment_bytes: int = 1
+    """Rows that are no multiple of this run at `Efficiency.misaligned`."""
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    kernels: frozenset[str] | None = None
+    """Kinds of operators (`graph.Kind`) that it can run; None: all."""
+    source: str
+
+    def __post_init__(self) -> None:
+        figures = (self.memory_bytes, self.memory_bandwidth, self.cores)
+        figures += (*self.tile, self.alignment_bytes, *self.peak_flops.values())
+        if not self.peak_flops or any(figure <= 0 for figure in figures):
+            raise ValueError(
+                f"device {self.name!r}: peak_flops={dict(self.peak_flops)}, "
+                f"memory_bytes={self.memory_bytes}, memory_bandwidth="
+                f"{self.memory_bandwidth}, cores={self.cores}, tile={self.tile}, "
+                f"alignment_bytes={self.alignment_bytes}. Allowed: at least one dtype "
+                "with its peak, and figures above 0."
+            )
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of matmuls of a dtype.
+
+        A float of another layout counts as the listed one of as many bits (float8
+        types, bfloat16 for float16). What is not listed at all (int32, say) has no unit
+        of its own and counts as the slowest.
+
+        >>> peaks = {"bfloat16": 4.0, "float32": 2}
+        >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1,
+        ...     memory_bandwidth=1.0, source="", peak_flops=peaks)
+        >>> device.peak("float16"), device.peak("int32")
+        (4.0, 2)
+        """
+        for name in (dtype, *_ALIKE.get(dtype[:6], ())):
+            if name in self.peak_flops:
+                return self.peak_flops[name]
+        return min(self.peak_flops.values())
+
+    def has_kernel(self, kind: str) -> bool:
+        """Whether it can run operators of a kind (`graph.Kind`)."""
+        return self.kernels is None or kind in self.kernels
+
+
+# By the first six letters of the dtype: what stands in for it, best first.
+_ALIKE: Mapping[str, tuple[str, ...]] = {
+    "float1": ("bfloat16", "float32"),
+    "bfloat": ("float16", "float32"),
+    "float8": ("float8_e4m3fn", "bfloat16", "float16"),
+    "float4": ("float4_e2m1fn", "float8_e4m3fn", "bfloat16"),
+    "int4": ("int8",),
+    "uint8": ("int8",),
+}

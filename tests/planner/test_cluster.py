@@ -1,0 +1,353 @@
+"""Clusters as values, shorthand, files and JAX's devices; the catalog's figures."""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtft.planner import catalog
+from dtft.planner.catalog_devices import ALIASES, DEVICES
+from dtft.planner.catalog_links import LINKS
+from dtft.planner.cluster import Cluster, Curve, DeviceType, Level, Link, Pool
+from dtft.planner.cluster_file import from_text
+
+
+@pytest.mark.parametrize(
+    "text, sizes, device, link",
+    [
+        ("64x8xH100", [8, 64], "h100", "InfiniBand"),
+        ("8xA100", [8], "a100", "NVLink"),
+        ("2xh100", [2], "h100", "NVLink"),
+        ("h100", [], "h100", None),
+        ("1x8xa100-40gb", [8], "a100-40gb", "NVLink"),
+        ("512xH100", [8, 64], "h100", "InfiniBand"),
+        ("jean-zay", [8], "a100", "NVLink"),
+        ("48xjean-zay", [8, 48], "a100", "InfiniBand"),
+        ("48x4xjean-zay", [4, 48], "a100", "InfiniBand"),
+        ("8x4090", [8], "rtx4090", "PCIe"),
+        ("16xcpu", [16], "cpu", "loopback"),
+        ("4x2xcpu", [2, 4], "cpu", "loopback"),
+        ("16x16xv5e", [16, 16], "tpu-v5e", "ICI"),
+        ("4xv5e", [2, 2], "tpu-v5e", "ICI"),
+        ("512xv5e", [16, 16, 2], "tpu-v5e", "Ethernet"),
+        ("2x16x16xv6e", [16, 16, 2], "tpu-v6e", "Ethernet"),
+        ("64xTPU_v5p", [4, 4, 4], "tpu-v5p", "ICI"),
+        ("8x16x16xv5p", [16, 16, 8], "tpu-v5p", "ICI"),
+    ],
+)
+def test_shorthand(text: str, sizes: list[int], device: str, link: str | None) -> None:
+    pool = Cluster.parse(text).uniform
+    assert [level.size for level in pool.levels] == sizes
+    assert pool.device.name == device
+    assert (pool.levels[-1].link.kind if pool.levels else None) == link
+
+
+def test_a_torus_that_is_no_ring_has_half_the_bandwidth() -> None:
+    ring, line = (Cluster.parse(text).uniform for text in ("16x16xv5e", "4x4xv5e"))
+    fast, slow = ring.levels[0].link.curve, line.levels[0].link.curve
+    assert fast.bandwidth == 2 * slow.bandwidth
+    cube = Cluster.parse("4x4x4xv5p").uniform
+    assert cube.levels[0].link == catalog.link("ici-v5p")
+
+
+def test_two_pools_are_joined_by_the_slower_network() -> None:
+    mixed = Cluster.parse("4x8xH100+4x8xA100")
+    assert mixed.num_devices == 64 and mixed.between == catalog.link("ib-200g")
+    assert mixed.words == "4x8xh100+4x8xa100"
+    with pytest.raises(ValueError, match="unlike pools: one SPMD program"):
+        _ = mixed.uniform
+
+
+def test_equal_pools_become_a_level() -> None:
+    pool = Cluster.parse("2x8xh100+2x8xh100").uniform
+    assert [level.size for level in pool.levels] == [8, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("8xh10", "is not in the catalog. Did you mean 'h100'? Known: a100, "),
+        ("8xg100", "Did you mean"),
+        ("8xzzzzzz", "'zzzzzz' is not in the catalog. Known: a100, a100-40gb"),
+        ("12xh100", "12 devices do not fill hosts of 8. Allowed: a multiple of 8; or"),
+        ("2x2x8xh100", "has 3 sizes. Allowed: hosts and devices"),
+        ("0xh100", "sizes must be 1 or more"),
+        ("8x", "cannot be read"),
+        ("", "cannot be read"),
+        ("2x2x16x16xv5e", "is a torus of 2 dimensions"),
+        ("300xh100+", "do not fill"),
+        ("257xv5e", "257 do not divide into 2 pods"),
+        ("/nothing.yaml", "cluster file /nothing.yaml: No such file"),
+    ],
+)
+def test_what_cannot_be_read_is_explained(text: str, said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        Cluster.parse(text)
+    assert said in str(raised.value)
+
+
+def test_every_device_type_is_listed_to_who_asks_for_an_unknown_one() -> None:
+    with pytest.raises(ValueError) as raised:
+        catalog.device_type("h300")
+    assert all(name in str(raised.value) for name in DEVICES)
+
+
+@pytest.mark.parametrize("name", [*catalog.MACHINES, *ALIASES])
+def test_every_machine_parses_and_survives_a_file(name: str, tmp_path: Path) -> None:
+    cluster = Cluster.parse(f"2x2x{name}")
+    assert cluster.num_devices == 4
+    path = tmp_path / "cluster.json"
+    path.write_text(cluster.to_json())
+    again = Cluster.parse(str(path))
+    assert again == cluster and again.fingerprint == cluster.fingerprint
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda d: d.name)
+def test_figures_of_device_types_are_sane_and_have_a_source(device: DeviceType) -> None:
+    assert len(device.source) > 10
+    assert device.name in catalog.MACHINES
+    assert 5e10 <= device.peak("float32") <= max(device.peak_flops.values()) < 1e16
+    assert 2**32 < device.memory_bytes < 2**38
+    assert 1e10 <= device.memory_bandwidth < 1e13
+    # A second or less to read all of it, thousands of cores nowhere.
+    assert device.memory_bytes / device.memory_bandwidth < 1.1
+    assert device.cores < 400
+
+
+def test_faster_generations_are_faster() -> None:
+    peaks = [DEVICES[n].peak("bfloat16") for n in ("v100", "a100", "h100", "b200")]
+    assert peaks == sorted(peaks)
+    tpus = ("tpu-v5e", "tpu-v4", "tpu-v5p", "tpu-v6e")
+    assert [DEVICES[n].peak("bfloat16") for n in tpus] == [
+        197e12,
+        275e12,
+        459e12,
+        918e12,
+    ]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_figures_of_links_are_sane_and_have_a_source(name: str) -> None:
+    port = LINKS[name]
+    assert len(port.source) > 10
+    assert 1e-7 < port.curve.latency_s < 1e-3
+    assert 1e9 <= port.curve.bandwidth / port.shared_by * 8 <= 1e13
+    assert port.curve.half_bytes < 1e7
+
+
+@pytest.mark.parametrize("name", catalog.MACHINES)
+def test_machines_are_of_the_catalog_and_have_a_source(name: str) -> None:
+    found = catalog.machine(name)
+    assert found.device in DEVICES and found.source
+    for port in (found.inside, found.outside, found.host_link):
+        assert not port or port in LINKS
+    inside, outside = LINKS[found.inside], LINKS[found.outside]
+    slower = outside.curve.bandwidth / outside.shared_by
+    assert (
+        inside.curve.bandwidth / inside.shared_by > slower or "example" in found.source
+    )
+
+
+def test_only_examples_lack_kernels() -> None:
+    lacking = {d.name for d in DEVICES.values() if not d.has_kernel("matmul")}
+    assert lacking == {"fpga-u280", "asic-activation", "dpu-bluefield3"}
+    assert DEVICES["fpga-u280"].has_kernel("convolution")
+
+
+YAML = """
+name: lab
+pools:
+  - shorthand: 2x8xh100
+  - device: a100
+    levels:
+      - {size: 4, link: nvlink-3, name: devices}
+      - size: 2
+        link: {kind: Ethernet, latency_s: 20e-6, bandwidth: 12.5e9, shared_by: 4}
+    host_link: pcie-4
+    host_memory_bytes: 64e9
+  - device:
+      name: mine
+      platform: other
+      peak_flops: {float32: 1e12}
+      memory_bytes: 8e9
+      memory_bandwidth: 1e11
+      kernels: [convolution]
+      efficiency: {e0: 0.5}
+between: ethernet-100g
+"""
+
+
+def test_a_yaml_file(tmp_path: Path) -> None:
+    path = tmp_path / "lab.yaml"
+    path.write_text(YAML)
+    cluster = Cluster.parse(str(path))
+    assert [pool.num_devices for pool in cluster.pools] == [16, 8, 1]
+    second, third = cluster.pools[1:]
+    assert second.levels[1].link.curve == Curve(latency_s=20e-6, bandwidth=12.5e9)
+    assert second.host_memory_bytes == 64_000_000_000
+    assert second.host_link == catalog.link("pcie-4")
+    assert third.device.efficiency.e0 == 0.5 and not third.device.has_kernel("matmul")
+    assert from_text(cluster.to_json()) == cluster
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("pools: [{device: h100, hosts: 4}]", "pools[0].hosts does not exist. Allowed"),
+        ("pool: []", "cluster.pool does not exist. Allowed: pools"),
+        ("pools: [{device: h101}]", "Did you mean 'h100'"),
+        ("pools: [{levels: []}]", "pools[0].device is missing"),
+        ("pools: 3", "pools=3. Allowed: a list"),
+        ("- 1", "Allowed: a mapping"),
+        ("pools: [{device: h100}, {device: h100}]", "several and the link between"),
+        ("pools: [{device: h100, levels: [{size: 2}]}]", "levels[0].link is missing"),
+        (
+            "pools: [{device: h100, levels: [{size: 2, link: {kind: NVLink}}]}]",
+            "levels[0].link.curve.latency_s is missing",
+        ),
+        (
+            "pools: [{device: h100, levels: [{size: 2, link: nvlink-9}]}]",
+            "link 'nvlink-9' is not in the catalog. Did you mean",
+        ),
+        (
+            "pools: [{device: h100, levels: [{size: two, link: nvlink-4}]}]",
+            "pools[0].levels[0]: could not convert",
+        ),
+        ("pools: [{shorthand: h100, device: h100}]", "stands alone"),
+        ("{", "neither YAML nor JSON"),
+        ("pools: []", "0 pools"),
+    ],
+)
+def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as raised:
+        Cluster.parse(str(path))
+    assert said in str(raised.value) and "cluster.yml" in str(raised.value)
+
+
+def test_the_fingerprint_is_of_figures_not_of_names() -> None:
+    one = Cluster.parse("2x8xh100")
+    assert replace(one, name="other").fingerprint == one.fingerprint
+    pool = one.uniform
+    faster = replace(pool.device, memory_bandwidth=pool.device.memory_bandwidth * 2)
+    changed = Cluster(pools=(replace(pool, device=faster),))
+    assert changed.fingerprint != one.fingerprint
+    assert Cluster.parse("dgx-h100").fingerprint == Cluster.parse("8xh100").fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundDevice:
+    """What JAX says of a device."""
+
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+    process_index: int = 0
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def memory_stats(self) -> dict[str, Any]:
+        return self.stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundTpu(FoundDevice):
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+    coords: tuple[int, int, int] = (0, 0, 0)
+
+
+GIB = 2**30
+
+
+def test_devices_of_hosts() -> None:
+    devices = [FoundDevice(process_index=n // 8) for n in range(32)]
+    pool = Cluster.from_devices(devices, host_memory_bytes=1024 * GIB).uniform
+    assert [level.size for level in pool.levels] == [8, 4]
+    assert pool.device == DEVICES["h100"] and pool.host_memory_bytes == 128 * GIB
+    assert pool.levels == Cluster.parse("4x8xh100").uniform.levels
+
+
+def test_the_memory_that_a_device_says_it_has_counts() -> None:
+    device = FoundDevice(stats={"bytes_limit": 60 * GIB})
+    pool = Cluster.from_devices([device], host_memory_bytes=GIB).uniform
+    assert pool.device.memory_bytes == 60 * GIB and pool.levels == ()
+
+
+def test_devices_of_a_torus() -> None:
+    devices = [
+        FoundTpu(coords=(x, y, 0), process_index=(x // 2 + y) // 2)
+        for y in range(8)
+        for x in range(4)
+    ]
+    devices = [replace(d, process_index=n // 8) for n, d in enumerate(devices)]
+    pool = Cluster.from_devices(devices, host_memory_bytes=GIB).uniform
+    assert [level.size for level in pool.levels] == [4, 8]
+    assert pool.device.name == "tpu-v5e" and pool.levels[0].link.kind == "ICI"
+
+
+def test_devices_of_cpu_share_the_memory_of_the_machine() -> None:
+    cpu = FoundDevice(platform="cpu", device_kind="cpu")
+    pool = Cluster.from_devices([cpu] * 8, host_memory_bytes=16 * GIB).uniform
+    assert pool.device.memory_bytes == 2 * GIB and pool.host_link is None
+    processes = [replace(cpu, process_index=n) for n in range(4)]
+    pool = Cluster.from_devices(processes, host_memory_bytes=16 * GIB).uniform
+    assert [(level.size, level.name) for level in pool.levels] == [(4, "hosts")]
+    assert pool.device.memory_bytes == 4 * GIB
+
+
+def test_the_devices_of_this_process() -> None:
+    import jax
+
+    cluster = Cluster.from_devices(jax.devices())
+    assert cluster.num_devices == len(jax.devices())
+    assert cluster.uniform.device.name == "cpu"
+
+
+@pytest.mark.parametrize(
+    "devices, said",
+    [
+        ([], "devices is empty"),
+        (
+            [FoundDevice(device_kind="NVIDIA H300")],
+            "'NVIDIA H300' is not in the catalog",
+        ),
+        ([FoundDevice(), FoundDevice(device_kind="NVIDIA B200")], "of 2 types"),
+        (
+            [FoundDevice(), FoundDevice(), FoundDevice(process_index=1)],
+            "unlike numbers of devices (2 x 0, 1 x 1)",
+        ),
+    ],
+)
+def test_devices_that_make_no_cluster(devices: list[Any], said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        Cluster.from_devices(devices)
+    assert said in str(raised.value)
+
+
+def test_values_that_nothing_has_are_refused() -> None:
+    curve = Curve(latency_s=0, bandwidth=1)
+    with pytest.raises(ValueError, match="bandwidth=0"):
+        Curve(latency_s=0, bandwidth=0)
+    with pytest.raises(ValueError, match="'Token' is no kind of link. Allowed: NVLink"):
+        Link(kind="Token", curve=curve, source="")  # pyright: ignore
+    with pytest.raises(ValueError, match="shared_by=0"):
+        Link(kind="UPI", curve=curve, shared_by=0, source="")
+    with pytest.raises(ValueError, match="are no collectives"):
+        Link(kind="UPI", curve=curve, source="", measured={"x": curve})  # pyright: ignore
+    with pytest.raises(ValueError, match="size=0"):
+        Level(size=0, link=Link(kind="UPI", curve=curve, source=""))
+    with pytest.raises(ValueError, match="overlap_kappa"):
+        replace(DEVICES["cpu"].efficiency, overlap_kappa=0.5)
+    with pytest.raises(ValueError, match="memory_bytes=0"):
+        replace(DEVICES["cpu"], memory_bytes=0)
+    with pytest.raises(ValueError, match="one pool, or several"):
+        Cluster(pools=(Pool(device=DEVICES["cpu"]), Pool(device=DEVICES["h100"])))
+
+
+def test_json_is_plain() -> None:
+    items = json.loads(Cluster.parse("8xfpga-u280").to_json())
+    assert items["pools"][0]["device"]["kernels"] == [
+        "convolution", "elementwise", "layout",
+    ]  # fmt: skip

@@ -1,0 +1,140 @@
+"""Matmul time with whole tiles and waves, memory, overlap."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtft.planner.catalog import device_type
+from dtft.planner.compute_cost import (
+    added_s,
+    launch_s,
+    matmul_s,
+    memory_s,
+    shape_factor,
+    unfused_s,
+)
+from dtft.planner.device import DeviceType, Efficiency
+
+A100 = device_type("a100")
+PLAIN = DeviceType(
+    name="plain",
+    platform="other",
+    peak_flops={"float32": 1e12},
+    memory_bytes=2**34,
+    memory_bandwidth=1e11,
+    efficiency=Efficiency(e0=0.5, memory=0.5, fuse=0.25),
+    source="test",
+)
+
+
+def test_a_large_matmul_takes_its_flops_over_the_peak() -> None:
+    expected = 2 * 4096**3 / (0.5 * 1e12)
+    assert matmul_s(PLAIN, 4096, 4096, 4096, dtype="float32") == pytest.approx(expected)
+    together = matmul_s(PLAIN, 4096, 4096, 4096, batch=3, dtype="float32")
+    assert together == pytest.approx(3 * expected)
+
+
+def test_a_thin_matmul_takes_its_bytes() -> None:
+    expected = (4096 + 4096**2 + 4096) * 4 / (0.5 * 1e11)
+    assert matmul_s(PLAIN, 1, 4096, 4096, dtype="float32") == pytest.approx(expected)
+
+
+def test_few_rows_are_less_efficient() -> None:
+    slow = replace(PLAIN, efficiency=replace(PLAIN.efficiency, x0=512.0))
+    times = [
+        matmul_s(slow, rows, 8192, 8192, dtype="float32") for rows in (512, 1 << 22)
+    ]
+    assert times[0] / 512 == pytest.approx(2 * times[1] / (1 << 22), rel=1e-3)
+
+
+def test_the_cliff_of_hidden_sizes() -> None:
+    """Reference section 3: h 14400 gave 94 TFLOP/s, h 13824 gave 120 (heads 96, 64)."""
+
+    def speed(hidden: int, heads: int) -> float:
+        tokens, tensor = 2048, 4
+        head = hidden // heads
+        shapes = [
+            (tokens, 3 * hidden // tensor, hidden, 1),
+            (tokens, hidden, hidden // tensor, 1),
+            (tokens, 4 * hidden // tensor, hidden, 1),
+            (tokens, hidden, 4 * hidden // tensor, 1),
+            (tokens, tokens, head, heads // tensor),
+            (tokens, head, tokens, heads // tensor),
+        ]
+        flops = sum(2 * m * n * k * batch for m, n, k, batch in shapes)
+        return flops / sum(matmul_s(A100, m, n, k, b) for m, n, k, b in shapes)
+
+    assert speed(13824, 64) > 1.05 * speed(14400, 96)
+    assert speed(13824, 64) > speed(13824, 128)
+
+
+def test_whole_tiles_and_full_waves_lose_nothing() -> None:
+    square = replace(A100, cores=64)
+    assert shape_factor(square, 1024, 1024, 1024) == 1
+    assert shape_factor(square, 1024, 1024 + 128, 1024) == pytest.approx(72 / 128)
+    assert shape_factor(square, 1024, 1024, 1024 + 32) < 1
+    assert shape_factor(square, 1024, 1024, 1024 - 4) == pytest.approx(1020 / 1024 / 2)
+
+
+@given(
+    st.integers(1, 10**5), st.integers(1, 10**5), st.integers(1, 10**5),
+    st.integers(1, 64), st.sampled_from(["bfloat16", "float32", "int8", "float64"]),
+)  # fmt: skip
+def test_a_matmul_is_never_faster_than_peak_or_memory(
+    m: int, n: int, k: int, batch: int, dtype: str
+) -> None:
+    seconds = matmul_s(A100, m, n, k, batch, dtype)
+    assert seconds >= 2 * m * n * k * batch / A100.peak(dtype)
+    assert seconds >= (m * k + k * n + m * n) * batch / A100.memory_bandwidth
+    assert 0 < shape_factor(A100, m, n, k, batch, dtype) <= 1
+
+
+@given(st.lists(st.tuples(*[st.integers(1, 20000)] * 3), min_size=1, max_size=20))
+def test_arrays_give_what_each_number_gives(shapes: list[tuple[int, int, int]]) -> None:
+    m, n, k = np.array(shapes).T
+    together = matmul_s(A100, m, n, k, batch=2)
+    alone = [matmul_s(A100, *shape, batch=2) for shape in shapes]
+    np.testing.assert_allclose(together, alone, rtol=1e-12)
+
+
+def test_broadcasting() -> None:
+    rows, columns = np.array([[128], [256]]), np.array([[64, 128, 4096]])
+    assert matmul_s(A100, rows, columns, 512).shape == (2, 3)
+
+
+def test_memory_launch_and_what_fusion_leaves() -> None:
+    assert memory_s(PLAIN, 1e9) == pytest.approx(1e9 / 0.5e11)
+    assert unfused_s(PLAIN, 1e9) == pytest.approx(0.25 * 1e9 / 0.5e11)
+    assert launch_s(A100, 1000) == pytest.approx(1000 * A100.efficiency.launch_s)
+    np.testing.assert_allclose(memory_s(PLAIN, np.array([0, 5e10])), [0, 1])
+
+
+def test_a_dtype_that_is_not_listed_counts_as_the_nearest() -> None:
+    assert A100.peak("float16") == A100.peak("bfloat16") == 312e12
+    assert A100.peak("int32") == A100.peak("float64")
+    assert A100.peak("float8_e5m2") == A100.peak("bfloat16")
+    h100 = device_type("h100")
+    assert h100.peak("float8_e5m2") == h100.peak("float8_e4m3fn") > h100.peak("float16")
+    assert device_type("v100").peak("bfloat16") < device_type("v100").peak("float16")
+    cpu = device_type("cpu")
+    assert cpu.peak("bfloat16") == cpu.peak("float16") == cpu.peak("float32")
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(1, 3), st.floats(0, 1))
+def test_overlap_hides_but_never_pays(
+    collective: float, compute: float, kappa: float, fraction: float
+) -> None:
+    efficiency = Efficiency(overlap_kappa=kappa, overlap_fraction=fraction)
+    added = added_s(efficiency, collective, compute)
+    assert max(0.0, collective - compute) <= added + 1e-12
+    assert added <= collective + 1e-12
+
+
+def test_overlap_of_the_reference() -> None:
+    none = Efficiency(overlap_fraction=0.0)
+    assert added_s(none, 2.0, 8.0) == 2.0
+    free = Efficiency(overlap_kappa=1.0)
+    assert added_s(free, 2.0, 8.0) == 0 and added_s(free, 9.0, 8.0) == 1
