@@ -7,6 +7,7 @@ variables. Pure; must not know how other axes or knobs are chosen.
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from dtft.planner.graph import Graph
 from dtft.planner.groups import Group
 from dtft.planner.partition import Division, work
 
-Axes = tuple[str, ...]
 Price = Callable[[Work], float]
 """Seconds of one execution."""
 
@@ -41,72 +41,81 @@ def candidates(
     return tuple(found)
 
 
-def choose(
-    graph: Graph,
-    groups: Sequence[Group],
-    base: Division,
-    axis: str,
-    dims: Sequence[int],
-    price: Price,
-) -> Division:
-    """The division of least cost, with `axis` along any of `dims`.
+class Chooser:
+    """Lays one axis on the dims of a program, for meshes of many sizes.
 
-    Args:
-        graph: the program.
-        groups: its operators.
-        base: what the other axes divide; their dims are left to them.
-        axis: the axis to lay.
-        dims: dims it may divide (`candidates`).
-        price: seconds of one execution of an operator, its collectives included.
+    What each choice means for each group of operators is found once; prices are asked
+    for every mesh.
     """
-    free = [dim for dim in dims if not base.of(dim)]
-    number = {dim: place for place, dim in enumerate(free)}
-    tables = []
-    for group in groups:
-        scope = _scope(graph, group, base, number)
-        if scope:
-            tables.append(_table(graph, group, base, axis, scope, number, price))
-    if not tables:
-        return base
-    used = sorted({variable for table in tables for variable in table.variables})
-    place = {variable: i for i, variable in enumerate(used)}
-    factors = tuple(
-        Factor(variables=tuple(place[v] for v in t.variables), costs=t.costs)
-        for t in tables
-    )
-    found = solve(Problem(sizes=(2,) * len(used), factors=factors))
-    chosen = [free[v] for v, on in zip(used, found.values, strict=True) if on]
-    return _with(base, axis, chosen)
 
+    def __init__(
+        self, graph: Graph, groups: Sequence[Group], base: Division, axis: str
+    ) -> None:
+        """Nothing is laid yet.
 
-def _scope(
-    graph: Graph, group: Group, base: Division, number: Mapping[int, int]
-) -> list[int]:
-    operator = group.operator
-    dims = (
-        d for i in (*operator.inputs, *operator.outputs) for d in graph.values[i].dims
-    )
-    roots = dict.fromkeys(base.alias.get(dim, dim) for dim in dims)
-    return [dim for dim in roots if dim in number]
+        Args:
+            graph: the program.
+            groups: its operators.
+            base: what the other axes divide; their dims are left to them.
+            axis: the axis to lay.
+        """
+        self._graph, self._groups = graph, groups
+        self.base, self._axis = base, axis
+        self._works: dict[tuple[int, tuple[int, ...]], Work] = {}
+        self._scopes = [self._scope(group) for group in groups]
 
+    def choose(self, dims: Sequence[int], price: Price) -> Division:
+        """The division of least cost, with the axis along any of `dims`.
 
-def _table(
-    graph: Graph,
-    group: Group,
-    base: Division,
-    axis: str,
-    scope: Sequence[int],
-    number: Mapping[int, int],
-    price: Price,
-) -> Factor:
-    costs = np.empty((2,) * len(scope))
-    for choice in itertools.product((0, 1), repeat=len(scope)):
-        chosen = [dim for dim, on in zip(scope, choice, strict=True) if on]
-        division = _with(base, axis, chosen)
-        costs[choice] = group.times * price(work(graph, group.operator, division))
-    return Factor(variables=tuple(number[dim] for dim in scope), costs=costs)
+        Args:
+            dims: dims it may divide (`candidates`).
+            price: seconds of one execution of an operator, its collectives included.
+        """
+        free = [dim for dim in dims if not self.base.of(dim)]
+        tables = self._tables(free, price)
+        if not tables:
+            return self.base
+        used = sorted({dim for scope, _ in tables for dim in scope})
+        number = {dim: place for place, dim in enumerate(used)}
+        factors = tuple(
+            Factor(variables=tuple(number[dim] for dim in scope), costs=costs)
+            for scope, costs in tables
+        )
+        found = solve(Problem(sizes=(2,) * len(used), factors=factors))
+        chosen = [dim for dim, on in zip(used, found.values, strict=True) if on]
+        return self._with(chosen)
 
+    def _scope(self, group: Group) -> tuple[int, ...]:
+        """Dims that an operator has, each once."""
+        operator, values = group.operator, self._graph.values
+        dims = (
+            d for i in (*operator.inputs, *operator.outputs) for d in values[i].dims
+        )
+        return tuple(dict.fromkeys(map(self.base.root, dims)))
 
-def _with(base: Division, axis: str, dims: Iterable[int]) -> Division:
-    axes: dict[int, Axes] = {**base.axes, **dict.fromkeys(dims, (axis,))}
-    return Division(axes=axes, scatters=base.scatters, alias=base.alias)
+    def _tables(
+        self, free: Iterable[int], price: Price
+    ) -> list[tuple[tuple[int, ...], np.ndarray]]:
+        """For each set of dims what its operators cost by which of them are divided."""
+        allowed = set(free)
+        found: dict[tuple[int, ...], np.ndarray] = {}
+        for number, group in enumerate(self._groups):
+            scope = tuple(sorted(d for d in self._scopes[number] if d in allowed))
+            if not scope:
+                continue
+            costs = found.setdefault(scope, np.zeros((2,) * len(scope)))
+            for choice in itertools.product((0, 1), repeat=len(scope)):
+                chosen = tuple(d for d, on in zip(scope, choice, strict=True) if on)
+                costs[choice] += group.times * price(self._work(number, chosen))
+        return list(found.items())
+
+    def _work(self, number: int, chosen: tuple[int, ...]) -> Work:
+        key = number, chosen
+        if key not in self._works:
+            operator = self._groups[number].operator
+            self._works[key] = work(self._graph, operator, self._with(chosen))
+        return self._works[key]
+
+    def _with(self, dims: Iterable[int]) -> Division:
+        axes = {**self.base.axes, **dict.fromkeys(dims, (self._axis,))}
+        return replace(self.base, axes=axes)

@@ -29,7 +29,10 @@ class Speeds:
 
     def sending_s(self, sent: Sent, sizes: Sizes) -> Any:
         """Seconds of one collective."""
-        group = group_of(self.pool, self.mesh, sent.axes)
+        axes = [axis for axis in sent.axes if self.mesh.get(axis, 1) > 1]
+        if not axes:
+            return 0.0
+        group = group_of(self.pool, self.mesh, axes)
         return collective_s(sent.kind, sent.amount.at(sizes), group)
 
     def alone_s(self, graph: Graph, work: Work, sizes: Sizes) -> Any:

@@ -36,6 +36,8 @@ class Step:
     outputs: tuple[int, ...]
     flops: float
     summed: Numbers
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    """Places of summed dims in the operands of a matmul."""
     whole: Numbers
     again: bool
     within: tuple[int, ...]

@@ -93,6 +93,8 @@ class Operator:
     """How often it runs in a step: the lengths of the scans around it, multiplied."""
     summed: tuple[int, ...] = ()
     """Dims that are summed over: divided among devices they leave partial results."""
+    contracted: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Of a matmul: places of the summed dims in its left and in its right operand."""
     whole: tuple[int, ...] = ()
     """Dims that this operator needs undivided (sorted along, rolled, indexed)."""
     again: bool = False

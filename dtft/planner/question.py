@@ -7,16 +7,20 @@ goes along. Traces, and computes nothing. Must not know clusters, meshes or cost
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import jax
 import optax
+from jax.extend.core import jaxpr_as_fun
 
 from dtft.planner import blocks
 from dtft.planner.graph import Graph
 from dtft.planner.groups import Group, group, region
+from dtft.planner.partition import Division
+from dtft.planner.plan import Remat
+from dtft.planner.remat import POLICIES, rematerialized
 from dtft.planner.trace import trace
 
 Role = Literal["parameter", "optimizer", "batch"]
@@ -32,6 +36,10 @@ class Question:
     """Dim to the dim that stands for it in equal layers."""
     roles: Mapping[str, Role]
     """Path of each argument's leaf to what it is."""
+    program: Graph
+    """What constraints are numbered by: the loss alone, or the step itself."""
+    again: Callable[[Remat], Graph] | None = None
+    """Traces the step with parts of the loss computed again; entry loss only."""
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -63,6 +71,36 @@ class Question:
         text = json.dumps([items, dict(self.roles)], default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    def rematerialized(self, remat: Remat) -> "Question":
+        """The same question with parts of the loss computed again.
+
+        Raises:
+            ValueError: the step is the user's own.
+        """
+        if self.again is None:
+            raise ValueError(
+                f"remat={remat!r}: the step is the user's own, so nothing in it is "
+                "computed again. Allowed: none; or plan by loss= and optimizer=."
+            )
+        graph = self.again(remat)
+        return replace(
+            self, graph=graph, alias=dict(enumerate(blocks.find(graph).dims))
+        )
+
+    def aligned(self, division: Division) -> Division:
+        """A division of `graph` as one of `program`: their arguments are the same."""
+        if self.program is self.graph:
+            return division
+        axes: dict[int, tuple[str, ...]] = {}
+        for path, index in self.program.inputs.items():
+            ours = self.graph.values[self.graph.inputs[path]]
+            for dim, other in zip(
+                self.program.values[index].dims, ours.dims, strict=True
+            ):
+                if division.of(other):
+                    axes[dim] = division.of(other)
+        return Division(axes=axes)
+
     def paths(self, role: Role) -> tuple[str, ...]:
         """Leaves of a role, in the order of the arguments."""
         return tuple(path for path, found in self.roles.items() if found == role)
@@ -93,7 +131,7 @@ def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Question:
             roles[path] = "batch"
         else:
             roles[path] = "parameter" if index in read else "optimizer"
-    return _question("step", graph, roles)
+    return _question("step", graph, roles, graph)
 
 
 def of_loss(
@@ -115,34 +153,57 @@ def of_loss(
         value = loss(params, batch)
         return value[0] if isinstance(value, tuple) else value
 
-    def step(params: Any, optimizer_state: Any, batch: Any) -> Any:
-        gradients = jax.grad(scalar)(params, batch)
-        with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
-            updates, after = optimizer.update(gradients, optimizer_state, params)
-            return {"params": optax.apply_updates(params, updates), "optimizer": after}
+    def traced(remat: Remat) -> Graph:
+        def step(params: Any, optimizer_state: Any, batch: Any) -> Any:
+            prepared = _prepared(scalar, remat, params, batch)
+            gradients = jax.grad(prepared)(params, batch)
+            with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
+                updates, after = optimizer.update(gradients, optimizer_state, params)
+                params = optax.apply_updates(params, updates)
+            return {"params": params, "optimizer": after}
+
+        return trace(
+            lambda params, optimizer, batch: step(params, optimizer, batch),
+            params=params,
+            optimizer=state,
+            batch=batch,
+        )
 
     with jax.numpy_dtype_promotion("standard"):
         state = jax.eval_shape(optimizer.init, params)
-    graph = trace(
-        lambda params, optimizer, batch: step(params, optimizer, batch),
-        params=params,
-        optimizer=state,
-        batch=batch,
-    )
+    graph = traced("none")
     names: dict[str, Role] = {
         "params": "parameter",
         "optimizer": "optimizer",
         "batch": "batch",
     }
     roles = {path: names[path.split("/")[0]] for path in graph.inputs}
-    return _question("loss", graph, roles)
+    program = trace(
+        lambda params, batch: loss(params, batch), params=params, batch=batch
+    )
+    return _question("loss", graph, roles, program, traced)
+
+
+def _prepared(
+    loss: Callable[..., jax.Array], remat: Remat, params: Any, batch: Any
+) -> Callable[..., jax.Array]:
+    """The loss as `make_step` differentiates it."""
+    if remat == "none":
+        return loss
+    program = jax.make_jaxpr(loss)(params, batch)
+    run = jaxpr_as_fun(rematerialized(program, POLICIES[remat]))
+    return lambda params, batch: run(*jax.tree.leaves((params, batch)))[0]
 
 
 def _question(
-    entry: Literal["step", "loss"], graph: Graph, roles: Mapping[str, Role]
+    entry: Literal["step", "loss"],
+    graph: Graph,
+    roles: Mapping[str, Role],
+    program: Graph,
+    again: Callable[[Remat], Graph] | None = None,
 ) -> Question:
     alias = dict(enumerate(blocks.find(graph).dims))
-    return Question(entry=entry, graph=graph, alias=alias, roles=roles)
+    return Question(entry=entry, graph=graph, alias=alias, roles=roles, program=program)
 
 
 def _read_by_model(graph: Graph) -> set[int]:

@@ -17,7 +17,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from dtft.planner.cuts import best_cuts
 from dtft.planner.graph import item_bits
-from dtft.planner.jaxprs import CALLS, REMAT, bodies, is_var, operators, with_bodies
+from dtft.planner.jaxprs import (
+    CALLS,
+    REMAT,
+    bodies,
+    is_var,
+    operators,
+    with_bodies,
+)
 from dtft.planner.plan import Remat
 
 Policy = Callable[..., bool]
@@ -218,6 +225,6 @@ def _num_operators(jaxpr: Jaxpr) -> int:
 def _has_loop(jaxpr: Jaxpr) -> bool:
     return any(
         (eqn.primitive.name == "scan" and eqn.params["length"] > 1)
-        or any(map(_has_loop, bodies(eqn)))
+        or any(_has_loop(body) for body in bodies(eqn))
         for eqn in jaxpr.eqns
     )

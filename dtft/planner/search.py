@@ -8,16 +8,18 @@ run anything.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from dtft.planner import pricing, shards
-from dtft.planner.choosing import candidates, choose
+from dtft.planner.amounts import Work
+from dtft.planner.choosing import Chooser, candidates
 from dtft.planner.cluster import Pool
 from dtft.planner.cost import Moved, Speeds
+from dtft.planner.groups import Group
 from dtft.planner.memory import RESERVE, Timeline, peak
 from dtft.planner.partition import MICRO, Division
 from dtft.planner.pricing import Pattern
@@ -96,8 +98,10 @@ class Search:
         """
         self.question, self.pool, self.scatters = question, pool, scatters
         self._timeline = Timeline(graph=question.graph)
+        self._loops = {n for n, dim in enumerate(question.graph.dims) if dim.loop}
         self._patterns: dict[object, int] = {}
         self._found: list[Pattern] = []
+        self._choosers: dict[bool, Chooser] = {}
         self._chosen: dict[object, Division] = {}
 
     def price(self, space: Space) -> Priced:
@@ -124,7 +128,8 @@ class Search:
 
     def _pattern(self, candidate: Candidate) -> int:
         division = self.division(candidate)
-        key = frozenset(division.axes.items())
+        rest = [(dims, *extra.items()) for dims, extra in division.rest.items()]
+        key = frozenset(division.axes.items()), frozenset(rest)
         if key not in self._patterns:
             self._patterns[key] = len(self._found)
             self._found.append(Pattern(question=self.question, division=division))
@@ -132,34 +137,47 @@ class Search:
 
     def division(self, candidate: Candidate) -> Division:
         """Which axes divide which dims in a candidate."""
-        mesh = candidate.mesh
-        tensor = mesh.get("tensor", 1)
-        rows = candidate.batch // max(1, mesh.get("replica", 1) * mesh.get("fsdp", 1))
-        key = (tuple(mesh.items()) if tensor > 1 else mesh.get("sequence", 1), rows)
+        mesh, zero = candidate.mesh, candidate.knobs.zero
+        key = tuple(mesh.items())
         if key not in self._chosen:
-            self._chosen[key] = self._divide(mesh, tensor)
-        return self._chosen[key]
+            self._chosen[key] = self._divide(mesh)
+        division = self._chosen[key]
+        if zero < 2:
+            return division
+        parameters = self.leaves("parameter", division, mesh, True)
+        return replace(division, rest=shards.further(parameters, division, self._loops))
 
-    def _divide(self, mesh: Mapping[str, int], tensor: int) -> Division:
-        question = self.question
-        data = ("replica", "fsdp", MICRO)
-        axes = dict.fromkeys(question.batch_dims, data)
-        if mesh.get("sequence", 1) > 1:
-            axes |= dict.fromkeys(question.sequence_dims, ("sequence",))
-        base = Division(axes=axes, scatters=self.scatters, alias=question.alias)
+    def works(self, division: Division) -> tuple[tuple[Group, Work], ...]:
+        """What each group of operators takes under a division."""
+        return Pattern(question=self.question, division=division).works
+
+    def _divide(self, mesh: Mapping[str, int]) -> Division:
+        """The division by data axes, with `tensor` where it costs least."""
+        question, tensor = self.question, mesh.get("tensor", 1)
+        chooser = self._chooser(mesh.get("sequence", 1) > 1)
         if tensor == 1:
-            return base
+            return chooser.base
         speeds = Speeds(pool=self.pool, mesh=mesh)
         sizes = {**mesh, MICRO: 1}
         dims = candidates(question.graph, question.groups, question.alias, tensor)
-        return choose(
-            question.graph,
-            question.groups,
-            base,
-            "tensor",
+        dims = [dim for dim in dims if dim not in question.sequence_dims]
+        return chooser.choose(
             dims,
             lambda done: float(speeds.alone_s(question.graph, done, sizes)),
         )
+
+    def _chooser(self, by_sequence: bool) -> Chooser:
+        """Lays `tensor` beside the axes that divide examples."""
+        if by_sequence not in self._choosers:
+            question = self.question
+            axes = dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
+            if by_sequence:
+                axes |= dict.fromkeys(question.sequence_dims, ("sequence",))
+            base = Division(axes=axes, scatters=self.scatters, alias=question.alias)
+            self._choosers[by_sequence] = Chooser(
+                question.graph, question.groups, base, "tensor"
+            )
+        return self._choosers[by_sequence]
 
     def _terms(self, space: Space, pattern: Pattern) -> dict[str, np.ndarray]:
         sizes = _sizes(space)
@@ -180,7 +198,9 @@ class Search:
     ) -> list[Moved]:
         """Collectives that bring divided arrays together."""
         parameters = self.leaves("parameter", division, mesh, zero > 0)
-        return shards.gathers(parameters, times=1, per_microbatch=zero == 3)
+        if zero == 3:  # the backward pass gathers again: see `dtft.train.gathered`
+            return shards.gathers(parameters, times=2, per_microbatch=True)
+        return shards.gathers(parameters, times=1, per_microbatch=False)
 
     def leaves(
         self, role: Any, division: Division, mesh: Mapping[str, int], divides: bool
@@ -190,7 +210,7 @@ class Search:
         values = {
             path: graph.values[graph.inputs[path]] for path in self.question.paths(role)
         }
-        return shards.leaves(values, division, mesh, divides)
+        return shards.leaves(values, division, mesh, divides, self._loops)
 
     def _memory(self, space: Space, pattern: Pattern) -> dict[str, np.ndarray]:
         sizes = _sizes(space)

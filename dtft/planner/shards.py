@@ -4,7 +4,7 @@ Decides on which dim of each array the axis `fsdp` lies at a ZeRO level, and whi
 collectives bring arrays together for the model. Pure; must not know operators or costs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from dtft.planner.amounts import Amount, Sent, parts
@@ -16,10 +16,19 @@ from dtft.planner.plan import Spec
 AXIS = "fsdp"
 
 
-def rest_spec(value: Value, spec: Spec, sizes: Mapping[str, int]) -> Spec:
+def rest_spec(
+    value: Value, spec: Spec, sizes: Mapping[str, int], loops: Container[int] = ()
+) -> Spec:
     """A spec with the axis `fsdp` on the largest dim that can take it, if any can.
 
-    Of equally large dims the first, dims that no axis divides before others.
+    Of equally large dims the first, dims that no axis divides before others; never a
+    dim that a loop goes along, as XLA would gather all of it before the loop.
+
+    Args:
+        value: the array.
+        spec: how other axes divide it.
+        sizes: of the axes.
+        loops: dims that a loop goes along.
 
     >>> made = Value(shape=(6, 8), dtype="float32", dims=(0, 1))
     >>> rest_spec(made, ((), ("tensor",)), {"tensor": 2, "fsdp": 2})
@@ -33,6 +42,8 @@ def rest_spec(value: Value, spec: Spec, sizes: Mapping[str, int]) -> Spec:
     best: tuple[bool, int, int] | None = None
     for place, (size, axes) in enumerate(zip(value.shape, spec, strict=True)):
         left = size // parts(axes, sizes)
+        if value.dims[place] in loops:
+            continue
         if size % (parts(axes, sizes) * fsdp) == 0:
             best = max(best or (False, 0, 0), (not axes, left, -place))
     if best is None or not best[1]:
@@ -64,6 +75,7 @@ def leaves(
     division: Division,
     sizes: Mapping[str, int],
     divides: bool,
+    loops: Container[int],
 ) -> tuple[Leaf, ...]:
     """The arrays of a role.
 
@@ -72,11 +84,12 @@ def leaves(
         division: which axes divide which dims while computing.
         sizes: of the axes.
         divides: whether `fsdp` divides them at rest.
+        loops: dims that a loop goes along.
     """
     found = []
     for path, value in values.items():
         used = division.spec(value)
-        rest = rest_spec(value, used, sizes) if divides else used
+        rest = rest_spec(value, used, sizes, loops) if divides else used
         found.append(Leaf(path=path, value=value, used=used, rest=rest))
     return tuple(found)
 
@@ -99,6 +112,28 @@ def gathers(
                     per_microbatch=per_microbatch,
                 )
             )
+    return found
+
+
+def further(
+    parameters: Iterable[Leaf], division: Division, loops: Container[int]
+) -> dict[frozenset[int], dict[int, tuple[str, ...]]]:
+    """What `Division.rest` has for gradients that are divided as their parameters.
+
+    Inside a loop over layers a gradient lacks the dim that the loop goes along.
+    """
+    found = {}
+    for leaf in parameters:
+        dims = [dim for dim in leaf.value.dims if dim not in loops]
+        extra = {
+            division.root(dim): tuple(a for a in rest if a not in used)
+            for dim, rest, used in zip(
+                leaf.value.dims, leaf.rest, leaf.used, strict=True
+            )
+            if len(rest) > len(used)
+        }
+        if extra:
+            found[frozenset(map(division.root, dims))] = extra
     return found
 
 

@@ -79,6 +79,7 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
             flops=step.flops,
             trips=step.trips,
             summed=numbers.of(step.summed),
+            contracted=step.contracted,
             whole=numbers.of(step.whole),
             again=step.again,
             within=step.within,

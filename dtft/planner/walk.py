@@ -17,6 +17,7 @@ from dtft.planner.flops import count
 from dtft.planner.graph import Loop
 from dtft.planner.jaxprs import CALLS, bodies
 from dtft.planner.linking import link
+from dtft.planner.linking_products import contracted
 from dtft.planner.trips import while_trips
 
 _AGAIN = "rematted_computation"
@@ -103,6 +104,7 @@ class Walk:
                 outputs=outputs,
                 flops=flops * frame.members,
                 summed=found.summed,
+                contracted=contracted(eqn),
                 whole=found.whole,
                 again=frame.again or (frame.recomputes and _AGAIN in stack),
                 within=frame.within,

@@ -1,6 +1,6 @@
 """Experiments, data, the step and the loop. Decides no membership and no recovery.
 
-`make_step` runs a plan; it loads on first use.
+`make_step` and `jit_plan` run a plan; they load on first use.
 """
 
 import importlib
@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtft.train.planned_step import make_step as make_step
+    from dtft.train.planning import jit_plan as jit_plan
 
-_PUBLIC = {"make_step": "dtft.train.planned_step"}
+_PUBLIC = {
+    "jit_plan": "dtft.train.planning",
+    "make_step": "dtft.train.planned_step",
+}
 
-__all__ = ["make_step"]
+__all__ = ["jit_plan", "make_step"]
 
 
 def __getattr__(name: str) -> Any:

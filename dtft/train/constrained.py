@@ -1,9 +1,9 @@
 """Makes a function keep the shardings that a plan gives to values inside it.
 
 The function's program is rebuilt with a sharding constraint after each operator that
-the plan names by number (`dtft.planner.jaxprs.operators`); nested programs stay nested,
-so loops, rematerialized parts and custom derivatives mean what they meant. Decides no
-sharding; must not know optimizers, losses or plans.
+the plan names by number (numbered as in `dtft.planner.jaxprs`); nested programs stay
+nested, so loops, rematerialized parts and custom derivatives mean what they meant.
+Decides no sharding; must not know optimizers, losses or plans.
 """
 
 import functools

@@ -70,6 +70,16 @@ def sharding_tree(what: str, like: Any, specs: Mapping[str, Spec], mesh: Mesh) -
     return tree.from_paths(like, shardings)
 
 
+def signature(tree: Any) -> Any:
+    """What a compiled program depends on: structure, shapes and dtypes; hashable."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((np.shape(leaf), _dtype(leaf)) for leaf in leaves)
+
+
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", type(leaf))
+
+
 def _check_paths(
     what: str, leaves: Mapping[str, Any], specs: Mapping[str, Spec]
 ) -> None:

@@ -21,13 +21,13 @@ from dtft.planner.remat import POLICIES, rematerialized
 from dtft.train.accumulate import Loss, Weight, accumulated, parts_of
 from dtft.train.constrained import insert
 from dtft.train.gathered import Gathering
-from dtft.train.plan_shardings import mesh_of, sharding_tree
+from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
 
 State = dict[str, Any]
 """`{"params": ..., "opt_state": ...}`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
     """A plan's step. `state = step.init(params)`, then `step.step(state, batch)`."""
 
@@ -101,8 +101,7 @@ class Step:
         }
 
     def _jitted(self, state: State, batch: Any) -> Any:
-        shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((state, batch))]
-        key = jax.tree.structure((state, batch)), tuple(shapes)
+        key = signature((state, batch))
         if key not in self._compiled:
             self._compiled[key] = self._jit(state, batch)
         return self._compiled[key]
