@@ -29,6 +29,7 @@ def _parser(serve_only: bool = False) -> argparse.ArgumentParser:
     made.add_argument("--json", help="write the figures here")
     _checkpoint(commands)
     _scale(commands)
+    _calibrate(commands)
     return parser
 
 
@@ -188,6 +189,15 @@ def _scale(commands: Any) -> None:
         "--timeout", type=float, default=600.0, metavar="S", help="default: 600"
     )
     made.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _calibrate(commands: Any) -> None:
+    made = commands.add_parser(
+        "calibrate", help="measure this machine for the planner", allow_abbrev=False
+    )
+    made.add_argument("--out", metavar="FILE", help="write the calibration here")
+    text = "how many (CPU: as many are made; default: all)"
+    made.add_argument("--devices", type=int, metavar="N", help=text)
 
 
 def _count(text: str) -> int:

@@ -55,7 +55,7 @@ def find(graph: Graph) -> Blocks:
     periods = _periods(kinds, heavy)
     for start, length, period in _runs(kinds, periods):
         part = slice(start, start + length + period)
-        if not heavy[start : start + period].any():
+        if not (heavy[start : start + period].any() and _chained(graph, start, period)):
             continue
         if free[part].all() and classes.add(_pairs(graph, start, length, period)):
             free[part] = False
@@ -117,6 +117,17 @@ def _runs(kinds: np.ndarray, periods: Iterable[int]) -> list[tuple[int, int, int
             if end - start >= period:
                 found.append((start, end - start, period))
     return sorted(found, key=lambda run: (-run[1] - run[2], run[2], run[0]))
+
+
+def _chained(graph: Graph, start: int, period: int) -> bool:
+    """Whether the second copy reads what the first one writes, as layers do.
+
+    Branches side by side (queries, keys, values) are alike by chance.
+    """
+    first = graph.operators[start : start + period]
+    second = graph.operators[start + period : start + 2 * period]
+    written = {index for op in first for index in op.outputs}
+    return any(index in written for op in second for index in op.inputs)
 
 
 def _pairs(

@@ -4,7 +4,7 @@ Decides nothing any more; writes down what the search found. Pure; must not comp
 run anything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from dtft.planner.amounts import Sizes
@@ -41,7 +41,7 @@ def write(
     zero = candidate.knobs.zero
     parameters = search.leaves("parameter", division, candidate.mesh, zero == 3)
     optimizer = search.leaves("optimizer", division, candidate.mesh, zero > 0)
-    specs = {leaf.path: real(leaf.rest) for leaf in (*parameters, *optimizer)}
+    specs = {leaf.path: real(leaf.rest, mesh) for leaf in (*parameters, *optimizer)}
     batch = search.leaves("batch", division, candidate.mesh, False)
     names = {p: p.split("/", 1)[-1] for p in question.roles}
     is_loss = question.entry == "loss"
@@ -52,9 +52,9 @@ def write(
         mesh=mesh,
         knobs=candidate.knobs,
         state={names[p]: specs[p] for p in question.roles if p in set(in_state)},
-        batch={names[leaf.path]: real(leaf.rest) for leaf in batch},
+        batch={names[leaf.path]: real(leaf.rest, mesh) for leaf in batch},
         optimizer={names[o.path]: specs[o.path] for o in optimizer} if is_loss else {},
-        constraints=constraints(question.program, question.aligned(division)),
+        constraints=constraints(question.program, question.aligned(division), mesh),
         prediction=_prediction(priced, at, cluster),
         memory={name: round(priced.memory[name][at]) for name in MEMORY},
         capacity_bytes=priced.capacity,
@@ -67,19 +67,21 @@ def write(
     )
 
 
-def real(spec: Spec) -> Spec:
-    """A spec without what divides in time only."""
-    return tuple(tuple(axis for axis in axes if axis != MICRO) for axes in spec)
+def real(spec: Spec, mesh: Container[str]) -> Spec:
+    """A spec with the axes that a mesh has, so without what divides in time only."""
+    return tuple(tuple(axis for axis in axes if axis in mesh) for axes in spec)
 
 
-def constraints(graph: Graph, division: Division) -> dict[int, Spec]:
+def constraints(
+    graph: Graph, division: Division, mesh: Container[str]
+) -> dict[int, Spec]:
     """Operators whose result is to be divided as planned: all that a compiler keeps."""
     found = {}
     for number, operator in enumerate(graph.operators):
         value = graph.values[operator.outputs[0]] if operator.outputs else None
         if operator.kind in CHEAP or value is None or not value.shape:
             continue
-        found[number] = real(division.spec(value))
+        found[number] = real(division.spec(value), mesh)
     return found
 
 

@@ -12,6 +12,7 @@ Pure functions of shapes, dtypes and parameters; must not know programs, loops, 
 or seconds. A primitive that is not here is `opaque`: its caller knows only its bytes.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -104,7 +105,7 @@ def count(
 
 def is_float(array: Shaped) -> bool:
     """Whether an array has real or complex floating-point elements."""
-    return getattr(array.dtype, "name", "").startswith(("float", "bfloat", "complex"))
+    return _name(array.dtype).startswith(("float", "bfloat", "complex"))
 
 
 def _size(array: Shaped) -> int:
@@ -112,7 +113,12 @@ def _size(array: Shaped) -> int:
 
 
 def _is_complex(array: Shaped) -> bool:
-    return getattr(array.dtype, "name", "").startswith("complex")
+    return _name(array.dtype).startswith("complex")
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    return getattr(dtype, "name", "")
 
 
 def _none(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
@@ -243,9 +249,10 @@ _RULES: dict[str, tuple[Kind, Count]] = {
     **dict.fromkeys(_WINDOWS, ("reduction", _window)),
     "select_and_scatter_add": ("scatter", _select_window),
     "gather": ("gather", _none),
-    "scatter": ("scatter", _none),
-    "scatter_min": ("scatter", _none),
-    "scatter_max": ("scatter", _none),
+    **dict.fromkeys(
+        ("scatter", "scatter-min", "scatter-max", "scatter_min", "scatter_max"),
+        ("scatter", _none),
+    ),
     **dict.fromkeys(_SCATTERS, ("scatter", _scatter)),
     "sort": ("sort", _sort),
     "top_k": ("sort", _top_k),

@@ -4,7 +4,17 @@ One function per primitive; each decides which dims are the same, summed, or nee
 whole. Pure; must not know loops, meshes or costs.
 """
 
+from typing import Any
+
 from dtft.planner.dims import Case, Linked
+
+
+def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Places of the dims that a matmul sums over, in each operand; else empty."""
+    if eqn.primitive.name != "dot_general":
+        return (), ()
+    (left, right), _ = eqn.params["dimension_numbers"]
+    return tuple(left), tuple(right)
 
 
 def dot(case: Case) -> Linked:

@@ -86,8 +86,8 @@ class Plan:
     """Axis name to size, slowest-varying (outermost on the fabric) first."""
     knobs: Knobs
     state: Mapping[str, Spec]
-    """Path of each leaf of the state (entry loss: of the parameters) to its spec; within
-    that tree, so without the argument's name."""
+    """Path of each leaf of the state (entry loss: of the parameters) to its spec; the
+    path within that tree, so without the argument's name."""
     batch: Mapping[str, Spec]
     """Path of each leaf of the batch to its spec."""
     optimizer: Mapping[str, Spec] = field(default_factory=dict)

@@ -15,10 +15,16 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from dtft.planner.calls import CALLS, bodies, opened
 from dtft.planner.cuts import best_cuts
 from dtft.planner.graph import item_bits
-from dtft.planner.jaxprs import REMAT, is_var, operators, with_bodies
+from dtft.planner.jaxprs import (
+    CALLS,
+    REMAT,
+    bodies,
+    is_var,
+    operators,
+    with_bodies,
+)
 from dtft.planner.plan import Remat
 
 Policy = Callable[..., bool]
@@ -87,7 +93,7 @@ def _role(eqn: JaxprEqn, num_around: int) -> str:
     if name == "scan" and eqn.params["length"] > 1:
         return "loop"
     if name in _CONTAINERS:
-        body = opened(*bodies(eqn))
+        (body,) = bodies(eqn)
         if _has_loop(body) or 2 * _num_operators(body) > num_around:
             return "container"
     return "stretch"
@@ -202,7 +208,7 @@ def _inside(eqn: JaxprEqn) -> float:
     return sum(
         _num_bytes(var)
         for body in bodies(eqn)
-        for operator in operators(opened(body))
+        for operator in operators(body)
         for var in operator.outvars
     )
 
@@ -219,6 +225,6 @@ def _num_operators(jaxpr: Jaxpr) -> int:
 def _has_loop(jaxpr: Jaxpr) -> bool:
     return any(
         (eqn.primitive.name == "scan" and eqn.params["length"] > 1)
-        or any(_has_loop(opened(body)) for body in bodies(eqn))
+        or any(_has_loop(body) for body in bodies(eqn))
         for eqn in jaxpr.eqns
     )

@@ -10,7 +10,7 @@ from itertools import product
 from dtft.planner.catalog import DEVICES, Machine, canonical, link, machine, torus_link
 from dtft.planner.cluster import Cluster, Level, Pool
 
-_POOL = re.compile(r"((?:\d+x)*)([^\s].*)", re.IGNORECASE)
+_POOL = re.compile(r"((?:\d+x)*)(?!(?:\d+x)+$)(\S.*)", re.IGNORECASE)
 
 
 def parse(text: str) -> Cluster:

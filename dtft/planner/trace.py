@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from dtft.planner.dims import Dims
+from dtft.planner.drafts import Drafts
 from dtft.planner.graph import Dim, Graph, Loop, Operator, Value
 from dtft.planner.walk import Frame, Walk
 
@@ -25,7 +27,7 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
         **keywords: the same, passed by name; paths begin with the name.
 
     Returns:
-        The graph of one call. Its operators are numbered as `calls` says.
+        The graph of one call. Its operators have the numbers of `jaxprs.operators`.
 
     Raises:
         ValueError: two leaves have the same path.
@@ -39,12 +41,12 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
     """
     closed, result = jax.make_jaxpr(fn, return_shape=True)(*args, **keywords)
     walk = Walk()
-    ins = [walk.value(var.aval) for var in closed.jaxpr.invars]
-    outs = walk.run(closed, ins, Frame())
-    ends = [walk.held(known) for known in outs]
+    ins = [walk.found.value(var.aval) for var in closed.jaxpr.invars]
+    outs = walk.run(closed.jaxpr, ins, Frame())
+    ends = [walk.found.held(known) for known in outs]
     inputs = dict(zip(_paths(args) + _paths(keywords), ins, strict=True))
     outputs = dict(zip(_paths(result), ends, strict=True))
-    return _graph(walk, inputs, outputs)
+    return _graph(walk.found, inputs, outputs)
 
 
 def _paths(tree: Any) -> list[str]:
@@ -62,11 +64,11 @@ def _paths(tree: Any) -> list[str]:
     return paths
 
 
-def _graph(walk: Walk, inputs: dict[str, int], outputs: dict[str, int]) -> Graph:
-    numbers = _Numbers(walk)
+def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Graph:
+    numbers = _Numbers(found.dims)
     values = tuple(
         Value(shape=draft.shape, dtype=draft.dtype, dims=numbers.of(draft.dims))
-        for draft in walk.values
+        for draft in found.values
     )
     operators = tuple(
         Operator(
@@ -83,9 +85,9 @@ def _graph(walk: Walk, inputs: dict[str, int], outputs: dict[str, int]) -> Graph
             within=step.within,
             name=step.name,
         )
-        for step in walk.steps
+        for step in found.steps
     )
-    unknown = Counter(walk.endless)
+    unknown = Counter(found.endless)
     for op in operators:
         if op.kind == "opaque":
             arrays = (values[index] for index in (*op.inputs, *op.outputs))
@@ -94,7 +96,7 @@ def _graph(walk: Walk, inputs: dict[str, int], outputs: dict[str, int]) -> Graph
         values=values,
         operators=operators,
         dims=numbers.dims(),
-        loops=tuple(loop for loop in walk.loops if isinstance(loop, Loop)),
+        loops=tuple(loop for loop in found.loops if isinstance(loop, Loop)),
         inputs=inputs,
         outputs=outputs,
         unknown=dict(unknown),
@@ -104,8 +106,8 @@ def _graph(walk: Walk, inputs: dict[str, int], outputs: dict[str, int]) -> Graph
 class _Numbers:
     """Final numbers of dims, in the order in which they first occur."""
 
-    def __init__(self, walk: Walk) -> None:
-        self._dims = walk.dims
+    def __init__(self, dims: Dims) -> None:
+        self._dims = dims
         self._final: dict[int, int] = {}
         self._known: dict[Sequence[int], tuple[int, ...]] = {}
 

@@ -149,6 +149,13 @@ def _scale(options: Namespace, overrides: list[str]) -> int:
     return scale_command.run(options, read_secret(options))
 
 
+def _calibrate(options: Namespace, overrides: list[str]) -> int:
+    from dtft.train import calibrate
+
+    _refuse_unknown("calibrate", overrides)
+    return calibrate.run(options)
+
+
 def _refuse_unknown(command: str, overrides: list[str]) -> None:
     if overrides:
         raise ValueError(
@@ -171,6 +178,7 @@ def _checkpoint(options: Namespace, overrides: list[str]) -> int:
 _COMMANDS = {
     "checkpoint": _checkpoint,
     "scale": _scale,
+    "calibrate": _calibrate,
     "train": _train,
     "config": _config,
     "launch": _launch,

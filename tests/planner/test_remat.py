@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from dtft.planner.calls import bodies, opened
 from dtft.planner.cuts import best_cuts
-from dtft.planner.jaxprs import REMAT, operators
+from dtft.planner.jaxprs import REMAT, bodies, operators
 from dtft.planner.remat import POLICIES, rematerialized
 from dtft.planner.trace import trace
 
@@ -86,7 +85,7 @@ def program_of(fn: Callable[..., Any]) -> ClosedJaxpr:
 def num_wrapped(program: ClosedJaxpr) -> int:
     def count(jaxpr: Any) -> int:
         return sum(
-            (eqn.primitive.name in REMAT) + sum(count(opened(b)) for b in bodies(eqn))
+            (eqn.primitive.name in REMAT) + sum(count(b) for b in bodies(eqn))
             for eqn in jaxpr.eqns
         )
 

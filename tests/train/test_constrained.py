@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from dtft.planner.calls import CALLS, bodies, opened
-from dtft.planner.jaxprs import operators
+from dtft.planner.jaxprs import CALLS, bodies, operators
 from dtft.planner.plan import Spec
 from dtft.train.constrained import constrained
 from dtft.train.plan_shardings import mesh_of
@@ -127,7 +126,7 @@ def test_nested_calls_stay_nested() -> None:
             for eqn in called
             for name in (
                 eqn.primitive.name,
-                *(n for body in bodies(eqn) for n in names(opened(body))),
+                *(n for body in bodies(eqn) for n in names(body)),
             )
         ]
 

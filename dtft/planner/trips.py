@@ -1,50 +1,19 @@
-"""Which equations of a JAX program are calls, and what they call.
+"""How often a while loop runs, where the program's text says it.
 
-Decides the numbering of operators that the whole planner shares: depth first, in the
-order of the program's text, over all equations for which `bodies` is empty; each body
-is visited once, in place of its call (of a while loop the condition, then the body; of
-a cond every branch). Also finds how often a while loop runs. Pure; must not know
+Recognizes a counter: a position of the carry to which the body adds a known step, and
+which the condition compares with a bound that is known, too. Pure; must not know
 values, dims or costs.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-Body = Jaxpr | ClosedJaxpr
+from dtft.planner.jaxprs import bodies
 
-CALLS: Mapping[str, tuple[str, ...]] = {
-    "jit": ("jaxpr",), "pjit": ("jaxpr",), "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",), "custom_jvp_call": ("call_jaxpr",),
-    "custom_vjp_call": ("call_jaxpr",), "call": ("call_jaxpr",),
-    "closed_call": ("call_jaxpr",), "custom_vmap_call": ("call",),
-    "composite": ("jaxpr",), "shard_map": ("jaxpr",), "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",),
-}  # fmt: skip
-"""Primitives that only call other programs, and which parameters these are."""
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
-
-
-def bodies(eqn: JaxprEqn) -> tuple[Body, ...]:
-    """The programs that an equation runs; none for an operator.
-
-    >>> import jax
-    >>> eqns = jax.make_jaxpr(lambda x: jax.nn.relu(x) + 1.0)(0.0).eqns
-    >>> [(eqn.primitive.name, len(bodies(eqn))) for eqn in eqns]
-    [('custom_jvp_call', 1), ('add', 0)]
-    """
-    found: list[Body] = []
-    for name in CALLS.get(eqn.primitive.name, ()):
-        value = eqn.params[name]
-        found += value if isinstance(value, (tuple, list)) else (value,)
-    return tuple(found)
-
-
-def opened(body: Body) -> Jaxpr:
-    """A body whose constants are variables of it."""
-    return body.jaxpr if isinstance(body, ClosedJaxpr) else body
 
 
 def while_trips(eqn: JaxprEqn, known: Sequence[Any]) -> int | None:
@@ -58,7 +27,7 @@ def while_trips(eqn: JaxprEqn, known: Sequence[Any]) -> int | None:
         None where the text does not say it: the condition is not one comparison of a
         counter with a bound, or one of the numbers is only known when it runs.
     """
-    condition, body = map(opened, bodies(eqn))
+    condition, body = bodies(eqn)
     num_condition, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     init = known[num_condition + num_body :]
     loop = _Carry(body, num_body, init, known[num_condition:])
@@ -143,11 +112,12 @@ def _count(compare: str, start: Any, limit: Any, step: Any) -> int | None:
     distance, step = float(limit) - float(start), float(step)
     if compare in ("gt", "ge"):
         distance, step = -distance, -step
-    if step <= 0 and compare != "ne":
-        return 0 if distance < 0 or (compare in ("lt", "gt") and not distance) else None
     if compare == "ne":
-        whole = step and distance / step >= 0 and (distance / step).is_integer()
-        return int(distance / step) if whole else None
-    if compare in ("le", "ge"):
-        return max(0, math.floor(distance / step) + 1)
-    return max(0, math.ceil(distance / step))
+        times = distance / step if step else (math.inf if distance else 0.0)
+        return int(times) if times >= 0 and times.is_integer() else None
+    at_bound = compare in ("le", "ge")
+    if distance < 0 or not (distance or at_bound):
+        return 0
+    if step <= 0:
+        return None
+    return math.floor(distance / step) + 1 if at_bound else math.ceil(distance / step)
