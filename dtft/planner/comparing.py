@@ -131,6 +131,8 @@ def memory(plan: Plan, other: Plan) -> Section:
 def collectives(plan: Plan, other: Plan, *, only_grown: bool = False) -> Section:
     """Bytes and seconds of what is sent in a step, by kind and axes.
 
+    Seconds are those before overlap.
+
     Args:
         plan: this one.
         other: the other.
@@ -144,14 +146,23 @@ def collectives(plan: Plan, other: Plan, *, only_grown: bool = False) -> Section
         )
         if there > here or not only_grown:
             row = (size(num_bytes), size(other_bytes), signed(size(other_bytes - num_bytes)))
-            row += (signed(seconds(there - here)),)
+            row += (signed(seconds(there - here)), _largest(other, key) or "-")
             found.append((here - there, (key[0], wording.axes(key[1]), *row)))
     columns = ("kind", "axes", "this", "other", "difference", "seconds")
+    columns += ("largest in other",)
     title = "Collectives that take longer" if only_grown else "Collectives of a step"
     rows = tuple(row for _, row in sorted(found))
     return Section(
         title=title, columns=columns, rows=rows, notes=() if rows else ("none",)
     )
+
+
+def _largest(plan: Plan, key: tuple[str, tuple[str, ...]]) -> str:
+    """Where most bytes of a kind are sent."""
+    found = [one for one in plan.collectives if (one.kind, one.axes) == key]
+    if not found:
+        return ""
+    return max(found, key=lambda one: one.num_bytes * one.trips).where
 
 
 def _sent(plan: Plan) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:

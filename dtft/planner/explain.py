@@ -13,6 +13,8 @@ from dtft.planner.wording import Section, percent, seconds, size
 
 NUM_COLLECTIVES = 12
 """Collectives that are listed one by one."""
+NUM_ALTERNATIVES = 10
+"""Alternatives that are listed beside the baselines."""
 _WIDTH = 24
 """Characters of the bar that stands for a whole step."""
 
@@ -140,23 +142,20 @@ def bound(plan: Plan) -> Section:
     """What no plan can be faster than, and how far this one is from it."""
     if not plan.bound_s:
         return Section(title="Lower bound", notes=("none is known",))
-    gap = plan.prediction.step_s - plan.bound_s
+    step_s = plan.prediction.step_s
     return Section(
         title="Lower bound",
         notes=(
             f"no plan of this step on {plan.cluster} takes less than "
-            f"{seconds(plan.bound_s)}; this one takes {seconds(gap)} more "
-            f"({percent(gap / plan.bound_s)})",
+            f"{seconds(plan.bound_s)}; this one takes {seconds(step_s - plan.bound_s)} "
+            f"more: {wording.number(step_s / plan.bound_s)} times as long",
         ),
     )
 
 
 def alternatives(plan: Plan) -> Section:
-    """What else there was, fastest first; the baselines by name."""
-    rows = [
-        _alternative(plan, place, one)
-        for place, one in enumerate(plan.alternatives, start=1)
-    ]
+    """What else there was, fastest first; the best form of each baseline by name."""
+    rows = [_alternative(plan, place, one) for place, one in shown(plan)]
     columns = ("", "mesh", "knobs", "baseline", "step", "against plan", "memory", "")
     return Section(
         title="Alternatives",
@@ -164,6 +163,17 @@ def alternatives(plan: Plan) -> Section:
         rows=tuple(rows),
         notes=(tied_text(plan),) if rows else ("none",),
     )
+
+
+def shown(plan: Plan) -> list[tuple[int, Alternative]]:
+    """The first alternatives and the best form of each baseline, with their places."""
+    named = {""}
+    found = []
+    for place, one in enumerate(plan.alternatives, start=1):
+        if place <= NUM_ALTERNATIVES or one.name not in named:
+            found.append((place, one))
+        named.add(one.name)
+    return found
 
 
 def _alternative(plan: Plan, place: int, one: Alternative) -> tuple[str, ...]:
@@ -194,9 +204,9 @@ def tied(plan: Plan) -> tuple[Alternative, ...]:
 def tied_text(plan: Plan) -> str:
     """How many of the alternatives listed are tied with the plan."""
     return (
-        f"{len(tied(plan))} of the others listed are within the interval of the "
-        f"prediction (up to {seconds(plan.prediction.high_s)}): only a measurement can "
-        "order them"
+        f"{len(tied(plan))} of {len(plan.alternatives)} kept are tied with the plan, "
+        f"within the interval of its prediction (up to "
+        f"{seconds(plan.prediction.high_s)}): only a measurement can order them"
     )
 
 
