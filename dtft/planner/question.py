@@ -209,7 +209,14 @@ def _question(
     again: Callable[[Remat], Graph] | None = None,
 ) -> Question:
     alias = dict(enumerate(blocks.find(graph).dims))
-    return Question(entry=entry, graph=graph, alias=alias, roles=roles, program=program)
+    return Question(
+        entry=entry,
+        graph=graph,
+        alias=alias,
+        roles=roles,
+        program=program,
+        again=again,
+    )
 
 
 def _passes(graph: Graph) -> dict[int, int]:
