@@ -2,10 +2,12 @@
 
 import functools
 
+import jax
 import pytest
 
 from dtft.planner import blocks
 from dtft.planner.graph import Graph
+from dtft.planner.jaxprs import operators
 from dtft.planner.trace import trace
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import Model
@@ -31,7 +33,12 @@ BACKWARD: dict[str, tuple[float, float]] = {
 @functools.cache
 def step_of(name: str) -> tuple[Model, Graph]:
     model = MODELS[name](**SMALL.get(name, {}))
-    return model, trace(model.step, model.state, model.batch)
+    step = model.step
+    graph = trace(step, model.state, model.batch)
+    program = jax.make_jaxpr(step)(model.state, model.batch).jaxpr
+    numbered = [eqn.primitive.name for eqn in operators(program)]
+    assert [op.primitive for op in graph.operators] == numbered
+    return model, graph
 
 
 @pytest.mark.parametrize("name", MODELS)
