@@ -141,7 +141,7 @@ def _cut_short(
 
 
 def _descended(problem: Problem) -> tuple[int, ...]:
-    """A local optimum: variables in turn take their cheapest value until all have it."""
+    """A local optimum: each variable in turn takes its cheapest value, until all do."""
     around = problem.factors_of_variables()
     index: list[Any] = [0] * len(problem.sizes)
     for _ in range(_MAX_SWEEPS):  # rounding could go round in circles
