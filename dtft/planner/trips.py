@@ -63,7 +63,9 @@ class _Carry:
     ) -> None:
         self.init, self.outs = init, body.outvars
         self.ins = body.invars[num_consts:]
-        self.known = dict(zip(body.invars[:num_consts], consts, strict=False))
+        self.known: dict[Any, Any] = dict(
+            zip(body.invars[:num_consts], consts, strict=False)
+        )
         self.made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
 
     def constant(self, index: int) -> Any:
