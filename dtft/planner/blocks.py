@@ -116,9 +116,10 @@ def _runs(kinds: np.ndarray, periods: Iterable[int]) -> list[tuple[int, int, int
     for period in periods:
         equal = np.concatenate(([False], kinds[:-period] == kinds[period:], [False]))
         edges = np.flatnonzero(equal[1:] != equal[:-1])
-        for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            if end - start >= period:
-                found.append((start, end - start, period))
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        long = lengths >= period
+        pairs = zip(starts[long].tolist(), lengths[long].tolist(), strict=True)
+        found += [(start, length, period) for start, length in pairs]
     return sorted(found, key=lambda run: (-run[1] - run[2], run[2], run[0]))
 
 

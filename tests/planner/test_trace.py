@@ -64,6 +64,13 @@ def test_operators_are_numbered_depth_first_in_the_order_of_the_text() -> None:
     ]  # fmt: skip
 
 
+def test_a_jitted_function_has_the_same_operators() -> None:
+    plain, jitted = trace(block, X, W), trace(jax.jit(block), X, W)
+    assert [op.primitive for op in plain.operators] == names(jitted)
+    assert {op.name for op in jitted.operators} == {"jit(block)"}
+    assert plain.dims == jitted.dims
+
+
 def test_paths_are_numbers_of_arguments_or_their_names() -> None:
     def step(state: Any, batch: Any) -> Any:
         return {"w": [state["w"][0] + batch]}, jnp.sum(batch)
