@@ -79,9 +79,7 @@ def lower(
         ValueError: JAX refuses it, such as a spec that does not divide its array; or
             `target` is unknown.
     """
-    platform = "cpu" if target == "cpu" else "cuda"
-    if platform == "cuda":
-        gpu_targets.target(target)
+    platform = platform_of(target)
     devices = AbstractMesh(
         tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh)
     )
@@ -93,6 +91,29 @@ def lower(
         )
     with jax.sharding.use_abstract_mesh(devices):
         lowered = jitted.trace(*placed).lower(lowering_platforms=(platform,))
+    return candidate(lowered, mesh=mesh, target=target, name=name)
+
+
+def platform_of(target: str) -> str:
+    """JAX's name of what to lower for: `cpu`, or `cuda` for a GPU.
+
+    Raises:
+        ValueError: there is no such target.
+    """
+    return "cpu" if target == "cpu" else gpu_targets.target(target).platform
+
+
+def candidate(
+    lowered: jax.stages.Lowered, *, mesh: Mapping[str, int], target: str, name: str = ""
+) -> Candidate:
+    """What JAX has lowered already, for the platform of the target.
+
+    Args:
+        lowered: over a mesh of these axes, with or without devices.
+        mesh: axis name to size, slowest-varying first.
+        target: `cpu`, or the GPU to compile for.
+        name: what the candidate is called in results.
+    """
     module: Any = lowered.compiler_ir("stablehlo")
     code = io.BytesIO()
     module.operation.write_bytecode(code)

@@ -13,9 +13,15 @@ from typing import Any
 import numpy as np
 
 from dtft.planner import decided
-from dtft.planner.capabilities import CAPABILITIES, Backend, Capabilities
+from dtft.planner.capabilities import (
+    CAPABILITIES,
+    Backend,
+    Capabilities,
+    unsupported,
+)
 from dtft.planner.cluster import Cluster, Pool
 from dtft.planner.enumeration import enumerate_space
+from dtft.planner.meshes import AXES
 from dtft.planner.plan import Plan, Remat
 from dtft.planner.question import Question
 from dtft.planner.search import Priced, Search
@@ -45,12 +51,18 @@ class Decision:
     question: Question
     cluster: Cluster
     pins: Mapping[str, Any]
+    what_if: bool
+    """Whether knobs were looked at that cannot be run here."""
     found: Mapping[Remat, Priority]
     """For each remat that was looked at its candidates."""
 
 
 def decide(
-    question: Question, cluster: Cluster, pins: Mapping[str, Any] | None = None
+    question: Question,
+    cluster: Cluster,
+    pins: Mapping[str, Any] | None = None,
+    *,
+    what_if: bool = False,
 ) -> Decision:
     """The best plan.
 
@@ -58,26 +70,64 @@ def decide(
         question: the step.
         cluster: of like devices.
         pins: knobs that are given, such as `{"tensor": 8}`.
+        what_if: looks at all knobs that can be priced, also those that this entry point
+            or backend cannot run; such a plan is not `runnable`.
 
     Raises:
         ValueError: pins that cannot be met; or nothing fits: says by how much, and what
             would make it fit.
     """
+    decision = best_of(question, cluster, pins, what_if=what_if)
+    if not decision.plan.fits:
+        raise ValueError(_unfit(decision.found, cluster.uniform))
+    return decision
+
+
+def best_of(
+    question: Question,
+    cluster: Cluster,
+    pins: Mapping[str, Any] | None = None,
+    *,
+    what_if: bool = False,
+) -> Decision:
+    """As `decide`, but where nothing fits: what lacks least.
+
+    Raises:
+        ValueError: pins that cannot be met.
+    """
     pins = dict(pins or {})
     pool = cluster.uniform
-    can = CAPABILITIES[question.entry, _backend(pool)]
+    backend = _backend(pool)
+    can = _everything(question) if what_if else CAPABILITIES[question.entry, backend]
     choices = _choices(question, pool, can)
     found: dict[Remat, Priority] = {}
     for remat in _order(can, pins):
         if not found or _worth(found.values()):
             found[remat] = _priced(question, pool, choices, remat, pins)
     best = min(found.values(), key=_first)
-    at = int(best.priced.ranking[0])
-    if not best.priced.fits[at]:
-        raise ValueError(_unfit(found, pool))
-    plan = decided.write(best.search, best.priced, at, cluster)
+    plan = decided.write(
+        best.search, best.priced, int(best.priced.ranking[0]), cluster
+    )
+    if unsupported(question.entry, backend, plan.mesh, plan.knobs):
+        plan = replace(plan, runnable=False)
     return Decision(
-        plan=plan, question=question, cluster=cluster, pins=pins, found=found
+        plan=plan,
+        question=question,
+        cluster=cluster,
+        pins=pins,
+        what_if=what_if,
+        found=found,
+    )
+
+
+def _everything(question: Question) -> Capabilities:
+    """All knobs that can be priced for a question."""
+    remats = REMATS if question.again is not None else REMATS[:1]
+    return Capabilities(
+        axes=frozenset(AXES),
+        microbatches=True,
+        remat=frozenset(remats),
+        zero=frozenset({0, 1, 2, 3}),
     )
 
 

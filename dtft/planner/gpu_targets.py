@@ -67,6 +67,8 @@ class GpuTarget:
     memory_bytes: int
     config: str
     """A GpuTargetConfigProto as text."""
+    platform: str = "cuda"
+    """JAX's name of it."""
 
 
 def _target(name: str, description: str, **figures: Any) -> GpuTarget:

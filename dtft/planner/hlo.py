@@ -34,6 +34,7 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"')
+_RENAMES = ("bitcast", "copy", "reshape", "transpose")
 _RUN_IN_PLACE = ("call", "fusion", "async", "while", "conditional")
 
 
@@ -127,10 +128,15 @@ class CompiledCollective(Collective):
     """Devices that communicate with each other."""
     trips_known: bool
     """Whether XLA says how often each loop around it runs; else `trips` counts one."""
-    widened: bool
-    """Whether the sum is in a wider type than the program's: CPU has no 16-bit sums."""
+    own_bytes: int
+    """As `num_bytes`, in the program's types: CPU moves 16-bit floats as 32 bits."""
     name: str
     """The operation's name in the text."""
+
+    @property
+    def widened(self) -> bool:
+        """Whether more is sent than the program says, in a wider type."""
+        return self.own_bytes < self.num_bytes
 
 
 def parse(text: str | None) -> Program:
@@ -183,15 +189,15 @@ def _collectives(
     trips: int,
     known: bool,
 ) -> Iterator[CompiledCollective]:
-    lines = program.computations.get(computation, ())
-    results = {line.name: line.arrays for line in lines}
-    for line in lines:
+    lines = {line.name: line for line in program.computations.get(computation, ())}
+    for line in lines.values():
         opcode = line.opcode.removesuffix("-start")
         if opcode in _KINDS:
-            given = [array for name in line.operands for array in results[name]]
-            found = _collective(line, _KINDS[opcode], given, mesh, trips, known)
-            if found is not None:
-                yield found
+            groups = groups_of(line.attributes, mesh)
+            axes, size = axes_of(groups, tuple(mesh.items()))
+            if axes:
+                own = _own_bytes(program, lines, line)
+                yield _collective(lines, line, own, axes, size, trips, known)
         elif opcode in _RUN_IN_PLACE:
             inner = trips * (line.trips or 1) if opcode == "while" else trips
             sure = known and (opcode != "while" or line.trips is not None)
@@ -206,31 +212,58 @@ def _collectives(
 
 
 def _collective(
+    lines: Mapping[str, Operation],
     line: Operation,
-    kind: Kind,
-    given: list[Array],
-    mesh: Mapping[str, int],
+    own_bytes: int,
+    axes: tuple[str, ...],
+    group_size: int,
     trips: int,
     known: bool,
-) -> CompiledCollective | None:
-    groups = groups_of(line.attributes, mesh)
-    axes, group_size = axes_of(groups, tuple(mesh.items()))
-    if not axes:
-        return None
-    num_bytes = sum(array.num_bytes for array in given)
+) -> CompiledCollective:
+    kind = _KINDS[line.opcode.removesuffix("-start")]
+    given = [array for name in line.operands for array in lines[name].arrays]
+    times = group_size if kind == "all_gather" else 1
     return CompiledCollective(
         kind=kind,
         axes=axes,
-        num_bytes=num_bytes * (group_size if kind == "all_gather" else 1),
+        num_bytes=times * sum(array.num_bytes for array in given),
+        own_bytes=times * own_bytes,
         trips=trips,
         where=line.source,
         dtype=given[0].dtype,
         operands=tuple(array.shape for array in given),
         group_size=group_size,
         trips_known=known,
-        widened="promoted" in line.attributes,
         name=line.name,
     )
+
+
+def _own_bytes(
+    program: Program, lines: Mapping[str, Operation], line: Operation
+) -> int:
+    """Bytes of the operands in the types that they had before XLA widened them."""
+    if "promoted" in line.attributes:  # XLA's name of a sum in a wider type
+        return sum(lines[name].num_bytes for name in line.operands) // 2
+    total = 0
+    for name in line.operands:
+        maker = lines[name]
+        while maker.opcode in _RENAMES and maker.operands[0] in lines:
+            maker = lines[maker.operands[0]]
+        inside = lines
+        if maker.opcode == "fusion":
+            body = program.computations[maker.called[0]]
+            inside, maker = {one.name: one for one in body}, body[-1]
+        narrow = maker.opcode == "convert" and _bits_of(inside, maker) == 16
+        total += lines[name].num_bytes // (2 if narrow else 1)
+    return total
+
+
+def _bits_of(lines: Mapping[str, Operation], convert: Operation) -> int:
+    """Of the elements that a conversion to 32 bits reads; 0 for any other."""
+    source = lines.get(convert.operands[0])
+    if source is None or not source.arrays or _bits(convert.arrays[0].dtype) != 32:
+        return 0
+    return _bits(source.arrays[0].dtype)
 
 
 def _total(found: list[CompiledCollective]) -> int:

@@ -35,7 +35,7 @@ class Division:
     scatters: bool = False
     """Whether the backend sums and divides in one collective (reduce-scatter): GPU and
     TPU do; XLA's CPU backend sums everywhere, and each device keeps its part. It also
-    sums over one mesh axis after the other, where others sum over several at once."""
+    sums over the axes of one dim after those of another, where others sum at once."""
 
     def of(self, dim: int) -> Axes:
         """The axes that divide a dim."""
@@ -131,7 +131,12 @@ class _Placed:
 
     def _is_partial(self, dim: int) -> bool:
         """Whether the work, divided along a dim, leaves partial sums."""
-        return dim in self.summed and not (dim in self.made and self._free(0, dim))
+        if dim not in self.summed:
+            return False
+        if dim not in self.made:
+            return True
+        # It is there twice, divided at one place: is that the one summed over?
+        return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
 
     def _free(self, index: int, dim: int) -> bool:
         """Whether an operand of a matmul is divided along `dim` where it is kept."""
@@ -221,20 +226,24 @@ class _Placed:
     def _add_up(self, value: Value, wanted: Axes, partial: Axes) -> None:
         """Partial sums become sums, divided at once where that is wanted."""
         rest = tuple(axis for axis in wanted if axis not in partial)
-        if not self.division.scatters:
-            for axis in partial:
-                self._add(
-                    "all_reduce", (axis,), Amount(total=value.num_bytes, axes=rest)
-                )
-            return
         scattered = tuple(axis for axis in partial if axis in wanted)
-        added = tuple(axis for axis in partial if axis not in wanted)
+        if self.op.kind != "matmul" and not self.division.scatters:
+            scattered = ()
+        added = tuple(axis for axis in partial if axis not in scattered)
         if scattered:
             whole = Amount(total=value.num_bytes, axes=rest)
-            self._add("reduce_scatter", scattered, whole)
-        if added:
-            part = Amount(total=value.num_bytes, axes=(*rest, *scattered))
-            self._add("all_reduce", added, part)
+            kind = "reduce_scatter" if self.division.scatters else "all_reduce"
+            self._add(kind, scattered, whole)
+        part = Amount(total=value.num_bytes, axes=(*rest, *scattered))
+        for axes in self._together(added):
+            self._add("all_reduce", axes, part)
+
+    def _together(self, axes: Axes) -> list[Axes]:
+        """Axes that are summed over in one collective."""
+        if self.division.scatters:
+            return [axes] if axes else []
+        dims = dict.fromkeys(self.kept[axis] for axis in axes)
+        return [tuple(a for a in axes if self.kept[a] == dim) for dim in dims]
 
     def _divides(self) -> dict[str, Axes]:
         """Axes along the rows, columns, depth and batch of a matmul."""

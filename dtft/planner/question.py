@@ -64,6 +64,12 @@ class Question:
         return self.graph.dims[dims[0]].sizes[0] if dims else 0
 
     @cached_property
+    def passes(self) -> Mapping[str, int]:
+        """For each argument's leaf, by how many passes of the model it is read."""
+        found = _passes(self.graph)
+        return {path: found[index] for path, index in self.graph.inputs.items()}
+
+    @cached_property
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits; the same for the same program."""
         items = [asdict(value) for value in self.graph.values]
@@ -203,7 +209,42 @@ def _question(
     again: Callable[[Remat], Graph] | None = None,
 ) -> Question:
     alias = dict(enumerate(blocks.find(graph).dims))
-    return Question(entry=entry, graph=graph, alias=alias, roles=roles, program=program)
+    return Question(
+        entry=entry,
+        graph=graph,
+        alias=alias,
+        roles=roles,
+        program=program,
+        again=again,
+    )
+
+
+def _passes(graph: Graph) -> dict[int, int]:
+    """For each argument, by how many passes (forward, backward) it is read.
+
+    Reading it converted, transposed or slice by slice counts as reading it.
+    """
+    source = {index: index for index in graph.inputs.values()}
+    sliced = {inner: outer for loop in graph.loops for outer, inner in loop.sliced}
+    carried = {inside: a for loop in graph.loops for a, inside, _, _ in loop.carried}
+    stacked = {inner: outer for loop in graph.loops for inner, outer in loop.stacked}
+    read: dict[int, set[str]] = {index: set() for index in source}
+    for operator in graph.operators:
+        for index in operator.inputs:
+            outer = index
+            while outer in sliced or outer in carried:
+                outer = sliced.get(outer, carried.get(outer, outer))
+            if outer not in source:
+                continue
+            source[index] = source[outer]
+            if operator.kind == "layout":
+                for made in operator.outputs:
+                    source |= dict.fromkeys(
+                        (made, stacked.get(made, made)), source[outer]
+                    )
+            elif region(operator) != "update":
+                read[source[outer]].add(region(operator))
+    return {index: len(regions) for index, regions in read.items()}
 
 
 def _read_by_model(graph: Graph) -> set[int]:

@@ -199,8 +199,9 @@ class Search:
         """Collectives that bring divided arrays together."""
         parameters = self.leaves("parameter", division, mesh, zero > 0)
         if zero == 3:  # the backward pass gathers again: see `dtft.train.gathered`
-            return shards.gathers(parameters, times=2, per_microbatch=True)
-        return shards.gathers(parameters, times=1, per_microbatch=False)
+            return shards.gathers(parameters, self.question.passes, True)
+        once = dict.fromkeys(self.question.roles, 1)
+        return shards.gathers(parameters, once, False)
 
     def leaves(
         self, role: Any, division: Division, mesh: Mapping[str, int], divides: bool

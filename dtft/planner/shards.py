@@ -95,9 +95,15 @@ def leaves(
 
 
 def gathers(
-    parameters: Iterable[Leaf], times: float, per_microbatch: bool
+    parameters: Iterable[Leaf], times: Mapping[str, int], per_microbatch: bool
 ) -> list[Moved]:
-    """The all-gathers that bring divided parameters together."""
+    """The all-gathers that bring divided parameters together.
+
+    Args:
+        parameters: leaves.
+        times: path to how often each is gathered.
+        per_microbatch: whether that is for every microbatch.
+    """
     found = []
     for leaf in parameters:
         if leaf.gathered:
@@ -107,7 +113,7 @@ def gathers(
             found.append(
                 Moved(
                     sent=sent,
-                    times=times,
+                    times=times[leaf.path],
                     where=leaf.path,
                     per_microbatch=per_microbatch,
                 )

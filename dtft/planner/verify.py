@@ -4,12 +4,15 @@ Pure: `compiling` makes the programs. Decides nothing else; must not know how a 
 found.
 """
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dtft.planner.hlo import CompiledCollective
 from dtft.planner.plan import Collective, Plan
+
+_Key = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +166,9 @@ def gate(
 def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
     """Bytes predicted and found per kind and axes, largest first.
 
-    Bytes are those of all executions in a step. Where the target has no
-    reduce-scatter, a predicted one is compared as the all-reduce of the same operand
-    that stands in for it, and named as an exception.
+    Bytes are those of all executions in a step, in the program's own types. An
+    all-reduce and a reduce-scatter of the same operand count alike; where the compiler
+    has one for the other, or a wider type, an exception says so.
     """
     return agreements(plan.collectives, compiled)
 
@@ -174,34 +177,50 @@ def agreements(
     predicted: Iterable[Collective], compiled: Compiled
 ) -> tuple[Agreement, ...]:
     """`compare` for collectives that are not in a plan yet."""
-    notes: dict[tuple[str, tuple[str, ...]], set[str]] = {}
-    wanted: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    wanted: Counter[_Key] = Counter()
+    found: Counter[_Key] = Counter()
+    notes: dict[_Key, set[str]] = defaultdict(set)
     for one in predicted:
-        key = one.kind, _in_order(one.axes)
-        if key[0] == "reduce_scatter" and compiled.target == "cpu":
-            key = "all_reduce", key[1]
-            notes.setdefault(key, set()).add("all_reduce for reduce_scatter")
-        wanted[key] += one.num_bytes * one.trips
-    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        wanted[one.kind, tuple(sorted(one.axes))] += one.num_bytes * one.trips
     for one in compiled.collectives:
-        key = one.kind, _in_order(one.axes)
-        found[key] += one.num_bytes * one.trips
-        notes.setdefault(key, set()).update(_exceptions(one))
-    keys = sorted(wanted | found, key=lambda key: (-max(wanted[key], found[key]), key))
+        key = one.kind, tuple(sorted(one.axes))
+        found[key] += one.own_bytes * one.trips
+        notes[key].update(_exceptions(one))
+    for _, axes in {*wanted, *found}:
+        _exchange(wanted, found, notes, axes)
+    keys = [key for key in {*wanted, *found} if wanted[key] or found[key]]
+    keys.sort(key=lambda key: (-max(wanted[key], found[key]), key))
     return tuple(
         Agreement(
             kind=kind,
             axes=axes,
             predicted_bytes=wanted[kind, axes],
             found_bytes=found[kind, axes],
-            exceptions=tuple(sorted(notes.get((kind, axes), ()))),
+            exceptions=tuple(sorted(notes[kind, axes])),
         )
         for kind, axes in keys
     )
 
 
-def _in_order(axes: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(axes))
+def _exchange(
+    wanted: Counter[_Key],
+    found: Counter[_Key],
+    notes: dict[_Key, set[str]],
+    axes: tuple[str, ...],
+) -> None:
+    """Compares a sum that is divided afterwards with one that is divided at once.
+
+    CPU has no reduce-scatter; GPU makes one of an all-reduce whose result only a part
+    of is read. Both add up the same operand, so the bytes are the same.
+    """
+    for first, second in itertools.permutations(("all_reduce", "reduce_scatter")):
+        planned, real = (first, axes), (second, axes)
+        missing = wanted[planned] - found[planned]
+        moved = min(missing, found[real] - wanted[real])
+        if moved > 0:
+            wanted[planned] -= moved
+            wanted[real] += moved
+            notes[real].add(f"{second} for {first}")
 
 
 def _exceptions(one: CompiledCollective) -> Iterable[str]:

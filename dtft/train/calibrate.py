@@ -29,6 +29,7 @@ from dtft.planner.calibration_fit import (
 from dtft.planner.cluster import Cluster, DeviceType, Level, Link
 from dtft.planner.links import CollectiveKind
 from dtft.train import measuring
+from dtft.train.measuring import Pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class Sizes:
     """Bytes."""
     overlap: tuple[int, tuple[int, ...]]
     """Side of a matmul, and bytes of the all-reduces beside it."""
+    pace: Pace = Pace()
 
 
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
@@ -73,7 +75,16 @@ ACCELERATOR = Sizes(
 
 
 def run(options: Namespace) -> int:
-    """Runs the command."""
+    """Runs the command.
+
+    Raises:
+        ValueError: more devices than there are, or no folder for the file.
+    """
+    if options.out and not Path(options.out).absolute().parent.is_dir():
+        raise ValueError(
+            f"--out {options.out}: the folder {Path(options.out).parent} does not "
+            "exist. Make it, or name another."
+        )
     devices = _devices(options.devices)
     begin = time.perf_counter()
     found = measure(devices)
@@ -159,7 +170,9 @@ def _compute(
     mesh = measuring.make_mesh(devices, 1, len(devices))
     _say("memory ...")
     streams = [
-        MemoryTime(num_bytes=size, seconds=measuring.stream_s(mesh, size).seconds)
+        MemoryTime(
+            num_bytes=size, seconds=measuring.stream_s(mesh, size, sizes.pace).seconds
+        )
         for size in sizes.streams
     ]
     fits: dict[str, Fit] = {}
@@ -181,7 +194,7 @@ def _matmuls(mesh: Any, dtype: str, sizes: Sizes) -> tuple[list[MatmulTime], flo
     times, dispatch = [], []
     for m in sizes.rows:
         for n, k in sizes.dims:
-            found = measuring.matmul_s(mesh, m, n, k, dtype)
+            found = measuring.matmul_s(mesh, m, n, k, dtype, sizes.pace)
             times.append(MatmulTime(m=m, n=n, k=k, seconds=found.seconds))
             dispatch.append(found.dispatch_s)
     return times, min(dispatch)
@@ -196,7 +209,7 @@ def _collectives(
         mesh = measuring.make_mesh(devices, inner, members)
         for kind in get_args(CollectiveKind):
             for size in sizes.collectives:
-                found = measuring.collective_s(mesh, kind, size)
+                found = measuring.collective_s(mesh, kind, size, sizes.pace)
                 times.append(
                     CollectiveTime(
                         kind=kind,
@@ -215,13 +228,13 @@ def _overlap(
     _say("overlap ...")
     mesh = measuring.make_mesh(devices, 1, len(devices))
     side, all_bytes = sizes.overlap
-    dtype = sizes.dtypes[0]
-    compute = measuring.matmul_s(mesh, side, side, side, dtype).seconds
+    dtype, pace = sizes.dtypes[0], sizes.pace
+    compute = measuring.matmul_s(mesh, side, side, side, dtype, pace).seconds
     times = [
         OverlapTime(
             compute_s=compute,
-            collective_s=measuring.collective_s(mesh, "all_reduce", size).seconds,
-            together_s=measuring.overlap_s(mesh, side, size, dtype).seconds,
+            collective_s=measuring.collective_s(mesh, "all_reduce", size, pace).seconds,
+            together_s=measuring.overlap_s(mesh, side, size, dtype, pace).seconds,
         )
         for size in all_bytes
     ]

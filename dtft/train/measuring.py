@@ -22,13 +22,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.planner.links import CollectiveKind
 
-BUDGET_S = 0.02
-"""Least duration of the loop that is timed."""
-REPEATS = 5
 MOST_TURNS = 20_000
 
 Body = Callable[..., tuple[jax.Array, ...]]
 """One turn, on one device: from the arrays that the loop carries to the next ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How long is measured."""
+
+    budget_s: float = 0.02
+    """Least duration of a loop that is timed."""
+    repeats: int = 5
+    """Times that it is timed; the median counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +53,11 @@ def make_mesh(devices: Sequence[Any], inner: int, group: int) -> Mesh:
 
 
 def timed(
-    mesh: Mesh, body: Body, shapes: Sequence[tuple[int, ...]], dtype: Any
+    mesh: Mesh,
+    body: Body,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: Any,
+    pace: Pace,
 ) -> Timed:
     """Seconds of one turn of a loop.
 
@@ -55,6 +66,7 @@ def timed(
         body: one turn.
         shapes: of the arrays that it carries, on one device.
         dtype: of these arrays.
+        pace: how long is measured.
     """
     specs = tuple(
         PartitionSpec(("outer", "group", "inner"), *[None] * (len(shape) - 1))
@@ -81,8 +93,8 @@ def timed(
         return time.perf_counter() - begin
 
     run(1)
-    turns = _turns(run)
-    pairs = [(run(1), run(turns)) for _ in range(REPEATS)]
+    turns = _turns(run, pace.budget_s)
+    pairs = [(run(1), run(turns)) for _ in range(pace.repeats)]
     one = median(short for short, _ in pairs)
     each = median((long - short) / (turns - 1) for short, long in pairs)
     if each <= 0:  # lost in the noise of starting a program
@@ -90,14 +102,14 @@ def timed(
     return Timed(seconds=each, dispatch_s=max(0.0, one - each))
 
 
-def _turns(run: Callable[[int], float]) -> int:
-    """Turns that take about `BUDGET_S`; every process comes to the same number."""
+def _turns(run: Callable[[int], float], budget_s: float) -> int:
+    """Turns that take about `budget_s`; every process comes to the same number."""
     turns = 2
     while True:
         seconds = _agreed(run(turns))
-        if seconds >= BUDGET_S or turns >= MOST_TURNS:
+        if seconds >= budget_s or turns >= MOST_TURNS:
             return turns
-        growth = min(16.0, 1.2 * BUDGET_S / max(seconds, 1e-9))
+        growth = min(16.0, 1.2 * budget_s / max(seconds, 1e-9))
         turns = min(MOST_TURNS, math.ceil(turns * max(1.5, growth)))
 
 
@@ -127,26 +139,26 @@ def _arrays(
     return jax.jit(make, out_shardings=shardings)()
 
 
-def matmul_s(mesh: Mesh, m: int, n: int, k: int, dtype: Any) -> Timed:
+def matmul_s(mesh: Mesh, m: int, n: int, k: int, dtype: Any, pace: Pace) -> Timed:
     """One (m, k) by (k, n): half of what it and the way back to (m, k) take."""
 
     def body(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, ...]:
         return (x @ up) @ down, up, down
 
-    found = timed(mesh, body, [(m, k), (k, n), (n, k)], dtype)
+    found = timed(mesh, body, [(m, k), (k, n), (n, k)], dtype, pace)
     return Timed(seconds=found.seconds / 2, dispatch_s=found.dispatch_s)
 
 
-def stream_s(mesh: Mesh, num_bytes: int) -> Timed:
+def stream_s(mesh: Mesh, num_bytes: int, pace: Pace) -> Timed:
     """Reading and writing: num_bytes together."""
 
     def body(x: jax.Array, by: jax.Array) -> tuple[jax.Array, ...]:
         return x * by[0] + by[1], by
 
-    return timed(mesh, body, [(num_bytes // 8,), (2,)], jnp.float32)
+    return timed(mesh, body, [(num_bytes // 8,), (2,)], jnp.float32, pace)
 
 
-def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int) -> Timed:
+def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: Pace) -> Timed:
     """One collective of float32 along `group`; bytes as the planner counts them."""
     members = mesh.shape["group"]
     size = num_bytes // 4 // members * members
@@ -155,7 +167,7 @@ def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int) -> Timed:
     def body(x: jax.Array) -> tuple[jax.Array, ...]:
         return (collective(kind, x, members),)
 
-    return timed(mesh, body, [(local,)], jnp.float32)
+    return timed(mesh, body, [(local,)], jnp.float32, pace)
 
 
 def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
@@ -178,7 +190,7 @@ def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
     return lax.dynamic_slice(whole, (other * x.shape[0],), x.shape)
 
 
-def overlap_s(mesh: Mesh, side: int, num_bytes: int, dtype: Any) -> Timed:
+def overlap_s(mesh: Mesh, side: int, num_bytes: int, dtype: Any, pace: Pace) -> Timed:
     """A square matmul, and an all-reduce that does not need it, in one turn."""
     members = mesh.shape["group"]
 
@@ -186,4 +198,4 @@ def overlap_s(mesh: Mesh, side: int, num_bytes: int, dtype: Any) -> Timed:
         return x @ by, by, collective("all_reduce", y, members)
 
     size = num_bytes // jnp.dtype(dtype).itemsize
-    return timed(mesh, body, [(side, side), (side, side), (size,)], dtype)
+    return timed(mesh, body, [(side, side), (side, side), (size,)], dtype, pace)

@@ -167,14 +167,39 @@ def test_of_a_conditional_the_branch_that_communicates_most_counts() -> None:
     assert [one.num_bytes for one in collectives(text, MESH)] == [256]
 
 
-def test_a_sum_that_cpu_widened_is_marked() -> None:
+def test_a_sum_that_cpu_widened_counts_in_the_programs_type() -> None:
     lines = (
-        "%p = f32[8]{0} convert(%x)",
+        "%p = f32[8]{0} dot(%x, %y)",
         "%r = f32[8]{0} all-reduce(%p), replica_groups=[4,2]<=[8], "
         "to_apply=%add.clone_promoted",
     )
-    assert _only(*lines).widened
+    found = _only(*lines)
+    assert found.widened and (found.num_bytes, found.own_bytes) == (32, 16)
     assert not _only(lines[0], lines[1].replace("_promoted", "")).widened
+
+
+WIDENED = """\
+HloModule m
+
+%convert_computation (a: bf16[8], b: s32[8]) -> f32[8] {
+  %a = bf16[8]{0} parameter(0)
+  ROOT %c = f32[8]{0} convert(%a)
+}
+
+ENTRY %main (p: bf16[8], q: s32[8]) -> f32[16] {
+  %p = bf16[8]{0} parameter(0)
+  %q = s32[8]{0} parameter(1)
+  %w = f32[8]{0} fusion(%p, %q), kind=kLoop, calls=%convert_computation
+  %v = f32[8]{0} bitcast(%w)
+  %n = f32[8]{0} convert(%q)
+  %g = (f32[16]{0}, f32[16]{0}) all-gather(%v, %n), replica_groups=[4,2]<=[8]
+}
+"""
+
+
+def test_a_gather_that_cpu_widened_counts_in_the_programs_type() -> None:
+    (found,) = collectives(WIDENED, MESH)
+    assert (found.num_bytes, found.own_bytes) == (2 * 64, 2 * (16 + 32))
 
 
 def test_groups_of_one_device_are_no_communication() -> None:
