@@ -17,6 +17,7 @@ SMALL: dict[str, dict[str, object]] = {
     "vit": {"layers": 3},
     "gpt": {"layers": 3},
     "moe": {"layers": 2},
+    "moe_sorted": {"layers": 2},
     "unet": {"multiples": (1, 2), "size": 16},
 }
 """Fewer layers where a whole step is traced."""
@@ -70,7 +71,7 @@ def test_equal_layers_share_classes_and_no_array_has_one_twice(name: str) -> Non
         assert (one.primitive, one.flops, one.trips) == (
             other.primitive, other.flops, other.trips,
         )  # fmt: skip
-    unrolled = {"vit": 3, "gpt": 3, "moe": 2}
+    unrolled = {"vit": 3, "gpt": 3, "moe": 2, "moe_sorted": 2}
     layers = [repeat.count for repeat in found.repeats if repeat.period > 50]
     assert layers == [unrolled[name]] * 2 if name in unrolled else not layers
 
