@@ -9,7 +9,7 @@ stand for.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,6 +25,10 @@ _MAX_TOTAL = 2**27
 """Entries of all tables that elimination makes: about a second."""
 
 
+_MAX_SWEEPS = 100
+"""Over all variables, on the way to a local optimum."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
     """A value for each variable of a problem."""
@@ -32,7 +36,8 @@ class Assignment:
     values: tuple[int, ...]
     """In the order of `Problem.sizes`."""
     cost: float
-    method: Literal["elimination", "mixed-integer"]
+    method: Literal["elimination", "mixed-integer", "descent"]
+    """`descent` where the mixed-integer program found nothing better in its time."""
     bound: float
     """No assignment costs less. The cost itself where it is proven to be the least; for
     a mixed-integer program proven to HiGHS's tolerance, 1e-10 of the largest cost."""
@@ -63,7 +68,8 @@ def solve(
     Raises:
         ValueError: every assignment is forbidden; names a smallest set of variables
             that cannot be given values together.
-        TimeoutError: the mixed-integer program found no assignment in the time.
+        TimeoutError: no assignment that is allowed was found in the time; where nothing
+            is forbidden, one always is.
 
     >>> pair = Factor(variables=(0, 1), costs=np.array([[3.0, 5.0], [2.0, 9.0]]))
     >>> solve(Problem(sizes=(2, 2), factors=(pair,)))
@@ -107,17 +113,51 @@ def _programmed(problem: Problem, deadline_s: float) -> Assignment:
     outcome = mixed_integer.minimise(problem, deadline_s=deadline_s)
     if math.isinf(outcome.bound) and outcome.bound > 0:
         raise _infeasible(problem)
-    if outcome.values is None:
-        raise TimeoutError(
-            f"deadline_s={deadline_s:g}: no assignment of {len(problem.sizes)} "
-            f"variables was found in that time; the least cost is at least "
-            f"{outcome.bound:.6g}. Allow more time, or give variables fewer values."
+    if outcome.values is not None and outcome.optimal:
+        cost = problem.cost(outcome.values)
+        return Assignment(
+            values=outcome.values, cost=cost, method="mixed-integer", bound=cost
         )
-    cost = problem.cost(outcome.values)
-    bound = cost if outcome.optimal else min(outcome.bound, cost)
-    return Assignment(
-        values=outcome.values, cost=cost, method="mixed-integer", bound=bound
-    )
+    # HiGHS may end before it has a bound; what each factor costs at least is one.
+    floor = sum(float(factor.costs.min()) for factor in problem.factors)
+    return _cut_short(problem, outcome.values, max(outcome.bound, floor), deadline_s)
+
+
+def _cut_short(
+    problem: Problem, found: tuple[int, ...] | None, bound: float, deadline_s: float
+) -> Assignment:
+    """The better of what HiGHS found in its time and a local optimum."""
+    values, method = _descended(problem), "descent"
+    if found is not None and problem.cost(found) <= problem.cost(values):
+        values, method = found, "mixed-integer"
+    cost = problem.cost(values)
+    if math.isinf(cost):
+        raise TimeoutError(
+            f"deadline_s={deadline_s:g}: no allowed assignment of "
+            f"{len(problem.sizes)} variables was found in that time; the least cost is "
+            f"at least {bound:.6g}. Allow more time, or give variables fewer values."
+        )
+    return Assignment(values=values, cost=cost, method=method, bound=min(bound, cost))
+
+
+def _descended(problem: Problem) -> tuple[int, ...]:
+    """A local optimum: each variable in turn takes its cheapest value, until all do."""
+    around = problem.factors_of_variables()
+    index: list[Any] = [0] * len(problem.sizes)
+    for _ in range(_MAX_SWEEPS):  # rounding could go round in circles
+        changed = False
+        for variable, factors in enumerate(around):
+            value, index[variable] = index[variable], slice(None)
+            line = np.zeros(problem.sizes[variable])
+            for factor in (problem.factors[at] for at in factors):
+                line += factor.costs[tuple([index[v] for v in factor.variables])]
+            best = int(line.argmin())
+            better = bool(line[best] < line[value])
+            index[variable] = best if better else value
+            changed = changed or better
+        if not changed:
+            break
+    return tuple(index)
 
 
 def _infeasible(problem: Problem) -> ValueError:

@@ -108,6 +108,14 @@ class Problem:
             )
         )
 
+    def factors_of_variables(self) -> list[list[int]]:
+        """For each variable the factors that have it, as positions in `factors`."""
+        around: list[list[int]] = [[] for _ in self.sizes]
+        for at, factor in enumerate(self.factors):
+            for variable in factor.variables:
+                around[variable].append(at)
+        return around
+
     def restricted(self, kept: Sequence[np.ndarray]) -> "Problem":
         """The same problem with fewer values.
 

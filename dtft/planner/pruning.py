@@ -43,7 +43,7 @@ def prune(problem: Problem) -> Pruned:
     """
     kept = [np.arange(size) for size in problem.sizes]
     tables = [factor.costs for factor in problem.factors]
-    around = _factors_of(problem)
+    around = problem.factors_of_variables()
     waiting = dict.fromkeys(range(len(problem.sizes)))
     while waiting:
         variable = next(iter(waiting))
@@ -62,14 +62,6 @@ def prune(problem: Problem) -> Pruned:
             # With fewer combinations to compare in, others may be dominated now.
             waiting.update(dict.fromkeys(other for other in scope if other != variable))
     return Pruned(problem=problem.restricted(kept), kept=tuple(kept))
-
-
-def _factors_of(problem: Problem) -> list[list[int]]:
-    around: list[list[int]] = [[] for _ in problem.sizes]
-    for at, factor in enumerate(problem.factors):
-        for variable in factor.variables:
-            around[variable].append(at)
-    return around
 
 
 def _by_value(costs: np.ndarray, place: int) -> np.ndarray:

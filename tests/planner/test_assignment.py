@@ -238,21 +238,35 @@ def test_pruned_problem_may_fit_the_tables() -> None:
     assert found.values == (0,) * 6
 
 
-def test_deadline_that_passes_without_an_assignment_is_an_error() -> None:
-    rng = np.random.default_rng(3)
-    scopes = [tuple(rng.permutation(40)[:3].tolist()) for _ in range(300)]
-    problem = problem_over(rng, (6,) * 40, scopes, forbidden=0.3)
-    with pytest.raises(TimeoutError, match=r"deadline_s=0\.001.*is at least"):
-        solve(problem, deadline_s=0.001, max_entries=1)
-
-
-def test_deadline_that_passes_with_an_assignment_gives_its_bound() -> None:
+def test_deadline_that_passes_at_once_gives_a_local_optimum_and_a_bound() -> None:
     rng = np.random.default_rng(4)
     scopes = list(itertools.combinations(range(30), 2))
-    problem = problem_over(rng, (4,) * 30, scopes, integers=True)
-    found = solve(problem, deadline_s=0.5, max_entries=1)
-    assert found.bound <= found.cost == problem.cost(found.values)
-    assert found.gap > 0
+    problem = problem_over(rng, (4,) * 30, scopes)
+    found = solve(problem, deadline_s=0.0, max_entries=1)
+    assert found.method == "descent"
+    assert -math.inf < found.bound < found.cost == problem.cost(found.values)
+    assert found.gap == found.cost - found.bound
+    for variable, value in itertools.product(range(30), range(4)):
+        other = list(found.values)
+        other[variable] = value
+        assert problem.cost(other) >= found.cost - 1e-9
+
+
+def test_deadline_that_passes_with_all_that_was_tried_forbidden_is_an_error() -> None:
+    different = np.where(np.eye(3, dtype=bool), np.inf, 0.0)
+    pairs = [*itertools.combinations(range(3), 2), (3, 4)]
+    factors = [Factor(variables=pair, costs=different) for pair in pairs]
+    # Where all start, any single change leaves something forbidden.
+    swap = np.full((3, 3, 3), np.inf)
+    swap[2, 1, 0] = 0.0
+    problem = Problem(
+        sizes=(3,) * 5, factors=(*factors, Factor(variables=(0, 1, 2), costs=swap))
+    )
+    with pytest.raises(
+        TimeoutError, match=r"deadline_s=0: no allowed .* is at least 0"
+    ):
+        solve(problem, deadline_s=0.0, max_entries=1)
+    assert solve(problem).values == (2, 1, 0, 0, 1)
 
 
 def test_conflict_names_the_variables_that_cannot_have_values_together() -> None:
