@@ -90,4 +90,5 @@ def test_xla_counts_the_same_operations(name: str) -> None:
     model = MODELS[name](**XLA[name])
     graph = trace(model.loss, model.params, model.batch)
     lowered = jax.jit(model.loss).lower(model.params, model.batch)
-    assert graph.flops == pytest.approx(lowered.cost_analysis()["flops"], rel=0.005)
+    counted = lowered.cost_analysis() or {}
+    assert graph.flops == pytest.approx(counted["flops"], rel=0.005)
