@@ -204,6 +204,20 @@ def test_a_custom_gradient_is_followed_in_both_passes() -> None:
     assert names(graph).count("div") == 2
 
 
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_of_random_numbers_have_a_size(kind: str) -> None:
+    def dropped(key: jax.Array, x: jax.Array) -> Any:
+        key, one = jax.random.split(key)
+        return key, jnp.where(jax.random.bernoulli(one, 0.5, x.shape), x, 0.0)
+
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=kind))
+    graph = trace(dropped, key, X)
+    size = graph.values[graph.inputs["0"]].num_bytes
+    assert size == (8 if kind == "threefry2x32" else 16)
+    assert all(graph.bytes_of(op) > 0 for op in graph.operators)
+    assert not graph.unknown
+
+
 def mesh(*sizes: int) -> jax.sharding.Mesh:
     axes = ("replica", "tensor")[: len(sizes)]
     return jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(sizes))
