@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dtft.planner.groups import Group, group_of
+from dtft.planner.axis_layout import Group, group_of
 from dtft.planner.links import CollectiveKind, Curve, Link
 
 __all__ = ["Algorithm", "Group", "collective_s", "group_of"]

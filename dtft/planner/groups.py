@@ -1,123 +1,93 @@
-"""How the devices along mesh axes lie on the levels of a pool.
+"""Operators that cost alike, counted once: what the search goes through.
 
-Pure. Must not know what communication between them costs (`collective_cost`).
+A step of thousands of operators has some dozens of different ones: layers repeat, and
+elementwise operators over the same dims differ only in their bytes, which add up. Pure;
+must not know meshes or seconds.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-import numpy as np
+from dtft.planner.graph import Graph, Operator
 
-from dtft.planner.cluster import Pool
-from dtft.planner.links import Link
+CHEAP = ("elementwise", "layout", "random")
+"""Kinds that a compiler fuses with what is before or after them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """How the devices that communicate lie on the levels of a pool."""
+    """Operators that cost alike."""
 
-    sizes: tuple[float, ...]
-    """Members per group of the level, innermost first; all above 1. A fraction where
-    members do not fill the groups evenly (3 devices on hosts of 2)."""
-    links: tuple[Link, ...]
-
-    @property
-    def num_devices(self) -> int:
-        """Members."""
-        return round(math.prod(self.sizes))
-
-    @property
-    def inner(self) -> tuple[float, ...]:
-        """For each level the members that lie within one of its groups' parts."""
-        return tuple(math.prod(self.sizes[:level]) for level in range(len(self.sizes)))
+    operator: Operator
+    """One of them."""
+    times: float
+    """Executions of all of them in a step."""
+    region: str
+    """Where in the step: forward, backward or update."""
 
 
-def group_of(pool: Pool, mesh: Mapping[str, int], axes: Sequence[str] | str) -> Group:
-    """The devices that communicate along mesh axes, taken as one.
+def region(operator: Operator) -> str:
+    """Where in the step an operator is, from JAX's name stack.
+
+    >>> from dtft.planner.graph import Operator
+    >>> made = Operator(primitive="mul", kind="elementwise", inputs=(), outputs=(),
+    ...     flops=0.0, trips=1, name="transpose(jvp(layer))/mul")
+    >>> region(made)
+    'backward'
+    """
+    if "transpose(" in operator.name:
+        return "backward"
+    return "forward" if "jvp(" in operator.name else "update"
+
+
+def group(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]:
+    """The groups of a program, largest first.
 
     Args:
-        pool: its devices are numbered with the innermost level fastest.
-        mesh: axis to size, slowest-varying first; filled with the first devices.
-        axes: which of them communicate; those of size 1 add nothing.
-
-    Returns:
-        The group that reaches farthest out, where groups differ.
-
-    Raises:
-        ValueError: an axis that the mesh does not have, or a mesh larger than the pool.
+        graph: the program.
+        alias: dim to the dim that stands for it in equal layers.
     """
-    named = (axes,) if isinstance(axes, str) else tuple(axes)
-    if unknown := [axis for axis in named if axis not in mesh]:
-        raise ValueError(
-            f"axes={named}: the mesh has no {', '.join(unknown)}. Allowed: "
-            f"{', '.join(mesh)}."
-        )
-    if math.prod(mesh.values()) > pool.num_devices:
-        raise ValueError(
-            f"mesh={dict(mesh)} has {math.prod(mesh.values())} devices, the pool "
-            f"{pool.words} has {pool.num_devices}. Make the mesh smaller."
-        )
-    levels = tuple(level.size for level in pool.levels)
-    chosen = tuple(axis in named for axis in mesh)
-    sizes = _sizes(levels, tuple(mesh.values()), chosen)
-    used = [level for level, size in enumerate(sizes) if size > 1]
-    return Group(
-        sizes=tuple(sizes[level] for level in used),
-        links=tuple(pool.levels[level].link for level in used),
-    )
+    times: Counter[object] = Counter()
+    first: dict[object, Operator] = {}
+    cheap: dict[object, list[Operator]] = defaultdict(list)
+    for operator in graph.operators:
+        key = _key(graph, operator, alias)
+        if operator.kind in CHEAP:
+            cheap[key].append(operator)
+        else:
+            first.setdefault(key, operator)
+            times[key] += operator.trips
+    found = [
+        Group(operator=first[key], times=count, region=region(first[key]))
+        for key, count in times.items()
+    ]
+    found += [_merged(graph, operators) for operators in cheap.values()]
+    return tuple(found)
 
 
-@lru_cache(maxsize=65536)
-def _sizes(
-    levels: tuple[int, ...], mesh: tuple[int, ...], chosen: tuple[bool, ...]
-) -> tuple[float, ...]:
-    """Members per level; see `group_of`."""
-    bounds = [math.prod(levels[:level]) for level in range(len(levels) + 1)]
-    sizes = [1.0] * len(levels)
-    stride = 1
-    for size, is_chosen in zip(reversed(mesh), reversed(chosen), strict=True):
-        if is_chosen and size > 1:
-            if not _aligned(bounds[1:-1], stride, stride * size):
-                return _counted(bounds, mesh, chosen)
-            for level in range(len(levels)):
-                low = max(stride, bounds[level])
-                high = min(stride * size, bounds[level + 1])
-                sizes[level] *= max(1, high / low)
-        stride *= size
-    return tuple(sizes)
+def _key(graph: Graph, operator: Operator, alias: Mapping[int, int]) -> object:
+    values = [graph.values[i] for i in (*operator.inputs, *operator.outputs)]
+    if operator.kind in CHEAP:
+        dims = {alias.get(d, d) for v in values for d in v.dims}
+        whole = {alias.get(d, d) for d in operator.whole}
+        return region(operator), frozenset(dims), frozenset(whole)
+    shapes = tuple((v.shape, v.dtype, _roots(v.dims, alias)) for v in values)
+    summed, whole = _roots(operator.summed, alias), _roots(operator.whole, alias)
+    summed = (summed, operator.contracted)
+    return operator.primitive, shapes, summed, whole, operator.flops, region(operator)
 
 
-def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
-    """Whether an axis from stride `start` to `end` fills every group it enters."""
-    return all(
-        start % bound == 0
-        if bound <= start
-        else bound % end == 0
-        if bound >= end
-        else bound % start == 0 and end % bound == 0
-        for bound in bounds
-    )
+def _roots(dims: tuple[int, ...], alias: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(alias.get(dim, dim) for dim in dims)
 
 
-def _counted(
-    bounds: Sequence[int], mesh: tuple[int, ...], chosen: tuple[bool, ...]
-) -> tuple[float, ...]:
-    """The same by counting, for axes that do not fill groups evenly."""
-    order = [*np.flatnonzero(~np.array(chosen)), *np.flatnonzero(chosen)]
-    members = math.prod(
-        size for size, is_chosen in zip(mesh, chosen, strict=True) if is_chosen
-    )
-    numbers = np.arange(math.prod(mesh)).reshape(mesh).transpose(order)
-    groups = numbers.reshape(-1, members)
-
-    def parts(bound: int) -> np.ndarray:
-        found = np.sort(groups // bound, axis=1)
-        return 1 + (np.diff(found, axis=1) > 0).sum(axis=1)
-
-    counts = np.stack([parts(bound) for bound in bounds])  # [level, group], outer last
-    worst = np.lexsort(counts)[-1]  # by the outermost level first
-    found = counts[:, worst]
-    # A mesh that leaves devices out ends within a group of the outermost level.
-    return tuple(float(low / high) for low, high in zip(found, found[1:], strict=False))
+def _merged(graph: Graph, operators: list[Operator]) -> Group:
+    """The largest of them, with the bytes and operations of all."""
+    largest = max(operators, key=graph.bytes_of)
+    own = graph.bytes_of(largest)
+    total = sum(graph.bytes_of(operator) * operator.trips for operator in operators)
+    flops = sum(operator.flops * operator.trips for operator in operators)
+    times = total / own if own else float(sum(op.trips for op in operators))
+    stands = replace(largest, flops=flops / times if times else 0.0)
+    return Group(operator=stands, times=times, region=region(largest))
