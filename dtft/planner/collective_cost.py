@@ -126,7 +126,9 @@ def _alpha(hops: _Hops) -> float:
 
 def _most(times: list[Any]) -> Any:
     """The longest; levels carry what they have to at the same time."""
-    return times[0] if len(times) == 1 else np.maximum.reduce(times)
+    if isinstance(times[0], np.ndarray):
+        return np.maximum.reduce(times)
+    return max(times)
 
 
 def _slowest(num_bytes: Any, hops: _Hops) -> Any:
