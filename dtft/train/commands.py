@@ -149,6 +149,13 @@ def _scale(options: Namespace, overrides: list[str]) -> int:
     return scale_command.run(options, read_secret(options))
 
 
+def _plan(options: Namespace, overrides: list[str]) -> int:
+    from dtft.train import predict_command
+
+    _refuse_unknown(f"plan {options.action}", overrides)
+    return predict_command.run(options)
+
+
 def _refuse_unknown(command: str, overrides: list[str]) -> None:
     if overrides:
         raise ValueError(
@@ -171,6 +178,7 @@ def _checkpoint(options: Namespace, overrides: list[str]) -> int:
 _COMMANDS = {
     "checkpoint": _checkpoint,
     "scale": _scale,
+    "plan": _plan,
     "train": _train,
     "config": _config,
     "launch": _launch,
