@@ -9,7 +9,7 @@ Without a name, all three. Nothing is run; every figure is deterministic.
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import matplotlib
 
@@ -19,15 +19,7 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from dtft.planner.row_fitting import (
-    Fit,
-    Judgement,
-    fit,
-    judge,
-    leave_one_out,
-    regret,
-)
-from dtft.planner.row_prediction import pool_of
+from dtft.planner.row_fitting import Judgement, judge
 from dtft.planner.row_scales import (
     BIGSCIENCE,
     LLM_FOUNDRY_H100,
@@ -35,73 +27,30 @@ from dtft.planner.row_scales import (
     Scales,
     elsewhere,
 )
-from dtft.planner.row_search import Candidate, search
-from dtft.planner.rows import StepCost, stack, step_cost
+from dtft.planner.row_search import Candidate
 from dtft.planner.transformer_memory import memory
 from experiments import report
+from experiments.public_studies import (
+    CATALOG,
+    TRANSFERS,
+    bigscience_loo,
+    costs_of,
+    h100_fit,
+    h100_loo,
+    h100_rows,
+    seconds_of,
+    transfer,
+)
 from experiments.published_rows import (
     ANOMALY,
     Published,
     bigscience,
     llm_foundry,
     megatron,
-    ranking_set,
 )
 
 COMMAND = "python -m experiments.public_measurements"
-CATALOG = Scales()
-
-
-def costs_of(rows: Sequence[Published]) -> StepCost:
-    """Base seconds of all rows."""
-    return stack(
-        [
-            step_cost(p.row.shape, p.row.layout, pool_of(p.cluster, p.row.layout.gpus))
-            for p in rows
-        ]
-    )
-
-
-def seconds_of(rows: Sequence[Published]) -> np.ndarray:
-    """Measured."""
-    return np.array([p.step_s for p in rows])
-
-
 # ------------------------------------------------------------- leave one out
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeaveOneOut:
-    """Reference section 12, T5."""
-
-    rows: list[Published]
-    fitted: Fit
-    """To all rows."""
-    predicted: np.ndarray
-    """Of each row, from a fit to the others."""
-    judgement: Judgement
-    top_1: float
-    """Regret."""
-    top_3: float
-
-
-def bigscience_loo(spread: Scales = SPREADS) -> LeaveOneOut:
-    """The ranking set, each row predicted from a fit to the others."""
-    rows = ranking_set()
-    costs, measured = costs_of(rows), seconds_of(rows)
-    start, widths = CATALOG.vector(), spread.vector()
-    predicted = leave_one_out(costs.step_s, measured, start, spread=widths)
-    batch = np.array([p.row.layout.global_batch for p in rows])
-    whole = batch >= 2016
-    each = (predicted / batch)[whole], (measured / batch)[whole]
-    return LeaveOneOut(
-        rows=rows,
-        fitted=fit(costs.step_s, measured, start, spread=widths),
-        predicted=predicted,
-        judgement=judge(predicted, measured, [p.name != ANOMALY for p in rows]),
-        top_1=regret(*each, 1),
-        top_3=regret(*each, 3),
-    )
 
 
 def run_bigscience() -> None:
@@ -190,54 +139,6 @@ def memory_text() -> str:
 
 # ------------------------------------------------------------------ transfer
 
-TRANSFERS: Mapping[str, Scales] = {
-    "device only (the rule)": elsewhere(BIGSCIENCE),
-    "and starts of kernels": replace(elsewhere(BIGSCIENCE), launch=BIGSCIENCE.launch),
-    "and NVLink": replace(BIGSCIENCE, network=1.0, next_stage=1.0),
-    "all but NVLink": replace(BIGSCIENCE, fast_link=1.0),
-    "everything, Jean Zay's network too": BIGSCIENCE,
-}
-"""What is carried over from BigScience, least first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """One row of Selene."""
-
-    published: Published
-    step_s: float
-    """Predicted."""
-    best: Candidate
-    split_ratio: float
-    """Time of the published (tp, pp, dp), with its best micro-batch and virtual
-    stages, by that of the best layout."""
-
-    @property
-    def rate_error(self) -> float:
-        """Of TFLOP/s: predicted / measured - 1."""
-        return self.published.step_s / self.step_s - 1
-
-
-def transfer(scales: Scales = TRANSFERS["device only (the rule)"]) -> list[Transfer]:
-    """The Megatron table, with scalars that saw none of it."""
-    found = []
-    for p in megatron():
-        layout = p.row.layout
-        pool = pool_of(p.cluster, layout.gpus)
-        candidates = search(p.row.shape, layout, pool, scales)
-        split = (layout.tp, layout.pp, layout.dp)
-        own = next(c for c in candidates if c.split == split)
-        cost = step_cost(p.row.shape, layout, pool)
-        found.append(
-            Transfer(
-                published=p,
-                step_s=float(cost.step_s(scales.vector())),
-                best=candidates[0],
-                split_ratio=own.step_s / candidates[0].step_s,
-            )
-        )
-    return found
-
 
 def run_megatron() -> None:
     """Table and figure of the transfer."""
@@ -318,29 +219,13 @@ def rules_table() -> tuple[list[str], list[list[object]]]:
 # --------------------------------------------------------------- llm-foundry
 
 
-def h100_rows() -> list[Published]:
-    """The bfloat16 rows on H100."""
-    return [p for p in llm_foundry() if p.group.startswith("h100_bf16")]
-
-
-def h100_fit() -> tuple[np.ndarray, Fit]:
-    """Seconds by leave-one-out, and the fit to all; drawn to the scalars of A100."""
-    rows = h100_rows()
-    costs, start = costs_of(rows), elsewhere(BIGSCIENCE).vector()
-    start = np.where(start == 1.0, BIGSCIENCE.vector(), start)
-    start[Scales.names().index("fast_link")] = 1.0
-    measured, spread = seconds_of(rows), SPREADS.vector()
-    out = leave_one_out(costs.step_s, measured, start, spread=spread)
-    return out, fit(costs.step_s, measured, start, spread=spread)
-
-
 def run_llmfoundry() -> None:
     """Errors by section, and a figure."""
     rows = llm_foundry()
     carried = costs_of(rows).step_s(elsewhere(BIGSCIENCE).vector())
     eager = replace(elsewhere(BIGSCIENCE), launch=BIGSCIENCE.launch)
     started = costs_of(rows).step_s(eager.vector())
-    out, fitted = h100_fit()
+    out, fitted = h100_loo(), h100_fit()
     lines: list[list[object]] = []
     for group in dict.fromkeys(p.group for p in rows):
         of_group = np.array([p.group == group for p in rows])

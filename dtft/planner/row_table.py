@@ -7,6 +7,7 @@ values out: must not know files, devices or costs.
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -195,7 +196,7 @@ def _count(where: str, column: str, text: str) -> int:
         value = float(text)
     except ValueError:
         value = 0.0
-    if value < 1 or value != int(value):
+    if not (1 <= value < math.inf) or value != int(value):
         raise ValueError(
             f"{where}, column {column}: {text!r} is no whole number above 0."
         )

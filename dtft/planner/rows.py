@@ -7,14 +7,14 @@ from the catalog's figures, times a scalar (`Scales`): fitting the scalars
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from dtft.planner import compute_cost
 from dtft.planner.cluster import Pool
-from dtft.planner.collective_cost import collective_s, group_of
+from dtft.planner.collective_cost import Group, collective_s, group_of
 from dtft.planner.links import CollectiveKind, LinkKind
 from dtft.planner.row_scales import Scales
 from dtft.planner.transformer import (
@@ -120,22 +120,26 @@ def step_cost(shape: Shape, layout: Layout, pool: Pool) -> StepCost:
 
     Args:
         shape: The model.
-        layout: How it is laid out; `gpus` of it must be the pool's.
-        pool: Like devices, `resized` to the layout.
+        layout: How it is laid out.
+        pool: Like devices, at least as many as the layout has.
     """
-    fabric = _Fabric(pool=pool, layout=layout)
+    fabric = _Fabric.of(layout, pool)
     kinds = Counter(
         (layers, stage == 0, stage == layout.pp - 1)
         for stage, layers in enumerate(layout.layers_of(shape))
     )
-    stages = np.array([_stage_row(shape, fabric, *kind) for kind in kinds])
+    # [kinds, parts]: how many layers, embeddings, heads; times [parts, terms].
+    parts = np.array(list(kinds), float)
+    works = (f(shape, layout) for f in (layer_work, embedding_work, head_work))
+    stages = parts @ np.array([_work_row(work, fabric) for work in works])
+    sent = np.full((len(parts), 1), _pipeline_s(shape, fabric))
     scale = {name: number for number, name in enumerate(Scales.names())}
-    links = {axis: scale[fabric.scale_name(axis)] for axis in fabric.mesh}
+    links = {axis: scale[fabric.scale_name(axis)] for axis in fabric.groups}
     compute = [scale[name] for name in ("matmul", "memory", "launch")]
     return StepCost(
-        stages=stages[:, :-1],
+        stages=np.hstack([stages, sent]),
         counts=np.array(list(kinds.values())),
-        gathered=stages[:, -1],
+        gathered=parts[:, 0] * _gathered_s(shape, fabric),
         step=np.array([_data_s(shape, fabric), _optimizer_s(shape, fabric)]),
         stage_scales=np.array([*compute, links["tensor"], scale["next_stage"]]),
         step_scales=np.array([links["replica"], scale["memory"]]),
@@ -151,16 +155,19 @@ class _Fabric:
 
     pool: Pool
     layout: Layout
+    groups: Mapping[str, Group]
+    """Of each axis."""
 
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Axis to size, slowest-varying first, as Megatron numbers ranks."""
-        layout = self.layout
-        return {"stage": layout.pp, "replica": layout.dp, "tensor": layout.tp}
+    @classmethod
+    def of(cls, layout: Layout, pool: Pool) -> "_Fabric":
+        """`tp` innermost, then `dp`, then `pp`, as Megatron numbers ranks."""
+        mesh = {"stage": layout.pp, "replica": layout.dp, "tensor": layout.tp}
+        groups = {axis: group_of(pool, mesh, axis) for axis in mesh}
+        return cls(pool=pool, layout=layout, groups=groups)
 
     def seconds(self, kind: CollectiveKind, num_bytes: float, axis: str) -> float:
         """Of one collective along an axis."""
-        return collective_s(kind, num_bytes, group_of(self.pool, self.mesh, axis))
+        return collective_s(kind, num_bytes, self.groups[axis])
 
     def ends_s(self, num_bytes: float) -> float:
         """Of an all-reduce between the first and the last stage."""
@@ -172,23 +179,8 @@ class _Fabric:
 
     def scale_name(self, axis: str) -> str:
         """The scalar of an axis: does it leave the host?"""
-        links = group_of(self.pool, self.mesh, axis).links
-        far = any(link.kind in NETWORKS for link in links)
+        far = any(link.kind in NETWORKS for link in self.groups[axis].links)
         return "network" if far else "fast_link"
-
-
-def _stage_row(
-    shape: Shape, fabric: _Fabric, layers: int, first: bool, last: bool
-) -> list[float]:
-    """Base seconds of one microbatch on one stage: STAGE_TERMS, then gathered."""
-    layout = fabric.layout
-    parts = [(layer_work(shape, layout), layers)]
-    parts += [(embedding_work(shape, layout), 1)] if first else []
-    parts += [(head_work(shape, layout), 1)] if last else []
-    total = np.zeros(4)
-    for work, times in parts:
-        total += times * np.array(_work_row(work, fabric))
-    return [*total, _pipeline_s(shape, fabric), _gathered_s(shape, fabric, layers)]
 
 
 def _work_row(work: Work, fabric: _Fabric) -> tuple[float, float, float, float]:
@@ -225,8 +217,8 @@ def _pipeline_s(shape: Shape, fabric: _Fabric) -> float:
     return 2 * layout.virtual_stages * fabric.seconds("permute", part, "stage")
 
 
-def _gathered_s(shape: Shape, fabric: _Fabric, layers: int) -> float:
-    """Parameters gathered and gradients scattered layer by layer, for a microbatch.
+def _gathered_s(shape: Shape, fabric: _Fabric) -> float:
+    """Parameters gathered and gradients scattered, for a layer and a microbatch.
 
     ZeRO 3 gathers for the forward and for the backward pass; ZeRO 2 keeps them between.
     """
@@ -236,9 +228,7 @@ def _gathered_s(shape: Shape, fabric: _Fabric, layers: int) -> float:
     size = ITEM_BYTES * shape.layer_parameters / layout.tp
     gathers = layout.zero - 1
     gather = fabric.seconds("all_gather", size, "replica")
-    return layers * (
-        gathers * gather + fabric.seconds("reduce_scatter", size, "replica")
-    )
+    return gathers * gather + fabric.seconds("reduce_scatter", size, "replica")
 
 
 def _data_s(shape: Shape, fabric: _Fabric) -> float:
