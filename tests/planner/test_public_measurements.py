@@ -10,6 +10,7 @@ import pytest
 from dtft.planner.row_scales import BIGSCIENCE, LLM_FOUNDRY_H100, elsewhere
 from dtft.planner.transformer_memory import memory
 from experiments.public_studies import (
+    DEVICE_ONLY,
     TRANSFERS,
     LeaveOneOut,
     Transfer,
@@ -71,24 +72,25 @@ def test_memory_of_bigscience() -> None:
 
 
 def test_megatron_by_transfer(carried: list[Transfer]) -> None:
+    """Target 9 of 10 within 15 %: met by all ten, the worst is 9.2 % off."""
     within = [t for t in carried if abs(t.rate_error) <= 0.15]
     assert len(within) >= 9
-    assert len(within) == 10
-
-
-@pytest.mark.parametrize("name", [n for n in TRANSFERS if "everything" not in n][:3])
-def test_megatron_holds_whatever_else_is_carried(name: str) -> None:
-    """All but Jean Zay's slow network: the result is not one lucky rule's."""
-    rows = megatron()
-    errors = seconds_of(rows) / costs_of(rows).step_s(TRANSFERS[name].vector()) - 1
-    assert (np.abs(errors) <= 0.15).sum() >= 9
+    assert max(abs(t.rate_error) for t in carried) < 0.10
 
 
 def test_megatron_splits(carried: list[Transfer]) -> None:
-    """Target 9 of 10, missed: 18B (1.16) and 39B (1.12) are faster with tp=2 here."""
+    """Target 9 of 10 within 10 % of our best: met; 18B is faster with tp=2 here."""
     apart = {t.published.name for t in carried if t.split_ratio > 1.1}
-    assert apart == {"18B", "39B"}
+    assert apart == {"18B"}
     assert max(t.split_ratio for t in carried) < 1.17
+
+
+@pytest.mark.parametrize("rule", [DEVICE_ONLY, "all but links between hosts"])
+def test_megatron_rates_hold_whatever_else_is_carried(rule: str) -> None:
+    """All but Jean Zay's slow network: the result is not one lucky rule's."""
+    rows = megatron()
+    errors = seconds_of(rows) / costs_of(rows).step_s(TRANSFERS[rule].vector()) - 1
+    assert (np.abs(errors) <= 0.15).sum() >= 9
 
 
 def test_published_plans_fit(carried: list[Transfer]) -> None:
