@@ -1,15 +1,18 @@
 """All use of private JAX API, behind a version check.
 
 The coordination service as a process of its own (so that no trainer is special), a
-trainer's connection to it, and the address of a CPU array's buffer. Nothing else in
-dtft may import ``jax._src`` or ``jaxlib``'s private modules.
+trainer's connection to it, the address of a CPU array's buffer, and the compilation of
+a module that another process lowered. Nothing else in dtft may import
+``jax._src`` or ``jaxlib``'s private modules.
 """
 
 import ctypes
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 _TESTED = ((0, 10), (0, 13))
 """First tested version, and the first one that was not tested."""
@@ -94,3 +97,70 @@ def cpu_buffer(array: jax.Array) -> memoryview:
     size = array.size * array.dtype.itemsize
     address = array.unsafe_buffer_pointer()
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+
+def compile_module(
+    module: bytes, devices: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Compiles what `jit` lowered, as `jit` would, for devices of one's choice.
+
+    Args:
+        module: StableHLO with shardings, as MLIR bytecode of this version of JAX.
+        devices: in the order of the mesh; those of a topology need not exist.
+        options: of XLA, such as `{"xla_backend_optimization_level": 0}`.
+
+    Returns:
+        XLA's executable, with `hlo_modules()` and `get_compiled_memory_stats()`.
+    """
+    check_version()
+    from jax._src.interpreters import mlir
+    from jax._src.lib import (
+        _jax,  # pyright: ignore[reportPrivateImportUsage]
+        xla_client,  # pyright: ignore[reportPrivateImportUsage]
+    )
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+    from jax.extend.backend import get_compile_options
+
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        settings = get_compile_options(
+            num_replicas=1,
+            num_partitions=len(devices),
+            device_assignment=np.asarray(devices, dtype=object).reshape(1, -1),
+            env_options_overrides=dict(options),
+            backend=devices[0].client,
+        )
+        arguments, results = _is_placed(parsed, ir)
+        build = settings.executable_build_options
+        build.allow_spmd_sharding_propagation_to_parameters = [
+            not placed for placed in arguments
+        ]
+        build.allow_spmd_sharding_propagation_to_output = [
+            not placed for placed in results
+        ]
+        where = xla_client.DeviceList(tuple(devices))
+        client = devices[0].client
+        only = isinstance(client, _jax.CompileOnlyPyClient)
+        compile_ = client.compile if only else client.compile_and_load
+        return compile_(parsed, executable_devices=where, compile_options=settings)
+
+
+def _is_placed(module: Any, ir: Any) -> tuple[list[bool], list[bool]]:
+    """Of each argument and result of a module, whether its sharding is given."""
+    main = next(
+        op for op in module.body.operations if op.attributes["sym_name"].value == "main"
+    )
+
+    def placed(attributes: str, count: int) -> list[bool]:
+        if attributes not in main.attributes:
+            return [False] * count
+        return [
+            "sdy.sharding" in one or "mhlo.sharding" in one
+            for one in ir.ArrayAttr(main.attributes[attributes])
+        ]
+
+    kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+    return (
+        placed("arg_attrs", len(kind.inputs)),
+        placed("res_attrs", len(kind.results)),
+    )

@@ -30,6 +30,7 @@ def _parser(serve_only: bool = False) -> argparse.ArgumentParser:
     _checkpoint(commands)
     _scale(commands)
     _plan(commands)
+    _calibrate(commands)
     return parser
 
 
@@ -204,6 +205,15 @@ def _plan(commands: Any) -> None:
     made.add_argument("--cluster", required=True, metavar="SPEC", help=text)
     text = "the table with predicted_* columns"
     made.add_argument("--out", required=True, metavar="OUT.csv", help=text)
+
+
+def _calibrate(commands: Any) -> None:
+    made = commands.add_parser(
+        "calibrate", help="measure this machine for the planner", allow_abbrev=False
+    )
+    made.add_argument("--out", metavar="FILE", help="write the calibration here")
+    text = "how many (CPU: as many are made; default: all)"
+    made.add_argument("--devices", type=int, metavar="N", help=text)
 
 
 def _count(text: str) -> int:

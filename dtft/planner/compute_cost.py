@@ -88,8 +88,8 @@ def unfused_s(device: DeviceType, num_bytes: Any) -> Any:
 
 
 def launch_s(device: DeviceType, num_operators: Any) -> Any:
-    """Seconds to start operators, one after another."""
-    return device.efficiency.launch_s * num_operators
+    """Seconds to start a step and its operators, one after another."""
+    return device.efficiency.dispatch_s + device.efficiency.launch_s * num_operators
 
 
 def added_s(efficiency: Efficiency, collective_s: Any, compute_s: Any) -> Any:

@@ -29,6 +29,8 @@ class Efficiency:
     """Share of the bytes of unfused element-wise operators that is really moved."""
     launch_s: float = 5e-6
     """Seconds to start one operator."""
+    dispatch_s: float = 0.0
+    """Seconds in which the host starts a whole step, before any operator."""
     misaligned: float = 1.0
     """Speed of a matmul whose rows are not aligned, relative to one whose are."""
     overlap_kappa: float = 1.1
@@ -39,12 +41,12 @@ class Efficiency:
     def __post_init__(self) -> None:
         shares = (self.e0, self.memory, self.fuse, self.misaligned)
         fine = all(0 < share <= 1 for share in shares)
-        fine = fine and self.x0 >= 0 and self.launch_s >= 0
+        fine = fine and min(self.x0, self.launch_s, self.dispatch_s) >= 0
         if not (fine and self.overlap_kappa >= 1 and 0 <= self.overlap_fraction <= 1):
             raise ValueError(
                 f"{self}: no device is so. Allowed: e0, memory, fuse and misaligned "
-                "above 0 and at most 1; x0 and launch_s 0 or more; overlap_kappa 1 or "
-                "more; overlap_fraction 0 to 1."
+                "above 0 and at most 1; x0, launch_s and dispatch_s 0 or more; "
+                "overlap_kappa 1 or more; overlap_fraction 0 to 1."
             )
 
 

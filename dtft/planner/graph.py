@@ -84,7 +84,7 @@ class Operator:
     """JAX's name of it."""
     kind: Kind
     inputs: tuple[int, ...]
-    """Values read, as indices into `Graph.values`; scalars of the program's text not."""
+    """Values read, indices into `Graph.values`; literals are left out."""
     outputs: tuple[int, ...]
     """Values written."""
     flops: float
@@ -93,6 +93,8 @@ class Operator:
     """How often it runs in a step: the lengths of the scans around it, multiplied."""
     summed: tuple[int, ...] = ()
     """Dims that are summed over: divided among devices they leave partial results."""
+    contracted: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Of a matmul: places of the summed dims in its left and in its right operand."""
     whole: tuple[int, ...] = ()
     """Dims that this operator needs undivided (sorted along, rolled, indexed)."""
     again: bool = False
@@ -109,6 +111,14 @@ class Loop:
 
     length: int
     primitive: str
+    operators: tuple[int, int]
+    """Its body: first operator, and the one after the last, in `Graph.operators`."""
+    sliced: tuple[tuple[int, int], ...] = ()
+    """Values outside, with a leading dim, and what the body sees of each in turn."""
+    stacked: tuple[tuple[int, int], ...] = ()
+    """Values the body makes, and where each is kept outside, with a leading dim."""
+    carried: tuple[tuple[int, int, int, int], ...] = ()
+    """Before the loop, into the body, out of the body, after the loop."""
     again: bool = False
 
 
@@ -117,7 +127,7 @@ class Dim:
     """Dims of values that are divided alike."""
 
     sizes: tuple[int, ...]
-    """The different sizes it has, ascending: a merged dim is larger than its first part."""
+    """The sizes it has, ascending: a merged dim is larger than its first part."""
     loop: bool = False
     """Whether it is what a scan goes along: its parts are needed one after another."""
 

@@ -1,4 +1,4 @@
-"""The plan: which mesh, which shardings, which knobs, and what they are predicted to cost.
+"""The plan: which mesh and shardings, which knobs, what they are predicted to cost.
 
 Values only, with their JSON form. Decides nothing; must not know how a plan is found
 (`search`), explained (`explain`) or run (`dtft.train`).
@@ -86,13 +86,16 @@ class Plan:
     """Axis name to size, slowest-varying (outermost on the fabric) first."""
     knobs: Knobs
     state: Mapping[str, Spec]
-    """Path of each leaf of the state (entry loss: of the parameters) to its spec."""
+    """Path of each leaf of the state (entry loss: of the parameters) to its spec; the
+    path within that tree, so without the argument's name."""
     batch: Mapping[str, Spec]
     """Path of each leaf of the batch to its spec."""
     optimizer: Mapping[str, Spec] = field(default_factory=dict)
     """Entry loss: path of each leaf of the optimizer state to its spec."""
     constraints: Mapping[int, Spec] = field(default_factory=dict)
-    """Number of an operator of the traced program to the spec of its first output."""
+    """Number of an operator to the spec of its first output. Entry step: of the step's
+    program; entry loss: of the program of `loss(params, batch)` alone, which is what
+    `make_step` differentiates, accumulates and rematerializes."""
     prediction: Prediction
     memory: Mapping[str, int]
     """Bytes of the fullest device by term: parameters, gradients, optimizer,

@@ -156,6 +156,13 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
     return predict_command.run(options)
 
 
+def _calibrate(options: Namespace, overrides: list[str]) -> int:
+    from dtft.train import calibrate
+
+    _refuse_unknown("calibrate", overrides)
+    return calibrate.run(options)
+
+
 def _refuse_unknown(command: str, overrides: list[str]) -> None:
     if overrides:
         raise ValueError(
@@ -179,6 +186,7 @@ _COMMANDS = {
     "checkpoint": _checkpoint,
     "scale": _scale,
     "plan": _plan,
+    "calibrate": _calibrate,
     "train": _train,
     "config": _config,
     "launch": _launch,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.aot.hlo import parse
+from dtft.planner.hlo import parse
+from tests.aot.hlo import bytes_moved, collectives, copies, kernels
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), \
@@ -48,17 +49,17 @@ def _names(operations: list) -> list[str]:
 
 
 def test_kernels_are_found_where_they_are_called_and_not_in_their_bodies() -> None:
-    assert _names(parse(TEXT).kernels(32)) == ["pair", "inner_fusion"]
-    assert _names(parse(TEXT).kernels(33)) == []
+    assert _names(kernels(parse(TEXT), 32)) == ["pair", "inner_fusion"]
+    assert _names(kernels(parse(TEXT), 33)) == []
 
 
 def test_copies_are_found_as_operations_and_as_kernels() -> None:
-    assert _names(parse(TEXT).copies(32)) == ["copy.1", "copy_fusion"]
-    assert _names(parse(TEXT).copies(1)) == ["copy.1", "copy.2", "copy_fusion"]
+    assert _names(copies(parse(TEXT), 32)) == ["copy.1", "copy_fusion"]
+    assert _names(copies(parse(TEXT), 1)) == ["copy.1", "copy.2", "copy_fusion"]
 
 
 def test_each_communication_counts_once() -> None:
-    assert parse(TEXT).collectives() == {"all-gather": 1, "all-reduce": 1}
+    assert collectives(parse(TEXT)) == {"all-gather": 1, "all-reduce": 1}
 
 
 def test_aliases_name_outputs_and_their_inputs() -> None:
@@ -75,7 +76,7 @@ def test_bytes_are_those_of_operands_and_results() -> None:
         "  ROOT %f = f32[8,4]{1,0} fusion(%a, %b, %a), calls=%fused_add\n"
         "}\n"
     )
-    assert parse(text).bytes_moved() == 128 + 32 + 128
+    assert bytes_moved(parse(text)) == 128 + 32 + 128
 
 
 def test_a_text_without_a_program_is_refused() -> None:

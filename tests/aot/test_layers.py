@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dtft.planner.hlo import Program, parse
 from tests.aot import gpu, hlo
 
 gradients = pytest.importorskip("dtft.collectives.gradients")
 LAYERS, WIDTH = 4, 1024
 
 
-def _compile(trigger: str) -> hlo.Program:
+def _compile(trigger: str) -> Program:
     mesh = gpu.mesh(replica=8)
 
     def loss(params: Any, x_BD: Any) -> Any:
@@ -39,12 +40,12 @@ def _compile(trigger: str) -> hlo.Program:
     )
     params = {"layers": shape(LAYERS, WIDTH, WIDTH, spec=PartitionSpec())}
     batch = shape(64, WIDTH, spec=PartitionSpec("replica"))
-    return hlo.parse(step.lower(params, batch).compile().as_text())
+    return parse(step.lower(params, batch).compile().as_text())
 
 
 def _reduces(operations: Any) -> int:
     kinds = ("all-reduce", "all-reduce-start")
-    return sum(o.opcode in kinds and o.largest >= WIDTH**2 for o in operations)
+    return sum(o.opcode in kinds and hlo.largest(o) >= WIDTH**2 for o in operations)
 
 
 def test_stacked_layers_are_reduced_inside_of_the_backward_loop() -> None:

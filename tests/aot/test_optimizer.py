@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dtft.optim import max_adabelief
+from dtft.planner.hlo import Program, parse
 from tests.aot import gpu, hlo
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -45,13 +46,13 @@ def _gate(make: Callable[..., Any], shapes: Shapes, finite_only: bool = False) -
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     carried = gpu.on_one((params, jax.eval_shape(solver.init, params)))
     compiled = jax.jit(step, donate_argnums=0).lower(carried, carried[0]).compile()
-    program = hlo.parse(compiled.as_text())
+    program = parse(compiled.as_text())
     memory: Any = compiled.memory_analysis()
     smallest = min(math.prod(shape) for shape in shapes)
     return Gate(
-        kernels=len(program.kernels(smallest)),
-        copies=len(program.copies(smallest)),
-        bytes=program.bytes_moved(),
+        kernels=len(hlo.kernels(program, smallest)),
+        copies=len(hlo.copies(program, smallest)),
+        bytes=hlo.bytes_moved(program),
         temporary=memory.temp_size_in_bytes,
     )
 
@@ -106,7 +107,7 @@ def _copies_in_train_step(make: Callable[..., Any]) -> int:
     step, carried = _train_step(make)
     batch = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
     lowered = jax.jit(step, donate_argnums=0).lower(*gpu.on_one((carried, batch)))
-    return len(hlo.parse(lowered.compile().as_text()).copies(WIDTH**2))
+    return len(hlo.copies(parse(lowered.compile().as_text()), WIDTH**2))
 
 
 def test_a_train_step_copies_no_more_leaves_than_with_adam() -> None:
@@ -136,7 +137,7 @@ def _divided(params_spec: PartitionSpec, state_spec: PartitionSpec) -> tuple[Any
         .compile()
     )
     memory: Any = compiled.memory_analysis()
-    return hlo.parse(compiled.as_text()), memory.argument_size_in_bytes
+    return parse(compiled.as_text()), memory.argument_size_in_bytes
 
 
 WHOLE, DIVIDED = PartitionSpec(), PartitionSpec("replica")
@@ -144,9 +145,10 @@ MATRIX_BYTES = 4 * WIDTH**2
 BATCH_BYTES = 4 * 1024 * WIDTH // 8
 
 
-def _large_all_reduces(program: hlo.Program) -> int:
+def _large_all_reduces(program: Program) -> int:
     return sum(
-        o.opcode.startswith("all-reduce") and o.largest > 1 for o in program.operations
+        o.opcode.startswith("all-reduce") and hlo.largest(o) > 1
+        for o in program.operations
     )
 
 
@@ -159,7 +161,7 @@ def test_a_divided_state_is_reduced_by_parts_and_gathered(
     params_spec: PartitionSpec, matrices: float
 ) -> None:
     program, arguments = _divided(params_spec, DIVIDED)
-    found = program.collectives()
+    found = hlo.collectives(program)
     assert found["reduce-scatter"] >= 1 and found["all-gather"] >= 2, found
     assert _large_all_reduces(program) == 0  # the loss is one number
     expected = matrices * MATRIX_BYTES + BATCH_BYTES
@@ -169,6 +171,6 @@ def test_a_divided_state_is_reduced_by_parts_and_gathered(
 def test_a_whole_state_is_all_reduced() -> None:
     program, arguments = _divided(WHOLE, WHOLE)
     assert _large_all_reduces(program) >= 1
-    assert program.collectives()["reduce-scatter"] == 0
+    assert hlo.collectives(program)["reduce-scatter"] == 0
     expected = 8 * MATRIX_BYTES + BATCH_BYTES
     assert arguments == pytest.approx(expected, abs=4096)

@@ -1,0 +1,210 @@
+"""The exact solver of small discrete cost problems.
+
+Decides which method solves a problem: eliminating variables where the tables stay
+small (always on chains and trees), a mixed-integer program otherwise; and says which
+variables are in conflict where everything is forbidden. Must not know what variables
+stand for.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dtft.planner import mixed_integer
+from dtft.planner.elimination import eliminate, elimination_order
+from dtft.planner.factors import Factor, Problem
+from dtft.planner.pruning import prune
+
+MAX_ENTRIES = 2**22
+"""Of the largest table that elimination makes: 32 MiB."""
+
+_MAX_TOTAL = 2**27
+"""Entries of all tables that elimination makes: about a second."""
+
+
+_MAX_SWEEPS = 100
+"""Over all variables, on the way to a local optimum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """A value for each variable of a problem."""
+
+    values: tuple[int, ...]
+    """In the order of `Problem.sizes`."""
+    cost: float
+    method: Literal["elimination", "mixed-integer", "descent"]
+    """`descent` where the mixed-integer program found nothing better in its time."""
+    bound: float
+    """No assignment costs less. The cost itself where it is proven to be the least; for
+    a mixed-integer program proven to HiGHS's tolerance, 1e-10 of the largest cost."""
+
+    @property
+    def gap(self) -> float:
+        """Seconds, or whatever costs are in, by which a better one could be better."""
+        return self.cost - self.bound
+
+
+def solve(
+    problem: Problem, *, deadline_s: float = 10.0, max_entries: int = MAX_ENTRIES
+) -> Assignment:
+    """The assignment of least cost.
+
+    The same for the same problem (but for a deadline that ends a search). Of
+    assignments that cost the same to the last bit: on a chain and on a tree whose
+    parents come before their children the lexicographically smallest; elsewhere the
+    smallest in the reverse of the elimination order; from a mixed-integer program, or
+    where values had to be pruned first, whichever is found first.
+
+    Args:
+        problem: what to minimise.
+        deadline_s: seconds for the mixed-integer program, if there has to be one.
+            Elimination is only tried where it takes about a second at most.
+        max_entries: of the largest table that elimination may make.
+
+    Raises:
+        ValueError: every assignment is forbidden; names a smallest set of variables
+            that cannot be given values together.
+        TimeoutError: no assignment that is allowed was found in the time; where nothing
+            is forbidden, one always is.
+
+    >>> pair = Factor(variables=(0, 1), costs=np.array([[3.0, 5.0], [2.0, 9.0]]))
+    >>> solve(Problem(sizes=(2, 2), factors=(pair,)))
+    Assignment(values=(1, 0), cost=2.0, method='elimination', bound=2.0)
+    """
+    order = _order(problem, max_entries)
+    if order is not None:
+        return _eliminated(problem, order)
+    pruned = prune(problem)
+    order = _order(pruned.problem, max_entries)
+    if order is not None:
+        found = _eliminated(pruned.problem, order)
+    else:
+        found = _programmed(pruned.problem, deadline_s)
+    return Assignment(
+        values=pruned.restored(found.values),
+        cost=found.cost,
+        method=found.method,
+        bound=found.bound,
+    )
+
+
+def _order(problem: Problem, max_entries: int) -> list[int] | None:
+    return elimination_order(
+        problem.sizes,
+        [factor.variables for factor in problem.factors],
+        max_entries=max_entries,
+        max_total=_MAX_TOTAL,
+    )
+
+
+def _eliminated(problem: Problem, order: Sequence[int]) -> Assignment:
+    tables = [(factor.variables, factor.costs) for factor in problem.factors]
+    values, cost = eliminate(problem.sizes, tables, order)
+    if math.isinf(cost):
+        raise _infeasible(problem)
+    return Assignment(values=tuple(values), cost=cost, method="elimination", bound=cost)
+
+
+def _programmed(problem: Problem, deadline_s: float) -> Assignment:
+    outcome = mixed_integer.minimise(problem, deadline_s=deadline_s)
+    if math.isinf(outcome.bound) and outcome.bound > 0:
+        raise _infeasible(problem)
+    if outcome.values is not None and outcome.optimal:
+        cost = problem.cost(outcome.values)
+        return Assignment(
+            values=outcome.values, cost=cost, method="mixed-integer", bound=cost
+        )
+    # HiGHS may end before it has a bound; what each factor costs at least is one.
+    floor = sum(float(factor.costs.min()) for factor in problem.factors)
+    return _cut_short(problem, outcome.values, max(outcome.bound, floor), deadline_s)
+
+
+def _cut_short(
+    problem: Problem, found: tuple[int, ...] | None, bound: float, deadline_s: float
+) -> Assignment:
+    """The better of what HiGHS found in its time and a local optimum."""
+    values, method = _descended(problem), "descent"
+    if found is not None and problem.cost(found) <= problem.cost(values):
+        values, method = found, "mixed-integer"
+    cost = problem.cost(values)
+    if math.isinf(cost):
+        raise TimeoutError(
+            f"deadline_s={deadline_s:g}: no allowed assignment of "
+            f"{len(problem.sizes)} variables was found in that time; the least cost is "
+            f"at least {bound:.6g}. Allow more time, or give variables fewer values."
+        )
+    return Assignment(values=values, cost=cost, method=method, bound=min(bound, cost))
+
+
+def _descended(problem: Problem) -> tuple[int, ...]:
+    """A local optimum: each variable in turn takes its cheapest value, until all do."""
+    around = problem.factors_of_variables()
+    index: list[Any] = [0] * len(problem.sizes)
+    for _ in range(_MAX_SWEEPS):  # rounding could go round in circles
+        changed = False
+        for variable, factors in enumerate(around):
+            value, index[variable] = index[variable], slice(None)
+            line = np.zeros(problem.sizes[variable])
+            for factor in (problem.factors[at] for at in factors):
+                line += factor.costs[tuple([index[v] for v in factor.variables])]
+            best = int(line.argmin())
+            better = bool(line[best] < line[value])
+            index[variable] = best if better else value
+            changed = changed or better
+        if not changed:
+            break
+    return tuple(index)
+
+
+def _infeasible(problem: Problem) -> ValueError:
+    factors = _conflict(problem)
+    variables = sorted({v for factor in factors for v in factor.variables})
+    over = "; ".join(f"({problem.words(f.variables)})" for f in factors[:4])
+    more = f" and {len(factors) - 4} more" if len(factors) > 4 else ""
+    return ValueError(
+        f"problem: every combination of values of {problem.words(variables)} is "
+        f"forbidden, by the factors over {over}{more} taken together. Allow one of "
+        "the combinations, or give one of these variables another value."
+    )
+
+
+def _conflict(problem: Problem) -> list[Factor]:
+    """Factors that together forbid everything, and without any one of them do not.
+
+    Finds one factor after another: the last of the shortest run of factors that, with
+    those found before, forbids everything (the idea of QuickXplain, Junker, AAAI 2004).
+    Where that is too large to decide by elimination, all factors that forbid anything.
+    """
+    rest = [
+        Factor(variables=f.variables, costs=np.where(np.isinf(f.costs), np.inf, 0.0))
+        for f in problem.factors
+        if np.isinf(f.costs).any()
+    ]
+    hard = Problem(sizes=problem.sizes, factors=tuple(rest), names=problem.names)
+    order = _order(hard, MAX_ENTRIES)  # good for fewer factors too
+    if order is None:
+        return rest
+    found: list[Factor] = []
+    while _allow(found, problem.sizes, order):
+        too_few, enough = 0, len(rest)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            if _allow([*found, *rest[:middle]], problem.sizes, order):
+                too_few = middle
+            else:
+                enough = middle
+        found.append(rest[too_few])
+        del rest[too_few:]
+    return found
+
+
+def _allow(
+    factors: Sequence[Factor], sizes: Sequence[int], order: Sequence[int]
+) -> bool:
+    """Whether any assignment is forbidden by none of the factors."""
+    tables = [(factor.variables, factor.costs) for factor in factors]
+    return not math.isinf(eliminate(sizes, tables, order)[1])

@@ -1,0 +1,210 @@
+"""Calibrations: measured scalars of a device type and fabric, their file, their use.
+
+Decides what a calibration may be applied to and what interval it supports. Must not
+know how anything is measured (`dtft.train.calibrate`) or fitted (`calibration_fit`).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from dtft.planner.cluster import Cluster, Level, Pool
+from dtft.planner.device import Efficiency
+from dtft.planner.links import Curve, Link
+
+SCHEMA = 1
+
+UNCALIBRATED: Mapping[str, float] = {"compute": 0.25, "collectives": 0.5}
+"""Relative errors expected of the catalog (level 0), by term; `other` as compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What `dtft calibrate` found on one type of device in one fabric.
+
+    Never carry one to another cluster: scalars that rank plans well on one rank them
+    badly on another (reference section 3).
+    """
+
+    device: str
+    """Name of the device type, as in the catalog."""
+    fabric: tuple[str, ...]
+    """`link_key` of each level measured, innermost first."""
+    num_devices: int
+    """Devices that were busy while it was measured."""
+    software: str
+    """Versions that it holds for, such as `jax 0.10.2`."""
+    peak_flops: Mapping[str, float]
+    memory_bandwidth: float
+    efficiency: Efficiency
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """`link_key` of the catalog's link to the measured one."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Scalar to its relative standard error."""
+    residuals: Mapping[str, float] = field(default_factory=dict)
+    """What was fitted (`matmul`, `memory`, ...) to its median relative error."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """Level 2: term of a prediction to the factor that past runs gave."""
+    num_runs: int = 0
+    """Level 2: past runs behind `scales`."""
+
+    @property
+    def level(self) -> int:
+        """1 measured, 2 also fitted to past runs (0, the catalog, has no file)."""
+        return 2 if self.scales else 1
+
+    @property
+    def source(self) -> str:
+        """Where the constants come from, in a line."""
+        runs = f", {self.num_runs} past runs" if self.num_runs else ""
+        what = f"{self.num_devices} x {self.device}, {self.software}{runs}"
+        return f"calibration level {self.level} ({what})"
+
+    @property
+    def term_errors(self) -> Mapping[str, float]:
+        """Relative error of a prediction's terms; see `interval_s`.
+
+        Past runs, where there are some, say it of the whole step.
+        """
+        if self.num_runs:
+            return dict.fromkeys(UNCALIBRATED, self.residuals["runs"])
+        matmul = self.residuals.get("matmul", UNCALIBRATED["compute"])
+        shared = [v for k, v in self.residuals.items() if k.startswith("collectives")]
+        return {
+            "compute": max(matmul, self.residuals.get("memory", 0.0)),
+            "collectives": max(shared, default=UNCALIBRATED["collectives"]),
+        }
+
+    def to_json(self) -> str:
+        """The calibration as JSON, versioned."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Calibration":
+        """The calibration of `to_json`.
+
+        Raises:
+            ValueError: another version, or not a calibration.
+        """
+        try:
+            items = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the calibration file is no JSON: {error}") from None
+        found = items.pop("schema", None) if isinstance(items, dict) else None
+        if found != SCHEMA:
+            raise ValueError(
+                f"schema={found!r} is not a calibration that this dtft reads. Allowed: "
+                f"{SCHEMA}. Measure again with `dtft calibrate`."
+            )
+        try:
+            return _calibration(items)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"the calibration file has not what a calibration has ({error}). "
+                "Measure again with `dtft calibrate`."
+            ) from None
+
+
+def _calibration(items: dict[str, Any]) -> Calibration:
+    links = {key: _link(item) for key, item in items.pop("links").items()}
+    efficiency = Efficiency(**items.pop("efficiency"))
+    fabric = tuple(items.pop("fabric"))
+    return Calibration(links=links, efficiency=efficiency, fabric=fabric, **items)
+
+
+def _link(items: dict[str, Any]) -> Link:
+    curve = Curve(**items.pop("curve"))
+    measured = {kind: Curve(**found) for kind, found in items.pop("measured").items()}
+    return Link(curve=curve, measured=measured, **items)
+
+
+def link_key(link: Link) -> str:
+    """What identifies a link of the catalog.
+
+    >>> from dtft.planner.catalog import link
+    >>> link_key(link("ib-400g")), link_key(link("opa-100g-half"))
+    ('InfiniBand 48 GB/s', 'InfiniBand 11.5 GB/s for 2')
+    """
+    shared = f" for {link.shared_by}" if link.shared_by > 1 else ""
+    return f"{link.kind} {link.curve.bandwidth / 1e9:g} GB/s{shared}"
+
+
+def apply(cluster: Cluster, calibration: Calibration) -> Cluster:
+    """The cluster with measured figures in place of the catalog's.
+
+    Pools of other device types and links that were not measured stay as they are.
+
+    Raises:
+        ValueError: no pool of the cluster has the device type, or none of its links
+            was measured though some were.
+    """
+    like = [pool.device.name == calibration.device for pool in cluster.pools]
+    if not any(like):
+        names = ", ".join(sorted({pool.device.name for pool in cluster.pools}))
+        raise ValueError(
+            f"the calibration is of {calibration.device}, the cluster {cluster.words} "
+            f"has {names}. Measure there with `dtft calibrate`, or leave it out."
+        )
+    keys = {link_key(level.link) for pool in cluster.pools for level in pool.levels}
+    if calibration.links and keys and not keys & set(calibration.links):
+        raise ValueError(
+            f"the calibration is of {', '.join(calibration.links)}, the cluster "
+            f"{cluster.words} has {', '.join(sorted(keys))}. Never carry a calibration "
+            "to another fabric: measure there with `dtft calibrate`."
+        )
+    pools = tuple(
+        _pool(pool, calibration) if fits else pool
+        for pool, fits in zip(cluster.pools, like, strict=True)
+    )
+    return replace(cluster, pools=pools)
+
+
+def _pool(pool: Pool, calibration: Calibration) -> Pool:
+    device = replace(
+        pool.device,
+        peak_flops=calibration.peak_flops,
+        memory_bandwidth=calibration.memory_bandwidth,
+        efficiency=calibration.efficiency,
+        source=calibration.source,
+    )
+    levels = tuple(_level(level, calibration) for level in pool.levels)
+    return replace(pool, device=device, levels=levels)
+
+
+def _level(level: Level, calibration: Calibration) -> Level:
+    link = calibration.links.get(link_key(level.link), level.link)
+    return replace(level, link=link)
+
+
+def source_of(calibration: Calibration | None) -> str:
+    """What a prediction says of its constants."""
+    return "catalog (uncalibrated)" if calibration is None else calibration.source
+
+
+def scaled(terms: Mapping[str, float], calibration: Calibration) -> dict[str, float]:
+    """A prediction's terms, corrected by what past runs gave (level 2)."""
+    return {key: s * calibration.scales.get(key, 1.0) for key, s in terms.items()}
+
+
+def interval_s(
+    terms: Mapping[str, float], calibration: Calibration | None = None
+) -> tuple[float, float]:
+    """The interval of a step's time that the constants support.
+
+    Errors of different terms are taken as independent, those within a term as common.
+
+    Args:
+        terms: seconds by term.
+        calibration: None for the catalog's constants.
+
+    >>> low, high = interval_s({"compute": 3.0, "collectives": 1.0})
+    >>> round(low, 2), round(high, 2)
+    (3.1, 4.9)
+    """
+    errors = UNCALIBRATED if calibration is None else calibration.term_errors
+    total = sum(terms.values())
+    common = sum(s for key, s in terms.items() if key != "collectives")
+    apart = terms.get("collectives", 0.0)
+    off = (common * errors["compute"]) ** 2 + (apart * errors["collectives"]) ** 2
+    return max(0.0, total - off**0.5), total + off**0.5

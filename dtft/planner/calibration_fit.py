@@ -1,0 +1,272 @@
+"""From measured times to the few scalars of the cost model, with their errors.
+
+Every fit is of logarithms, by soft-L1 least squares: outliers count little, and a fit
+is as good for short times as for long ones (reference section 7, Calibration). Pure.
+Must not know how anything is measured (`dtft.train.calibrate`).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from dtft.planner.collective_cost import Group, collective_s
+from dtft.planner.compute_cost import added_s, matmul_s
+from dtft.planner.device import DeviceType, Efficiency
+from dtft.planner.links import CollectiveKind, Curve, Link
+
+NOISE = 0.05
+"""Relative error of one measurement above which it counts as an outlier."""
+_WEAK = 3.0
+"""Standard deviation, as a logarithm, within which a scalar is expected of its start:
+it decides only where the measurements do not (latency against half_bytes)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulTime:
+    """One (m, k) by (k, n) on every device at once; seconds of one."""
+
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTime:
+    """Bytes read and written by every device at once."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTime:
+    """One collective among groups of `num_devices`, all groups at once."""
+
+    kind: CollectiveKind
+    num_bytes: int
+    num_devices: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapTime:
+    """Computing and a collective that do not need each other, alone and together."""
+
+    compute_s: float
+    collective_s: float
+    together_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Scalars with their errors, and how well they explain what was measured."""
+
+    values: Mapping[str, float]
+    errors: Mapping[str, float]
+    """Standard error of each, relative (of its logarithm)."""
+    residual: float
+    """Median of |predicted / measured - 1|."""
+    worst: float
+    """Maximum of the same."""
+    num: int
+    """Measurements."""
+
+
+def fit(
+    predict: Callable[[Mapping[str, float]], Any],
+    start: Mapping[str, float],
+    measured: Sequence[float],
+    bounds: Mapping[str, tuple[float, float]] | None = None,
+    spread: float = _WEAK,
+) -> Fit:
+    """Positive scalars with which predictions are closest to measurements.
+
+    Args:
+        predict: seconds for values of the scalars, as many as measured.
+        start: scalars to begin with, above 0; those that the measurements do not
+            decide stay there.
+        measured: seconds.
+        bounds: least and greatest value of some scalars.
+        spread: standard deviation, as a logarithm, expected of the start.
+
+    Raises:
+        ValueError: nothing was measured, or times that are not above 0.
+    """
+    seconds = np.asarray(measured, float)
+    if seconds.size == 0 or not (seconds > 0).all():
+        raise ValueError(
+            f"measured={list(measured)}. Allowed: one time or more, all above 0 s."
+        )
+    names = list(start)
+    first = np.array([start[name] for name in names])
+
+    def values(theta: np.ndarray) -> dict[str, float]:
+        return dict(zip(names, (first * np.exp(theta)).tolist(), strict=True))
+
+    def residuals(theta: np.ndarray) -> np.ndarray:
+        predicted = np.asarray(predict(values(theta)), float)
+        return np.concatenate([np.log(predicted / seconds) / NOISE, theta / spread])
+
+    wide = {name: (1e-300, 1e300) for name in names} | dict(bounds or {})
+    low, high = (
+        np.log([wide[name][end] / start[name] for name in names]) for end in (0, 1)
+    )
+    begin = np.clip(np.zeros(len(names)), low + 1e-9, high - 1e-9)
+    found = least_squares(
+        residuals, begin, bounds=(low, high), loss="soft_l1", x_scale=1.0
+    )
+    off = residuals(found.x)[: seconds.size]
+    relative = np.abs(np.expm1(off * NOISE))
+    return Fit(
+        values=values(found.x),
+        errors=dict(zip(names, _errors(found.jac, off), strict=True)),
+        residual=float(np.median(relative)),
+        worst=float(relative.max()),
+        num=seconds.size,
+    )
+
+
+def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
+    """Standard errors: the inverse of the Hessian, by how far the residuals spread."""
+    spread = max(1.4826 * float(np.median(np.abs(off))), 1e-3)
+    covariance = np.linalg.pinv(jacobian.T @ jacobian) * spread**2
+    return np.sqrt(np.diag(covariance)).tolist()
+
+
+def fit_memory(
+    device: DeviceType, times: Sequence[MemoryTime]
+) -> tuple[DeviceType, Fit]:
+    """The bandwidth of a device's memory, apart from the start of an operator."""
+    num_bytes = np.array([time.num_bytes for time in times], float)
+    found = fit(
+        lambda v: v["launch_s"] + num_bytes / v["bandwidth"],
+        {"bandwidth": device.memory_bandwidth, "launch_s": device.efficiency.launch_s},
+        [time.seconds for time in times],
+        {"launch_s": (1e-9, 1.0)},
+    )
+    reached = found.values["bandwidth"]
+    bandwidth = max(device.memory_bandwidth, reached)
+    if device.platform == "cpu":  # what the catalog has is an order of magnitude
+        bandwidth = reached
+    share = replace(device.efficiency, memory=reached / bandwidth)
+    return replace(device, memory_bandwidth=bandwidth, efficiency=share), found
+
+
+def fit_matmuls(
+    device: DeviceType, dtype: str, times: Sequence[MatmulTime]
+) -> tuple[DeviceType, Fit]:
+    """Efficiency e0, x0 and the start of an operator; the peak where it is unknown.
+
+    The peak of a CPU, or one that was surpassed, becomes the best speed measured.
+    """
+    rates = [2.0 * t.m * t.n * t.k / t.seconds for t in times]
+    peak = max([*rates, *([device.peak(dtype)] * (device.platform != "cpu"))])
+    device = replace(device, peak_flops={**device.peak_flops, dtype: peak})
+    m, n, k = np.array([(t.m, t.n, t.k) for t in times], float).T
+
+    def predict(values: Mapping[str, float]) -> Any:
+        made = replace(device, efficiency=replace(device.efficiency, **values))
+        return matmul_s(made, m, n, k, dtype=dtype) + values["launch_s"]
+
+    given = device.efficiency
+    start = {"e0": given.e0, "x0": max(given.x0, 8.0), "launch_s": given.launch_s}
+    bounds = {"e0": (1e-3, 1.0), "x0": (1e-2, 1e5), "launch_s": (1e-9, 1.0)}
+    found = fit(predict, start, [t.seconds for t in times], bounds)
+    return replace(device, efficiency=replace(given, **found.values)), found
+
+
+def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> DeviceType:
+    """The peak of a further dtype, at the efficiency that another one gave."""
+    m, n, k = np.array([(t.m, t.n, t.k) for t in times], float).T
+
+    def predict(values: Mapping[str, float]) -> Any:
+        peaks = {**device.peak_flops, dtype: values["peak"]}
+        made = replace(device, peak_flops=peaks)
+        return matmul_s(made, m, n, k, dtype=dtype) + device.efficiency.launch_s
+
+    found = fit(predict, {"peak": device.peak(dtype)}, [t.seconds for t in times])
+    return replace(
+        device, peak_flops={**device.peak_flops, dtype: found.values["peak"]}
+    )
+
+
+def fit_link(
+    link: Link, times: Sequence[CollectiveTime]
+) -> tuple[Link, dict[str, Fit]]:
+    """The curve of a link, and one for each kind of collective measured on it.
+
+    Args:
+        link: what the catalog has; its kind and sharing stay.
+        times: of groups that lie on this level alone.
+
+    Returns:
+        The link, and the fits: `all`, and by kind.
+    """
+    curve, whole = _fit_curve(link, link.curve, times, _WEAK)
+    fits = {"all": whole}
+    measured: dict[CollectiveKind, Curve] = {}
+    for kind in dict.fromkeys(time.kind for time in times):
+        own = [time for time in times if time.kind == kind]
+        # Its own curve lies near the common one unless measurements say otherwise.
+        measured[kind], fits[kind] = _fit_curve(link, curve, own, 1.0)
+    return replace(link, curve=curve, measured=measured), fits
+
+
+def _fit_curve(
+    link: Link, start: Curve, times: Sequence[CollectiveTime], spread: float
+) -> tuple[Curve, Fit]:
+    kinds = sorted({(time.kind, time.num_devices) for time in times})
+    places = {
+        key: [i for i, t in enumerate(times) if (t.kind, t.num_devices) == key]
+        for key in kinds
+    }
+    num_bytes = np.array([time.num_bytes for time in times], float)
+
+    def predict(values: Mapping[str, float]) -> np.ndarray:
+        port = replace(link, curve=Curve(**values), measured={})
+        seconds = np.empty(len(times))
+        for (kind, n), at in places.items():
+            group = Group(sizes=(n,), links=(port,))
+            seconds[at] = collective_s(kind, num_bytes[at], group)
+        return seconds
+
+    begin = {
+        "latency_s": max(start.latency_s, 1e-7),
+        "bandwidth": start.bandwidth,
+        "half_bytes": max(start.half_bytes, 1e3),
+    }
+    bounds = {"latency_s": (1e-8, 1.0), "half_bytes": (1.0, 1e9)}
+    found = fit(predict, begin, [time.seconds for time in times], bounds, spread)
+    return Curve(**found.values), found
+
+
+def fit_overlap(
+    given: Efficiency, times: Sequence[OverlapTime]
+) -> tuple[Efficiency, float]:
+    """How much computing collectives hide beside, and how much that slows it.
+
+    The best of a grid; of those as good, what hides least.
+
+    Returns:
+        The efficiency with `overlap_kappa` and `overlap_fraction`, and the median
+        relative error.
+    """
+    compute, collective, together = np.array(
+        [(t.compute_s, t.collective_s, t.together_s) for t in times]
+    ).T
+    best, least = given, math.inf
+    for fraction in np.linspace(0.0, 1.0, 21):
+        for kappa in np.linspace(1.0, 2.0, 21):
+            made = replace(
+                given, overlap_kappa=float(kappa), overlap_fraction=float(fraction)
+            )
+            predicted = compute + added_s(made, collective, compute)
+            off = float(np.median(np.abs(predicted / together - 1)))
+            if off < least - 1e-3:
+                best, least = made, off
+    return best, least

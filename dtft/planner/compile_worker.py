@@ -1,0 +1,94 @@
+"""The child of `compiling`: compiles modules that it is sent, for its own devices.
+
+`python -m dtft.planner.compile_worker FD TARGET NUM_DEVICES`. It ends when the other
+end of FD is closed, also in the middle of a compilation. Must not know what the modules
+are for.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, TypedDict
+
+
+class Program(TypedDict):
+    """What came of a module."""
+
+    text: str
+    """Of the optimized program."""
+    memory: dict[str, int]
+    """Bytes of one device: arguments, outputs, temporaries, aliased."""
+    seconds: float
+
+
+Answer = Program | str
+"""A program, or why there is none."""
+
+# Machine code is not needed, only the program: without these half of the time.
+_CPU_OPTIONS = {
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_backend_optimization_level": 0,
+}
+
+
+def main(link: Connection, target: str, num_devices: int) -> None:
+    """Answers every module that comes over `link`, until it is closed."""
+    modules: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_listen, args=(link, modules), daemon=True).start()
+    devices, problem = _devices(target, num_devices)
+    while True:
+        module = modules.get()
+        link.send(problem or _compile(module, devices))
+
+
+def _listen(link: Connection, modules: "SimpleQueue[bytes]") -> None:
+    """Runs beside the compiler, so that nobody's question is not answered on."""
+    try:
+        while True:
+            modules.put(link.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _devices(target: str, num_devices: int) -> tuple[Sequence[Any], str]:
+    import jax
+
+    from dtft.planner import gpu_targets
+
+    if target == "cpu":
+        return jax.devices("cpu")[:num_devices], ""
+    try:
+        return gpu_targets.devices(gpu_targets.target(target), num_devices), ""
+    except (ImportError, ValueError) as error:
+        return (), f"{type(error).__name__}: {error}"
+
+
+def _compile(module: bytes, devices: Sequence[Any]) -> Answer:
+    from dtft._jax_internals import compile_module
+
+    start = time.monotonic()
+    options = _CPU_OPTIONS if devices[0].platform == "cpu" else {}
+    try:
+        program = compile_module(module, devices, options)
+        stats = program.get_compiled_memory_stats()
+        texts = [part.to_string() for part in program.hlo_modules()]
+    except Exception as error:  # whatever the compiler says goes to who asked
+        return f"{type(error).__name__}: {error}"
+    return Program(
+        text="\n\n".join(texts),
+        memory={
+            "arguments": stats.argument_size_in_bytes,
+            "outputs": stats.output_size_in_bytes,
+            "temporaries": stats.temp_size_in_bytes,
+            "aliased": stats.alias_size_in_bytes,
+        },
+        seconds=time.monotonic() - start,
+    )
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])), sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,319 @@
+"""Compiles candidates ahead of time, for devices that this machine does not have.
+
+A step is traced and lowered here, over a mesh without devices; what comes out is a
+module of StableHLO with its shardings and donations, the same that `jit` would hand to
+XLA. A child process that has the devices (as many fake CPU devices as needed, or XLA's
+GPU compiler) compiles it and sends text and memory back. The child ends by itself when
+nobody listens, is killed at the deadline, and is replaced when the compiler crashes.
+Must not know plans, costs or what a candidate is for.
+"""
+
+import contextlib
+import io
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import dtft
+from dtft.planner import compile_worker, gpu_targets
+from dtft.planner.hlo import collectives
+from dtft.planner.verify import Compiled, Failure, Memory
+
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
+_TAIL = 2000
+"""Characters of an error that are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A step with its shardings, lowered: all that a compiler needs of it."""
+
+    name: str
+    mesh: Mapping[str, int]
+    """Axis name to size, slowest-varying first."""
+    target: str
+    """`cpu`, or a name of `gpu_targets.TARGETS`."""
+    module: bytes
+    """StableHLO, as MLIR bytecode of this version of JAX."""
+
+
+def lower(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    mesh: Mapping[str, int],
+    specs: Sequence[Any],
+    out_specs: Any = None,
+    donate: Sequence[int] = (),
+    target: str = "cpu",
+    name: str = "",
+) -> Candidate:
+    """Traces and lowers a step for a mesh of devices that need not exist.
+
+    Args:
+        step: a function of arrays, or what `jax.jit` made of one (then `out_specs` and
+            `donate` are its own). Constraints inside may be bare `PartitionSpec`s.
+        args: its positional arguments: trees of arrays or `jax.ShapeDtypeStruct`s.
+        mesh: axis name to size, slowest-varying first.
+        specs: for each argument a `PartitionSpec`, or a tree of them that begins the
+            argument's tree.
+        out_specs: the same for the result; None for what XLA chooses.
+        donate: numbers of the arguments whose buffers the results may take.
+        target: `cpu`, or the GPU to compile for.
+        name: what the candidate is called in results.
+
+    Raises:
+        ValueError: JAX refuses it, such as a spec that does not divide its array; or
+            `target` is unknown.
+    """
+    platform = platform_of(target)
+    devices = AbstractMesh(
+        tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh)
+    )
+    placed = [place(arg, spec, devices) for arg, spec in zip(args, specs, strict=True)]
+    jitted: Any = step
+    if not hasattr(step, "trace"):
+        jitted = jax.jit(
+            step, donate_argnums=tuple(donate), **_out_shardings(out_specs, devices)
+        )
+    with jax.sharding.use_abstract_mesh(devices):
+        lowered = jitted.trace(*placed).lower(lowering_platforms=(platform,))
+    return candidate(lowered, mesh=mesh, target=target, name=name)
+
+
+def platform_of(target: str) -> str:
+    """JAX's name of what to lower for: `cpu`, or `cuda` for a GPU.
+
+    Raises:
+        ValueError: there is no such target.
+    """
+    return "cpu" if target == "cpu" else gpu_targets.target(target).platform
+
+
+def candidate(
+    lowered: jax.stages.Lowered, *, mesh: Mapping[str, int], target: str, name: str = ""
+) -> Candidate:
+    """What JAX has lowered already, for the platform of the target.
+
+    Args:
+        lowered: over a mesh of these axes, with or without devices.
+        mesh: axis name to size, slowest-varying first.
+        target: `cpu`, or the GPU to compile for.
+        name: what the candidate is called in results.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    code = io.BytesIO()
+    module.operation.write_bytecode(code)
+    return Candidate(name=name, mesh=dict(mesh), target=target, module=code.getvalue())
+
+
+def place(tree: Any, specs: Any, mesh: Any) -> Any:
+    """Shapes of `tree` with shardings of `specs` on `mesh`; `specs` may be a prefix."""
+    shardings = _shardings(specs, mesh)
+    return jax.tree.map(
+        lambda sharding, part: jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(
+                array.shape, array.dtype, sharding=sharding
+            ),
+            part,
+        ),
+        shardings,
+        tree,
+    )
+
+
+def compile_all(
+    candidates: Iterable[Candidate], *, deadline_s: float = 60.0
+) -> tuple[Compiled | Failure, ...]:
+    """Compiles candidates one after the other in a child process.
+
+    A generator is asked for the next candidate while the child compiles those before.
+    One child is started per target, and one more whenever a compiler crashed.
+
+    Args:
+        candidates: of `lower`; give a mesh of any size.
+        deadline_s: seconds for all of them, starting the child included. What is not
+            compiled by then is a failure.
+
+    Returns:
+        One result per candidate, in their order.
+    """
+    run = _Run(deadline_s)
+    try:
+        for candidate in candidates:
+            if run.over:
+                break
+            run.add(candidate)
+        run.finish()
+    finally:
+        run.stop()
+    return tuple(run.results)
+
+
+class _Run:
+    """Candidates on their way through children, first in first out."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.results: list[Compiled | Failure] = []
+        self._deadline_s = deadline_s
+        self._end = time.monotonic() + deadline_s
+        self._waiting: deque[Candidate] = deque()
+        self._child: _Child | None = None
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def add(self, candidate: Candidate) -> None:
+        """Gives it to a child that has its devices."""
+        if self._child is not None and self._child.devices != _devices(candidate):
+            self.finish()
+            self.stop()
+        self._waiting.append(candidate)
+        if self._child is None:
+            self._child = _Child(*_devices(candidate), self._end)
+        self._child.send(candidate)
+
+    def finish(self) -> None:
+        """Waits for all that was added."""
+        while self._waiting:
+            assert self._child is not None
+            answer = self._child.receive()
+            if answer is not None:
+                self.results.append(_result(self._waiting.popleft(), answer))
+            elif self.over:
+                self._give_up()
+            else:
+                self._replace()
+
+    def _give_up(self) -> None:
+        reason = f"not compiled within deadline_s={self._deadline_s:g} seconds"
+        self.results += [Failure(name=c.name, reason=reason) for c in self._waiting]
+        self._waiting.clear()
+
+    def _replace(self) -> None:
+        """The compiler crashed: of one candidate, so the others get a new child."""
+        assert self._child is not None
+        crashed = self._waiting.popleft()
+        reason = f"the compiler crashed: {self._child.stop()}"
+        self.results.append(Failure(name=crashed.name, reason=reason))
+        self._child = None
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        for candidate in waiting:
+            self.add(candidate)
+
+    def stop(self) -> None:
+        if self._child is not None:
+            self._child.stop()
+            self._child = None
+
+
+class _Child:
+    """A process that compiles what it is sent; killed at `end` (monotonic seconds)."""
+
+    def __init__(self, target: str, num_devices: int, end: float) -> None:
+        self.devices = target, num_devices
+        self._log = tempfile.TemporaryFile()
+        self._link, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", compile_worker.__name__),
+                    *(str(theirs.fileno()), target, str(num_devices)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=_environment(num_devices),
+                pass_fds=[theirs.fileno()],
+            )
+        # Once it is killed every wait for it ends, with an error or the end of file.
+        self._timer = threading.Timer(max(0.0, end - time.monotonic()), self._kill)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def send(self, candidate: Candidate) -> None:
+        with contextlib.suppress(OSError):  # it is gone: `receive` will say so
+            self._link.send_bytes(candidate.module)
+
+    def receive(self) -> compile_worker.Answer | None:
+        """The next answer; None if the process is gone."""
+        try:
+            return self._link.recv()
+        except (EOFError, OSError):
+            return None
+
+    def stop(self) -> str:
+        """Ends it; the end of what it wrote to its log."""
+        self._timer.cancel()
+        self._kill()
+        self._link.close()
+        code = self._process.wait()
+        with self._log as log:
+            log.seek(0)
+            text = log.read().decode(errors="replace").strip()
+        return text[-_TAIL:] or f"exit code {code}"
+
+    def _kill(self) -> None:
+        self._process.kill()
+
+
+def _devices(candidate: Candidate) -> tuple[str, int]:
+    return candidate.target, math.prod(candidate.mesh.values())
+
+
+def _result(candidate: Candidate, answer: compile_worker.Answer) -> Compiled | Failure:
+    if isinstance(answer, str):
+        return Failure(name=candidate.name, reason=answer[:_TAIL])
+    return Compiled(
+        name=candidate.name,
+        target=candidate.target,
+        collectives=collectives(answer["text"], candidate.mesh),
+        memory=Memory(**answer["memory"]),
+        seconds=answer["seconds"],
+    )
+
+
+def _environment(num_devices: int) -> dict[str, str]:
+    """This process's own, without what would choose other devices."""
+    kept = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
+    flags = [
+        flag
+        for flag in kept.get("XLA_FLAGS", "").split()
+        if not flag.startswith(_DEVICE_COUNT)
+    ]
+    root = str(Path(dtft.__file__).parents[1])
+    return {
+        **kept,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join([*flags, f"{_DEVICE_COUNT}={num_devices}"]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH")])),
+    }
+
+
+def _out_shardings(out_specs: Any, mesh: AbstractMesh) -> dict[str, Any]:
+    if out_specs is None:
+        return {}
+    return {"out_shardings": _shardings(out_specs, mesh)}
+
+
+def _shardings(specs: Any, mesh: Any) -> Any:
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda part: isinstance(part, PartitionSpec),
+    )

@@ -1,0 +1,74 @@
+"""Seconds of an operator, from what each device does and sends for it.
+
+Prices the work of operators (`partition`) with the speed of devices and links
+(`compute_cost`, `collective_cost`). Pure; must not know how divisions are found or
+whether they fit into memory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.planner.amounts import Sent, Sizes, Work, parts
+from dtft.planner.cluster import Pool
+from dtft.planner.collective_cost import collective_s, group_of
+from dtft.planner.compute_cost import matmul_s, memory_s, unfused_s
+from dtft.planner.device import DeviceType
+from dtft.planner.graph import Graph
+from dtft.planner.groups import CHEAP
+from dtft.planner.partition import MICRO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """A pool, and how a mesh lies on it."""
+
+    pool: Pool
+    mesh: Mapping[str, int]
+    """Axis to size, slowest-varying first."""
+
+    def sending_s(self, sent: Sent, sizes: Sizes) -> Any:
+        """Seconds of one collective."""
+        axes = [axis for axis in sent.axes if self.mesh.get(axis, 1) > 1]
+        if not axes:
+            return 0.0
+        group = group_of(self.pool, self.mesh, axes)
+        return collective_s(sent.kind, sent.amount.at(sizes), group)
+
+    def alone_s(self, graph: Graph, work: Work, sizes: Sizes) -> Any:
+        """Seconds of one execution, its collectives after it."""
+        sending = sum(self.sending_s(sent, sizes) for sent in work.sent)
+        return computing_s(graph, self.pool.device, work, sizes) + sending
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """A collective that belongs to an array, not to an operator: a gathered shard."""
+
+    sent: Sent
+    times: float
+    where: str
+    per_microbatch: bool
+
+
+def computing_s(graph: Graph, device: DeviceType, work: Work, sizes: Sizes) -> Any:
+    """Seconds that one device computes one execution of an operator."""
+    operator = work.operator
+    moved = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
+    dtype = graph.values[operator.inputs[0]].dtype if operator.inputs else "float32"
+    if work.sizes:
+        rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
+        return matmul_s(device, rows, columns, depth, batch, dtype)
+    if operator.kind in CHEAP:
+        return unfused_s(device, moved)
+    if operator.kind == "convolution":
+        speed = device.peak(dtype) * device.efficiency.e0
+        return work.flops.at(sizes) / speed + memory_s(device, moved)
+    return memory_s(device, moved)
+
+
+def runs(work: Work, sizes: Sizes) -> Any:
+    """Executions of an operator for each of its own: once per microbatch, if it reads
+    examples, otherwise once.
+    """
+    return parts((MICRO,), sizes) if MICRO in work.divided_by else 1

@@ -1,0 +1,168 @@
+"""From the best candidate to a plan: specs of every array, constraints, the record.
+
+Decides nothing any more; writes down what the search found. Pure; must not compile or
+run anything.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from dtft.planner.amounts import Sizes
+from dtft.planner.bound import lower_bound_s
+from dtft.planner.cluster import Cluster
+from dtft.planner.cost import Speeds, runs
+from dtft.planner.graph import Graph
+from dtft.planner.groups import CHEAP
+from dtft.planner.partition import MICRO, Division
+from dtft.planner.plan import Alternative, Collective, Plan, Prediction, Spec
+from dtft.planner.search import MEMORY, TERMS, Priced, Search
+from dtft.planner.space import Candidate
+
+MARGIN = {"catalog": 0.25, "calibrated": 0.15, "fitted": 0.08}
+"""Half the interval of a prediction, as a share, by where the constants come from."""
+
+
+def write(
+    search: Search, priced: Priced, at: int, cluster: Cluster, *, num_ranked: int = 20
+) -> Plan:
+    """The plan of one candidate.
+
+    Args:
+        search: found it.
+        priced: what it costs.
+        at: the candidate.
+        cluster: what it is for.
+        num_ranked: alternatives to list.
+    """
+    question, candidate = search.question, priced.space[at]
+    division = search.division(candidate)
+    mesh = {axis: size for axis, size in candidate.mesh.items() if size > 1}
+    mesh = mesh or {"replica": 1}
+    zero = candidate.knobs.zero
+    parameters = search.leaves("parameter", division, candidate.mesh, zero == 3)
+    optimizer = search.leaves("optimizer", division, candidate.mesh, zero > 0)
+    specs = {leaf.path: real(leaf.rest, mesh) for leaf in (*parameters, *optimizer)}
+    batch = search.leaves("batch", division, candidate.mesh, False)
+    names = {p: p.split("/", 1)[-1] for p in question.roles}
+    is_loss = question.entry == "loss"
+    in_state = [leaf.path for leaf in parameters]
+    in_state += [] if is_loss else [leaf.path for leaf in optimizer]
+    return Plan(
+        entry=question.entry,
+        mesh=mesh,
+        knobs=candidate.knobs,
+        state={names[p]: specs[p] for p in question.roles if p in set(in_state)},
+        batch={names[leaf.path]: real(leaf.rest, mesh) for leaf in batch},
+        optimizer={names[o.path]: specs[o.path] for o in optimizer} if is_loss else {},
+        constraints=constraints(question.program, question.aligned(division), mesh),
+        prediction=_prediction(priced, at, cluster),
+        memory={name: round(priced.memory[name][at]) for name in MEMORY},
+        capacity_bytes=priced.capacity,
+        collectives=collectives(search, candidate),
+        bound_s=lower_bound_s(question, search.pool),
+        alternatives=_alternatives(priced, num_ranked),
+        model_hash=question.fingerprint,
+        cluster_hash=cluster.fingerprint,
+        cluster=cluster.words,
+    )
+
+
+def real(spec: Spec, mesh: Container[str]) -> Spec:
+    """A spec with the axes that a mesh has, so without what divides in time only."""
+    return tuple(tuple(axis for axis in axes if axis in mesh) for axes in spec)
+
+
+def constraints(
+    graph: Graph, division: Division, mesh: Container[str]
+) -> dict[int, Spec]:
+    """Operators whose result is to be divided as planned: all that a compiler keeps."""
+    found = {}
+    for number, operator in enumerate(graph.operators):
+        value = graph.values[operator.outputs[0]] if operator.outputs else None
+        if operator.kind in CHEAP or value is None or not value.shape:
+            continue
+        found[number] = real(division.spec(value), mesh)
+    return found
+
+
+def collectives(search: Search, candidate: Candidate) -> tuple[Collective, ...]:
+    """Every collective of a step, largest first; alike ones of one place together."""
+    graph, division = search.question.graph, search.division(candidate)
+    speeds = Speeds(pool=search.pool, mesh=candidate.mesh)
+    sizes: Sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for group, done in search.works(division):
+        times = group.times * runs(done, sizes)
+        operator = group.operator
+        shape = "x".join(map(str, graph.values[operator.outputs[0]].shape))
+        where = f"{group.region} {operator.primitive} {shape}"
+        for sent in done.sent:
+            _count(found, speeds, sizes, sent, times, where)
+    for one in search.moved(division, candidate.mesh, candidate.knobs.zero):
+        repeats = candidate.knobs.microbatches if one.per_microbatch else 1
+        _count(found, speeds, sizes, one.sent, one.times * repeats, one.where)
+    made = [
+        Collective(
+            kind=kind,
+            axes=axes,
+            num_bytes=num_bytes,
+            trips=round(trips),
+            where=where,
+            seconds=seconds,
+        )
+        for (kind, axes, num_bytes, where), (trips, seconds) in found.items()
+    ]
+    return tuple(sorted(made, key=lambda c: -c.num_bytes * c.trips))
+
+
+def _count(
+    found: dict[tuple[Any, ...], list[float]],
+    speeds: Speeds,
+    sizes: Sizes,
+    sent: Any,
+    times: float,
+    where: str,
+) -> None:
+    axes = tuple(axis for axis in sent.axes if speeds.mesh.get(axis, 1) > 1)
+    if not axes:
+        return
+    key = sent.kind, axes, round(sent.amount.at(sizes)), where
+    totals = found.setdefault(key, [0.0, 0.0])
+    totals[0] += times
+    totals[1] += times * float(speeds.sending_s(sent, sizes))
+
+
+def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
+    terms = {name: float(priced.terms[name][at]) for name in TERMS}
+    total = sum(terms.values())
+    margin = MARGIN["catalog"]
+    return Prediction(
+        terms=terms,
+        low_s=total * (1 - margin),
+        high_s=total * (1 + margin),
+        source=f"catalog (uncalibrated): {cluster.pools[0].device.source}",
+    )
+
+
+def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
+    """The best, and every baseline, in the order of the ranking."""
+    baseline: Sequence[int] = priced.space.columns["baseline"].tolist()
+    shown = [
+        int(at)
+        for place, at in enumerate(priced.ranking)
+        if place < num_ranked or baseline[at]
+    ]
+    return tuple(_alternative(priced, at) for at in shown)
+
+
+def _alternative(priced: Priced, at: int) -> Alternative:
+    candidate = priced.space[at]
+    mesh: Mapping[str, int] = {a: n for a, n in candidate.mesh.items() if n > 1}
+    return Alternative(
+        name=candidate.baseline,
+        mesh=mesh or {"replica": 1},
+        knobs=candidate.knobs,
+        step_s=float(priced.step_s[at]),
+        memory_bytes=round(priced.memory_bytes[at]),
+        fits=bool(priced.fits[at]),
+    )

@@ -1,0 +1,205 @@
+"""Minimising a sum of cost tables exactly, one variable after another.
+
+Bucket elimination (Dechter, Artificial Intelligence 113, 1999): to eliminate a
+variable, add up the tables that have it and keep, for every combination of the other
+variables in them, the smallest entry. On a chain or a tree this is dynamic programming;
+elsewhere it is exact as well, and as cheap as the largest table that the order makes.
+Decides the order and the assignment; must not know what variables stand for.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+Table = tuple[tuple[int, ...], np.ndarray]
+"""Variables and, with a dim for each of them, costs."""
+
+_Price = tuple[float, int, int, int]
+"""Edges that eliminating a variable adds; if any, the entries of its table; minus the
+variable; the entries."""
+
+
+def elimination_order(
+    sizes: Sequence[int],
+    scopes: Iterable[Sequence[int]],
+    *,
+    max_entries: int,
+    max_total: int,
+) -> list[int] | None:
+    """An order in which no table becomes too large; None where none was found.
+
+    Greedy by fill (the edges that an elimination adds between variables), then by the
+    entries of the table unless nothing is added, then the highest number first: on a
+    chain and on a tree whose parents come before their children the order is the
+    reverse of the numbers.
+
+    Args:
+        sizes: how many values each variable has; those with one are left out.
+        scopes: the variables of each table.
+        max_entries: of the largest table.
+        max_total: of all tables that are made, together.
+
+    >>> elimination_order((2, 2, 2), [(0, 1), (1, 2)], max_entries=8, max_total=99)
+    [2, 1, 0]
+    """
+    neighbors = _neighbors(sizes, scopes)
+    prices = {
+        variable: _price(variable, sizes, neighbors, max_entries)
+        for variable in range(len(sizes))
+        if sizes[variable] > 1
+    }
+    heap = list(prices.values())
+    heapq.heapify(heap)
+    order: list[int] = []
+    total = 0
+    while heap:
+        price = heapq.heappop(heap)
+        variable = -price[2]
+        if prices.get(variable) != price:
+            continue  # priced again since
+        total += price[3]
+        if price[3] > max_entries or total > max_total:
+            return None
+        del prices[variable]
+        order.append(variable)
+        for near in _remove(variable, neighbors, filled=price[0] > 0):
+            again = _price(near, sizes, neighbors, max_entries)
+            if again != prices[near]:
+                prices[near] = again
+                heapq.heappush(heap, again)
+    return order
+
+
+def _neighbors(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[set[int]]:
+    neighbors: list[set[int]] = [set() for _ in sizes]
+    for scope in scopes:
+        free = [variable for variable in scope if sizes[variable] > 1]
+        for variable in free:
+            neighbors[variable].update(free)
+    for variable, near in enumerate(neighbors):
+        near.discard(variable)
+    return neighbors
+
+
+def _price(
+    variable: int, sizes: Sequence[int], neighbors: list[set[int]], max_entries: int
+) -> _Price:
+    near = neighbors[variable]
+    entries = sizes[variable] * math.prod([sizes[other] for other in near])
+    if entries > max_entries:  # Of no use: spare the count, which is quadratic.
+        return math.inf, entries, -variable, entries
+    fill = 0
+    if len(near) > 1:
+        for first, second in itertools.combinations(near, 2):
+            fill += second not in neighbors[first]
+    return fill, entries if fill else 0, -variable, entries
+
+
+def _remove(variable: int, neighbors: list[set[int]], *, filled: bool) -> set[int]:
+    """Joins all neighbors of a variable and removes it.
+
+    Returns:
+        The variables whose price may have changed.
+    """
+    near = neighbors[variable]
+    changed = set(near)
+    for other in near:
+        neighbors[other].discard(variable)
+    if filled:
+        for first, second in itertools.combinations(near, 2):
+            if second not in neighbors[first]:
+                neighbors[first].add(second)
+                neighbors[second].add(first)
+                # An edge between two of its neighbors is one that it need not add.
+                changed |= neighbors[first] & neighbors[second]
+    return changed
+
+
+def eliminate(
+    sizes: Sequence[int], tables: Iterable[Table], order: Sequence[int]
+) -> tuple[list[int], float]:
+    """The assignment of least cost, and its cost; the cost is +inf if all is forbidden.
+
+    Of assignments that cost the same, the one that is smallest when compared in the
+    reverse of `order`, variable by variable.
+
+    Args:
+        sizes: how many values each variable has.
+        tables: what is added up.
+        order: every variable with more than one value, once (`elimination_order`).
+    """
+    rank = {variable: place for place, variable in enumerate(order)}
+    buckets: list[list[Table]] = [[] for _ in order]
+    constant = 0.0
+    for scope, costs in tables:
+        if 1 in costs.shape:
+            scope, costs = _squeezed(scope, costs)
+        if scope:
+            buckets[min(map(rank.__getitem__, scope))].append((scope, costs))
+        else:
+            constant += float(costs)
+    for bucket, variable in zip(buckets, order, strict=True):
+        if not bucket:
+            continue
+        scope, costs = _added(bucket)
+        place = scope.index(variable)
+        least = np.minimum.reduce(costs, axis=place)
+        rest = scope[:place] + scope[place + 1 :]
+        if rest:
+            buckets[min(map(rank.__getitem__, rest))].append((rest, least))
+        else:
+            constant += float(least)
+    return _substituted(sizes, buckets, order), constant
+
+
+def _squeezed(scope: tuple[int, ...], costs: np.ndarray) -> Table:
+    kept = tuple(v for v, size in zip(scope, costs.shape, strict=True) if size > 1)
+    return kept, costs.reshape([size for size in costs.shape if size > 1])
+
+
+def _added(bucket: list[Table]) -> Table:
+    """The sum of tables, over all their variables; those of the largest come first."""
+    wide = bucket[0][0]
+    for scope, _ in bucket:
+        if len(scope) > len(wide):
+            wide = scope
+    for scope, _ in bucket:
+        for variable in scope:
+            if variable not in wide:
+                wide += (variable,)
+    total = _aligned(*bucket[0], wide)
+    for scope, costs in bucket[1:]:
+        total = total + _aligned(scope, costs, wide)
+    return wide, total
+
+
+def _aligned(
+    scope: tuple[int, ...], costs: np.ndarray, wide: tuple[int, ...]
+) -> np.ndarray:
+    """A view of a table with a dim for each of more variables, of size one if new."""
+    if scope == wide:
+        return costs
+    if len(scope) > 1:
+        costs = costs.transpose([scope.index(v) for v in wide if v in scope])
+    return costs[tuple([slice(None) if v in scope else None for v in wide])]
+
+
+def _substituted(
+    sizes: Sequence[int], buckets: list[list[Table]], order: Sequence[int]
+) -> list[int]:
+    """The values, last eliminated first: by then all others in a bucket are known."""
+    index: list[Any] = [0] * len(sizes)
+    for bucket, variable in zip(reversed(buckets), reversed(order), strict=True):
+        if not bucket:
+            continue
+        index[variable] = slice(None)
+        # Added in the order of `_added`, so that ties are the same ties.
+        line = 0.0
+        for scope, costs in bucket:
+            line = line + costs[tuple([index[v] for v in scope])]
+        index[variable] = int(np.argmin(line))
+    return index

@@ -1,0 +1,261 @@
+"""Enumeration of the outer search space.
+
+Decides, in this order: sizes of axes and baselines, knobs, what has no room, orders on
+the fabric; and says in numbers what each rule left. Must not know what candidates cost.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dtft.planner.axis_orders import undominated_orders
+from dtft.planner.baselines import Baseline, baselines
+from dtft.planner.meshes import AXES, Meshes, MeshRules, divisors, num_factorisations
+from dtft.planner.pins import check, nearest, why_not
+from dtft.planner.space import REMATS, Choices, MemoryFloor, Reason, Space
+
+_Columns = dict[str, np.ndarray]
+
+
+def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> Space:
+    """All candidates that may be the best, with the baselines among them.
+
+    Left out is what does not divide, has no room for parameters, gradients and
+    optimizer state, or lies on the fabric in an order that cannot be better
+    (`undominated_orders`). The baselines stay, in the usual order, unless a pin rules
+    them out; their meshes are there with every knob. Where no mesh of all devices
+    divides the batch, there are candidates with the batch rounded up (`batch`) and with
+    fewer devices (`devices_used`) as well.
+
+    Args:
+        choices: what may be chosen.
+        pins: values that are given: sizes of axes, `microbatches`, `zero`, `remat` by
+            name, and `order`, axes that have to lie in this order on the fabric,
+            outermost first.
+
+    Returns:
+        The candidates; none where the choices allow none or where nothing that was
+        pinned has room. `reasons` says why in numbers.
+
+    Raises:
+        ValueError: the pins cannot be met, room aside; says which values nearby can.
+
+    >>> space = enumerate_space(
+    ...     Choices(num_devices=8, batch=16, divides={"replica": (), "tensor": (12,)})
+    ... )
+    >>> [dict(space[at].mesh) for at in range(len(space))]
+    [{'replica': 2, 'tensor': 4}, {'replica': 4, 'tensor': 2}, {'replica': 8}]
+    """
+    pins = dict(pins or {})
+    check(pins)
+    space = _enumerated(choices, pins)
+    if pins and not len(space):
+        # Where only room is missing, the reasons say how much.
+        if choices.memory is None or not len(_enumerated(_roomy(choices), pins)):
+            raise _impossible(_roomy(choices), pins)
+    return space
+
+
+def _roomy(choices: Choices) -> Choices:
+    return replace(choices, memory=None)
+
+
+def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
+    rules = _rules(choices, pins)
+    meshes, reasons = _meshes(rules, pins)
+    host_size = choices.levels[0] if choices.levels else choices.num_devices
+    known = baselines(rules, host_size)
+    for baseline in known:
+        meshes = meshes.joined(baseline.meshes)
+    meshes, zero, reason = _with_zero(meshes, choices, pins)
+    columns = _with_knobs(meshes, zero, choices, pins)
+    columns["baseline"] = _numbers(columns, known)
+    num_knobs = len(columns["batch"])
+    rule = "these with each level of zero, remat and number of microbatches"
+    reasons += [reason, Reason(rule=rule, left=num_knobs, of=num_knobs)]
+    columns["room"] = np.ones(num_knobs, bool)
+    if choices.memory is not None:
+        columns, reason = _with_room(columns, choices.memory)
+        reasons.append(reason)
+    return _with_orders(columns, choices, pins.get("order", ()), reasons)
+
+
+def _rules(choices: Choices, pins: Mapping[str, Any]) -> MeshRules:
+    return MeshRules(
+        num_devices=choices.num_devices,
+        batch=choices.batch,
+        divides=choices.divides,
+        data_axes=choices.data_axes,
+        pins={axis: pins[axis] for axis in AXES if axis in pins},
+    )
+
+
+def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Reason]]:
+    """The sizes of axes, and what each rule left of them."""
+    num_devices, batch = rules.num_devices, rules.batch
+    num = num_factorisations(num_devices, len(rules.divides))
+    allowed, exact = rules.all(num_devices), rules.exact(num_devices)
+    words = f"meshes of {num_devices} devices over {', '.join(rules.divides)} that "
+    reasons = [
+        Reason(rule=words + "keep to sizes and pins", left=len(allowed), of=num),
+        Reason(
+            rule=f"of these divide the batch of {batch}",
+            left=len(exact),
+            of=len(allowed),
+        ),
+    ]
+    meshes = rules.workable()
+    if len(meshes) > len(exact):
+        rule = "meshes with the batch rounded up, as none divides it"
+        reasons.append(
+            Reason(rule=rule, left=len(meshes) - len(exact), of=len(allowed))
+        )
+    if not len(meshes) and len(replace(rules, pins={}).workable()):
+        return meshes, reasons  # pins that need fewer devices are an error instead
+    fewer = rules.fewer()
+    if len(fewer):
+        used = int(fewer.devices_used[0])
+        rule = f"meshes of {used} of {num_devices} devices that divide the batch"
+        reasons.append(Reason(rule=rule, left=len(fewer), of=len(fewer)))
+    return meshes.joined(fewer), reasons
+
+
+def _with_zero(
+    meshes: Meshes, choices: Choices, pins: Mapping[str, Any]
+) -> tuple[Meshes, np.ndarray, Reason]:
+    """Every mesh with every level of zero that means something for it."""
+    zeros = _left(sorted(choices.zero), pins.get("zero"))
+    fsdp = meshes.sizes[:, AXES.index("fsdp")]
+    row, at = np.nonzero((zeros > 0) == (fsdp > 1)[:, None])
+    words = ", ".join(map(str, zeros.tolist())) or "none"
+    reason = Reason(
+        rule=f"meshes, baselines too, that have fsdp just if zero is not 0 ({words})",
+        left=len(np.unique(row)),
+        of=len(meshes),
+    )
+    return meshes.where(row), zeros[at], reason
+
+
+def _with_knobs(
+    meshes: Meshes, zero: np.ndarray, choices: Choices, pins: Mapping[str, Any]
+) -> _Columns:
+    """Every mesh with every other knob."""
+    samples = meshes.batch // _rules(choices, pins).slots(meshes.sizes)
+    parts = {part for each in np.unique(samples) for part in divisors(int(each))}
+    counts = sorted(part for part in parts if part <= choices.max_microbatches)
+    counts = _left(counts, pins.get("microbatches"))
+    row, at = np.nonzero(samples[:, None] % counts == 0)
+    microbatches, zero, meshes = counts[at], zero[row], meshes.where(row)
+
+    remats = [REMATS.index(remat) for remat in choices.remat]
+    pin = REMATS.index(pins["remat"]) if "remat" in pins else None
+    remat = _left(sorted(remats), pin)
+    row = np.repeat(np.arange(len(meshes)), len(remat))
+    meshes = meshes.where(row)
+    return {
+        **{axis: meshes.sizes[:, at] for at, axis in enumerate(AXES)},
+        "microbatches": microbatches[row],
+        "zero": zero[row],
+        "remat": np.tile(remat, len(microbatches)),
+        "batch": meshes.batch,
+        "devices_used": meshes.devices_used,
+    }
+
+
+def _left(values: list[int], pin: int | None) -> np.ndarray:
+    kept = [value for value in values if pin is None or value == pin]
+    return np.array(kept, np.int64)
+
+
+def _sizes(columns: _Columns) -> np.ndarray:
+    return np.stack([columns[axis] for axis in AXES], axis=1)
+
+
+def _numbers(columns: _Columns, known: list[Baseline]) -> np.ndarray:
+    """For each candidate the baseline that it is a form of, or 0."""
+    sizes = _sizes(columns)
+    numbers = np.zeros(len(sizes), np.int64)
+    for baseline in reversed(known):  # the first that fits stays
+        # FSDP divides all that the choices allow to be divided.
+        zero = columns["zero"].max(initial=0) if baseline.divided else 0
+        same = (sizes == baseline.meshes.sizes).all(axis=1)
+        numbers[same & (columns["zero"] == zero)] = baseline.number
+    return numbers
+
+
+def _with_room(columns: _Columns, memory: MemoryFloor) -> tuple[_Columns, Reason]:
+    floor = memory.bytes_of(_sizes(columns), columns["zero"])
+    room = floor <= memory.capacity
+    least = f"; the least takes {floor.min():,.0f}" if len(floor) else ""
+    reason = Reason(
+        rule=f"have room for their state in {memory.capacity:,} bytes{least}",
+        left=int(room.sum()),
+        of=len(room),
+    )
+    columns["room"] = room
+    return _selected(columns, room | (columns["baseline"] > 0)), reason
+
+
+def _selected(columns: _Columns, rows: np.ndarray) -> _Columns:
+    return {name: column[rows] for name, column in columns.items()}
+
+
+def _with_orders(
+    columns: _Columns, choices: Choices, before: tuple[str, ...], reasons: list[Reason]
+) -> Space:
+    """Every candidate with every order on the fabric that may be the best for it."""
+    sizes = _sizes(columns)
+    meshes, mesh = np.unique(sizes, axis=0, return_inverse=True)
+    levels = choices.levels or (choices.num_devices,)
+    orders = undominated_orders(AXES, meshes, levels, before)
+    num_orders = np.bincount(orders.mesh, minlength=len(meshes))
+    first = np.cumsum(num_orders) - num_orders
+    repeats = num_orders[mesh]
+    row = np.repeat(np.arange(len(mesh)), repeats)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    columns = _selected(columns, row)
+    columns["mesh"] = first[mesh[row]] + nth
+    columns["order"] = orders.order[columns["mesh"]]
+    usual = nth == 0
+    columns["baseline"] *= usual
+    columns = _selected(columns, columns.pop("room") | usual)
+    num = len(columns["mesh"])
+    rule = f"with each order on the fabric, for {len(mesh):,} without"
+    reasons = [*reasons, Reason(rule=rule, left=num, of=num)]
+    return Space(columns=columns, orders=orders.named, reasons=tuple(reasons))
+
+
+def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
+    pinned = ", ".join(f"{name}={value}" for name, value in pins.items())
+    text = [f"{pinned} cannot be met on {choices.num_devices} devices"]
+    text[0] += f" with a batch of {choices.batch}."
+    alone = len(text)
+    for name, value in pins.items():
+        reason = why_not(choices, name, value)
+        if reason:
+            text.append(f"{name}={value}: {reason}.")
+        others = {other: pins[other] for other in pins if other != name}
+        near = _values_near(_enumerated(choices, others), name, value)
+        if near:
+            beside = ", the other pins as they are" if others else ""
+            text.append(f"Values of {name} that work{beside}: {near}.")
+    if len(text) == alone:
+        text.append("No change of one pin alone makes the others work.")
+    fewer = _rules(choices, pins).fewer()
+    if len(fewer):
+        used = int(fewer.devices_used[0])
+        text.append(f"As pinned, {used} devices can be used: set num_devices={used}.")
+    return ValueError(" ".join(text))
+
+
+def _values_near(space: Space, name: str, value: Any) -> str:
+    """Values of a knob in a space, the nearest first three of numbers."""
+    if not len(space) or name == "order":
+        return ""
+    used = space.columns["devices_used"]
+    values = np.unique(space.columns[name][used == used.max()])
+    if name == "remat":
+        return ", ".join(REMATS[at] for at in values)
+    return ", ".join(map(str, nearest(values, value)))

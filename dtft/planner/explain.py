@@ -1,0 +1,214 @@
+"""What a plan says of itself: where its seconds and bytes go, what else there was.
+
+Every number comes from the plan; nothing is searched or priced again, so a plan that
+was read from a file is explained as well. Decides only what is shown. Must not know
+questions, clusters or how a plan is found.
+"""
+
+from collections.abc import Iterable
+
+from dtft.planner import wording
+from dtft.planner.plan import Alternative, Collective, Knobs, Plan
+from dtft.planner.wording import Section, percent, seconds, size
+
+NUM_COLLECTIVES = 12
+"""Collectives that are listed one by one."""
+NUM_ALTERNATIVES = 10
+"""Alternatives that are listed beside the baselines."""
+_WIDTH = 24
+"""Characters of the bar that stands for a whole step."""
+
+
+def explain(plan: Plan) -> str:
+    """The whole of a plan in words and tables."""
+    return wording.text(sections(plan))
+
+
+def sections(plan: Plan) -> tuple[Section, ...]:
+    """The parts of an explanation, most important first."""
+    return (
+        summary(plan),
+        waterfall(plan),
+        memory(plan),
+        collectives(plan.collectives),
+        bound(plan),
+        alternatives(plan),
+    )
+
+
+def knobs_text(knobs: Knobs) -> str:
+    """The knobs beside the mesh.
+
+    >>> knobs_text(Knobs(microbatches=4, zero=1))
+    'microbatches=4, remat=none, zero=1'
+    """
+    return f"microbatches={knobs.microbatches}, remat={knobs.remat}, zero={knobs.zero}"
+
+
+def name_of(alternative: Alternative) -> str:
+    """Its baseline's name, or `-`."""
+    return alternative.name or "-"
+
+
+def summary(plan: Plan) -> Section:
+    """What was decided, what it takes, and by whose figures."""
+    found = plan.prediction
+    left = plan.capacity_bytes - plan.memory_bytes
+    fits = f"{size(left)} are left" if plan.fits else f"{size(-left)} too much"
+    notes = [
+        f"{seconds(found.step_s)} per step ({seconds(found.low_s)} to "
+        f"{seconds(found.high_s)})",
+        f"constants: {found.source}",
+        f"{size(plan.memory_bytes)} of {size(plan.capacity_bytes)} on each device: "
+        f"{fits}",
+    ]
+    if not plan.runnable:
+        notes.append("a what-if plan: it cannot be run here")
+    title = f"Plan for {plan.cluster}: {wording.mesh(plan.mesh)}; "
+    return Section(title=title + knobs_text(plan.knobs), notes=tuple(notes))
+
+
+def waterfall(plan: Plan) -> Section:
+    """Seconds of a step by term, each beginning where the one before ends."""
+    total, rows, start = plan.prediction.step_s, [], 0.0
+    for name, value in plan.prediction.terms.items():
+        rows.append((name, seconds(value), _share(value, total), _bar(start, value, total)))
+        start += value
+    rows.append(("step", seconds(total), _share(total, total), ""))
+    return Section(
+        title="Step time",
+        columns=("term", "seconds", "share", ""),
+        rows=tuple(rows),
+        notes=("collectives: what computing beside them does not hide",),
+    )
+
+
+def _bar(start: float, value: float, total: float) -> str:
+    if not total:
+        return ""
+    first, last = (round(_WIDTH * at / total) for at in (start, start + value))
+    return " " * first + "#" * (last - first)
+
+
+def memory(plan: Plan) -> Section:
+    """Bytes of the fullest device by term, against what it has."""
+    has = plan.capacity_bytes
+    terms = {**plan.memory, "needed": plan.memory_bytes, "capacity": has}
+    rows = [(name, size(value), _share(value, has)) for name, value in terms.items()]
+    return Section(
+        title="Memory of a device",
+        columns=("term", "bytes", "of capacity"),
+        rows=tuple(rows),
+    )
+
+
+def collectives(
+    found: Iterable[Collective], num_listed: int = NUM_COLLECTIVES
+) -> Section:
+    """What is sent in a step, most bytes first."""
+    ranked = sorted(found, key=lambda one: -one.num_bytes * one.trips)
+    rows = [_collective(one) for one in ranked[:num_listed]]
+    rest = ranked[num_listed:]
+    if rest:
+        rows.append((f"{len(rest)} more", "", "", "", *_totals(rest), ""))
+    rows.append(("all", "", "", "", *_totals(ranked), ""))
+    columns = ("kind", "axes", "bytes", "times", "per step", "seconds", "where")
+    return Section(
+        title="Collectives, largest first (before overlap)",
+        columns=columns,
+        rows=tuple(rows) if ranked else (),
+        notes=() if ranked else ("none: nothing is sent",),
+    )
+
+
+def _collective(one: Collective) -> tuple[str, ...]:
+    return (
+        one.kind,
+        wording.axes(one.axes),
+        size(one.num_bytes),
+        str(one.trips),
+        *_totals([one]),
+        one.where,
+    )
+
+
+def _totals(found: Iterable[Collective]) -> tuple[str, str]:
+    known = list(found)
+    num_bytes = sum(one.num_bytes * one.trips for one in known)
+    return size(num_bytes), seconds(sum(one.seconds for one in known))
+
+
+def bound(plan: Plan) -> Section:
+    """What no plan can be faster than, and how far this one is from it."""
+    if not plan.bound_s:
+        return Section(title="Lower bound", notes=("none is known",))
+    step_s = plan.prediction.step_s
+    return Section(
+        title="Lower bound",
+        notes=(
+            f"no plan of this step on {plan.cluster} takes less than "
+            f"{seconds(plan.bound_s)}; this one takes {seconds(step_s - plan.bound_s)} "
+            f"more: {wording.number(step_s / plan.bound_s)} times as long",
+        ),
+    )
+
+
+def alternatives(plan: Plan) -> Section:
+    """What else there was, fastest first; the best form of each baseline by name."""
+    rows = [_alternative(plan, place, one) for place, one in shown(plan)]
+    columns = ("", "mesh", "knobs", "baseline", "step", "against plan", "memory", "")
+    return Section(
+        title="Alternatives",
+        columns=columns,
+        rows=tuple(rows),
+        notes=(tied_text(plan),) if rows else ("none",),
+    )
+
+
+def shown(plan: Plan) -> list[tuple[int, Alternative]]:
+    """The first alternatives and the best form of each baseline, with their places."""
+    named = {""}
+    found = []
+    for place, one in enumerate(plan.alternatives, start=1):
+        if place <= NUM_ALTERNATIVES or one.name not in named:
+            found.append((place, one))
+        named.add(one.name)
+    return found
+
+
+def _alternative(plan: Plan, place: int, one: Alternative) -> tuple[str, ...]:
+    over = one.memory_bytes - plan.capacity_bytes
+    return (
+        str(place),
+        wording.mesh(one.mesh),
+        knobs_text(one.knobs),
+        name_of(one),
+        seconds(one.step_s),
+        wording.change(one.step_s, plan.prediction.step_s),
+        size(one.memory_bytes),
+        "" if one.fits else f"{size(over)} too much",
+    )
+
+
+def tied(plan: Plan) -> tuple[Alternative, ...]:
+    """Alternatives that fit and that the prediction cannot tell from the plan."""
+    return tuple(
+        one
+        for one in plan.alternatives
+        if one.fits
+        and one.step_s <= plan.prediction.high_s
+        and (one.mesh, one.knobs) != (plan.mesh, plan.knobs)
+    )
+
+
+def tied_text(plan: Plan) -> str:
+    """How many of the alternatives listed are tied with the plan."""
+    return (
+        f"{len(tied(plan))} of {len(plan.alternatives)} kept are tied with the plan, "
+        f"within the interval of its prediction (up to "
+        f"{seconds(plan.prediction.high_s)}): only a measurement can order them"
+    )
+
+
+def _share(value: float, total: float) -> str:
+    return percent(value / total) if total else ""

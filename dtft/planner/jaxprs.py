@@ -1,0 +1,87 @@
+"""Walks and rebuilds JAX's own form of a program, nested calls included.
+
+Says which equations only call another program, in which order their bodies are
+visited, and which number each operator has: the planner's tracer and what runs a plan
+must agree on these. Decides nothing; must not know graphs, plans or devices.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+CALLS: Mapping[str, tuple[str, ...]] = {
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "call": ("call_jaxpr",),
+    "composite": ("jaxpr",),
+    "custom_vmap_call": ("call",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+    "shard_map": ("jaxpr",),
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+}
+"""Primitives that only call other programs, and which parameters these are."""
+
+REMAT = frozenset({"remat2", "checkpoint"})
+"""Names that `jax.checkpoint` has had."""
+
+
+def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The programs that a call runs, in the order in which they are numbered."""
+    for name in CALLS.get(eqn.primitive.name, ()):
+        value = eqn.params[name]
+        for body in value if isinstance(value, (tuple, list)) else (value,):
+            yield body.jaxpr if isinstance(body, ClosedJaxpr) else body
+
+
+def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """A call with `change` applied to each of its programs, in numbering order.
+
+    Args:
+        eqn: an equation; one that is no call is returned as it is.
+        change: must keep the types of a program's arguments and results.
+    """
+    names = CALLS.get(eqn.primitive.name)
+    if not names:
+        return eqn
+    changed = {name: _changed(eqn.params[name], change) for name in names}
+    return eqn.replace(params={**eqn.params, **changed})
+
+
+def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations that are no calls, in the order of their numbers.
+
+    Depth first in program order; every body once, in place of its call; of a `while`
+    the condition before the body, of a `cond` all branches.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def layers(x):
+    ...     return jax.lax.scan(lambda c, _: (jnp.sin(c), None), x + 1, length=3)[0] * 2
+    >>> program = jax.make_jaxpr(layers)(1.0)
+    >>> [eqn.primitive.name for eqn in operators(program.jaxpr)]
+    ['add', 'sin', 'mul']
+    """
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in CALLS:
+            yield eqn
+        for body in bodies(eqn):
+            yield from operators(body)
+
+
+def is_var(atom: Any) -> bool:
+    """Whether an argument or result is a variable, not a constant of the text."""
+    return isinstance(atom, Var)
+
+
+def _changed(body: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
+    if isinstance(body, (tuple, list)):
+        return tuple(_changed(one, change) for one in body)
+    if isinstance(body, ClosedJaxpr):
+        return ClosedJaxpr(change(body.jaxpr), body.consts)
+    return change(body)

@@ -1,0 +1,281 @@
+"""What in a model or batch costs time or memory that a small change would save.
+
+Finds sizes that matmuls or axes cannot use well, arrays that stay whole on every device,
+and devices that a batch leaves idle; says what each costs in seconds or bytes. Changes
+nothing, and decides nothing of the plan. Must not compile or run anything.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dtft.planner.amounts import Work
+from dtft.planner.comparing import layered
+from dtft.planner.compute_cost import matmul_s, shape_factor
+from dtft.planner.cost import runs
+from dtft.planner.deciding import Decision
+from dtft.planner.graph import Dim, Graph, item_bits
+from dtft.planner.groups import Group
+from dtft.planner.partition import MICRO
+from dtft.planner.plan import Plan, Spec
+from dtft.planner.question import Question, Role
+from dtft.planner.wording import percent, seconds, size
+
+LEAST = 0.005
+"""Share of a step that a loss must have to be worth a line."""
+_LEAST_BYTES = 2**20
+_SHARE = 0.01
+"""Share of a tree's bytes, or of a step's operations, below which nothing is said."""
+_PLACES = ("rows", "columns", "depth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lint:
+    """One finding."""
+
+    kind: Literal["alignment", "tiles", "indivisible", "replicated", "batch", "repeated"]
+    text: str
+    cost_s: float = 0.0
+    """Seconds of a step that it costs, where that is known."""
+    num_bytes: int = 0
+    """Bytes of each device that it costs."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def lints(decision: Decision) -> tuple[Lint, ...]:
+    """All findings; the dearest of each kind first."""
+    return (
+        *products(decision),
+        *indivisible(decision),
+        *replicated(decision),
+        *batch(decision),
+        *repeated(decision.plan),
+    )
+
+
+# ----------------------------------------------------------------- sizes of matmuls
+
+
+def products(decision: Decision) -> tuple[Lint, ...]:
+    """Sizes of matmuls that are no multiple of what the device works in."""
+    lost: dict[tuple[str, str], float] = defaultdict(float)
+    where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for group, done, sizes in _works(decision):
+        for kind, text, cost_s in _product(decision, group, done, sizes):
+            lost[kind, text] += cost_s
+            where[kind, text][_name(decision.question.graph, group)] += 1
+    step_s = decision.plan.prediction.step_s
+    ranked = sorted(lost.items(), key=lambda item: -item[1])
+    found = []
+    for (kind, text), cost_s in ranked:
+        if cost_s >= LEAST * step_s:
+            price = f"{seconds(cost_s)} of a step ({percent(cost_s / step_s)})"
+            places = ", ".join(list(where[kind, text])[:2])
+            line = f"{text}: {price}, in {places}"
+            known = "alignment" if kind == "alignment" else "tiles"
+            found.append(Lint(kind=known, text=line, cost_s=cost_s))
+    return tuple(found)
+
+
+def _works(decision: Decision) -> Iterable[tuple[Group, Work, dict[str, Any]]]:
+    """Matmuls of the plan, and the sizes of its axes."""
+    chosen = decision.found[decision.plan.knobs.remat]
+    candidate = chosen.priced.space[int(chosen.priced.ranking[0])]
+    sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
+    for group, done in chosen.search.works(chosen.search.division(candidate)):
+        if done.sizes:
+            yield group, done, sizes
+
+
+def _product(
+    decision: Decision, group: Group, done: Work, sizes: dict[str, Any]
+) -> Iterable[tuple[str, str, float]]:
+    """What one matmul loses: the kind, why, seconds of a step."""
+    question, device = decision.question, decision.cluster.uniform.device
+    dtype = question.graph.values[group.operator.inputs[0]].dtype
+    *shape, number = (float(amount.at(sizes)) for amount in done.sizes)
+    times = group.times * runs(done, sizes)
+    takes = float(matmul_s(device, *shape, number, dtype))
+    row = max(1, device.alignment_bytes * 8 // item_bits(dtype))
+    odd = [at for at in (1, 2) if shape[at] % row]
+    if odd:
+        fitting = [-(-n // row) * row if at else n for at, n in enumerate(shape)]
+        gain = takes - float(matmul_s(device, *fitting, number, dtype))
+        which = " and ".join(f"{_PLACES[at]} {shape[at]:g}" for at in odd)
+        text = (
+            f"{which} on a device, no multiple of {row} ({device.alignment_bytes} "
+            f"bytes of {dtype}); the next is "
+            f"{' and '.join(f'{fitting[at]:g}' for at in odd)}"
+        )
+        yield "alignment", text, times * gain
+    tiles = [math.ceil(n / tile) for n, tile in zip(shape, device.tile, strict=True)]
+    padded = [n * tile for n, tile in zip(tiles, device.tile, strict=True)]
+    used = math.prod(shape) / math.prod(padded)
+    if used < 1 and shape_factor(device, *shape, number, dtype) <= used:
+        sides = " x ".join(f"{n:g}" for n in shape)
+        text = f"a matmul of {sides} on a device fills {percent(used)} of its tiles"
+        yield "tiles", text, times * takes * (1 - used)
+
+
+def _name(graph: Graph, group: Group) -> str:
+    shape = graph.values[group.operator.outputs[0]].shape
+    return f"{group.region} {group.operator.primitive} {_times(shape)}"
+
+
+def _times(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+# ----------------------------------------------------------------- dims and axes
+
+
+def indivisible(decision: Decision) -> tuple[Lint, ...]:
+    """Dims of large matmuls that the axis `tensor` cannot divide."""
+    parts = decision.plan.mesh.get("tensor", 1)
+    if parts == 1:
+        parts = _smallest_factor(decision.cluster.num_devices)
+    if parts == 1:
+        return ()
+    found = undivided(decision.question, parts)
+    return tuple(
+        Lint(kind="indivisible", text=f"tensor={parts} cannot divide {text}")
+        for text in found
+    )
+
+
+def undivided(question: Question, parts: int) -> tuple[str, ...]:
+    """Dims of large matmuls that so many devices cannot divide, and why.
+
+    Those along which examples or their positions go are left to other axes.
+    """
+    graph, seen = question.graph, {}
+    data = {*question.batch_dims, *question.sequence_dims}
+    for group in question.groups:
+        operator = group.operator
+        if operator.kind not in ("matmul", "convolution"):
+            continue
+        share = operator.flops * group.times / max(1.0, graph.flops)
+        for index in (*operator.inputs, *operator.outputs):
+            for dim in graph.values[index].dims:
+                root = question.alias.get(dim, dim)
+                known = graph.dims[dim]
+                if root in data or known.loop or known.divisible_by(parts):
+                    continue
+                if known.sizes[-1] > parts:
+                    text = f"{_why(known, parts)} ({_name(graph, group)})"
+                    seen.setdefault(root, [text, 0.0])[1] += share
+    ranked = sorted(seen.values(), key=lambda item: -item[1])
+    return tuple(text for text, share in ranked if share >= _SHARE)
+
+
+def undivided_text(question: Question, parts: int) -> str:
+    """The same in a sentence; '' if everything can be divided."""
+    found = undivided(question, parts)
+    return f"tensor={parts} cannot divide {'; '.join(found[:4])}" if found else ""
+
+
+def _why(dim: Dim, parts: int) -> str:
+    whole, first = dim.sizes[-1], dim.sizes[0]
+    if whole % parts:
+        return f"{whole}, whose next multiple is {-(-whole // parts) * parts}"
+    return f"{whole}, whose leading part is {first}"
+
+
+def _smallest_factor(number: int) -> int:
+    return next((part for part in range(2, number + 1) if number % part == 0), 1)
+
+
+# ----------------------------------------------------------------- arrays and batch
+
+
+def replicated(decision: Decision) -> tuple[Lint, ...]:
+    """Large arrays of the state that no axis divides, though axes are there for it."""
+    question, plan = decision.question, decision.plan
+    found: dict[str, list[int]] = defaultdict(list)
+    for role, level in (("parameter", 3), ("optimizer", 1)):
+        axes = _dividing(plan, level)
+        if axes:
+            _collect(found, question, plan, role, axes)
+    ranked = sorted(found.items(), key=lambda item: -sum(item[1]))
+    return tuple(
+        Lint(
+            kind="replicated",
+            text=f"{text}: {size(sum(each))} on every device",
+            num_bytes=sum(each),
+        )
+        for text, each in ranked
+    )
+
+
+def _dividing(plan: Plan, level: int) -> tuple[str, ...]:
+    """Axes that could divide an array whose ZeRO level is reached."""
+    names = ("fsdp", "tensor") if plan.knobs.zero >= level else ("tensor",)
+    return tuple(axis for axis in names if plan.mesh.get(axis, 1) > 1)
+
+
+def _collect(
+    found: dict[str, list[int]],
+    question: Question,
+    plan: Plan,
+    role: Role,
+    axes: tuple[str, ...],
+) -> None:
+    graph = question.graph
+    values = {p: graph.values[graph.inputs[p]] for p in question.paths(role)}
+    least = _SHARE * sum(value.num_bytes for value in values.values())
+    for path, value in values.items():
+        if value.num_bytes < max(least, _LEAST_BYTES) or any(_spec(plan, path)):
+            continue
+        fitting = any(n % plan.mesh[a] == 0 for n in value.shape for a in axes)
+        why = "dividing it saves no time" if fitting else "no dim is divisible"
+        over = ", ".join(f"{axis}={plan.mesh[axis]}" for axis in axes)
+        text = f"{layered(path)} ({_times(value.shape)}) is whole beside {over}, {why}"
+        found[text].append(value.num_bytes)
+
+
+def _spec(plan: Plan, path: str) -> Spec:
+    """How a leaf of the question is divided at rest."""
+    tree, _, rest = path.partition("/")
+    specs = plan.optimizer if tree == "optimizer" and plan.optimizer else plan.state
+    return specs[rest]
+
+
+def batch(decision: Decision) -> tuple[Lint, ...]:
+    """Devices that the batch leaves idle."""
+    there, plan = decision.cluster.num_devices, decision.plan
+    used = math.prod(plan.mesh.values())
+    if used == there:
+        return ()
+    number = decision.question.batch_size
+    step_s = plan.prediction.step_s
+    idle = (there - used) / there
+    text = (
+        f"{used} of {there} devices are used, as no mesh of {there} divides the batch "
+        f"of {number}; all of them would save at most {seconds(step_s * idle)} of a "
+        f"step ({percent(idle)}): take a batch of {-(-number // there) * there}"
+    )
+    return (Lint(kind="batch", text=text, cost_s=step_s * idle),)
+
+
+def repeated(plan: Plan) -> tuple[Lint, ...]:
+    """Axes that divide nothing: their devices do the same work."""
+    specs = (plan.state, plan.optimizer, plan.batch, plan.constraints)
+    used = {
+        axis
+        for found in specs
+        for spec in found.values()
+        for part in spec
+        for axis in part
+    }
+    return tuple(
+        Lint(
+            kind="repeated",
+            text=f"{axis}={number} divides no array: {number} devices do the work of one",
+        )
+        for axis, number in plan.mesh.items()
+        if number > 1 and axis not in used
+    )

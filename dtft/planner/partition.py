@@ -1,0 +1,273 @@
+"""What a division of dims over mesh axes means for every operator: work, collectives.
+
+Given which mesh axes divide which dims, says per operator what each device computes and
+what must be sent, as amounts divided by axes: the sizes of the axes come later, so that
+thousands of meshes share one answer (`amounts`). Follows what XLA's partitioner does
+with a program whose results are constrained to these shardings: a partial sum is added
+up directly behind the operator that makes it. Pure; must not know seconds, links or
+memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dtft.planner.amounts import Amount, Sent, Work
+from dtft.planner.graph import Graph, Operator, Value
+from dtft.planner.plan import Spec
+from dtft.planner.products import product_sizes
+
+Axes = tuple[str, ...]
+MICRO = "microbatches"
+"""Divides the batch like an axis, but in time: results add up and nothing is sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """Which mesh axes divide which dims."""
+
+    axes: Mapping[int, Axes]
+    """Dim to the axes that divide it wherever it occurs."""
+    alias: Mapping[int, int] = field(default_factory=dict)
+    """Dim to the dim whose axes it has: equal layers share one decision."""
+    rest: Mapping[frozenset[int], Mapping[int, Axes]] = field(default_factory=dict)
+    """Dims of arrays whose sums are wanted divided further, and the axes that do it
+    along which of them: gradients at ZeRO levels 2 and 3."""
+    scatters: bool = False
+    """Whether the backend sums and divides in one collective (reduce-scatter): GPU and
+    TPU do; XLA's CPU backend sums everywhere, and each device keeps its part. It also
+    sums over the axes of one dim after those of another, where others sum at once."""
+
+    def of(self, dim: int) -> Axes:
+        """The axes that divide a dim."""
+        return self.axes.get(self.root(dim), ())
+
+    def root(self, dim: int) -> int:
+        """The dim that stands for it."""
+        return self.alias.get(dim, dim)
+
+    def spec(self, value: Value) -> Spec:
+        """How a value is divided; of dims that want the same axis the first has it."""
+        used: set[str] = set()
+        spec: list[Axes] = []
+        for dim, size in zip(value.dims, value.shape, strict=True):
+            free = tuple(a for a in self.of(dim) if a not in used and size > 1)
+            used.update(free)
+            spec.append(free)
+        return tuple(spec)
+
+
+def flat(spec: Sequence[Axes]) -> Axes:
+    """The axes of a spec."""
+    return tuple(axis for part in spec for axis in part)
+
+
+def work(graph: Graph, operator: Operator, division: Division) -> Work:
+    """What one execution of an operator takes on each device."""
+    return _Placed(graph, operator, division).work()
+
+
+class _Placed:
+    """One operator under a division: which axis goes along which of its dims."""
+
+    def __init__(self, graph: Graph, operator: Operator, division: Division) -> None:
+        self.op, self.division = operator, division
+        self.inputs = [graph.values[index] for index in operator.inputs]
+        self.outputs = [graph.values[index] for index in operator.outputs]
+        self.in_specs = [division.spec(value) for value in self.inputs]
+        self.out_specs = [division.spec(value) for value in self.outputs]
+        self.summed = set(map(division.root, operator.summed))
+        self.whole = set(map(division.root, operator.whole))
+        self.made = {division.root(d) for value in self.outputs for d in value.dims}
+        self.kept = {axis: self._keep(axis) for axis in self._axes()}
+        self.sent: list[Sent] = []
+
+    def work(self) -> Work:
+        for index in range(len(self.inputs)):
+            self._send_operand(index)
+        for number in range(len(self.outputs)):
+            self._send_result(number)
+        return Work(
+            operator=self.op,
+            divided_by=tuple(a for a, dim in self.kept.items() if dim is not None),
+            sizes=product_sizes(self.op, self.inputs, self.outputs, self._divides()),
+            reads=tuple(
+                Amount(total=value.num_bytes, axes=self._fitting(index))
+                for index, value in enumerate(self.inputs)
+            ),
+            writes=tuple(
+                Amount(total=value.num_bytes, axes=flat(spec))
+                for value, spec in zip(self.outputs, self.out_specs, strict=True)
+            ),
+            sent=tuple(self.sent),
+        )
+
+    def _axes(self) -> list[str]:
+        specs = (*self.in_specs, *self.out_specs)
+        return list(dict.fromkeys(a for spec in specs for a in flat(spec)))
+
+    def _keep(self, axis: str) -> int | None:
+        """The dim along which this axis divides the work; None: all do all of it."""
+        dims: dict[int, None] = {}
+        for value in (*self.inputs, *self.outputs):
+            for dim in map(self.division.root, value.dims):
+                if axis in self.division.of(dim) and dim not in self.whole:
+                    dims[dim] = None
+        return min(dims, key=lambda dim: self._price(axis, dim), default=None)
+
+    def _price(self, axis: str, dim: int) -> tuple[float, int]:
+        """Bytes sent if the axis goes along `dim`, before division; ties: the first."""
+        price = 0.0
+        for value, spec in zip(self.inputs, self.in_specs, strict=True):
+            at = _position(spec, axis)
+            if at is not None and self.division.root(value.dims[at]) != dim:
+                price += value.num_bytes
+        for value, spec in zip(self.outputs, self.out_specs, strict=True):
+            at = _position(spec, axis)
+            if self._is_partial(dim):
+                price += 2 * value.num_bytes
+            elif at is not None and self.division.root(value.dims[at]) != dim:
+                price += value.num_bytes
+        return price, dim
+
+    def _is_partial(self, dim: int) -> bool:
+        """Whether the work, divided along a dim, leaves partial sums."""
+        if dim not in self.summed:
+            return False
+        if dim not in self.made:
+            return True
+        # It is there twice, divided at one place: is that the one summed over?
+        return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
+
+    def _free(self, index: int, dim: int) -> bool:
+        """Whether an operand of a matmul is divided along `dim` where it is kept."""
+        if self.op.kind != "matmul" or index > 1:
+            return False
+        spec, value = self.in_specs[index], self.inputs[index]
+        return any(
+            axes
+            and self.division.root(d) == dim
+            and at not in self.op.contracted[index]
+            for at, (d, axes) in enumerate(zip(value.dims, spec, strict=True))
+        )
+
+    def _fits(self, index: int, axis: str) -> bool:
+        """Whether an operand that an axis divides is divided as the work is."""
+        spec, value = self.in_specs[index], self.inputs[index]
+        at = _position(spec, axis)
+        if at is None:
+            return True
+        dim = self.division.root(value.dims[at])
+        if dim != self.kept[axis]:
+            return False
+        if self.op.kind != "matmul" or index > 1:
+            return True
+        if dim in self.summed and dim in self.made:
+            # A product of a dim with itself: one of its places is summed over.
+            return (at in self.op.contracted[index]) == self._is_partial(dim)
+        return not (index == 1 and self._free(0, dim) and self._twice(dim))
+
+    def _twice(self, dim: int) -> bool:
+        """Whether rows and columns of a product are the same dim."""
+        return [self.division.root(d) for d in self.outputs[0].dims].count(dim) > 1
+
+    def _fitting(self, index: int) -> Axes:
+        return tuple(a for a in flat(self.in_specs[index]) if self._fits(index, a))
+
+    def _send_operand(self, index: int) -> None:
+        """What an operand lacks, or has along another dim than the work."""
+        value, spec = self.inputs[index], self.in_specs[index]
+        moved = [axis for axis in flat(spec) if not self._fits(index, axis)]
+        roots = set(map(self.division.root, value.dims))
+        exchanged = tuple(
+            axis
+            for axis in moved
+            if self.kept[axis] in roots
+            and _position(spec, axis) is not None
+            and self.division.root(value.dims[_position(spec, axis) or 0])
+            != self.kept[axis]
+        )
+        gathered = tuple(axis for axis in moved if axis not in exchanged)
+        rest = tuple(axis for axis in flat(spec) if axis not in gathered)
+        amount = Amount(total=value.num_bytes, axes=rest)
+        if gathered:
+            self._add("all_gather", gathered, amount)
+        if exchanged:
+            self._add("all_to_all", exchanged, amount)
+
+    def _further(self, value: Value) -> Axes:
+        """Axes that divide a sum once it is made."""
+        dims = frozenset(map(self.division.root, value.dims))
+        return tuple(
+            a for axes in self.division.rest.get(dims, {}).values() for a in axes
+        )
+
+    def _send_result(self, number: int) -> None:
+        value, spec = self.outputs[number], self.out_specs[number]
+        partial = tuple(
+            axis
+            for axis, dim in self.kept.items()
+            if dim is not None and self._is_partial(dim) and axis != MICRO
+        )
+        if partial:
+            self._add_up(value, (*flat(spec), *self._further(value)), partial)
+        moved = tuple(
+            axis
+            for axis, dim in self.kept.items()
+            if dim is not None
+            and not self._is_partial(dim)
+            and (at := _position(spec, axis)) is not None
+            and self.division.root(value.dims[at]) != dim
+            and dim in map(self.division.root, value.dims)
+        )
+        if moved:
+            local = Amount(total=value.num_bytes, axes=flat(spec))
+            self._add("all_to_all", moved, local)
+
+    def _add_up(self, value: Value, wanted: Axes, partial: Axes) -> None:
+        """Partial sums become sums, divided at once where that is wanted."""
+        rest = tuple(axis for axis in wanted if axis not in partial)
+        scattered = tuple(axis for axis in partial if axis in wanted)
+        if self.op.kind != "matmul" and not self.division.scatters:
+            scattered = ()
+        added = tuple(axis for axis in partial if axis not in scattered)
+        if scattered:
+            whole = Amount(total=value.num_bytes, axes=rest)
+            kind = "reduce_scatter" if self.division.scatters else "all_reduce"
+            self._add(kind, scattered, whole)
+        part = Amount(total=value.num_bytes, axes=(*rest, *scattered))
+        for axes in self._together(added):
+            self._add("all_reduce", axes, part)
+
+    def _together(self, axes: Axes) -> list[Axes]:
+        """Axes that are summed over in one collective."""
+        if self.division.scatters:
+            return [axes] if axes else []
+        dims = dict.fromkeys(self.kept[axis] for axis in axes)
+        return [tuple(a for a in axes if self.kept[a] == dim) for dim in dims]
+
+    def _divides(self) -> dict[str, Axes]:
+        """Axes along the rows, columns, depth and batch of a matmul."""
+        if self.op.kind != "matmul" or len(self.inputs) < 2:
+            return {}
+        left, right = (
+            {self.division.root(d) for d in value.dims} for value in self.inputs[:2]
+        )
+        found: dict[str, list[str]] = {"m": [], "n": [], "k": [], "b": []}
+        for axis, dim in self.kept.items():
+            if dim is None:
+                continue
+            if self._is_partial(dim):
+                found["k"].append(axis)
+            elif dim in left and dim in right and not self._twice(dim):
+                found["m" if dim in self.summed else "b"].append(axis)
+            else:
+                found["m" if dim in left else "n"].append(axis)
+        return {name: tuple(axes) for name, axes in found.items()}
+
+    def _add(self, kind: str, axes: Axes, amount: Amount) -> None:
+        self.sent.append(Sent(kind=kind, axes=axes, amount=amount))
+
+
+def _position(spec: Spec, axis: str) -> int | None:
+    """The dim that an axis divides."""
+    return next((at for at, part in enumerate(spec) if axis in part), None)

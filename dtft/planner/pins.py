@@ -1,0 +1,83 @@
+"""Knobs that the user has set, and what to say of those that cannot be met.
+
+Decides whether a pin is one, and which values are near it. Must not know how candidates
+are made.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dtft.planner.meshes import AXES
+from dtft.planner.space import REMATS, Choices
+
+COUNTS = (*AXES, "microbatches", "zero")
+"""Pins that are numbers."""
+
+PINS = (*COUNTS, "remat", "order")
+"""What can be pinned."""
+
+
+def check(pins: Mapping[str, Any]) -> None:
+    """Refuses what is not a pin.
+
+    Raises:
+        ValueError: an unknown name, or a value that the knob never has.
+    """
+    for name, value in pins.items():
+        if name not in PINS:
+            raise ValueError(
+                f"{name}={value!r} is not a knob that can be pinned. Allowed: "
+                f"{', '.join(PINS)}."
+            )
+        allowed = _allowed(name, value)
+        if allowed:
+            raise ValueError(f"{name}={value!r} is pinned. Allowed: {allowed}.")
+
+
+def _allowed(name: str, value: Any) -> str:
+    """What a pin may be, in words, if it is not that; '' if it is."""
+    if name == "remat":
+        return "" if value in REMATS else ", ".join(REMATS)
+    if name == "order":
+        axes = f"different axes out of {', '.join(AXES)}, outermost on the fabric first"
+        fits = not isinstance(value, str) and set(value) <= set(AXES)
+        return "" if fits and len(set(value)) == len(value) else axes
+    least = 0 if name == "zero" else 1
+    fits = isinstance(value, int | np.integer) and value >= least
+    return "" if fits else f"a whole number, {least} or more"
+
+
+def why_not(choices: Choices, name: str, value: Any) -> str:
+    """What rules a pin out by itself, with the numbers; '' if nothing does."""
+    if name in AXES:
+        return _why_not_axis(choices, name, value)
+    if name == "microbatches" and value > choices.max_microbatches:
+        return f"at most {choices.max_microbatches} are possible here"
+    if name in ("zero", "remat") and value not in getattr(choices, name):
+        allowed = ", ".join(map(str, getattr(choices, name)))
+        return f"only {allowed} can be chosen here"
+    return ""
+
+
+def _why_not_axis(choices: Choices, axis: str, size: int) -> str:
+    if axis not in choices.divides:
+        searched = ", ".join(choices.divides)
+        return f"this axis is not searched here, only {searched}" if size > 1 else ""
+    if choices.num_devices % size:
+        return f"{size} does not divide num_devices={choices.num_devices}"
+    for number in choices.divides[axis]:
+        if number % size:
+            return f"{size} does not divide {number}, which {axis} has to divide"
+    return ""
+
+
+def nearest(values: np.ndarray, value: int, num: int = 3) -> list[int]:
+    """The values nearest to one, ascending.
+
+    >>> nearest(np.array([1, 2, 4, 8, 16]), 6)
+    [2, 4, 8]
+    """
+    distance = np.abs(values - value)
+    return sorted(values[np.argsort(distance, kind="stable")[:num]].tolist())

@@ -1,0 +1,260 @@
+"""What is asked of the planner: a traced step, and what each of its arrays is.
+
+Decides which leaves are parameters, optimizer state and batch, and which dims the batch
+goes along. Traces, and computes nothing. Must not know clusters, meshes or costs.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import optax
+from jax.extend.core import jaxpr_as_fun
+
+from dtft.planner import blocks
+from dtft.planner.graph import Graph
+from dtft.planner.groups import Group, group, region
+from dtft.planner.partition import Division
+from dtft.planner.plan import Remat
+from dtft.planner.remat import POLICIES, rematerialized
+from dtft.planner.trace import trace
+
+Role = Literal["parameter", "optimizer", "batch"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Question:
+    """A step to be planned."""
+
+    entry: Literal["step", "loss"]
+    graph: Graph
+    alias: Mapping[int, int]
+    """Dim to the dim that stands for it in equal layers."""
+    roles: Mapping[str, Role]
+    """Path of each argument's leaf to what it is."""
+    program: Graph
+    """What constraints are numbered by: the loss alone, or the step itself."""
+    again: Callable[[Remat], Graph] | None = None
+    """Traces the step with parts of the loss computed again; entry loss only."""
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Operators that cost alike."""
+        return group(self.graph, self.alias)
+
+    @cached_property
+    def batch_dims(self) -> tuple[int, ...]:
+        """Dims along which there are examples: the first of every batch leaf."""
+        return self._of_batch(0)
+
+    @cached_property
+    def sequence_dims(self) -> tuple[int, ...]:
+        """Dims along which an example goes: the second of the batch leaves' dims."""
+        known = set(self.batch_dims)
+        return tuple(dim for dim in self._of_batch(1) if dim not in known)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples of a step; 0 without a batch dim."""
+        dims = self.batch_dims
+        return self.graph.dims[dims[0]].sizes[0] if dims else 0
+
+    @cached_property
+    def passes(self) -> Mapping[str, int]:
+        """For each argument's leaf, by how many passes of the model it is read."""
+        found = _passes(self.graph)
+        return {path: found[index] for path, index in self.graph.inputs.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits; the same for the same program."""
+        items = [asdict(value) for value in self.graph.values]
+        items += [{**asdict(op), "name": ""} for op in self.graph.operators]
+        text = json.dumps([items, dict(self.roles)], default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def rematerialized(self, remat: Remat) -> "Question":
+        """The same question with parts of the loss computed again.
+
+        Raises:
+            ValueError: the step is the user's own.
+        """
+        if self.again is None:
+            raise ValueError(
+                f"remat={remat!r}: the step is the user's own, so nothing in it is "
+                "computed again. Allowed: none; or plan by loss= and optimizer=."
+            )
+        graph = self.again(remat)
+        return replace(
+            self, graph=graph, alias=dict(enumerate(blocks.find(graph).dims))
+        )
+
+    def aligned(self, division: Division) -> Division:
+        """A division of `graph` as one of `program`: their arguments are the same."""
+        if self.program is self.graph:
+            return division
+        axes: dict[int, tuple[str, ...]] = {}
+        for path, index in self.program.inputs.items():
+            ours = self.graph.values[self.graph.inputs[path]]
+            for dim, other in zip(
+                self.program.values[index].dims, ours.dims, strict=True
+            ):
+                if division.of(other):
+                    axes[dim] = division.of(other)
+        return Division(axes=axes)
+
+    def paths(self, role: Role) -> tuple[str, ...]:
+        """Leaves of a role, in the order of the arguments."""
+        return tuple(path for path, found in self.roles.items() if found == role)
+
+    def _of_batch(self, place: int) -> tuple[int, ...]:
+        found: dict[int, None] = {}
+        for path in self.paths("batch"):
+            value = self.graph.values[self.graph.inputs[path]]
+            if len(value.shape) > place and value.shape[place] > 1:
+                dim = value.dims[place]
+                found[self.alias.get(dim, dim)] = None
+        return tuple(found)
+
+
+def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Question:
+    """A whole training step of the user: `step(state, batch) -> (state, ...)`."""
+
+    def named(state: Any, batch: Any) -> Any:
+        made = step(state, batch)
+        after, *rest = made if isinstance(made, tuple) else (made,)
+        return {"state": after, "rest": rest}
+
+    graph = trace(named, state=state, batch=batch)
+    read = _read_by_model(graph)
+    roles: dict[str, Role] = {}
+    for path, index in graph.inputs.items():
+        if path.split("/")[0] == "batch":
+            roles[path] = "batch"
+        else:
+            roles[path] = "parameter" if index in read else "optimizer"
+    return _question("step", graph, roles, graph)
+
+
+def of_loss(
+    loss: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    batch: Any,
+) -> Question:
+    """A loss, from which `dtft.train.make_step` makes the step.
+
+    Args:
+        loss: `loss(params, batch)`: a scalar, or a scalar and auxiliary values.
+        optimizer: an optax transform.
+        params: tree of arrays or shapes.
+        batch: tree of arrays or shapes; the first dim of each leaf is that of examples.
+    """
+
+    def scalar(params: Any, batch: Any) -> jax.Array:
+        value = loss(params, batch)
+        return value[0] if isinstance(value, tuple) else value
+
+    def traced(remat: Remat) -> Graph:
+        def step(params: Any, optimizer_state: Any, batch: Any) -> Any:
+            prepared = _prepared(scalar, remat, params, batch)
+            gradients = jax.grad(prepared)(params, batch)
+            with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
+                updates, after = optimizer.update(gradients, optimizer_state, params)
+                params = optax.apply_updates(params, updates)
+            return {"params": params, "optimizer": after}
+
+        return trace(
+            lambda params, optimizer, batch: step(params, optimizer, batch),
+            params=params,
+            optimizer=state,
+            batch=batch,
+        )
+
+    with jax.numpy_dtype_promotion("standard"):
+        state = jax.eval_shape(optimizer.init, params)
+    graph = traced("none")
+    names: dict[str, Role] = {
+        "params": "parameter",
+        "optimizer": "optimizer",
+        "batch": "batch",
+    }
+    roles = {path: names[path.split("/")[0]] for path in graph.inputs}
+    program = trace(
+        lambda params, batch: loss(params, batch), params=params, batch=batch
+    )
+    return _question("loss", graph, roles, program, traced)
+
+
+def _prepared(
+    loss: Callable[..., jax.Array], remat: Remat, params: Any, batch: Any
+) -> Callable[..., jax.Array]:
+    """The loss as `make_step` differentiates it."""
+    if remat == "none":
+        return loss
+    program = jax.make_jaxpr(loss)(params, batch)
+    run = jaxpr_as_fun(rematerialized(program, POLICIES[remat]))
+    return lambda params, batch: run(*jax.tree.leaves((params, batch)))[0]
+
+
+def _question(
+    entry: Literal["step", "loss"],
+    graph: Graph,
+    roles: Mapping[str, Role],
+    program: Graph,
+    again: Callable[[Remat], Graph] | None = None,
+) -> Question:
+    alias = dict(enumerate(blocks.find(graph).dims))
+    return Question(
+        entry=entry,
+        graph=graph,
+        alias=alias,
+        roles=roles,
+        program=program,
+        again=again,
+    )
+
+
+def _passes(graph: Graph) -> dict[int, int]:
+    """For each argument, by how many passes (forward, backward) it is read.
+
+    Reading it converted, transposed or slice by slice counts as reading it.
+    """
+    source = {index: index for index in graph.inputs.values()}
+    sliced = {inner: outer for loop in graph.loops for outer, inner in loop.sliced}
+    carried = {inside: a for loop in graph.loops for a, inside, _, _ in loop.carried}
+    stacked = {inner: outer for loop in graph.loops for inner, outer in loop.stacked}
+    read: dict[int, set[str]] = {index: set() for index in source}
+    for operator in graph.operators:
+        for index in operator.inputs:
+            outer = index
+            while outer in sliced or outer in carried:
+                outer = sliced.get(outer, carried.get(outer, outer))
+            if outer not in source:
+                continue
+            source[index] = source[outer]
+            if operator.kind == "layout":
+                for made in operator.outputs:
+                    source |= dict.fromkeys(
+                        (made, stacked.get(made, made)), source[outer]
+                    )
+            elif region(operator) != "update":
+                read[source[outer]].add(region(operator))
+    return {index: len(regions) for index, regions in read.items()}
+
+
+def _read_by_model(graph: Graph) -> set[int]:
+    """Arguments that the forward or backward pass reads, directly or converted."""
+    inner = {inside: outer for loop in graph.loops for outer, inside in loop.sliced}
+    found: set[int] = set()
+    for operator in graph.operators:
+        if region(operator) != "update":
+            for index in operator.inputs:
+                while index in inner:
+                    index = inner[index]
+                found.add(index)
+    return found & set(graph.inputs.values())

@@ -1,0 +1,230 @@
+"""Which parts of a loss are computed again in its backward pass.
+
+Cuts a loss into blocks and wraps each in `jax.checkpoint`. A block is the body of a
+`lax.scan`, and, of what is outside of scans, a stretch of operators: stretches are cut
+where few bytes cross, so that what is kept at the cuts and the largest block together
+are small. Wrapping the loss as a whole would save nothing: its backward pass would
+begin by computing the whole forward pass again and keeping all of it. The last block
+is not wrapped: its backward pass comes at once. Must not know meshes or optimizers.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from dtft.planner.cuts import best_cuts
+from dtft.planner.graph import item_bits
+from dtft.planner.jaxprs import (
+    CALLS,
+    REMAT,
+    bodies,
+    is_var,
+    operators,
+    with_bodies,
+)
+from dtft.planner.plan import Remat
+
+Policy = Callable[..., bool]
+"""As `jax.checkpoint` takes it: whether the result of a primitive is kept."""
+
+MATMULS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+)
+"""What remat=dots keeps the results of."""
+_CONTAINERS = frozenset({"jit", "pjit", "closed_call", "call"})
+
+
+def keep_nothing(*_: Any, **__: Any) -> bool:
+    """The policy of remat=full: of a block only its inputs are kept."""
+    return False
+
+
+def keep_matmuls(primitive: Any, *_: Any, **__: Any) -> bool:
+    """The policy of remat=dots: results of matmuls and convolutions are kept."""
+    return primitive.name in MATMULS
+
+
+POLICIES: Mapping[Remat, Policy] = {"dots": keep_matmuls, "full": keep_nothing}
+
+
+def rematerialized(
+    program: ClosedJaxpr, policy: Policy, *, last: bool = False
+) -> ClosedJaxpr:
+    """The program with its blocks wrapped, to be differentiated.
+
+    Results and gradients are the same within rounding. Parts that the user's program
+    wraps itself, and operators with effects, stay as they are.
+
+    Args:
+        program: a traced loss.
+        policy: what is kept of a block beside its inputs.
+        last: whether the last block is wrapped too.
+    """
+    changed = _container(program.jaxpr, policy, wrap_last=last)
+    return ClosedJaxpr(changed, program.consts)
+
+
+def _container(jaxpr: Jaxpr, policy: Policy, *, wrap_last: bool) -> Jaxpr:
+    """A program whose equations are blocks, or hold blocks."""
+    last_use = _last_uses(jaxpr)
+    own = _num_operators(jaxpr)
+    runs = itertools.groupby(enumerate(jaxpr.eqns), lambda item: _role(item[1], own))
+    eqns: list[JaxprEqn] = []
+    for role, run in runs:
+        numbered = list(run)
+        at_end = numbered[-1][0] == len(jaxpr.eqns) - 1
+        wrap = wrap_last or not at_end
+        if role == "stretch":
+            eqns += _stretch(jaxpr, numbered, last_use, policy, wrap_last=wrap)
+            continue
+        for index, eqn in numbered:
+            inner = wrap_last or index < len(jaxpr.eqns) - 1
+            eqns.append(_changed(eqn, role, policy, wrap_last=inner))
+    return jaxpr.replace(eqns=eqns)
+
+
+def _role(eqn: JaxprEqn, num_around: int) -> str:
+    name = eqn.primitive.name
+    if eqn.effects or name in REMAT:
+        return "as it is"
+    if name == "scan" and eqn.params["length"] > 1:
+        return "loop"
+    if name in _CONTAINERS:
+        (body,) = bodies(eqn)
+        if _has_loop(body) or 2 * _num_operators(body) > num_around:
+            return "container"
+    return "stretch"
+
+
+def _changed(eqn: JaxprEqn, role: str, policy: Policy, *, wrap_last: bool) -> JaxprEqn:
+    if role == "container":
+        return with_bodies(
+            eqn, lambda body: _container(body, policy, wrap_last=wrap_last)
+        )
+    return (
+        with_bodies(eqn, lambda body: _loop_body(body, policy))
+        if (role == "loop")
+        else eqn
+    )
+
+
+def _loop_body(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
+    wrapped_by_user = any(eqn.primitive.name in REMAT for eqn in jaxpr.eqns)
+    if wrapped_by_user or jaxpr.effects:
+        return jaxpr
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    inner = jaxpr.replace(constvars=[], invars=inputs)
+    results = [Var(atom.aval) for atom in jaxpr.outvars]
+    # Inside of a scan XLA cannot merge the second computation with the first.
+    eqn = _remat_equation(inner, results, policy, prevent_cse=False)
+    return jaxpr.replace(eqns=[eqn], outvars=results)
+
+
+def _stretch(
+    jaxpr: Jaxpr,
+    numbered: Sequence[tuple[int, JaxprEqn]],
+    last_use: Mapping[Var, int],
+    policy: Policy,
+    *,
+    wrap_last: bool,
+) -> Iterator[JaxprEqn]:
+    """A run of equations as blocks."""
+    first = numbered[0][0]
+    eqns = [eqn for _, eqn in numbered]
+    cuts = best_cuts([_inside(eqn) for eqn in eqns], _crossing(eqns, first, last_use))
+    ends = [0, *(cut + 1 for cut in cuts), len(eqns)]
+    for start, end in itertools.pairwise(ends):
+        if end == len(eqns) and not wrap_last:
+            yield from eqns[start:end]
+        else:
+            yield from _block(jaxpr, eqns[start:end], first + end, last_use, policy)
+
+
+def _block(
+    jaxpr: Jaxpr,
+    eqns: Sequence[JaxprEqn],
+    end: int,
+    last_use: Mapping[Var, int],
+    policy: Policy,
+) -> list[JaxprEqn]:
+    written = [var for eqn in eqns for var in eqn.outvars]
+    known = set(written)
+    read = dict.fromkeys(
+        atom
+        for eqn in eqns
+        for atom in eqn.invars
+        if is_var(atom) and atom not in known
+    )
+    results = [var for var in written if last_use.get(var, -1) >= end]
+    if not results:
+        return list(eqns)
+    inner = jaxpr.replace(
+        constvars=[], invars=list(read), outvars=results, eqns=list(eqns), effects=set()
+    )
+    return [_remat_equation(inner, results, policy, prevent_cse=True)]
+
+
+def _remat_equation(
+    body: Jaxpr, results: Sequence[Var], policy: Policy, *, prevent_cse: bool
+) -> JaxprEqn:
+    """The equation that `jax.checkpoint` would make of a program."""
+    wrap = jax.checkpoint(lambda x: x, policy=policy, prevent_cse=prevent_cse)
+    (eqn,) = jax.make_jaxpr(wrap)(0.0).eqns
+    return eqn.replace(
+        invars=list(body.invars),
+        outvars=list(results),
+        params={**eqn.params, "jaxpr": body},
+    )
+
+
+def _last_uses(jaxpr: Jaxpr) -> dict[Var, int]:
+    """The index of the last equation that reads each variable; results: the end."""
+    uses: dict[Var, int] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        uses.update({atom: index for atom in eqn.invars if is_var(atom)})
+    uses.update({atom: len(jaxpr.eqns) for atom in jaxpr.outvars if is_var(atom)})
+    return uses
+
+
+def _crossing(
+    eqns: Sequence[JaxprEqn], first: int, last_use: Mapping[Var, int]
+) -> list[float]:
+    change = [0.0] * (len(eqns) + 1)
+    for place, eqn in enumerate(eqns):
+        for var in eqn.outvars:
+            end = min(last_use.get(var, -1) - first, len(eqns))
+            if end > place:
+                change[place] += _num_bytes(var)
+                change[end] -= _num_bytes(var)
+    return list(itertools.accumulate(change))[: len(eqns) - 1]
+
+
+def _inside(eqn: JaxprEqn) -> float:
+    if eqn.primitive.name not in CALLS:
+        return sum(map(_num_bytes, eqn.outvars))
+    return sum(
+        _num_bytes(var)
+        for body in bodies(eqn)
+        for operator in operators(body)
+        for var in operator.outvars
+    )
+
+
+def _num_bytes(var: Any) -> float:
+    aval = var.aval
+    return getattr(aval, "size", 0) * item_bits(str(getattr(aval, "dtype", "bool"))) / 8
+
+
+def _num_operators(jaxpr: Jaxpr) -> int:
+    return sum(1 for _ in operators(jaxpr))
+
+
+def _has_loop(jaxpr: Jaxpr) -> bool:
+    return any(
+        (eqn.primitive.name == "scan" and eqn.params["length"] > 1)
+        or any(_has_loop(body) for body in bodies(eqn))
+        for eqn in jaxpr.eqns
+    )

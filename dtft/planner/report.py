@@ -1,0 +1,200 @@
+"""The report of a plan: one HTML file with pictures, and the same tables for a terminal.
+
+The file needs no network and no scripts. Decides only what is shown and how; numbers
+are those of `explain`, `why_not` and `lints`. Must not search, except where the
+baselines are asked about (`why_not`).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from rich.console import Console
+from rich.table import Table
+
+from dtft.planner import comparing, drawing, explain, wording
+from dtft.planner.deciding import Decision
+from dtft.planner.lints import Lint, lints
+from dtft.planner.plan import Alternative, Plan, Spec
+from dtft.planner.search import MEMORY
+from dtft.planner.wording import Section, seconds, size
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 72em;
+  padding: 0 1em; color: #222; }
+h1 { font-size: 1.4em } h2 { font-size: 1.15em; margin-top: 2em }
+table { border-collapse: collapse } td, th { padding: .2em .8em .2em 0;
+  text-align: left; vertical-align: top; border-bottom: 1px solid #ddd }
+svg { display: block; max-width: 100% } svg text { font-size: 12px; fill: #333 }
+.limit { stroke: #c00; stroke-dasharray: 4 3 } .whole { fill: #eee; stroke: #888 }
+.part { fill: #4269d0 } .cut { stroke: #888 }
+.key i { display: inline-block; width: .8em; height: .8em; margin-right: .3em }
+.key { margin-right: 1.2em }
+@media print { h2 { break-after: avoid } }
+"""
+
+
+def html(plan: Plan, decision: Decision | None = None) -> str:
+    """The report.
+
+    Args:
+        plan: what is reported.
+        decision: what it was chosen from; without it (a plan from a file) the terms of
+            alternatives, the shapes of arrays and the lints are left out.
+    """
+    title = f"Plan for {plan.cluster}"
+    parts = [
+        _section(explain.summary(plan), level=1),
+        _block("Step time", _waterfall(plan), _table(explain.waterfall(plan))),
+        _block("Memory of a device", _bars(plan, decision)),
+        _table(explain.memory(plan)),
+        _section(explain.bound(plan)),
+        _section(explain.alternatives(plan)),
+        _baselines(plan, decision),
+        _section(explain.collectives(plan.collectives)),
+        _block("How each array is divided", _arrays(plan, decision)),
+    ]
+    if decision is not None:
+        parts.append(_section(lint_section(lints(decision))))
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"{''.join(parts)}</body></html>\n"
+    )
+
+
+def show(sections: Iterable[Section], console: Console | None = None) -> None:
+    """Prints sections as tables on a terminal."""
+    console = console or Console()
+    for section in sections:
+        if section.rows:
+            table = Table(title=section.title, title_justify="left")
+            for column in section.columns:
+                table.add_column(column, overflow="fold")
+            for row in section.rows:
+                table.add_row(*(cell.replace("[", r"\[") for cell in row))
+            console.print(table)
+        else:
+            console.print(section.title, style="bold", markup=False)
+        for note in section.notes:
+            console.print(f"  {note}", markup=False, highlight=False)
+
+
+def lint_section(found: Sequence[Lint]) -> Section:
+    """Lints as a table."""
+    return Section(
+        title="What a small change would save",
+        columns=("kind", "what"),
+        rows=tuple((one.kind, one.text) for one in found),
+        notes=() if found else ("nothing was found",),
+    )
+
+
+def _waterfall(plan: Plan) -> str:
+    terms = plan.prediction.terms
+    return drawing.waterfall(terms, [seconds(value) for value in terms.values()])
+
+
+def _bars(plan: Plan, decision: Decision | None) -> str:
+    """Memory of the plan and its alternatives, and the line of what there is."""
+    rows: list[tuple[str, Mapping[str, float]]] = [("this plan", plan.memory)]
+    for _, one in explain.shown(plan):
+        if (one.mesh, one.knobs) != (plan.mesh, plan.knobs):
+            rows.append((_label(one), _memory_of(one, decision)))
+    words = [size(sum(terms.values())) for _, terms in rows]
+    line = f"<p>dashed: the capacity, {size(plan.capacity_bytes)}</p>"
+    return drawing.stacked(rows, plan.capacity_bytes, words) + line
+
+
+def _label(one: Alternative) -> str:
+    knobs = one.knobs
+    short = f"{wording.mesh(one.mesh)} mb={knobs.microbatches} {knobs.remat}"
+    return f"{one.name + ': ' if one.name else ''}{short} z{knobs.zero}"
+
+
+def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, float]:
+    """Its bytes by term, where what it was priced with is at hand."""
+    if decision is not None and (known := decision.found.get(one.knobs.remat)):
+        space = known.priced.space
+        for at in known.priced.ranking.tolist():
+            candidate = space[at]
+            mesh = {axis: n for axis, n in candidate.mesh.items() if n > 1}
+            if mesh == one.mesh and candidate.knobs == one.knobs:
+                return {name: float(known.priced.memory[name][at]) for name in MEMORY}
+    return {"all terms": float(one.memory_bytes)}
+
+
+def _baselines(plan: Plan, decision: Decision | None) -> str:
+    """For each baseline what it costs more than the plan."""
+    rows = []
+    for _, one in explain.shown(plan):
+        if not one.name:
+            continue
+        more = one.step_s - plan.prediction.step_s
+        over = one.memory_bytes - plan.capacity_bytes
+        fits = "it fits" if one.fits else f"{size(over)} too large"
+        if (one.mesh, one.knobs) == (plan.mesh, plan.knobs):
+            answer = "the plan is this baseline"
+        else:
+            answer = f"{wording.signed(seconds(more))} per step; {fits}"
+        rows.append((one.name, wording.mesh(one.mesh), answer))
+    section = Section(
+        title="Why not the baselines", columns=("baseline", "mesh", ""), rows=tuple(rows)
+    )
+    return _section(section) if rows else ""
+
+
+def _arrays(plan: Plan, decision: Decision | None) -> str:
+    """A picture per array; alike ones of several layers together."""
+    found: dict[tuple[str, Spec, tuple[int, ...]], int] = defaultdict(int)
+    shapes = _shapes(decision)
+    for tree in ("state", "optimizer", "batch"):
+        for path, spec in getattr(plan, tree).items():
+            shape = shapes.get((tree, path), ())
+            found[f"{tree} {comparing.layered(path)}", spec, shape] += 1
+    rows = []
+    for (name, spec, shape), times in found.items():
+        picture = drawing.divided(spec, shape, plan.mesh)
+        cells = (escape(name), str(times), "x".join(map(str, shape)))
+        words = escape(comparing.spec_text(spec))
+        rows.append("".join(f"<td>{c}</td>" for c in (*cells, picture, words)))
+    head = "".join(
+        f"<th>{name}</th>" for name in ("array", "times", "shape", "", "axes by dim")
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    text = "<p>filled: what one device has of the last two dims</p>"
+    return f"{text}<table><tr>{head}</tr>{body}</table>"
+
+
+def _shapes(decision: Decision | None) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Shapes by tree and path, as plans name them."""
+    if decision is None:
+        return {}
+    question, found = decision.question, {}
+    is_loss = question.entry == "loss"
+    for path, role in question.roles.items():
+        tree = "batch" if role == "batch" else "state"
+        tree = "optimizer" if role == "optimizer" and is_loss else tree
+        value = question.graph.values[question.graph.inputs[path]]
+        found[tree, path.split("/", 1)[-1]] = value.shape
+    return found
+
+
+def _section(section: Section, level: int = 2) -> str:
+    return f"<h{level}>{escape(section.title)}</h{level}>{_table(section)}"
+
+
+def _block(title: str, *parts: str) -> str:
+    return f"<h2>{escape(title)}</h2>{''.join(parts)}"
+
+
+def _table(section: Section) -> str:
+    notes = "".join(f"<p>{escape(note)}</p>" for note in section.notes)
+    if not section.rows:
+        return notes
+    head = "".join(f"<th>{escape(name)}</th>" for name in section.columns)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in section.rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>{notes}"

@@ -1,0 +1,151 @@
+"""How parameters, gradients and optimizer state are divided at rest, and what it moves.
+
+Decides on which dim of each array the axis `fsdp` lies at a ZeRO level, and which
+collectives bring arrays together for the model. Pure; must not know operators or costs.
+"""
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+
+from dtft.planner.amounts import Amount, Sent, parts
+from dtft.planner.cost import Moved
+from dtft.planner.graph import Value
+from dtft.planner.partition import Division
+from dtft.planner.plan import Spec
+
+AXIS = "fsdp"
+
+
+def rest_spec(
+    value: Value, spec: Spec, sizes: Mapping[str, int], loops: Container[int] = ()
+) -> Spec:
+    """A spec with the axis `fsdp` on the largest dim that can take it, if any can.
+
+    Of equally large dims the first, dims that no axis divides before others; never a
+    dim that a loop goes along, as XLA would gather all of it before the loop.
+
+    Args:
+        value: the array.
+        spec: how other axes divide it.
+        sizes: of the axes.
+        loops: dims that a loop goes along.
+
+    >>> made = Value(shape=(6, 8), dtype="float32", dims=(0, 1))
+    >>> rest_spec(made, ((), ("tensor",)), {"tensor": 2, "fsdp": 2})
+    (('fsdp',), ('tensor',))
+    >>> rest_spec(made, ((), ("tensor",)), {"tensor": 2, "fsdp": 4})
+    ((), ('tensor', 'fsdp'))
+    """
+    fsdp = sizes.get(AXIS, 1)
+    if fsdp == 1:
+        return spec
+    best: tuple[bool, int, int] | None = None
+    for place, (size, axes) in enumerate(zip(value.shape, spec, strict=True)):
+        left = size // parts(axes, sizes)
+        if value.dims[place] in loops:
+            continue
+        if size % (parts(axes, sizes) * fsdp) == 0:
+            best = max(best or (False, 0, 0), (not axes, left, -place))
+    if best is None or not best[1]:
+        return spec
+    place = -best[2]
+    return tuple((*axes, AXIS) if at == place else axes for at, axes in enumerate(spec))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """An array of the state: what it is and where it is divided."""
+
+    path: str
+    value: Value
+    used: Spec
+    """As the model computes with it."""
+    rest: Spec
+    """As it is kept between steps."""
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Axes over which it is brought together for use."""
+        used = {axis for axes in self.used for axis in axes}
+        return tuple(a for axes in self.rest for a in axes if a not in used)
+
+
+def leaves(
+    values: Mapping[str, Value],
+    division: Division,
+    sizes: Mapping[str, int],
+    divides: bool,
+    loops: Container[int],
+) -> tuple[Leaf, ...]:
+    """The arrays of a role.
+
+    Args:
+        values: path to value.
+        division: which axes divide which dims while computing.
+        sizes: of the axes.
+        divides: whether `fsdp` divides them at rest.
+        loops: dims that a loop goes along.
+    """
+    found = []
+    for path, value in values.items():
+        used = division.spec(value)
+        rest = rest_spec(value, used, sizes, loops) if divides else used
+        found.append(Leaf(path=path, value=value, used=used, rest=rest))
+    return tuple(found)
+
+
+def gathers(
+    parameters: Iterable[Leaf], times: Mapping[str, int], per_microbatch: bool
+) -> list[Moved]:
+    """The all-gathers that bring divided parameters together.
+
+    Args:
+        parameters: leaves.
+        times: path to how often each is gathered.
+        per_microbatch: whether that is for every microbatch.
+    """
+    found = []
+    for leaf in parameters:
+        if leaf.gathered:
+            axes = tuple(axis for part in leaf.used for axis in part)
+            whole = Amount(total=leaf.value.num_bytes, axes=axes)
+            sent = Sent(kind="all_gather", axes=leaf.gathered, amount=whole)
+            found.append(
+                Moved(
+                    sent=sent,
+                    times=times[leaf.path],
+                    where=leaf.path,
+                    per_microbatch=per_microbatch,
+                )
+            )
+    return found
+
+
+def further(
+    parameters: Iterable[Leaf], division: Division, loops: Container[int]
+) -> dict[frozenset[int], dict[int, tuple[str, ...]]]:
+    """What `Division.rest` has for gradients that are divided as their parameters.
+
+    Inside a loop over layers a gradient lacks the dim that the loop goes along.
+    """
+    found = {}
+    for leaf in parameters:
+        dims = [dim for dim in leaf.value.dims if dim not in loops]
+        extra = {
+            division.root(dim): tuple(a for a in rest if a not in used)
+            for dim, rest, used in zip(
+                leaf.value.dims, leaf.rest, leaf.used, strict=True
+            )
+            if len(rest) > len(used)
+        }
+        if extra:
+            found[frozenset(map(division.root, dims))] = extra
+    return found
+
+
+def bytes_at_rest(arrays: Iterable[Leaf], sizes: Mapping[str, int]) -> float:
+    """Bytes on each device."""
+    return sum(
+        leaf.value.num_bytes / parts(tuple(a for p in leaf.rest for a in p), sizes)
+        for leaf in arrays
+    )

@@ -1,0 +1,126 @@
+"""Why not otherwise: the same question asked again with knobs pinned, and the price.
+
+A newcomer asks "why not tensor=8?"; the answer is a plan with that knob, compared with
+the one that was chosen, in bytes and seconds; or the numbers that rule it out. Searches
+like `deciding`, and decides nothing itself. Must not compile or run anything.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from dtft.planner import comparing, wording
+from dtft.planner.deciding import Decision, best_of
+from dtft.planner.lints import undivided_text
+from dtft.planner.meshes import AXES
+from dtft.planner.plan import Plan
+from dtft.planner.wording import Section, seconds, size
+
+
+def why_not(decision: Decision, **pins: Any) -> str:
+    """What other knobs would cost, by term; or why they cannot be.
+
+    Args:
+        decision: what was decided.
+        pins: other knobs, such as `tensor=8` or `zero=3`; they take the place of pins
+            of the same name.
+
+    Raises:
+        ValueError: no knob is named.
+    """
+    if not pins:
+        raise ValueError(
+            "why_not() asks about nothing. Name knobs, such as why_not(tensor=8) or "
+            "why_not(microbatches=4, remat='dots')."
+        )
+    return wording.text(sections(decision, pins))
+
+
+def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]:
+    """The answer to one question."""
+    asked = ", ".join(f"{name}={value}" for name, value in pins.items())
+    plan = decision.plan
+    if all(_has(plan, name, value) for name, value in pins.items()):
+        text = f"the plan has it: {wording.mesh(plan.mesh)}"
+        return (Section(title=f"{asked}: {text}"),)
+    try:
+        other = best_of(
+            decision.question,
+            decision.cluster,
+            {**decision.pins, **pins},
+            what_if=decision.what_if,
+        ).plan
+    except ValueError as error:
+        return (Section(title=f"{asked} is not possible: {error}"),)
+    notes = _undivided(decision, other, pins)
+    if not other.fits:
+        return (_too_large(asked, other, notes), comparing.memory(plan, other))
+    return (_slower(asked, plan, other, notes), *_details(plan, other))
+
+
+def _has(plan: Plan, name: str, value: Any) -> bool:
+    if name == "order":
+        return tuple(value) == tuple(axis for axis in plan.mesh if axis in value)
+    knobs: Mapping[str, Any] = {**dict.fromkeys(AXES, 1), **plan.mesh}
+    knobs = {**knobs, **asdict(plan.knobs)}
+    return knobs.get(name) == value
+
+
+def _undivided(decision: Decision, other: Plan, pins: Mapping[str, Any]) -> list[str]:
+    """What the axes that were asked for leave undivided."""
+    parts = pins.get("tensor", 1)
+    if parts < 2:
+        return []
+    text = undivided_text(decision.question, parts)
+    return [text] if text else []
+
+
+def _too_large(asked: str, other: Plan, notes: list[str]) -> Section:
+    needed, has = other.memory_bytes, other.capacity_bytes
+    title = (
+        f"{asked} does not fit: the leanest plan with it ({_shown(other)}) needs "
+        f"{size(needed)} on each device, {size(needed - has)} more than the "
+        f"{size(has)} there are"
+    )
+    return Section(title=title, notes=tuple(notes))
+
+
+def _slower(asked: str, plan: Plan, other: Plan, notes: list[str]) -> Section:
+    here, there = plan.prediction.step_s, other.prediction.step_s
+    much = f"{seconds(abs(there - here))} ({wording.change(there, here)})"
+    how = "slower" if there > here else "faster" if there < here else "as fast"
+    title = (
+        f"{asked} is possible and {how}: the best plan with it ({_shown(other)}) takes "
+        f"{seconds(there)} per step instead of {seconds(here)}"
+    )
+    title += f", {much}" if there != here else ""
+    more = other.memory_bytes - plan.memory_bytes
+    notes = [
+        f"it needs {size(other.memory_bytes)} on each device instead of "
+        f"{size(plan.memory_bytes)}, {wording.signed(size(more))}",
+        *notes,
+    ]
+    if here < there <= plan.prediction.high_s:
+        notes.append(
+            f"this is within the interval of the prediction (up to "
+            f"{seconds(plan.prediction.high_s)}): only a measurement can order the two"
+        )
+    if there <= here:
+        notes.append(
+            "the plan was found with other pins, or needs fewer bytes for the same time"
+        )
+    if not other.runnable:
+        notes.append("it cannot be run here")
+    return Section(title=title, notes=tuple(notes))
+
+
+def _shown(plan: Plan) -> str:
+    knobs = ", ".join(f"{name}={value}" for name, value in asdict(plan.knobs).items())
+    return f"{wording.mesh(plan.mesh)}, {knobs}"
+
+
+def _details(plan: Plan, other: Plan) -> tuple[Section, ...]:
+    return (
+        comparing.terms(plan, other),
+        comparing.collectives(plan, other, only_grown=True),
+    )

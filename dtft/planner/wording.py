@@ -1,0 +1,129 @@
+"""Numbers and tables in words: what everything that explains a plan is written with.
+
+Pure text. Must not know plans; whoever has the numbers decides which of them are shown.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading, a table, and sentences below it."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def number(value: float) -> str:
+    """Four significant digits, never with an exponent.
+
+    >>> number(12345.6), number(0.123456), number(8)
+    ('12350', '0.1235', '8')
+    """
+    rounded = float(f"{value:.4g}")
+    text = f"{rounded:.12f}".rstrip("0").rstrip(".")
+    return "0" if text in ("", "-0") else text
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that suits it.
+
+    >>> seconds(0.01978), seconds(-2.5e-7), seconds(0)
+    ('19.78 ms', '-0.25 us', '0 s')
+    """
+    size = abs(value)
+    if size >= 1 or not size:
+        return f"{number(value)} s"
+    unit, scale = ("ms", 1e3) if size >= 1e-3 else ("us", 1e6)
+    return f"{number(value * scale)} {unit}"
+
+
+def size(num_bytes: float) -> str:
+    """A number of bytes in the unit that suits it.
+
+    >>> size(1536), size(80 * 2**30), size(-3)
+    ('1.5 KiB', '80 GiB', '-3 B')
+    """
+    value = float(num_bytes)
+    for unit in _BINARY:
+        if abs(value) < 1024 or unit == _BINARY[-1]:
+            break
+        value /= 1024
+    return f"{number(value)} {unit}"
+
+
+def signed(text: str) -> str:
+    """A number in words, with its sign also if it is not negative.
+
+    >>> signed("3 ms"), signed("-3 ms"), signed("0 s")
+    ('+3 ms', '-3 ms', '0 s')
+    """
+    return text if text.startswith(("-", "0 ")) else f"+{text}"
+
+
+def percent(share: float) -> str:
+    """A share of one.
+
+    >>> percent(0.12345)
+    '12.35 %'
+    """
+    return f"{number(100 * share)} %"
+
+
+def change(value: float, reference: float) -> str:
+    """How much more or less than a reference, in percent; '' without one.
+
+    >>> change(3.0, 2.0), change(1.0, 2.0), change(1.0, 0.0)
+    ('+50 %', '-50 %', '')
+    """
+    return signed(percent(value / reference - 1)) if reference else ""
+
+
+def axes(names: Iterable[str]) -> str:
+    """Mesh axes taken together.
+
+    >>> axes(("replica", "fsdp")), axes(())
+    ('replica x fsdp', '-')
+    """
+    return " x ".join(names) or "-"
+
+
+def mesh(sizes: Mapping[str, int]) -> str:
+    """A mesh, outermost axis first.
+
+    >>> mesh({"fsdp": 4, "tensor": 2})
+    'fsdp=4 x tensor=2'
+    """
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
+
+
+def text(sections: Iterable[Section]) -> str:
+    """Sections as plain text with aligned columns."""
+    return "\n\n".join("\n".join(_lines(section)) for section in sections)
+
+
+def _lines(section: Section) -> list[str]:
+    lines = [section.title]
+    if section.rows:
+        lines += table(section.columns, section.rows)
+    return lines + [f"  {note}" for note in section.notes]
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows below their headings, two spaces apart.
+
+    >>> table(("axis", "size"), [("tensor", "8")])
+    ['  axis    size', '  tensor  8']
+    """
+    every = [columns, *rows]
+    widths = [max(len(row[at]) for row in every) for at in range(len(columns))]
+    made = []
+    for row in every:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        made.append(f"  {'  '.join(cells)}".rstrip())
+    return made

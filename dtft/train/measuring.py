@@ -1,0 +1,201 @@
+"""Times of single operations on the devices at hand: matmuls, memory, collectives.
+
+Every device works at once, as in a step: devices that share cores or a bus are seen so.
+An operation runs many times in a loop of one program, and the time of a program with
+one turn is taken off, so what the host needs to start it does not count. In a job of
+several processes all of them call this alike. Decides nothing about models or plans.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dtft.planner.links import CollectiveKind
+
+MOST_TURNS = 20_000
+
+Body = Callable[..., tuple[jax.Array, ...]]
+"""One turn, on one device: from the arrays that the loop carries to the next ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How long is measured."""
+
+    budget_s: float = 0.02
+    """Least duration of a loop that is timed."""
+    repeats: int = 5
+    """Times that it is timed; the median counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One turn, and what is needed besides to run a program of one turn."""
+
+    seconds: float
+    dispatch_s: float
+
+
+def make_mesh(devices: Sequence[Any], inner: int, group: int) -> Mesh:
+    """Devices as (outer, group, inner): members of a group are `inner` apart."""
+    shape = (-1, group, inner)
+    return Mesh(np.array(devices).reshape(shape), ("outer", "group", "inner"))
+
+
+def timed(
+    mesh: Mesh,
+    body: Body,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: Any,
+    pace: Pace,
+) -> Timed:
+    """Seconds of one turn of a loop.
+
+    Args:
+        mesh: of `make_mesh`; every device of it runs the loop.
+        body: one turn.
+        shapes: of the arrays that it carries, on one device.
+        dtype: of these arrays.
+        pace: how long is measured.
+    """
+    specs = tuple(
+        PartitionSpec(("outer", "group", "inner"), *[None] * (len(shape) - 1))
+        for shape in shapes
+    )
+    arrays = _arrays(mesh, shapes, specs, dtype)
+
+    def loop(turns: jax.Array, *carried: jax.Array) -> tuple[jax.Array, ...]:
+        return lax.fori_loop(0, turns, lambda _, state: body(*state), carried)
+
+    program = jax.jit(
+        jax.shard_map(
+            loop,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), *specs),
+            out_specs=specs,
+            check_vma=False,
+        )
+    )
+
+    def run(turns: int) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(program(np.int32(turns), *arrays))
+        return time.perf_counter() - begin
+
+    run(1)
+    turns = _turns(run, pace.budget_s)
+    pairs = [(run(1), run(turns)) for _ in range(pace.repeats)]
+    one = median(short for short, _ in pairs)
+    each = median((long - short) / (turns - 1) for short, long in pairs)
+    if each <= 0:  # lost in the noise of starting a program
+        each = min(long for _, long in pairs) / turns
+    return Timed(seconds=each, dispatch_s=max(0.0, one - each))
+
+
+def _turns(run: Callable[[int], float], budget_s: float) -> int:
+    """Turns that take about `budget_s`; every process comes to the same number."""
+    turns = 2
+    while True:
+        seconds = _agreed(run(turns))
+        if seconds >= budget_s or turns >= MOST_TURNS:
+            return turns
+        growth = min(16.0, 1.2 * budget_s / max(seconds, 1e-9))
+        turns = min(MOST_TURNS, math.ceil(turns * max(1.5, growth)))
+
+
+def _agreed(seconds: float) -> float:
+    """The time that process 0 saw."""
+    if jax.process_count() == 1:
+        return seconds
+    found = multihost_utils.broadcast_one_to_all(np.float32(seconds))
+    return float(np.asarray(found))
+
+
+def _arrays(
+    mesh: Mesh, shapes: Sequence[tuple[int, ...]], specs: Sequence[Any], dtype: Any
+) -> tuple[jax.Array, ...]:
+    """Random arrays: zeros are computed with less power, so faster, on accelerators."""
+    num = math.prod(mesh.devices.shape)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+
+    def make() -> tuple[jax.Array, ...]:
+        key = jax.random.key(0)
+        return tuple(
+            jax.random.normal(key, (shape[0] * num, *shape[1:]), dtype)
+            / jnp.asarray(math.sqrt(shape[0]), dtype)
+            for shape in shapes
+        )
+
+    return jax.jit(make, out_shardings=shardings)()
+
+
+def matmul_s(mesh: Mesh, m: int, n: int, k: int, dtype: Any, pace: Pace) -> Timed:
+    """One (m, k) by (k, n): half of what it and the way back to (m, k) take."""
+
+    def body(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, ...]:
+        return (x @ up) @ down, up, down
+
+    found = timed(mesh, body, [(m, k), (k, n), (n, k)], dtype, pace)
+    return Timed(seconds=found.seconds / 2, dispatch_s=found.dispatch_s)
+
+
+def stream_s(mesh: Mesh, num_bytes: int, pace: Pace) -> Timed:
+    """Reading and writing: num_bytes together."""
+
+    def body(x: jax.Array, by: jax.Array) -> tuple[jax.Array, ...]:
+        return x * by[0] + by[1], by
+
+    return timed(mesh, body, [(num_bytes // 8,), (2,)], jnp.float32, pace)
+
+
+def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: Pace) -> Timed:
+    """One collective of float32 along `group`; bytes as the planner counts them."""
+    members = mesh.shape["group"]
+    size = num_bytes // 4 // members * members
+    local = size // members if kind == "all_gather" else size
+
+    def body(x: jax.Array) -> tuple[jax.Array, ...]:
+        return (collective(kind, x, members),)
+
+    return timed(mesh, body, [(local,)], jnp.float32, pace)
+
+
+def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
+    """A collective whose result has the operand's shape again, at little more cost."""
+    if kind == "all_reduce":
+        return lax.psum(x, "group")
+    if kind == "permute":
+        return lax.ppermute(
+            x, "group", [(i, (i + 1) % members) for i in range(members)]
+        )
+    if kind == "all_to_all":
+        parts = lax.all_to_all(x.reshape(members, -1), "group", 0, 0)
+        return parts.reshape(x.shape)
+    if kind == "reduce_scatter":
+        part = lax.psum_scatter(x, "group", tiled=True)
+        return lax.dynamic_update_slice(x, part, (0,))
+    whole = lax.all_gather(x, "group", tiled=True)
+    # The next member's part: taking back one's own would undo the gathering.
+    other = (lax.axis_index("group") + 1) % members
+    return lax.dynamic_slice(whole, (other * x.shape[0],), x.shape)
+
+
+def overlap_s(mesh: Mesh, side: int, num_bytes: int, dtype: Any, pace: Pace) -> Timed:
+    """A square matmul, and an all-reduce that does not need it, in one turn."""
+    members = mesh.shape["group"]
+
+    def body(x: jax.Array, by: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        return x @ by, by, collective("all_reduce", y, members)
+
+    size = num_bytes // jnp.dtype(dtype).itemsize
+    return timed(mesh, body, [(side, side), (side, side), (size,)], dtype, pace)

@@ -1,0 +1,247 @@
+"""The step of a plan: from a loss, an optimizer and a plan to a compiled update.
+
+`make_step` puts the plan's knobs into the program: gradients accumulated over
+microbatches, parts of the loss computed again, optimizer state, gradients or parameters
+divided. Decides nothing that the plan decides; must not know models, data or loops.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import optax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dtft.checkpoint import tree
+from dtft.planner.capabilities import check_runnable
+from dtft.planner.plan import Plan, Spec
+from dtft.planner.remat import POLICIES, rematerialized
+from dtft.train.accumulate import Loss, Weight, accumulated, parts_of
+from dtft.train.constrained import insert
+from dtft.train.gathered import Gathering
+from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
+
+State = dict[str, Any]
+"""`{"params": ..., "opt_state": ...}`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """A plan's step. `state = step.init(params)`, then `step.step(state, batch)`."""
+
+    plan: Plan
+    """What is run."""
+    mesh: Mesh
+    """The plan's mesh over the devices."""
+    _loss: Callable[..., Any]
+    _optimizer: optax.GradientTransformation
+    _weight: Weight | None
+    _compiled: dict[Any, Any] = field(default_factory=dict)
+
+    def init(self, params: Any) -> State:
+        """The state at step 0, each device with its part; `params` stay usable."""
+
+        def make(params: Any) -> State:
+            with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
+                return {"params": params, "opt_state": self._optimizer.init(params)}
+
+        return jax.jit(make, out_shardings=self.state_shardings(params))(params)
+
+    def step(self, state: State, batch: Any) -> tuple[State, Any]:
+        """One optimizer step. `state` is donated: it cannot be used afterwards.
+
+        Returns:
+            The state, and what the loss returned for the whole batch.
+
+        Raises:
+            ValueError: state or batch are not those of the plan; names the path.
+        """
+        return self._jitted(state, batch)(state, batch)
+
+    def lower(self, params: Any, batch: Any) -> jax.stages.Lowered:
+        """The step for such parameters and batches, to be compiled without being run.
+
+        Args:
+            params: arrays or ShapeDtypeStructs.
+            batch: arrays or ShapeDtypeStructs.
+        """
+        state = self._abstract(params)
+        return self._jitted(state, batch).lower(state, batch)
+
+    def state_shardings(self, params: Any) -> State:
+        """A NamedSharding for every leaf of the state that `params` begin.
+
+        Raises:
+            ValueError: names the path that does not fit the plan.
+        """
+        return self._state_shardings(self._abstract(params))
+
+    def batch_shardings(self, batch: Any) -> Any:
+        """A NamedSharding for every leaf of a batch.
+
+        Raises:
+            ValueError: names the path that does not fit the plan.
+        """
+        return sharding_tree("batch", batch, self.plan.batch, self.mesh)
+
+    def _abstract(self, params: Any) -> State:
+        with jax.numpy_dtype_promotion("standard"):
+            opt_state = jax.eval_shape(self._optimizer.init, params)
+        like = jax.eval_shape(lambda tree: tree, params)
+        return {"params": like, "opt_state": opt_state}
+
+    def _state_shardings(self, state: State) -> State:
+        plan, mesh = self.plan, self.mesh
+        opt_state = state["opt_state"]
+        return {
+            "params": sharding_tree("params", state["params"], plan.state, mesh),
+            "opt_state": sharding_tree("optimizer", opt_state, plan.optimizer, mesh),
+        }
+
+    def _jitted(self, state: State, batch: Any) -> Any:
+        key = signature((state, batch))
+        if key not in self._compiled:
+            self._compiled[key] = self._jit(state, batch)
+        return self._compiled[key]
+
+    def _jit(self, state: State, batch: Any) -> Any:
+        of_state = self._state_shardings(state)
+        divisions = self._gradient_shardings(state["params"], of_state["params"])
+        update = _update(self, of_state["params"], divisions)
+        return jax.jit(
+            update,
+            donate_argnums=0,
+            in_shardings=(of_state, self.batch_shardings(batch)),
+            out_shardings=(of_state, NamedSharding(self.mesh, PartitionSpec())),
+        )
+
+    def _gradient_shardings(self, params: Any, of_params: Any) -> Any:
+        """Where an update is computed: as the optimizer state is divided."""
+        if self.plan.knobs.zero not in (1, 2):
+            return of_params
+        specs = update_specs(self.plan.state, self.plan.optimizer)
+        return sharding_tree("params", params, specs, self.mesh)
+
+
+def make_step(
+    loss: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    *,
+    weight: Weight | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Step:
+    """The training step that a plan of `dtft.plan(loss=...)` describes.
+
+    Microbatches: rows of the batch (dim 0 of every array) in equal parts, each device
+    its own; the result is the mean over the parts, weighted by `weight`. So a loss that
+    is a mean over rows needs none, one that is a mean over unmasked tokens needs their
+    number. Gradients are added up in their own dtype; what the loss returns beside its
+    value must then be floating-point means, too.
+
+    Rematerialization: by block, see `dtft.planner.remat`.
+
+    ZeRO: 1 updates each parameter where its optimizer state is, 2 keeps gradients
+    divided alike, 3 gathers parameters over `fsdp` where they are used, in the backward
+    pass again, see `dtft.train.gathered`.
+
+    Args:
+        loss: `(params, batch) -> scalar` or `-> (scalar, aux)`, a mean over the batch.
+        optimizer: any optax transformation.
+        plan: made for this loss, optimizer and shapes.
+        weight: `(batch) -> scalar`, what a part counts in the mean over microbatches.
+        devices: in mesh order; by default all that JAX has.
+
+    Returns:
+        The compiled step and its shardings.
+
+    Raises:
+        ValueError: the plan is of another entry point, has a knob that cannot be run
+            here, or needs another number of devices.
+    """
+    mesh = mesh_of(plan.mesh, devices)
+    check_runnable(plan, "loss", mesh.devices.flat[0].platform)
+    return Step(plan=plan, mesh=mesh, _loss=loss, _optimizer=optimizer, _weight=weight)
+
+
+def _update(step: Step, of_params: Any, divisions: Any) -> Callable[..., Any]:
+    """The step as a plain function of state and batch."""
+    plan, constrain = step.plan, jax.lax.with_sharding_constraint
+    of_gradients = divisions if plan.knobs.zero == 2 else of_params
+    gradients_of = accumulated(
+        _prepared(step),
+        plan.knobs.microbatches,
+        step._weight,
+        pin=lambda gradients: constrain(gradients, of_gradients),
+        divide=lambda batch: parts_of(
+            batch, plan.knobs.microbatches, plan.batch, step.mesh
+        ),
+    )
+
+    def update(state: State, batch: Any) -> tuple[State, Any]:
+        params = state["params"]
+        (value, aux), gradients = gradients_of(params, batch)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = step._optimizer.update(
+                constrain(gradients, divisions), state["opt_state"], params
+            )
+            after = constrain(optax.apply_updates(params, updates), divisions)
+        state = {"params": constrain(after, of_params), "opt_state": opt_state}
+        return state, (value, aux["aux"]) if aux else value
+
+    return update
+
+
+def _prepared(step: Step) -> Loss:
+    """The loss with the plan's constraints, gathers and rematerialized blocks."""
+    plan = step.plan
+
+    def with_aux(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
+        result = step._loss(params, batch)
+        return (result[0], {"aux": result[1]}) if _is_pair(result) else (result, {})
+
+    def prepared(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        program, shape = jax.make_jaxpr(with_aux, return_shape=True)(params, batch)
+        program = insert(program, plan.constraints, step.mesh)
+        policy, last = POLICIES.get(plan.knobs.remat), False
+        if plan.knobs.zero == 3:
+            gathering = Gathering(mesh=step.mesh)
+            paths = enumerate(tree.to_paths(params))
+            program = gathering.apply(program, {i: plan.state[p] for i, p in paths})
+            if policy is None:
+                policy, last = gathering.policy, True
+        if policy is not None:
+            program = rematerialized(program, policy, last=last)
+        results = jaxpr_as_fun(program)(*jax.tree.leaves((params, batch)))
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return prepared
+
+
+def _is_pair(result: Any) -> bool:
+    return isinstance(result, tuple) and len(result) == 2
+
+
+def update_specs(
+    params: Mapping[str, Spec], optimizer: Mapping[str, Spec]
+) -> dict[str, Spec]:
+    """For each parameter how its update is divided: as its first moment is.
+
+    Args:
+        params: path of each parameter to its spec.
+        optimizer: path of each leaf of the optimizer state to its spec; a leaf that
+            belongs to a parameter has a path that ends in the parameter's.
+
+    >>> update_specs({"w": ((),)}, {"0/count": (), "0/mu/w": (("replica",),)})
+    {'w': (('replica',),)}
+    """
+
+    def of(path: str, spec: Spec) -> Spec:
+        for name, found in optimizer.items():
+            if f"/{name}".endswith(f"/{path}") and len(found) == len(spec):
+                return found
+        return spec
+
+    return {path: of(path, spec) for path, spec in params.items()}

@@ -1,0 +1,126 @@
+"""`dtft calibrate` on this process's CPU devices, with sizes that take no time.
+
+What the fits make of the times is in tests/planner/test_calibration.py.
+"""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from dtft.cli import main
+from dtft.planner.calibration import Calibration, apply, link_key
+from dtft.planner.cluster import Cluster
+from dtft.planner.links import CollectiveKind
+from dtft.train.calibrate import ACCELERATOR, CPU, Sizes, measure, table
+from dtft.train.measuring import Pace, collective, make_mesh, matmul_s
+
+TINY = Sizes(
+    dtypes=("float32", "bfloat16"),
+    rows=(8,),
+    dims=((16, 32),),
+    streams=(2**12,),
+    collectives=(2**10,),
+    overlap=(16, (2**10,)),
+    pace=Pace(budget_s=1e-4, repeats=1),
+)
+
+
+@pytest.fixture(scope="module")
+def found() -> Calibration:
+    return measure(jax.devices()[:2], TINY)
+
+
+def test_everything_is_measured(found: Calibration) -> None:
+    cluster = Cluster.from_devices(jax.devices()[:2])
+    key = link_key(cluster.uniform.levels[0].link)
+    assert found.device == "cpu" and found.fabric == (key,) and found.num_devices == 2
+    assert found.software == f"jax {jax.__version__}" and found.level == 1
+    assert set(found.peak_flops) >= {"float32", "bfloat16"}
+    assert set(found.links[key].measured) == {
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute",
+    }  # fmt: skip
+    assert {"memory", "matmul", "overlap"} < set(found.residuals)
+
+
+def test_it_applies_to_the_devices_it_was_measured_on(found: Calibration) -> None:
+    cluster = Cluster.from_devices(jax.devices()[:2])
+    pool = apply(cluster, Calibration.from_json(found.to_json())).uniform
+    assert pool.device.source == found.source
+    assert pool.levels[0].link == found.links[found.fabric[0]]
+
+
+def test_the_table_has_every_scalar_with_its_error(found: Calibration) -> None:
+    shown = table(found)
+    for part in (
+        "2 x cpu",
+        "peak float32",
+        "e0",
+        "GB/s, all_reduce: latency",
+        "median",
+    ):
+        assert part in shown
+    assert all(len(line) <= 88 for line in shown.splitlines())
+
+
+@pytest.mark.parametrize(
+    "kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+)
+def test_the_program_of_a_collective_has_it_once(kind: CollectiveKind) -> None:
+    """And it is not optimized away: taking back one's own part would be."""
+    mesh = make_mesh(jax.devices(), 2, 4)
+    spec = PartitionSpec(("outer", "group", "inner"))
+    program = jax.jit(
+        jax.shard_map(
+            lambda x: collective(kind, x, 4),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )  # fmt: skip
+    )
+    text = program.lower(np.zeros(8 * 64, np.float32)).compile().as_text()
+    names = {"permute": "collective-permute"}
+    name = names.get(kind, kind.replace("_", "-"))
+    if kind == "reduce_scatter":  # XLA:CPU has none, and adds up everything
+        assert text.count(" reduce-scatter(") + text.count(" all-reduce(") == 1
+    else:
+        assert text.count(f" {name}(") + text.count(f" {name}-start(") == 1
+
+
+def test_members_of_a_group_are_as_far_apart_as_the_level() -> None:
+    mesh = make_mesh(jax.devices(), 2, 2)
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)
+    assert ids.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def test_a_time_is_above_zero_and_starting_the_program_is_not_in_it() -> None:
+    mesh = make_mesh(jax.devices()[:1], 1, 1)
+    timed = matmul_s(mesh, 8, 8, 8, "float32", Pace(budget_s=2e-3, repeats=3))
+    assert timed.seconds > 0 and timed.dispatch_s >= 0
+
+
+@pytest.mark.parametrize("sizes", [CPU, ACCELERATOR])
+def test_sizes_are_those_of_the_reference(sizes: Sizes) -> None:
+    assert len(sizes.rows) * len(sizes.dims) == 20
+    assert len(sizes.collectives) == 8
+    assert all(size % (4 * 64) == 0 for size in sizes.collectives)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--devices", "0"], "--devices 0: give 1 or more"),
+        (["--devices", "9"], "this machine has 8. Allowed: 1 to 8"),
+        (["--fast"], "unknown arguments: --fast. See `dtft calibrate --help`"),
+        (["--out", "/nothing/there.json"], "/nothing"),
+    ],
+)
+def test_wrong_words_end_before_anything_is_measured(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["calibrate", *words]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and "memory ..." not in shown
