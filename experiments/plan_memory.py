@@ -77,6 +77,7 @@ def configuration(draw: random.Random) -> tuple[str, dict[str, Any], dict[str, A
     microbatches = draw.choice((1, 1, 2, 4))
     remat = draw.choice(("none", "dots", "full")) if family != "mlp" else "none"
     batch = data * microbatches * draw.choice((1, 2, 4, 8))
+    batch = max(2, batch)  # a batch of one example has no dim to divide
     sizes: dict[str, Any]
     if family == "mlp":
         widths = tuple(draw.choice((1024, 2048, 4096, 8192)) for _ in range(4))

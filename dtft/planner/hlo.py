@@ -34,7 +34,8 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"')
-_RENAMES = ("bitcast", "copy", "reshape", "transpose")
+_RENAMES = ("bitcast", "copy", "reshape", "transpose", "dynamic-slice", "slice")
+"""Operations that leave elements as they are."""
 _RUN_IN_PLACE = ("call", "fusion", "async", "while", "conditional")
 
 
@@ -244,26 +245,29 @@ def _own_bytes(
     """Bytes of the operands in the types that they had before XLA widened them."""
     if "promoted" in line.attributes:  # XLA's name of a sum in a wider type
         return sum(lines[name].num_bytes for name in line.operands) // 2
-    total = 0
-    for name in line.operands:
-        maker = lines[name]
-        while maker.opcode in _RENAMES and maker.operands[0] in lines:
-            maker = lines[maker.operands[0]]
-        inside = lines
+    return sum(
+        lines[name].num_bytes // (2 if _is_widened(program, lines, lines[name]) else 1)
+        for name in line.operands
+    )
+
+
+def _is_widened(
+    program: Program, lines: Mapping[str, Operation], maker: Operation
+) -> bool:
+    """Whether a value of 32 bits is one of 16 bits that was converted before."""
+    while True:
         if maker.opcode == "fusion":
             body = program.computations[maker.called[0]]
-            inside, maker = {one.name: one for one in body}, body[-1]
-        narrow = maker.opcode == "convert" and _bits_of(inside, maker) == 16
-        total += lines[name].num_bytes // (2 if narrow else 1)
-    return total
-
-
-def _bits_of(lines: Mapping[str, Operation], convert: Operation) -> int:
-    """Of the elements that a conversion to 32 bits reads; 0 for any other."""
-    source = lines.get(convert.operands[0])
-    if source is None or not source.arrays or _bits(convert.arrays[0].dtype) != 32:
-        return 0
-    return _bits(source.arrays[0].dtype)
+            lines, maker = {one.name: one for one in body}, body[-1]
+        source = lines.get(maker.operands[0]) if maker.operands else None
+        if source is None or not source.arrays:
+            return False
+        if maker.opcode == "convert":
+            bits = (_bits(one.arrays[0].dtype) for one in (source, maker))
+            return tuple(bits) == (16, 32)
+        if maker.opcode not in _RENAMES:
+            return False
+        maker = source
 
 
 def _total(found: list[CompiledCollective]) -> int:

@@ -183,7 +183,8 @@ HloModule m
 
 %convert_computation (a: bf16[8], b: s32[8]) -> f32[8] {
   %a = bf16[8]{0} parameter(0)
-  ROOT %c = f32[8]{0} convert(%a)
+  %c = f32[8]{0} convert(%a)
+  ROOT %d = f32[8]{0} transpose(%c), dimensions={0}
 }
 
 ENTRY %main (p: bf16[8], q: s32[8]) -> f32[16] {
