@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.hlo import CompiledCollective, collectives, parse
+from dtft.planner.hlo import parse
+from dtft.planner.hlo_collectives import CompiledCollective, collectives
 from dtft.planner.hlo_groups import Groups, axes_of, groups_of
 
 MESH = {"data": 4, "tensor": 2}
