@@ -35,7 +35,9 @@ _PLACES = ("rows", "columns", "depth")
 class Lint:
     """One finding."""
 
-    kind: Literal["alignment", "tiles", "indivisible", "replicated", "batch", "repeated"]
+    kind: Literal[
+        "alignment", "tiles", "indivisible", "replicated", "batch", "repeated"
+    ]
     text: str
     cost_s: float = 0.0
     """Seconds of a step that it costs, where that is known."""

@@ -139,7 +139,9 @@ def _baselines(plan: Plan, decision: Decision | None) -> str:
             answer = f"{wording.signed(seconds(more))} per step; {fits}"
         rows.append((one.name, wording.mesh(one.mesh), answer))
     section = Section(
-        title="Why not the baselines", columns=("baseline", "mesh", ""), rows=tuple(rows)
+        title="Why not the baselines",
+        columns=("baseline", "mesh", ""),
+        rows=tuple(rows),
     )
     return _section(section) if rows else ""
 
