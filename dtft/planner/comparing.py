@@ -109,7 +109,9 @@ def terms(plan: Plan, other: Plan) -> Section:
     for name in {**plan.prediction.terms, **other.prediction.terms, "step": 0.0}:
         here, there = ours.get(name, 0.0), theirs.get(name, 0.0)
         more = signed(seconds(there - here))
-        rows.append((name, seconds(here), seconds(there), more, wording.change(there, here)))
+        rows.append(
+            (name, seconds(here), seconds(there), more, wording.change(there, here))
+        )
     columns = ("term", "this", "other", "difference", "")
     return Section(title="Step time", columns=columns, rows=tuple(rows))
 
@@ -145,7 +147,11 @@ def collectives(plan: Plan, other: Plan, *, only_grown: bool = False) -> Section
             sent.get(key, (0, 0.0)) for sent in (ours, theirs)
         )
         if there > here or not only_grown:
-            row = (size(num_bytes), size(other_bytes), signed(size(other_bytes - num_bytes)))
+            row = (
+                size(num_bytes),
+                size(other_bytes),
+                signed(size(other_bytes - num_bytes)),
+            )
             row += (signed(seconds(there - here)), _largest(other, key) or "-")
             found.append((here - there, (key[0], wording.axes(key[1]), *row)))
     columns = ("kind", "axes", "this", "other", "difference", "seconds")

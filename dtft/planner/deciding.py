@@ -105,9 +105,7 @@ def best_of(
         if not found or _worth(found.values()):
             found[remat] = _priced(question, pool, choices, remat, pins)
     best = min(found.values(), key=_first)
-    plan = decided.write(
-        best.search, best.priced, int(best.priced.ranking[0]), cluster
-    )
+    plan = decided.write(best.search, best.priced, int(best.priced.ranking[0]), cluster)
     if unsupported(question.entry, backend, plan.mesh, plan.knobs):
         plan = replace(plan, runnable=False)
     return Decision(

@@ -89,9 +89,7 @@ def divided(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
         step = (width if along == "x" else height) / count
         shown = range(1, count) if count <= 16 else ()
         parts += [_cut(along, step * at, width, height) for at in shown]
-    outer = [
-        f"dim {at} in {count}" for at, count in enumerate(cuts[:-2]) if count > 1
-    ]
+    outer = [f"dim {at} in {count}" for at, count in enumerate(cuts[:-2]) if count > 1]
     words = f"<span>{escape(', '.join(outer))}</span>" if outer else ""
     return _svg(width + 1, height + 1, parts) + words
 

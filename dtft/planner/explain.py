@@ -72,7 +72,9 @@ def waterfall(plan: Plan) -> Section:
     """Seconds of a step by term, each beginning where the one before ends."""
     total, rows, start = plan.prediction.step_s, [], 0.0
     for name, value in plan.prediction.terms.items():
-        rows.append((name, seconds(value), _share(value, total), _bar(start, value, total)))
+        rows.append(
+            (name, seconds(value), _share(value, total), _bar(start, value, total))
+        )
         start += value
     rows.append(("step", seconds(total), _share(total, total), ""))
     return Section(

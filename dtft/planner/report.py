@@ -1,4 +1,4 @@
-"""The report of a plan: one HTML file with pictures, and the same tables for a terminal.
+"""The report of a plan: an HTML file with pictures, and tables for a terminal.
 
 The file needs no network and no scripts. Decides only what is shown and how; numbers
 are those of `explain`, `why_not` and `lints`. Must not search, except where the
@@ -139,7 +139,9 @@ def _baselines(plan: Plan, decision: Decision | None) -> str:
             answer = f"{wording.signed(seconds(more))} per step; {fits}"
         rows.append((one.name, wording.mesh(one.mesh), answer))
     section = Section(
-        title="Why not the baselines", columns=("baseline", "mesh", ""), rows=tuple(rows)
+        title="Why not the baselines",
+        columns=("baseline", "mesh", ""),
+        rows=tuple(rows),
     )
     return _section(section) if rows else ""
 
@@ -176,7 +178,7 @@ def _shapes(decision: Decision | None) -> dict[tuple[str, str], tuple[int, ...]]
         tree = "batch" if role == "batch" else "state"
         tree = "optimizer" if role == "optimizer" and is_loss else tree
         value = question.graph.values[question.graph.inputs[path]]
-        found[tree, path.split("/", 1)[-1]] = value.shape
+        found[tree, path.partition("/")[2]] = value.shape
     return found
 
 

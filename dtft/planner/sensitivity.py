@@ -87,11 +87,15 @@ def _changes(pool: Pool) -> Iterator[tuple[str, Pool]]:
                 text = f"a second {kind} port for every {level.link.shared_by} devices"
         yield text, replace(pool, levels=tuple(levels))
     device = pool.device
-    yield "twice the memory", replace(
-        pool, device=replace(device, memory_bytes=2 * device.memory_bytes)
+    yield (
+        "twice the memory",
+        replace(pool, device=replace(device, memory_bytes=2 * device.memory_bytes)),
     )
-    yield "twice the memory's bandwidth", replace(
-        pool, device=replace(device, memory_bandwidth=2 * device.memory_bandwidth)
+    yield (
+        "twice the memory's bandwidth",
+        replace(
+            pool, device=replace(device, memory_bandwidth=2 * device.memory_bandwidth)
+        ),
     )
     peaks = {dtype: 2 * peak for dtype, peak in device.peak_flops.items()}
     yield "twice the peak", replace(pool, device=replace(device, peak_flops=peaks))
