@@ -21,7 +21,6 @@ from dtft.planner.groups import Group
 from dtft.planner.partition import MICRO
 from dtft.planner.plan import Plan, Spec
 from dtft.planner.question import Question, Role
-from dtft.planner.space import Candidate
 from dtft.planner.wording import percent, seconds, size
 
 LEAST = 0.005
@@ -85,17 +84,11 @@ def products(decision: Decision) -> tuple[Lint, ...]:
 
 def _works(decision: Decision) -> Iterable[tuple[Group, Work, dict[str, Any]]]:
     """Matmuls of the plan, and the sizes of its axes."""
-    chosen, candidate = decision.found[decision.plan.knobs.remat], _candidate(decision)
+    chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
     for group, done in chosen.search.works(chosen.search.division(candidate)):
         if done.sizes:
             yield group, done, sizes
-
-
-def _candidate(decision: Decision) -> Candidate:
-    """What the plan was written from."""
-    priced = decision.found[decision.plan.knobs.remat].priced
-    return priced.space[int(priced.ranking[0])]
 
 
 def _product(
@@ -255,7 +248,7 @@ def batch(decision: Decision) -> tuple[Lint, ...]:
     """Rows that only fill up the batch, and devices that it leaves idle."""
     plan, asked = decision.plan, max(1, decision.question.batch_size)
     there, used = decision.cluster.num_devices, math.prod(plan.mesh.values())
-    step_s, rows = plan.prediction.step_s, _candidate(decision).batch
+    step_s, rows = plan.prediction.step_s, decision.candidate.batch
     found = []
     if rows > asked:
         more = step_s * (rows / asked - 1)
