@@ -29,6 +29,7 @@ def _parser(serve_only: bool = False) -> argparse.ArgumentParser:
     made.add_argument("--json", help="write the figures here")
     _checkpoint(commands)
     _scale(commands)
+    _plan(commands)
     _calibrate(commands)
     return parser
 
@@ -189,6 +190,21 @@ def _scale(commands: Any) -> None:
         "--timeout", type=float, default=600.0, metavar="S", help="default: 600"
     )
     made.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _plan(commands: Any) -> None:
+    group = commands.add_parser("plan", help="what a step takes on a cluster")
+    actions = group.add_subparsers(dest="action", required=True)
+    made = actions.add_parser(
+        "predict", help="time and memory of a table of layouts", allow_abbrev=False
+    )
+    text = "table; its columns are those of experiments/data/megatron_a100.csv"
+    made.add_argument("rows", metavar="ROWS.csv", help=text)
+    text = "name of the catalog (a100, h100, selene, ...), sized by each row's gpus; "
+    text += "or 64x8xH100, or a file"
+    made.add_argument("--cluster", required=True, metavar="SPEC", help=text)
+    text = "the table with predicted_* columns"
+    made.add_argument("--out", required=True, metavar="OUT.csv", help=text)
 
 
 def _calibrate(commands: Any) -> None:

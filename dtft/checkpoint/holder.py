@@ -180,6 +180,10 @@ class Holder:
         """Drops every version except those of `steps`."""
         self._drop(lambda step: step in steps)
 
+    def drop_after(self, step: int) -> None:
+        """Drops versions newer than `step`."""
+        self._drop(lambda one: one <= step)
+
     def drop_before(self, step: int, keep: set[int]) -> None:
         """Drops versions older than `step`, except those of `keep`."""
         self._drop(lambda one: one >= step or one in keep)

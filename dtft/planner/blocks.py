@@ -49,16 +49,19 @@ def find(graph: Graph) -> Blocks:
     signatures = _Signatures(graph)
     kinds = np.array([signatures.of(op) for op in graph.operators], np.int64)
     classes = _Classes(graph)
-    free = np.ones(len(kinds), bool)
+    taken = np.zeros(len(kinds), bool)
     repeats: list[Repeat] = []
     heavy = np.array([op.kind in _HEAVY for op in graph.operators], bool)
     periods = _periods(kinds, heavy)
     for start, length, period in _runs(kinds, periods):
+        copy = slice(start, start + period)
         part = slice(start, start + length + period)
-        if not (heavy[start : start + period].any() and _chained(graph, start, period)):
+        # Neighbours may share an operator or two that end the one and begin the other.
+        new = np.count_nonzero(taken[part]) < period
+        if not (new and heavy[copy].any() and _chained(graph, start, period)):
             continue
-        if free[part].all() and classes.add(_pairs(graph, start, length, period)):
-            free[part] = False
+        if classes.add(_pairs(graph, start, length, period)):
+            taken[part] = True
             count = length // period + 1
             repeats.append(Repeat(start=start, period=period, count=count))
     dims = tuple(map(classes.of, range(len(graph.dims))))
@@ -113,9 +116,10 @@ def _runs(kinds: np.ndarray, periods: Iterable[int]) -> list[tuple[int, int, int
     for period in periods:
         equal = np.concatenate(([False], kinds[:-period] == kinds[period:], [False]))
         edges = np.flatnonzero(equal[1:] != equal[:-1])
-        for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            if end - start >= period:
-                found.append((start, end - start, period))
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        long = lengths >= period
+        pairs = zip(starts[long].tolist(), lengths[long].tolist(), strict=True)
+        found += [(start, length, period) for start, length in pairs]
     return sorted(found, key=lambda run: (-run[1] - run[2], run[2], run[0]))
 
 

@@ -115,7 +115,10 @@ def _calibration(items: dict[str, Any]) -> Calibration:
 
 def _link(items: dict[str, Any]) -> Link:
     curve = Curve(**items.pop("curve"))
-    measured = {kind: Curve(**found) for kind, found in items.pop("measured").items()}
+    measured = {
+        kind: {int(n): Curve(**curve) for n, curve in curves.items()}
+        for kind, curves in items.pop("measured").items()
+    }
     return Link(curve=curve, measured=measured, **items)
 
 

@@ -162,11 +162,14 @@ def fit_matmuls(
 ) -> tuple[DeviceType, Fit]:
     """Efficiency e0, x0 and the start of an operator; the peak where it is unknown.
 
-    The peak of a CPU, or one that was surpassed, becomes the best speed measured.
+    The peak of a CPU, or one that was surpassed, becomes the best speed measured; the
+    peaks of other dtypes keep their relation to it.
     """
-    rates = [2.0 * t.m * t.n * t.k / t.seconds for t in times]
-    peak = max([*rates, *([device.peak(dtype)] * (device.platform != "cpu"))])
-    device = replace(device, peak_flops={**device.peak_flops, dtype: peak})
+    reached = max(2.0 * t.m * t.n * t.k / t.seconds for t in times)
+    if device.platform == "cpu" or reached > device.peak(dtype):
+        growth = reached / device.peak(dtype)
+        peaks = {name: peak * growth for name, peak in device.peak_flops.items()}
+        device = replace(device, peak_flops={**peaks, dtype: reached})
     m, n, k = np.array([(t.m, t.n, t.k) for t in times], float).T
 
     def predict(values: Mapping[str, float]) -> Any:
@@ -198,51 +201,55 @@ def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> Dev
 def fit_link(
     link: Link, times: Sequence[CollectiveTime]
 ) -> tuple[Link, dict[str, Fit]]:
-    """The curve of a link, and one for each kind of collective measured on it.
+    """The curve of a link, and those of each kind and number of devices measured on it.
 
     Args:
         link: what the catalog has; its kind and sharing stay.
         times: of groups that lie on this level alone.
 
     Returns:
-        The link, and the fits: `all`, and by kind.
+        The link, and the fits: `all`, and such as `all_reduce of 8`.
     """
-    curve, whole = _fit_curve(link, link.curve, times, _WEAK)
-    fits = {"all": whole}
-    measured: dict[CollectiveKind, Curve] = {}
-    for kind in dict.fromkeys(time.kind for time in times):
-        own = [time for time in times if time.kind == kind]
-        # Its own curve lies near the common one unless measurements say otherwise.
-        measured[kind], fits[kind] = _fit_curve(link, curve, own, 1.0)
-    return replace(link, curve=curve, measured=measured), fits
+    begin = {
+        "latency_s": link.curve.latency_s,
+        "bandwidth": link.curve.bandwidth,
+        "half_bytes": max(link.curve.half_bytes, 1e3),
+    }
+    fits = {"all": _fit_curve(link, begin, times)}
+    common = fits["all"].values
+    curves: dict[CollectiveKind, dict[int, Curve]] = {}
+    pairs: list[tuple[CollectiveKind, int]]
+    pairs = [(time.kind, time.num_devices) for time in times]
+    for kind, n in dict.fromkeys(pairs):
+        own = [time for time in times if (time.kind, time.num_devices) == (kind, n)]
+        # Of one number of devices latency and half_bytes are the same thing.
+        straight = {name: common[name] for name in ("latency_s", "bandwidth")}
+        found = fits[f"{kind} of {n}"] = _fit_curve(link, straight, own)
+        curves.setdefault(kind, {})[n] = Curve(**found.values)
+    return replace(link, curve=Curve(**common), measured=curves), fits
 
 
 def _fit_curve(
-    link: Link, start: Curve, times: Sequence[CollectiveTime], spread: float
-) -> tuple[Curve, Fit]:
-    kinds = sorted({(time.kind, time.num_devices) for time in times})
-    places = {
-        key: [i for i, t in enumerate(times) if (t.kind, t.num_devices) == key]
-        for key in kinds
-    }
+    link: Link, begin: Mapping[str, float], times: Sequence[CollectiveTime]
+) -> Fit:
     num_bytes = np.array([time.num_bytes for time in times], float)
+    places: dict[tuple[CollectiveKind, int], list[int]] = {}
+    for place, time in enumerate(times):
+        places.setdefault((time.kind, time.num_devices), []).append(place)
 
     def predict(values: Mapping[str, float]) -> np.ndarray:
-        port = replace(link, curve=Curve(**values), measured={})
+        curve = Curve(**values)
         seconds = np.empty(len(times))
         for (kind, n), at in places.items():
+            # As it will be used: what was measured is the backend's own way.
+            port = replace(link, curve=curve, measured={kind: {n: curve}})
             group = Group(sizes=(n,), links=(port,))
             seconds[at] = collective_s(kind, num_bytes[at], group)
         return seconds
 
-    begin = {
-        "latency_s": max(start.latency_s, 1e-7),
-        "bandwidth": start.bandwidth,
-        "half_bytes": max(start.half_bytes, 1e3),
-    }
     bounds = {"latency_s": (1e-8, 1.0), "half_bytes": (1.0, 1e9)}
-    found = fit(predict, begin, [time.seconds for time in times], bounds, spread)
-    return Curve(**found.values), found
+    known = {name: limits for name, limits in bounds.items() if name in begin}
+    return fit(predict, begin, [time.seconds for time in times], known)
 
 
 def fit_overlap(

@@ -33,9 +33,9 @@ def _link(
             half_bytes=half_mb * 1e6,
         )
 
-    measured: dict[CollectiveKind, Curve] = {}
+    measured: dict[CollectiveKind, dict[int, Curve]] = {}
     if all_reduce is not None:
-        measured["all_reduce"] = curve(all_reduce)
+        measured["all_reduce"] = {8: curve(all_reduce)}
     return Link(
         kind=kind,
         curve=curve(gigabytes),

@@ -165,8 +165,11 @@ def _link(items: Any, where: str) -> Link:
     beside = {key: found.pop(key) for key in _CURVE & set(found)}
     found["curve"] = _curve(found.get("curve", beside), f"{where}.curve")
     found["measured"] = {
-        kind: _curve(curve, f"{where}.measured.{kind}")
-        for kind, curve in found.get("measured", {}).items()
+        kind: {
+            int(n): _curve(curve, f"{where}.measured.{kind}.{n}")
+            for n, curve in curves.items()
+        }
+        for kind, curves in found.get("measured", {}).items()
     }
     return _built(Link, found, where)
 

@@ -96,7 +96,8 @@ class Drafts:
     def numbers(self, known: Known) -> Numbers:
         """Dims of an array."""
         if isinstance(known, Literal):
-            return self.dims.news(known.aval.shape)
+            shape: tuple[int, ...] = getattr(known.aval, "shape", ())
+            return self.dims.news(shape)
         return self.values[known].dims
 
     def bytes_since(self, start: int) -> int:

@@ -34,7 +34,8 @@ ITEM_BITS: Mapping[str, int] = {
     "bool": 8, "int2": 2, "int4": 4, "int8": 8, "int16": 16, "int32": 32, "int64": 64,
     "uint2": 2, "uint4": 4, "uint8": 8, "uint16": 16, "uint32": 32, "uint64": 64,
     "float16": 16, "bfloat16": 16, "float32": 32, "float64": 64,
-    "complex64": 64, "complex128": 128, "key<fry>": 64, "float0": 0,
+    "complex64": 64, "complex128": 128, "key<fry>": 64, "key<rbg>": 128,
+    "key<urbg>": 128, "float0": 0,
 }  # fmt: skip
 """Bits of one element; every float8 and float4 is matched by the digits in its name."""
 

@@ -4,6 +4,7 @@ A value only. Must not know devices, meshes or which collective uses a link
 (`collective_cost`); where the figures come from is `catalog_links` or `calibration`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -65,8 +66,9 @@ class Link:
     """Devices that share one port."""
     source: str
     """Where the figures come from."""
-    measured: Mapping[CollectiveKind, Curve] = field(default_factory=dict)
-    """Collectives that have a curve of their own, such as sums done in the switch."""
+    measured: Mapping[CollectiveKind, Mapping[int, Curve]] = field(default_factory=dict)
+    """Collectives that have curves of their own, such as sums done in the switch: by
+    the number of devices that they were measured among."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(LinkKind):
@@ -79,12 +81,39 @@ class Link:
                 f"shared_by={self.shared_by} of a {self.kind} link. Allowed: 1 (a port "
                 "for each device) or more."
             )
+        if not all(self.measured.values()):
+            raise ValueError("measured has a collective without a curve. Leave it out.")
         if unknown := set(self.measured) - set(get_args(CollectiveKind)):
             raise ValueError(
                 f"measured={sorted(unknown)} are no collectives. Allowed: "
                 f"{', '.join(get_args(CollectiveKind))}."
             )
 
-    def curve_of(self, kind: CollectiveKind) -> Curve:
-        """The curve that a kind of collective has on this link."""
-        return self.measured.get(kind, self.curve)
+    def curve_of(self, kind: CollectiveKind, num_devices: float) -> Curve:
+        """The curve of a kind of collective among some devices of this link.
+
+        Between the numbers of devices that were measured it is interpolated (by their
+        logarithm), beyond them the nearest counts.
+        """
+        curves = self.measured.get(kind)
+        if not curves:
+            return self.curve
+        low = max((n for n in curves if n <= num_devices), default=min(curves))
+        high = min((n for n in curves if n >= num_devices), default=max(curves))
+        if low >= high:
+            return curves[high]
+        share = math.log(num_devices / low) / math.log(high / low)
+        return _between(curves[low], curves[high], share)
+
+
+def _between(low: Curve, high: Curve, share: float) -> Curve:
+    """Seconds per byte, not bytes per second, are what adds up."""
+
+    def mean(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    return Curve(
+        latency_s=mean(low.latency_s, high.latency_s),
+        bandwidth=1 / mean(1 / low.bandwidth, 1 / high.bandwidth),
+        half_bytes=mean(low.half_bytes, high.half_bytes),
+    )

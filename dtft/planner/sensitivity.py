@@ -103,7 +103,10 @@ def _changes(pool: Pool) -> Iterator[tuple[str, Pool]]:
 
 
 def _faster(link: Link) -> Link:
-    measured = {kind: _double(curve) for kind, curve in link.measured.items()}
+    measured = {
+        kind: {n: _double(curve) for n, curve in curves.items()}
+        for kind, curves in link.measured.items()
+    }
     return replace(link, curve=_double(link.curve), measured=measured)
 
 

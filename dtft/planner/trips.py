@@ -63,8 +63,12 @@ class _Carry:
     ) -> None:
         self.init, self.outs = init, body.outvars
         self.ins = body.invars[num_consts:]
-        self.known = dict(zip(body.invars[:num_consts], consts, strict=False))
-        self.made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+        self.known: dict[Any, Any] = dict(
+            zip(body.invars[:num_consts], consts, strict=False)
+        )
+        self.made: dict[Any, JaxprEqn] = {
+            var: eqn for eqn in body.eqns for var in eqn.outvars
+        }
 
     def constant(self, index: int) -> Any:
         """The number at a position that the body leaves as it is."""
@@ -72,9 +76,8 @@ class _Carry:
 
     def step(self, index: int) -> Any:
         """What is added to a position each time."""
-        made = None
-        if not isinstance(self.outs[index], Literal):
-            made = self.made.get(self.outs[index])
+        out = self.outs[index]
+        made = None if isinstance(out, Literal) else self.made.get(out)
         if made is None or made.primitive.name not in ("add", "sub"):
             return None
         left, right = made.invars

@@ -89,12 +89,9 @@ class Walk:
             for atom, numbers in zip(eqn.outvars, found.outputs, strict=True)
         )
         name = eqn.primitive.name
-        kind, flops = count(
-            name,
-            [atom.aval for atom in eqn.invars],
-            [atom.aval for atom in eqn.outvars],
-            eqn.params,
-        )
+        read: list[Any] = [atom.aval for atom in eqn.invars]
+        written: list[Any] = [atom.aval for atom in eqn.outvars]
+        kind, flops = count(name, read, written, eqn.params)
         stack = str(eqn.source_info.name_stack)
         self.found.steps.append(
             Step(

@@ -4,6 +4,7 @@ What is measured is in `measuring`, what it means in `planner.calibration_fit`; 
 which sizes, and the table. Sets no target.
 """
 
+import math
 import os
 import sys
 import time
@@ -203,9 +204,9 @@ def _matmuls(mesh: Any, dtype: str, sizes: Sizes) -> tuple[list[MatmulTime], flo
 def _collectives(
     devices: Sequence[Any], inner: int, level: Level, sizes: Sizes
 ) -> list[CollectiveTime]:
-    """Every kind and size, among all of the level and among two."""
+    """Every kind and size, among each number of devices of `_group_sizes`."""
     times = []
-    for members in sorted({min(2, level.size), level.size}):
+    for members in _group_sizes(level.size):
         mesh = measuring.make_mesh(devices, inner, members)
         for kind in get_args(CollectiveKind):
             for size in sizes.collectives:
@@ -219,6 +220,18 @@ def _collectives(
                     )
                 )
     return times
+
+
+def _group_sizes(size: int) -> list[int]:
+    """Two, all, and about their geometric mean, of those that divide a level.
+
+    >>> _group_sizes(8), _group_sizes(2), _group_sizes(6), _group_sizes(256)
+    ([2, 4, 8], [2], [2, 3, 6], [2, 32, 256])
+    """
+    divisors = [n for n in range(2, size + 1) if size % n == 0]
+    least, middle = divisors[0], (divisors[0] * size) ** 0.5
+    near = min(divisors, key=lambda n: (abs(math.log(n / middle)), n))
+    return sorted({least, near, size})
 
 
 def _overlap(
@@ -261,12 +274,16 @@ def table(found: Calibration) -> str:
     reached = found.memory_bandwidth * efficiency.memory
     row("memory", f"{reached / 1e9:.1f} GB/s", "memory: bandwidth")
     for key, link in found.links.items():
-        curves = {"all": link.curve, **link.measured}
-        for kind, curve in curves.items():
-            of = f"collectives on {key}, {kind}"
-            row(f"{key}, {kind}: latency", _us(curve.latency_s), f"{of}: latency_s")
-            row("  bandwidth", f"{curve.bandwidth / 1e9:.3f} GB/s", f"{of}: bandwidth")
-            row("  half", f"{curve.half_bytes / 1e3:.1f} kB", f"{of}: half_bytes")
+        for kind, curves in link.measured.items():
+            for n, curve in curves.items():
+                of = f"collectives on {key}, {kind} of {n}"
+                row(
+                    f"{kind} of {n}, {key}: latency",
+                    _us(curve.latency_s),
+                    f"{of}: latency_s",
+                )
+                rate = f"{curve.bandwidth / 1e9:.3f} GB/s"
+                row("    bandwidth", rate, f"{of}: bandwidth")
     if found.links:
         row("overlap: computing slowed by", f"{efficiency.overlap_kappa:.2f}")
         row("overlap: share of computing", f"{efficiency.overlap_fraction:.2f}")

@@ -149,6 +149,13 @@ def _scale(options: Namespace, overrides: list[str]) -> int:
     return scale_command.run(options, read_secret(options))
 
 
+def _plan(options: Namespace, overrides: list[str]) -> int:
+    from dtft.train import predict_command
+
+    _refuse_unknown(f"plan {options.action}", overrides)
+    return predict_command.run(options)
+
+
 def _calibrate(options: Namespace, overrides: list[str]) -> int:
     from dtft.train import calibrate
 
@@ -178,6 +185,7 @@ def _checkpoint(options: Namespace, overrides: list[str]) -> int:
 _COMMANDS = {
     "checkpoint": _checkpoint,
     "scale": _scale,
+    "plan": _plan,
     "calibrate": _calibrate,
     "train": _train,
     "config": _config,

@@ -38,10 +38,12 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
     root = root.resolve()
     arguments = [options.config, *overrides, "--log.sample_ids", "True"]
     arguments += ["--log.tensorboard", "False"]
-    if experiment.cluster.min_replicas or any(it.kind == "scale" for it in faults):
+    resizes = bool(experiment.cluster.min_replicas)
+    resizes |= any(it.kind == "scale" for it in faults)
+    if resizes:
         arguments += ["--log.every", "1"]  # the losses of all steps are compared
     control = Path(options.control).resolve() if options.control else root / "control"
-    if not _usable(control, experiment):
+    if not _usable(control, experiment, every_loss=resizes):
         print(f"dtft: undisturbed run in {control}", flush=True)
         _run(experiment, arguments, control, 0, [], options)
     faulted = root / "faulted"
@@ -70,10 +72,15 @@ def _faults(experiment: Experiment, options: Namespace) -> list[Fault]:
     return faults
 
 
-def _usable(control: Path, experiment: Experiment) -> bool:
-    """Whether a finished control run has the same result by construction."""
+def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
+    """Whether a finished control run has the same result by construction.
+
+    Where losses are compared it must have those of all steps.
+    """
     saved = control / "config.json"
     if not (control / "summary.json").exists() or not saved.exists():
+        return False
+    if every_loss and json.loads(saved.read_text())["log"]["every"] != 1:
         return False
     return _decisive(saved.read_text()) == _decisive(configs.to_json(experiment))
 

@@ -32,7 +32,7 @@ Body = Callable[..., tuple[jax.Array, ...]]
 class Pace:
     """How long is measured."""
 
-    budget_s: float = 0.02
+    budget_s: float = 0.01
     """Least duration of a loop that is timed."""
     repeats: int = 5
     """Times that it is timed; the median counts."""

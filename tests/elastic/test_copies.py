@@ -64,3 +64,22 @@ def test_what_was_never_used_is_freed(copies: Copies) -> None:
 def test_memory_that_cannot_be_reserved_is_asked_for_again(copies: Copies) -> None:
     copies.expect(layout(1 << 50))
     assert copies.hold(layout(5000), 0).path.name == "arena"
+
+
+def stage(copies: Copies, step: int, digest: bytes) -> None:
+    holder = copies.holder
+    assert holder is not None
+    holder.begin_stage(step)
+    holder.staged(step, [digest] * len(holder.own_slices), {"step": step})
+
+
+def test_a_step_that_was_not_committed_is_not_kept_for_another_formation(
+    copies: Copies,
+) -> None:
+    """The next formation makes it again, on another mesh and so with other bits."""
+    before = copies.hold(layout(5000), 1)
+    for step in (29, 30):
+        stage(copies, step, b"x" * 16)
+    after = copies.hold(layout(4000), 1, keep=29)
+    assert copies.former == (before,) and before.steps() == (29,)
+    assert after.steps() == () and copies.holding(30) is after

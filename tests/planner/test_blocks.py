@@ -45,7 +45,10 @@ def test_hidden_dims_of_equal_layers_are_one_class_and_the_width_another() -> No
     assert downs == {(hidden, width)}
     assert width != hidden
     forward, *_ = found.repeats
-    assert (forward.period, forward.count) == (4, 5)  # product, tanh, product, sum
+    assert (forward.period, forward.count) == (
+        5,
+        5,
+    )  # product, tanh, its slope, product, sum
 
 
 def test_layers_of_other_sizes_are_left_apart() -> None:

@@ -78,6 +78,7 @@ def test_a_cpu_gets_the_peak_that_it_reached() -> None:
     assert fitted.peak("float32") == pytest.approx(9e9, rel=0.02)
     assert fitted.efficiency.e0 == pytest.approx(1, rel=0.05)
     assert found.worst < 0.2
+    assert fitted.peak("float64") == pytest.approx(fitted.peak("float32") / 2)
     assert fit_peak(fitted, "float64", times).peak("float64") == pytest.approx(
         fitted.peak("float32"), rel=0.05
     )
@@ -119,7 +120,8 @@ def test_collectives_give_back_the_curve(sizes: tuple[int, ...]) -> None:
     fitted, fits = fit_link(link("ib-400g"), times)
     assert fitted.curve.bandwidth == pytest.approx(33e9, rel=0.05)
     assert fitted.curve.latency_s == pytest.approx(12e-6, rel=0.15)
-    assert set(fitted.measured) == set(KINDS) and set(fits) == {"all", *KINDS}
+    assert set(fitted.measured) == set(KINDS)
+    assert set(fits) == {"all", *(f"{kind} of {n}" for kind in KINDS for n in sizes)}
     assert all(found.residual < 0.06 for found in fits.values())
     assert fits["all"].errors["bandwidth"] < 0.05
 

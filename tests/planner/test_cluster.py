@@ -335,7 +335,7 @@ def test_values_that_nothing_has_are_refused() -> None:
     with pytest.raises(ValueError, match="shared_by=0"):
         Link(kind="UPI", curve=curve, shared_by=0, source="")
     with pytest.raises(ValueError, match="are no collectives"):
-        Link(kind="UPI", curve=curve, source="", measured={"x": curve})  # pyright: ignore
+        Link(kind="UPI", curve=curve, source="", measured={"x": {8: curve}})  # pyright: ignore
     with pytest.raises(ValueError, match="size=0"):
         Level(size=0, link=Link(kind="UPI", curve=curve, source=""))
     with pytest.raises(ValueError, match="overlap_kappa"):

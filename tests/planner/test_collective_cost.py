@@ -8,15 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.planner.axis_layout import _counted
 from dtft.planner.catalog import link
 from dtft.planner.cluster import Cluster, Curve, Level, Link, Pool
-from dtft.planner.collective_cost import (
-    Algorithm,
-    Group,
-    _counted,
-    collective_s,
-    group_of,
-)
+from dtft.planner.collective_cost import Algorithm, Group, collective_s, group_of
 from dtft.planner.links import CollectiveKind
 
 KINDS = get_args(CollectiveKind)

@@ -42,13 +42,13 @@ def test_a_product_of_any_dims_takes_two_operations_per_multiplication(data) -> 
     ]
     size |= {f"m{i}": n for i, n in enumerate(left)}
     size |= {f"n{i}": n for i, n in enumerate(right)}
-    places = [
-        tuple(tuple(order.index(name) for name in names if name[0] == which)
-              for order in ins)
-        for which in "kb"
-    ]  # fmt: skip
+
+    def places(which: str) -> Any:
+        own = [name for name in names if name[0] == which]
+        return tuple(tuple(order.index(name) for name in own) for order in ins)
+
     graph = trace(
-        lambda x, y: lax.dot_general(x, y, (places[0], places[1])),
+        lambda x, y: lax.dot_general(x, y, (places("k"), places("b"))),
         *(array(*(size[name] for name in order)) for order in ins),
     )
     expected = 2 * np.prod([*batch, *summed, *left, *right])

@@ -64,6 +64,13 @@ def test_operators_are_numbered_depth_first_in_the_order_of_the_text() -> None:
     ]  # fmt: skip
 
 
+def test_a_jitted_function_has_the_same_operators() -> None:
+    plain, jitted = trace(block, X, W), trace(jax.jit(block), X, W)
+    assert [op.primitive for op in plain.operators] == names(jitted)
+    assert {op.name for op in jitted.operators} == {"jit(block)"}
+    assert plain.dims == jitted.dims
+
+
 def test_paths_are_numbers_of_arguments_or_their_names() -> None:
     def step(state: Any, batch: Any) -> Any:
         return {"w": [state["w"][0] + batch]}, jnp.sum(batch)
@@ -195,6 +202,20 @@ def test_a_custom_gradient_is_followed_in_both_passes() -> None:
     assert names(trace(halved, array(2))) == ["div"]
     graph = trace(jax.grad(lambda x: jnp.sum(halved(x))), array(2))
     assert names(graph).count("div") == 2
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_of_random_numbers_have_a_size(kind: str) -> None:
+    def dropped(key: jax.Array, x: jax.Array) -> Any:
+        key, one = jax.random.split(key)
+        return key, jnp.where(jax.random.bernoulli(one, 0.5, x.shape), x, 0.0)
+
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=kind))
+    graph = trace(dropped, key, X)
+    size = graph.values[graph.inputs["0"]].num_bytes
+    assert size == (8 if kind == "threefry2x32" else 16)
+    assert all(graph.bytes_of(op) > 0 for op in graph.operators)
+    assert not graph.unknown
 
 
 def mesh(*sizes: int) -> jax.sharding.Mesh:

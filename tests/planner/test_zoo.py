@@ -17,6 +17,7 @@ SMALL: dict[str, dict[str, object]] = {
     "vit": {"layers": 3},
     "gpt": {"layers": 3},
     "moe": {"layers": 2},
+    "moe_sorted": {"layers": 2},
     "unet": {"multiples": (1, 2), "size": 16},
 }
 """Fewer layers where a whole step is traced."""
@@ -70,6 +71,24 @@ def test_equal_layers_share_classes_and_no_array_has_one_twice(name: str) -> Non
         assert (one.primitive, one.flops, one.trips) == (
             other.primitive, other.flops, other.trips,
         )  # fmt: skip
-    unrolled = {"vit": 3, "gpt": 3, "moe": 2}
+    unrolled = {"vit": 3, "gpt": 3, "moe": 2, "moe_sorted": 2}
     layers = [repeat.count for repeat in found.repeats if repeat.period > 50]
     assert layers == [unrolled[name]] * 2 if name in unrolled else not layers
+
+
+XLA: dict[str, dict[str, object]] = {
+    "mlp": {},
+    "user_step": {},
+    "gpt": {"layers": 2, "batch": 2, "time": 128},
+    "moe": {"layers": 1, "batch": 2, "time": 128},
+}
+"""Models without padded convolutions, of which XLA leaves the padding out."""
+
+
+@pytest.mark.parametrize("name", XLA)
+def test_xla_counts_the_same_operations(name: str) -> None:
+    model = MODELS[name](**XLA[name])
+    graph = trace(model.loss, model.params, model.batch)
+    lowered = jax.jit(model.loss).lower(model.params, model.batch)
+    counted = lowered.cost_analysis() or {}
+    assert graph.flops == pytest.approx(counted["flops"], rel=0.005)

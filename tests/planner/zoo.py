@@ -8,9 +8,10 @@ convolutions, and operations per element where stated.
 from collections.abc import Callable
 
 from tests.planner.zoo_images import resnet, unet
+from tests.planner.zoo_language import llama, lora, moe, moe_sorted
 from tests.planner.zoo_parts import Model
 from tests.planner.zoo_small import mlp, rnn, user_step
-from tests.planner.zoo_transformers import gpt, gpt_scan, llama, lora, moe, vit
+from tests.planner.zoo_transformers import gpt, gpt_scan, vit
 
 MODELS: dict[str, Callable[..., Model]] = {
     "mlp": mlp,
@@ -20,9 +21,10 @@ MODELS: dict[str, Callable[..., Model]] = {
     "gpt_scan": gpt_scan,
     "llama": llama,
     "moe": moe,
+    "moe_sorted": moe_sorted,
     "lora": lora,
     "rnn": rnn,
     "unet": unet,
     "user_step": user_step,
 }
-"""By name; gpt and gpt_scan are one model in two forms."""
+"""By name; gpt and gpt_scan are one model in two forms, and so are both of experts."""

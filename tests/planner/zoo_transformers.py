@@ -1,14 +1,12 @@
-"""Transformers of the zoo: GPT in two forms, ViT, Llama-style, experts, adapters.
+"""Transformers of the zoo: GPT in two forms, ViT.
 
-Legend: B examples, T positions, D width, N heads, K heads of keys and values, H width
-of a head, F hidden width, V vocabulary, E experts, C capacity of an expert, L layers.
+Legend: B examples, T positions, D width, N heads, H width of a head.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from dtft.models.base import TransformerConfig
@@ -63,13 +61,14 @@ def gpt(
     return Model(name="gpt", loss=loss, params=params, batch=data, forward_flops=flops)
 
 
-def _layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Over the last dim; LAYER_NORM operations per element."""
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
     return centred * jax.lax.rsqrt(variance + 1e-5) * over(scale, x)
 
 
-def _mixed(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool = True) -> jax.Array:
+def mixed(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool = True) -> jax.Array:
     """Attention of [B, T, N, H] arrays."""
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (q.shape[-1] ** -0.5)
     if causal:
@@ -79,7 +78,8 @@ def _mixed(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool = True) -> jax
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
 
 
-def _gpt_layers(layers: int, width: int, heads: int) -> dict[str, Any]:
+def gpt_layers(layers: int, width: int, heads: int) -> dict[str, Any]:
+    """Parameters of GPT layers, stacked."""
     head = width // heads
     return {
         "norm1": array(layers, width),
@@ -101,22 +101,22 @@ def gpt_scan(
     params = {
         "embed": array(vocabulary, width),
         "places": array(time, width),
-        "layers": _gpt_layers(layers, width, heads),
+        "layers": gpt_layers(layers, width, heads),
         "norm": array(width),
     }
 
     def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        y = _layer_norm(x, p["norm1"])
+        y = layer_norm(x, p["norm1"])
         q, k, v = (jnp.einsum("btd,dnh->btnh", y, p[name]) for name in "qkv")
-        x = x + jnp.einsum("btnh,nhd->btd", _mixed(q, k, v), p["out"])
-        y = _layer_norm(x, p["norm2"])
+        x = x + jnp.einsum("btnh,nhd->btd", mixed(q, k, v), p["out"])
+        y = layer_norm(x, p["norm2"])
         return x + jax.nn.gelu(y @ p["up"]) @ p["down"], None
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = params["embed"][batch["tokens"]] + params["places"][None]
         body = jax.checkpoint(layer) if remat else layer
         x, _ = jax.lax.scan(body, x, params["layers"])
-        logits = _layer_norm(x, params["norm"]) @ params["embed"].T
+        logits = layer_norm(x, params["norm"]) @ params["embed"].T
         return cross_entropy(logits, batch["labels"])
 
     tokens = batch * time
@@ -183,202 +183,3 @@ def vit(
     flops += batch * classes * (2 * width + LOG_SOFTMAX)
     data = {"image": array(batch, size, size, 3), "label": ints(batch)}
     return Model(name="vit", loss=loss, params=params, batch=data, forward_flops=flops)
-
-
-def llama(
-    batch: int = 4, time: int = 2048, width: int = 2048, layers: int = 16,
-    heads: int = 32, kv_heads: int = 8, hidden: int = 8192, vocabulary: int = 128_256,
-    remat: bool = True,
-) -> Model:  # fmt: skip
-    """Grouped queries, rotary positions, SwiGLU, RMSNorm, bfloat16; scanned, remat."""
-    head = width // heads
-
-    def weight(*shape: int) -> jax.ShapeDtypeStruct:
-        return array(*shape, dtype="bfloat16")
-
-    params = {
-        "embed": weight(vocabulary, width),
-        "layers": {
-            "norm1": weight(layers, width),
-            "q": weight(layers, width, heads * head),
-            "k": weight(layers, width, kv_heads * head),
-            "v": weight(layers, width, kv_heads * head),
-            "out": weight(layers, heads * head, width),
-            "norm2": weight(layers, width),
-            "gate": weight(layers, width, hidden),
-            "up": weight(layers, width, hidden),
-            "down": weight(layers, hidden, width),
-        },
-        "norm": weight(width),
-        "logits": weight(width, vocabulary),
-    }
-
-    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
-        return y.astype(x.dtype) * over(scale, x)
-
-    def rotated(x: jax.Array) -> jax.Array:
-        half = head // 2
-        rate = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-        angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rate[None]
-        cos, sin = (f(angle).astype(x.dtype)[None, :, None] for f in (jnp.cos, jnp.sin))
-        a, b = x[..., :half], x[..., half:]
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        y = norm(x, p["norm1"])
-        groups = heads // kv_heads
-        q = rotated((y @ p["q"]).reshape(*x.shape[:2], heads, head))
-        k = rotated((y @ p["k"]).reshape(*x.shape[:2], kv_heads, head))
-        v = (y @ p["v"]).reshape(*x.shape[:2], kv_heads, head)
-        q = q.reshape(*x.shape[:2], kv_heads, groups, head)
-        scores = jnp.einsum("btkgh,bskh->bkgts", q, k) * (head**-0.5)
-        length = x.shape[1]
-        mask = jnp.arange(length)[:, None] >= jnp.arange(length)[None]
-        scores = jnp.where(mask[None, None, None], scores, jnp.array(-1e30, x.dtype))
-        mixed = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores), v)
-        x = x + mixed.reshape(*x.shape) @ p["out"]
-        y = norm(x, p["norm2"])
-        return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"], None
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x = params["embed"][batch["tokens"]]
-        body = jax.checkpoint(layer) if remat else layer
-        x, _ = jax.lax.scan(body, x, params["layers"])
-        logits = norm(x, params["norm"]) @ params["logits"]
-        return cross_entropy(logits.astype(jnp.float32), batch["labels"])
-
-    tokens = batch * time
-    each = attention_flops(tokens, time, width, heads, kv_heads * head)
-    each += 2 * tokens * width * 3 * hidden + 3 * tokens * hidden
-    each += tokens * width * (2 * RMS_NORM + 2) + 3 * tokens * head * (heads + kv_heads)
-    flops = layers * each + tokens * vocabulary * (2 * width + LOG_SOFTMAX)
-    data = {"tokens": ints(batch, time), "labels": ints(batch, time)}
-    return Model(
-        name="llama", loss=loss, params=params, batch=data, forward_flops=flops
-    )
-
-
-def moe(
-    batch: int = 8, time: int = 1024, width: int = 1024, layers: int = 4,
-    hidden: int = 4096, experts: int = 8, chosen: int = 2, heads: int = 16,
-    vocabulary: int = 32_000,
-) -> Model:  # fmt: skip
-    """Experts behind a top-k router: one-hot dispatch and combine, capacity 1.25."""
-    head = width // heads
-    capacity = int(1.25 * chosen * time / experts)
-    params = {
-        "embed": array(vocabulary, width),
-        "layers": [
-            {
-                "norm1": array(width),
-                "qkv": array(width, 3, heads, head),
-                "out": array(heads, head, width),
-                "norm2": array(width),
-                "router": array(width, experts),
-                "up": array(experts, width, hidden),
-                "down": array(experts, hidden, width),
-            }
-            for _ in range(layers)
-        ],
-    }
-
-    def routed(x: jax.Array, p: Any) -> jax.Array:
-        gates = jax.nn.softmax(jnp.einsum("btd,de->bte", x, p["router"]))
-        weights, choice = jax.lax.top_k(gates, chosen)
-        hot = jax.nn.one_hot(choice, experts, dtype=x.dtype)  # [B, T, k, E]
-        flat = hot.reshape(hot.shape[0], -1, experts)
-        place = (jnp.cumsum(flat, axis=1) - 1).reshape(hot.shape)
-        slot = jax.nn.one_hot(
-            jnp.sum(place * hot, axis=-1).astype(jnp.int32), capacity, dtype=x.dtype
-        )
-        combine = jnp.einsum("btk,btke,btkc->btec", weights, hot, slot)
-        dispatch = (combine > 0).astype(x.dtype)
-        given = jnp.einsum("btec,btd->ebcd", dispatch, x)
-        made = jax.nn.relu(jnp.einsum("ebcd,edf->ebcf", given, p["up"]))
-        back = jnp.einsum("ebcf,efd->ebcd", made, p["down"])
-        return jnp.einsum("ebcd,btec->btd", back, combine)
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x = params["embed"][batch["tokens"]]
-        for p in params["layers"]:
-            y = _layer_norm(x, p["norm1"])
-            q, k, v = jnp.einsum("btd,dcnh->cbtnh", y, p["qkv"])
-            x = x + jnp.einsum("btnh,nhd->btd", _mixed(q, k, v), p["out"])
-            x = x + routed(_layer_norm(x, p["norm2"]), p)
-        return cross_entropy(x @ params["embed"].T, batch["labels"])
-
-    tokens = batch * time
-    each = attention_flops(tokens, time, width, heads, width)
-    each += 2 * tokens * width * experts + 2 * tokens * width * LAYER_NORM
-    each += 2 * 2 * tokens * experts * capacity * width  # dispatch and combine
-    each += 2 * tokens * chosen * experts * capacity  # of weights, experts, places
-    each += 2 * 2 * batch * experts * capacity * width * hidden
-    each += batch * experts * capacity * hidden
-    flops = layers * each + tokens * vocabulary * (2 * width + LOG_SOFTMAX)
-    data = {"tokens": ints(batch, time), "labels": ints(batch, time)}
-    return Model(name="moe", loss=loss, params=params, batch=data, forward_flops=flops)
-
-
-def lora(
-    batch: int = 8, time: int = 512, width: int = 1024, layers: int = 8,
-    heads: int = 16, rank: int = 16, vocabulary: int = 32_000,
-) -> Model:  # fmt: skip
-    """Adapters on queries and values of a frozen base; only they are trained."""
-    head = width // heads
-    base = {
-        "embed": array(vocabulary, width),
-        "layers": _gpt_layers(layers, width, heads),
-    }
-    adapters = {
-        f"{name}_{part}": array(layers, *shape)
-        for name in "qv"
-        for part, shape in (("in", (width, rank)), ("out", (rank, heads, head)))
-    }
-
-    def layer(x: jax.Array, both: Any) -> tuple[jax.Array, None]:
-        p, a = both
-        y = _layer_norm(x, p["norm1"])
-        q, k, v = (jnp.einsum("btd,dnh->btnh", y, p[name]) for name in "qkv")
-        q = q + jnp.einsum("btr,rnh->btnh", y @ a["q_in"], a["q_out"])
-        v = v + jnp.einsum("btr,rnh->btnh", y @ a["v_in"], a["v_out"])
-        x = x + jnp.einsum("btnh,nhd->btd", _mixed(q, k, v), p["out"])
-        y = _layer_norm(x, p["norm2"])
-        return x + jax.nn.gelu(y @ p["up"]) @ p["down"], None
-
-    def of(adapters: Any, base: Any, batch: Any) -> jax.Array:
-        x = base["embed"][batch["tokens"]]
-        x, _ = jax.lax.scan(layer, x, (base["layers"], adapters))
-        return cross_entropy(x @ base["embed"].T, batch["labels"])
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        frozen = jax.lax.stop_gradient(params["base"])
-        return of(params["adapters"], frozen, batch)
-
-    optimizer = optax.adam(1e-4)
-
-    def step(state: Any, batch: Any) -> Any:
-        value, gradients = jax.value_and_grad(of)(
-            state["adapters"], state["base"], batch
-        )
-        with jax.numpy_dtype_promotion("standard"):
-            updates, after = optimizer.update(gradients, state["optimizer"])
-            adapters = optax.apply_updates(state["adapters"], updates)
-        return {**state, "adapters": adapters, "optimizer": after}, value
-
-    tokens = batch * time
-    each = attention_flops(tokens, time, width, heads, width)
-    each += 2 * tokens * width * 8 * width + tokens * width * 4 * GELU
-    each += 2 * 2 * 2 * tokens * width * rank + tokens * width * (2 * LAYER_NORM + 2)
-    flops = layers * each + tokens * vocabulary * (2 * width + LOG_SOFTMAX)
-    data = {"tokens": ints(batch, time), "labels": ints(batch, time)}
-    state = {
-        "base": base,
-        "adapters": adapters,
-        "optimizer": jax.eval_shape(optimizer.init, adapters),
-    }
-    return Model(
-        name="lora", loss=loss, params={"base": base, "adapters": adapters},
-        batch=data, forward_flops=flops, own_step=step, own_state=state,
-    )  # fmt: skip

@@ -1,0 +1,43 @@
+"""`dtft plan predict`: a table of training runs in, the same with predictions out.
+
+Reads and writes the files and prints a summary; `planner.row_prediction` decides.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dtft.planner.row_prediction import RowPrediction
+    from dtft.planner.row_table import Table
+
+
+def run(options: Namespace) -> int:
+    """Runs the command.
+
+    Raises:
+        ValueError: a table or row that cannot be, an unknown or too small cluster.
+        FileNotFoundError: no such table, or no folder for the result.
+    """
+    from dtft.planner.row_prediction import predict_table
+
+    table, found = predict_table(Path(options.rows).read_text(), options.cluster)
+    Path(options.out).write_text(table.text())
+    print("\n".join(lines(table, found)))
+    print(f"{len(found)} rows written to {options.out}")
+    return 0
+
+
+def lines(table: "Table", found: Sequence["RowPrediction"]) -> list[str]:
+    """The predictions in words, one line each; what does not fit says so."""
+    made = []
+    for number, (cells, row) in enumerate(zip(table.cells, found, strict=True), 1):
+        name = cells.get("model") or f"row {number}"
+        over = row.memory_bytes - row.capacity_bytes
+        fits = f"  {over / 1e9:.1f} GB too large" if over > 0 else ""
+        made.append(
+            f"{name}: {row.step_s:.4g} s per step, {row.tflops_per_gpu:.4g} TFLOP/s "
+            f"per device, {row.memory_bytes / 1e9:.1f} GB{fits}"
+        )
+    return made

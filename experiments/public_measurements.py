@@ -1,0 +1,350 @@
+"""The planner's predictions beside what others measured and published.
+
+    python -m experiments.public_measurements bigscience   leave-one-out, 21 rows
+    python -m experiments.public_measurements megatron     by transfer, 10 rows
+    python -m experiments.public_measurements llmfoundry   report, 211 rows
+
+Without a name, all three. Nothing is run; every figure is deterministic.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+from dtft.planner.row_fitting import Judgement, judge
+from dtft.planner.row_scales import (
+    BIGSCIENCE,
+    LLM_FOUNDRY_H100,
+    SPREADS,
+    Scales,
+    elsewhere,
+)
+from dtft.planner.row_search import Candidate
+from dtft.planner.transformer_memory import memory
+from experiments import report
+from experiments.public_studies import (
+    CATALOG,
+    RULE,
+    TRANSFERS,
+    bigscience_loo,
+    costs_of,
+    h100_fit,
+    h100_loo,
+    h100_rows,
+    seconds_of,
+    transfer,
+)
+from experiments.published_rows import (
+    ANOMALY,
+    Published,
+    bigscience,
+    llm_foundry,
+    megatron,
+)
+
+COMMAND = "python -m experiments.public_measurements"
+# ------------------------------------------------------------- leave one out
+
+
+def run_bigscience() -> None:
+    """Table and figure of the ranking set."""
+    found = bigscience_loo()
+    judged, measured = found.judgement, seconds_of(found.rows)
+    catalog = costs_of(found.rows).step_s(CATALOG.vector())
+    unfitted = judge(catalog, measured, [p.name != ANOMALY for p in found.rows])
+    report.write(
+        "public_bigscience",
+        title="BigScience 181B on 384 A100, each row predicted from the others",
+        command=f"{COMMAND} bigscience",
+        header=["line", "layout", "measured s", "predicted s", "error", "catalog only"],
+        rows=[
+            [
+                p.name,
+                layout_text(p),
+                p.step_s,
+                float(t),
+                percent(t, p.step_s),
+                percent(c, p.step_s),
+            ]
+            for p, t, c in zip(found.rows, found.predicted, catalog, strict=True)
+        ],
+        figure=scatter(found.rows, found.predicted, "leave one out"),
+        notes=[
+            f"Leave-one-out: median error {judged.median_error:.1%} (target 6 %), 90th "
+            f"percentile {judged.p90_error:.1%}, worst {judged.worst_error:.1%} (line "
+            f"{ANOMALY}, which the source calls an anomaly). Pairs ordered rightly: "
+            f"{judged.concordance_5:.3f} of {judged.num_pairs_5} that differ by more "
+            f"than 5 % (target 0.85), {judged.concordance_10:.3f} of "
+            f"{judged.num_pairs_10} by more than 10 % (stretch 0.90). Regret: top 3 "
+            f"{found.top_3:.4f} (target 1.02), top 1 {found.top_1:.4f}.",
+            f"Without any fit (catalog only): {words(unfitted)}.",
+            f"Fitted to all 21: {scales_text(found.fitted.values)}. How far from the "
+            "catalog each may be (standard deviation of its logarithm): "
+            f"{scales_text(SPREADS.vector())}.",
+            STRUCTURE,
+            others_text(Scales.of(found.fitted.values)),
+            memory_text(),
+        ],
+        machine=NO_MACHINE,
+    )
+
+
+STRUCTURE = (
+    "Chosen while looking at this set: that sending to the next stage has a scalar of "
+    "its own, apart from collectives between hosts (leave-one-out 4.2 % to 3.4 %, "
+    "concordance 0.923 to 0.946), and that starts of kernels may be far from the "
+    "catalog (4.6 % to 4.2 %). Tried here and left out: larger matmul tiles, and "
+    "adding a matmul's bytes to its operations instead of the larger of the two. The "
+    "Megatron table was seen meanwhile; what was kept was kept for these figures. The "
+    "counts of operations, bytes and collectives are from papers, untouched by data."
+)
+NO_MACHINE = "any; the figures do not depend on it"
+
+
+def others_text(scales: Scales) -> str:
+    """How the rows of other days and models fare, none of which was fitted."""
+    rows = [p for p in bigscience() if p.group != "E"]
+    errors = costs_of(rows).step_s(scales.vector()) / seconds_of(rows) - 1
+    parts = []
+    for group in sorted({p.group for p in rows}):
+        of_group = errors[[p.group == group for p in rows]]
+        parts.append(
+            f"{group} {len(of_group)} rows, median {np.median(of_group):+.1%}, "
+            f"median size {np.median(np.abs(of_group)):.1%}"
+        )
+    return (
+        "Other days and models, not fitted (heads a multiple of 8 wide; before E the "
+        "machine was 1-5 % slower): " + "; ".join(parts) + "."
+    )
+
+
+def memory_text() -> str:
+    """Predicted memory against what was logged."""
+    rows = [p for p in bigscience() if p.memory_bytes]
+    sizes = [sum(memory(p.row.shape, p.row.layout).values()) for p in rows]
+    errors = np.array(sizes) / np.array([p.memory_bytes for p in rows]) - 1
+    return (
+        f"Memory of {len(rows)} rows: median error {np.median(errors):+.1%}, median "
+        f"size {np.median(np.abs(errors)):.1%}, 90th percentile "
+        f"{np.percentile(np.abs(errors), 90):.1%}; its two constants (1 GB per "
+        "communicating axis, 5 % fragmentation) were set looking at these rows."
+    )
+
+
+# ------------------------------------------------------------------ transfer
+
+
+def run_megatron() -> None:
+    """Table and figure of the transfer."""
+    found = transfer()
+    rows = [t.published for t in found]
+    near = sum(abs(t.rate_error) <= 0.15 for t in found)
+    splits = sum(t.split_ratio <= 1.1 for t in found)
+    report.write(
+        "public_megatron",
+        title="Megatron on A100 (Selene), with scalars fitted to BigScience only",
+        command=f"{COMMAND} megatron",
+        header=[
+            "model",
+            "layout",
+            "measured s",
+            "predicted s",
+            "TFLOP/s error",
+            "best layout",
+            "published split / best",
+        ],
+        rows=[
+            [
+                t.published.name,
+                layout_text(t.published),
+                t.published.step_s,
+                t.step_s,
+                f"{t.rate_error:+.1%}",
+                best_text(t.best),
+                f"{t.split_ratio:.3f}",
+            ]
+            for t in found
+        ],
+        figure=scatter(rows, np.array([t.step_s for t in found]), "by transfer"),
+        notes=[
+            f"Within 15 % of TFLOP/s at the published plan: {near} of 10 (target 9). "
+            f"Published split within 10 % of our best: {splits} of 10 (target 9"
+            f"{'' if splits >= 9 else ', missed'}); `best` is over all tp, pp, dp, "
+            "micro-batches and virtual stages that fit with 10 % of memory kept free, "
+            "and nobody measured it.",
+            f"Scalars: {scales_text(TRANSFERS[RULE].vector())}. The rule, fitted "
+            "scalars but the catalog's figures of Selene's links, was given before any "
+            "result. `dtft plan predict` carries over less, only what belongs to the "
+            "device: how long kernels take to start belongs to a program, too, and "
+            "other programs will be predicted. All five rules were computed while this "
+            "was made, and seen; without memory kept free the first and the second "
+            "have 7 of 10 splits. What each gives:",
+            "\n".join(report.table(*rules_table())),
+        ],
+        machine=NO_MACHINE,
+    )
+
+
+def rules_table() -> tuple[list[str], list[list[object]]]:
+    """How the result depends on what is carried over."""
+    rows: list[list[object]] = []
+    for name, scales in TRANSFERS.items():
+        costs = costs_of(megatron())
+        errors = seconds_of(megatron()) / costs.step_s(scales.vector()) - 1
+        splits = sum(t.split_ratio <= 1.1 for t in transfer(name))
+        within = int((np.abs(errors) <= 0.15).sum())
+        sizes = np.abs(errors)
+        rows.append(
+            [
+                name,
+                f"{within} of 10",
+                f"{np.median(sizes):.1%}",
+                f"{sizes.max():.1%}",
+                f"{splits} of 10",
+            ]
+        )
+    return [
+        "carried over",
+        "within 15 %",
+        "median",
+        "worst",
+        "splits within 10 %",
+    ], rows
+
+
+# --------------------------------------------------------------- llm-foundry
+
+
+def run_llmfoundry() -> None:
+    """Errors by section, and a figure."""
+    rows = llm_foundry()
+    carried = costs_of(rows).step_s(elsewhere(BIGSCIENCE).vector())
+    eager = replace(elsewhere(BIGSCIENCE), launch=BIGSCIENCE.launch)
+    started = costs_of(rows).step_s(eager.vector())
+    out, fitted = h100_loo(), h100_fit()
+    lines: list[list[object]] = []
+    for group in dict.fromkeys(p.group for p in rows):
+        of_group = np.array([p.group == group for p in rows])
+        for name, times in (("device only", carried), ("and starts", started)):
+            lines.append([group, name, *error_cells(rows, times, of_group)])
+    own = h100_rows()
+    every = np.ones(len(own), bool)
+    lines.append(["h100_bf16*", "fitted, leave one out", *error_cells(own, out, every)])
+    report.write(
+        "public_llmfoundry",
+        title="llm-foundry, FSDP on A100 and H100: predicted against measured",
+        command=f"{COMMAND} llmfoundry",
+        header=["section", "scalars", "rows", "median", "median size", "90 %", "worst"],
+        rows=lines,
+        figure=scatter(rows, carried, "BigScience's scalars, device only"),
+        notes=[
+            "No target; a report. `device only`: BigScience's scalars of A100, nothing "
+            "fitted here; `and starts`: also how long an eager program takes to start "
+            "kernels. Predicted / measured - 1: below 0 is too fast. fp8 rows are "
+            "priced as bfloat16.",
+            f"Fitted to the {len(own)} bfloat16 rows of H100, drawn to A100's: "
+            f"{scales_text(fitted.values)} (kept as `LLM_FOUNDRY_H100`; `dtft plan "
+            f"predict` uses its matmul and memory: "
+            f"{LLM_FOUNDRY_H100.matmul:g}, {LLM_FOUNDRY_H100.memory:g}).",
+            "Rows with activations on the host are left out: no term for them.",
+        ],
+        machine=NO_MACHINE,
+    )
+
+
+# --------------------------------------------------------------------- words
+
+
+def layout_text(p: Published) -> str:
+    """Such as `tp8 pp12 dp4 mb2`."""
+    made = p.row.layout
+    text = f"tp{made.tp} pp{made.pp} dp{made.dp} mb{made.micro_batch}"
+    text += f" v{made.virtual_stages}" if made.virtual_stages > 1 else ""
+    return f"{text} batch {made.global_batch}"
+
+
+def best_text(found: Candidate) -> str:
+    """Such as `tp8 pp12 dp4 mb2 v3`, and its seconds."""
+    made = found.layout
+    return (
+        f"tp{made.tp} pp{made.pp} dp{made.dp} mb{made.micro_batch} "
+        f"v{made.virtual_stages}: {found.step_s:.2f} s"
+    )
+
+
+def percent(predicted: float, measured: float) -> str:
+    """Signed error."""
+    return f"{predicted / measured - 1:+.1%}"
+
+
+def scales_text(values: np.ndarray) -> str:
+    """Names and values."""
+    pairs = zip(Scales.names(), values, strict=True)
+    return ", ".join(f"{name} {value:.3g}" for name, value in pairs)
+
+
+def words(judged: Judgement) -> str:
+    """A judgement in a line."""
+    return (
+        f"median error {judged.median_error:.1%}, concordance "
+        f"{judged.concordance_5:.3f} (> 5 %), {judged.concordance_10:.3f} (> 10 %)"
+    )
+
+
+def error_cells(
+    rows: Sequence[Published], times: np.ndarray, keep: np.ndarray
+) -> list[object]:
+    """Rows, median, median size, 90th percentile of size, worst."""
+    errors = (times / seconds_of(rows) - 1)[keep]
+    sizes = np.abs(errors)
+    return [
+        len(errors), f"{np.median(errors):+.1%}", f"{np.median(sizes):.1%}",
+        f"{np.percentile(sizes, 90):.1%}", f"{sizes.max():.1%}",
+    ]  # fmt: skip
+
+
+def scatter(rows: Sequence[Published], predicted: np.ndarray, how: str) -> Figure:
+    """Predicted over measured seconds, with lines at 15 % to either side."""
+    figure, axes = pyplot.subplots(figsize=(5.5, 5))
+    measured = seconds_of(rows)
+    for group in dict.fromkeys(p.group for p in rows):
+        keep = [p.group == group for p in rows]
+        axes.scatter(measured[keep], predicted[keep], s=14, label=group)
+    ends = np.array([measured.min() * 0.85, measured.max() * 1.15])
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    for factor in (0.85, 1.15):
+        axes.plot(ends, factor * ends, color="grey", linewidth=0.6, linestyle="--")
+    axes.set(xscale="log", yscale="log", xlabel="measured, s per step")
+    axes.set(ylabel=f"predicted ({how}), s per step")
+    axes.legend(fontsize=8)
+    pyplot.close(figure)
+    return figure
+
+
+STUDIES: Mapping[str, Callable[[], None]] = {
+    "bigscience": run_bigscience,
+    "megatron": run_megatron,
+    "llmfoundry": run_llmfoundry,
+}
+
+
+def main() -> None:
+    """Runs one study, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("study", nargs="?", choices=tuple(STUDIES))
+    chosen = parser.parse_args().study
+    for name, run in STUDIES.items():
+        if chosen in (None, name):
+            run()
+
+
+if __name__ == "__main__":
+    main()

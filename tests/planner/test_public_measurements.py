@@ -1,0 +1,113 @@
+"""The planner against published runs (reference section 12, T5 and T6).
+
+Targets stand in the tests; where one is missed, the test holds what is reached and
+says so. All figures are deterministic.
+"""
+
+import numpy as np
+import pytest
+
+from dtft.planner.row_scales import BIGSCIENCE, LLM_FOUNDRY_H100, elsewhere
+from dtft.planner.transformer_memory import memory
+from experiments.public_studies import (
+    DEVICE_ONLY,
+    TRANSFERS,
+    LeaveOneOut,
+    Transfer,
+    bigscience_loo,
+    costs_of,
+    h100_fit,
+    seconds_of,
+    transfer,
+)
+from experiments.published_rows import (
+    bigscience,
+    llm_foundry,
+    megatron,
+    ranking_set,
+)
+
+
+@pytest.fixture(scope="module")
+def carried() -> list[Transfer]:
+    return transfer()
+
+
+@pytest.fixture(scope="module")
+def found() -> LeaveOneOut:
+    return bigscience_loo()
+
+
+def test_bigscience_leave_one_out(found: LeaveOneOut) -> None:
+    assert len(found.rows) == 21
+    judged = found.judgement
+    assert (judged.num_pairs_5, judged.num_pairs_10) == (130, 94)
+    assert judged.median_error <= 0.06
+    assert judged.concordance_5 >= 0.85
+    assert judged.concordance_10 >= 0.90
+    assert found.top_3 <= 1.02
+    # What is reached: 3.4 %, 0.946, 1.000; top 1 by itself.
+    assert judged.median_error <= 0.036
+    assert found.top_1 <= 1.02
+
+
+def test_the_kept_scalars_are_those_of_the_fit(found: LeaveOneOut) -> None:
+    assert BIGSCIENCE.vector() == pytest.approx(found.fitted.values, rel=2e-3)
+    h100 = h100_fit().values
+    assert LLM_FOUNDRY_H100.vector() == pytest.approx(h100, rel=2e-3)
+
+
+def test_other_days_of_bigscience_are_near() -> None:
+    rows = [p for p in bigscience() if p.group in "FG"]
+    errors = costs_of(rows).step_s(BIGSCIENCE.vector()) / seconds_of(rows) - 1
+    assert len(rows) > 30 and np.median(np.abs(errors)) < 0.04
+
+
+def test_memory_of_bigscience() -> None:
+    rows = [p for p in bigscience() if p.memory_bytes]
+    sizes = np.array([sum(memory(p.row.shape, p.row.layout).values()) for p in rows])
+    errors = sizes / np.array([p.memory_bytes for p in rows]) - 1
+    assert np.median(np.abs(errors)) < 0.06
+    assert np.quantile(errors, 0.1) > -0.11  # the headroom of `row_search`
+
+
+def test_megatron_by_transfer(carried: list[Transfer]) -> None:
+    """Target 9 of 10 within 15 %: met by all ten, the worst is 9.2 % off."""
+    within = [t for t in carried if abs(t.rate_error) <= 0.15]
+    assert len(within) >= 9
+    assert max(abs(t.rate_error) for t in carried) < 0.10
+
+
+def test_megatron_splits(carried: list[Transfer]) -> None:
+    """Target 9 of 10 within 10 % of our best: met; 18B is faster with tp=2 here."""
+    apart = {t.published.name for t in carried if t.split_ratio > 1.1}
+    assert apart == {"18B"}
+    assert max(t.split_ratio for t in carried) < 1.17
+
+
+@pytest.mark.parametrize("rule", [DEVICE_ONLY, "all but links between hosts"])
+def test_megatron_rates_hold_whatever_else_is_carried(rule: str) -> None:
+    """All but Jean Zay's slow network: the result is not one lucky rule's."""
+    rows = megatron()
+    errors = seconds_of(rows) / costs_of(rows).step_s(TRANSFERS[rule].vector()) - 1
+    assert (np.abs(errors) <= 0.15).sum() >= 9
+
+
+def test_published_plans_fit(carried: list[Transfer]) -> None:
+    for t in carried:
+        layout = t.published.row.layout
+        size = sum(memory(t.published.row.shape, layout).values())
+        assert size < 85.1e9
+
+
+def test_llm_foundry_is_reported() -> None:
+    """No target. A100, nothing fitted here: within a tenth by the median."""
+    rows = [p for p in llm_foundry() if p.group.startswith("a100")]
+    times = costs_of(rows).step_s(elsewhere(BIGSCIENCE).vector())
+    assert np.median(np.abs(times / seconds_of(rows) - 1)) < 0.10
+
+
+def test_the_ranking_set_is_the_protocols() -> None:
+    rows = ranking_set()
+    assert {p.row.shape.heads for p in rows} == {64}
+    assert sum(p.row.layout.global_batch >= 2016 for p in rows) == 18

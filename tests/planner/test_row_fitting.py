@@ -1,0 +1,75 @@
+"""Fits, leave-one-out and what judges them, on made-up numbers."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtft.planner.row_fitting import (
+    concordance,
+    fit,
+    judge,
+    leave_one_out,
+    regret,
+)
+
+PARTS = np.array([[1.0, 4, 2], [3, 1, 1], [2, 2, 5], [6, 1, 3], [1, 1, 8], [5, 5, 1]])
+
+
+def predict(scales: np.ndarray) -> np.ndarray:
+    return PARTS @ scales
+
+
+def test_a_fit_finds_what_made_the_rows() -> None:
+    true = np.array([1.3, 0.8, 1.1])
+    found = fit(predict, predict(true), np.ones(3), spread=5.0)
+    assert found.values == pytest.approx(true, rel=1e-3)
+    assert np.abs(found.errors).max() < 1e-3
+
+
+def test_one_wild_row_does_not_carry_the_fit_away() -> None:
+    true = np.array([1.3, 0.8, 1.1])
+    measured = predict(true)
+    measured[2] *= 1.5
+    found = fit(predict, measured, np.ones(3))
+    assert np.median(np.abs(found.errors)) < 0.03
+
+
+def test_what_rows_do_not_show_stays_as_the_data_sheet_says() -> None:
+    blind = PARTS * [1, 1, 0]
+    found = fit(lambda x: blind @ x, blind @ np.array([1.2, 1.2, 9.0]), np.ones(3))
+    assert found.values[2] == pytest.approx(1.0)
+
+
+def test_a_row_left_out_is_not_seen() -> None:
+    """Whatever the left-out row measured, its prediction is the same."""
+    measured = predict(np.array([1.3, 0.8, 1.1]))
+    found = leave_one_out(predict, measured, np.ones(3))
+    for row in range(len(measured)):
+        other = measured.copy()
+        other[row] *= 3
+        assert leave_one_out(predict, other, np.ones(3))[row] == found[row]
+
+
+def test_concordance_by_hand() -> None:
+    measured = np.array([100.0, 104.0, 112.0, 130.0])
+    predicted = np.array([10.0, 9.0, 11.0, 10.5])
+    # Of the five pairs more than 5 % apart only (112, 130) is the wrong way round.
+    assert concordance(predicted, measured, 0.05) == (4 / 5, 5)
+    # 104 and 112 are less than 10 % apart.
+    assert concordance(predicted, measured, 0.10) == (3 / 4, 4)
+
+
+def test_regret_by_hand() -> None:
+    measured, predicted = np.array([5.0, 4.0, 6.0]), np.array([1.0, 2.0, 3.0])
+    assert regret(predicted, measured, 1) == 5 / 4
+    assert regret(predicted, measured, 2) == 1.0
+
+
+@given(st.lists(st.floats(1.0, 100.0), min_size=3, max_size=12, unique=True))
+def test_a_perfect_prediction_has_nothing_to_regret(times: list[float]) -> None:
+    measured = np.array(times)
+    found = judge(measured, measured, np.ones(len(times), bool))
+    assert found.worst_error == 0 and regret(measured, measured, 1) == 1
+    if found.num_pairs_5:
+        assert found.concordance_5 == 1.0

@@ -1,0 +1,177 @@
+"""Tables of training runs: read, refused, predicted, written."""
+
+from pathlib import Path
+
+import pytest
+
+from dtft.cli import main
+from dtft.planner.row_prediction import MEMORY, RATE, STEP, pool_of, predict_table
+from dtft.planner.row_table import REQUIRED, Habits, Table
+from experiments.published_rows import DATA
+
+TEXT = (DATA / "megatron_a100.csv").read_text()
+HEADER: str = (
+    "model,heads,hidden,layers,seq_len,vocab,gpus,tp,pp,dp,micro_batch,"
+    "virtual_stages,recompute,global_batch"
+)
+ROW: str = "toy,16,2048,24,2048,51200,16,2,4,2,2,1,full,64"
+
+
+def changed(column: str, value: str) -> str:
+    names, cells = list[str](HEADER.split(",")), list[str](ROW.split(","))
+    cells[names.index(column)] = value
+    return f"{HEADER}\n{ROW}\n{','.join(cells)}\n"
+
+
+def test_the_published_table_comes_back_with_predictions() -> None:
+    table, found = predict_table(TEXT, "selene")
+    assert table.header == (*Table.parse(TEXT).header, STEP, RATE, MEMORY)
+    for cells, row in zip(table.cells, found, strict=True):
+        assert float(cells[STEP]) == pytest.approx(row.step_s, rel=1e-5)
+        assert int(cells[MEMORY]) == row.memory_bytes < row.capacity_bytes
+        rate = float(cells["tflops_per_gpu"])
+        assert float(cells[RATE]) == pytest.approx(rate, rel=0.15)
+    again, _ = predict_table(table.text(), "selene")
+    assert again.text() == table.text()
+    lines = [line.split(",")[:18] for line in table.text().splitlines()]
+    assert lines == [line.split(",") for line in TEXT.splitlines()]
+
+
+@pytest.mark.parametrize("column", REQUIRED)
+def test_a_missing_column_is_named(column: str) -> None:
+    names, cells = list[str](HEADER.split(",")), list[str](ROW.split(","))
+    place = names.index(column)
+    del names[place], cells[place]
+    with pytest.raises(ValueError, match=f"no column {column}. Required"):
+        predict_table(f"{','.join(names)}\n{','.join(cells)}\n", "a100")
+
+
+@pytest.mark.parametrize(
+    "column, value, named, words",
+    [
+        ("gpus", "17", "gpus", "17 is not tp x pp x dp = 2 x 4 x 2 = 16"),
+        ("dp", "3", "gpus", "16 is not tp x pp x dp"),
+        ("layers", "25", "layers", "25 is not divisible by pp x virtual_stages = 4"),
+        ("layers", "3", "pp", "4 stages"),
+        ("heads", "15", "heads", "15 is not divisible by tp = 2"),
+        ("hidden", "2050", "hidden", "2050 is not divisible by heads = 16"),
+        ("global_batch", "63", "global_batch", "63 is not divisible by micro_batch"),
+        ("virtual_stages", "5", "layers", "24 is not divisible by pp x virtual"),
+        ("recompute", "some", "recompute", "'some'. Allowed: full, selective, none"),
+        ("vocab", "many", "vocab", "'many' is no whole number above 0"),
+        ("seq_len", "", "seq_len", "'' is no whole number above 0"),
+        ("tp", "0", "tp", "'0' is no whole number above 0"),
+        ("tp", "2.5", "tp", "'2.5' is no whole number above 0"),
+        ("micro_batch", "nan", "micro_batch", "'nan' is no whole number above 0"),
+        ("gpus", "inf", "gpus", "'inf' is no whole number above 0"),
+    ],
+)
+def test_an_impossible_row_is_named(
+    column: str, value: str, named: str, words: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        predict_table(changed(column, value), "a100")
+    assert f"row 2 (toy), column {named}" in str(refused.value)
+    assert words in str(refused.value)
+
+
+def test_interleaving_needs_a_pipeline() -> None:
+    row = "toy,16,2048,24,2048,51200,4,2,1,2,2,2,full,64"
+    with pytest.raises(ValueError, match="row 1 .*column virtual_stages: 2 with pp=1"):
+        predict_table(f"{HEADER}\n{row}\n", "a100")
+
+
+@pytest.mark.parametrize("text", ["", HEADER + "\n"])
+def test_an_empty_table_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="Give a header with the columns heads"):
+        predict_table(text, "a100")
+
+
+def test_a_short_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="row 1 has 3 cells, the header has 14"):
+        predict_table(f"{HEADER}\n1,2,3\n", "a100")
+
+
+@pytest.mark.parametrize(
+    "column, value", [("zero", "4"), ("flash_attention", "maybe"), ("zero", "x")]
+)
+def test_optional_columns_are_checked(column: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"row 1 .*column {column}: .*Allowed"):
+        predict_table(f"{HEADER},{column}\n{ROW},{value}\n", "a100")
+
+
+def test_optional_columns_count() -> None:
+    def memory_of(extra: str, value: str) -> int:
+        _, found = predict_table(f"{HEADER},{extra}\n{ROW},{value}\n", "a100")
+        return found[0].memory_bytes
+
+    assert memory_of("zero", "1") < memory_of("zero", "0") == memory_of("zero", "")
+    assert memory_of("gradient_bytes", "4") > memory_of("gradient_bytes", "2")
+    fused, plain = "flash_attention,sequence_parallel", "true,yes"
+    assert memory_of(fused, plain) < memory_of(fused, "no,0")
+
+
+def test_habits_are_those_of_the_device() -> None:
+    table = Table.parse(f"{HEADER}\n{ROW}\n{ROW.replace('full', 'selective')}\n")
+    old, new = table.rows(Habits()), table.rows(Habits(fused=True))
+    assert [row.layout.flash_attention for row in old] == [False, False]
+    assert [row.layout.sequence_parallel for row in old] == [False, True]
+    assert all(row.layout.flash_attention for row in new)
+    assert {row.layout.gradient_bytes for row in new} == {4}
+
+
+@pytest.mark.parametrize("gpus, words", [(1, "a100"), (4, "4xa100"), (12, "3x4xa100")])
+def test_a_name_is_sized_by_the_row(gpus: int, words: str) -> None:
+    assert pool_of("a100", gpus).words == words
+    assert pool_of("a100", gpus).num_devices == gpus
+
+
+def test_a_torus_and_a_shorthand_are_clusters_too() -> None:
+    assert pool_of("tpu-v5p", 64).num_devices == 64
+    _, found = predict_table(f"{HEADER}\n{ROW}\n", "4x8xH100")
+    assert found[0].step_s > 0
+
+
+def test_a_cluster_that_is_too_small_names_the_row() -> None:
+    with pytest.raises(
+        ValueError, match="row 1 .*column gpus: 16 devices, but cluster"
+    ):
+        predict_table(f"{HEADER}\n{ROW}\n", "8xA100")
+
+
+def test_an_unknown_cluster_lists_the_known() -> None:
+    with pytest.raises(ValueError, match="Known: .*a100"):
+        predict_table(f"{HEADER}\n{ROW}\n", "z100")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "one,16,2048,24,2048,51200,1,1,1,1,1,1,none,8",
+        "wide,32,4096,32,2048,51200,512,1,1,512,2,1,none,1024",
+        "across,64,8192,64,2048,51200,32,16,2,1,1,1,full,32",
+        "long,32,4096,32,8192,128256,64,8,1,8,1,1,none,64",
+        "deep,128,20480,105,2048,51200,280,8,35,1,1,3,selective,280",
+    ],
+)
+@pytest.mark.parametrize("cluster", ["a100", "h100"])
+def test_rows_unlike_those_fitted(row: str, cluster: str) -> None:
+    """Between a tenth and four fifths of the peak, as programs that people run are."""
+    _, (found,) = predict_table(f"{HEADER}\n{row}\n", cluster)
+    peak = {"a100": 312, "h100": 989}[cluster]
+    assert 0.1 * peak < found.tflops_per_gpu < 0.8 * peak
+    assert all(value >= -1e-9 for value in found.terms.values())
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    rows.write_text(f"{HEADER}\n{ROW}\n{ROW.replace('2048,24', '20480,24')}\n")
+    words = ["plan", "predict", str(rows), "--cluster", "a100", "--out", str(out)]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "2 rows written" in shown and "GB too large" in shown
+    assert out.read_text().splitlines()[0] == f"{HEADER},{STEP},{RATE},{MEMORY}"
+    rows.write_text(changed("gpus", "17"))
+    assert main(words) == 2
+    assert "row 2 (toy), column gpus" in capsys.readouterr().err
+    assert main([*words[:2], str(tmp_path / "none.csv"), *words[3:]]) == 2

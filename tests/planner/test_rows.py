@@ -1,0 +1,180 @@
+"""Predicted steps: how they move with what they depend on."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtft.planner.row_prediction import pool_of
+from dtft.planner.row_scales import BIGSCIENCE, Scales, elsewhere, scales_of
+from dtft.planner.row_search import HEADROOM, layouts, search
+from dtft.planner.rows import STAGE_TERMS, STEP_TERMS, StepCost, stack, step_cost
+from dtft.planner.transformer import Layout, Recompute, Shape
+from dtft.planner.transformer_memory import memory
+
+SHAPE = Shape(hidden=4096, layers=32, heads=32, seq_len=2048, vocab=51200)
+LAYOUT = Layout(tp=4, pp=4, dp=4, micro_batch=2, global_batch=128)
+CATALOG = Scales()
+ONE = CATALOG.vector()
+
+
+def seconds(
+    layout: Layout,
+    shape: Shape = SHAPE,
+    cluster: str = "a100",
+    scales: Scales = CATALOG,
+) -> float:
+    cost = step_cost(shape, layout, pool_of(cluster, layout.gpus))
+    return float(cost.step_s(scales.vector()))
+
+
+def made(stages: list[float], microbatches: int, parts: int = 1) -> StepCost:
+    """A step of stages that only multiply matrices."""
+    rows = np.zeros((len(stages), len(STAGE_TERMS)))
+    rows[:, 0] = stages
+    return StepCost(
+        stages=rows,
+        counts=np.ones(len(stages)),
+        gathered=np.zeros(len(stages)),
+        step=np.zeros(len(STEP_TERMS)),
+        stage_scales=np.zeros(len(STAGE_TERMS), int),
+        step_scales=np.zeros(len(STEP_TERMS), int),
+        num_microbatches=np.array(microbatches),
+        virtual_stages=np.array(parts),
+        overlap_slowdown=np.array(1.1),
+    )
+
+
+def test_the_pipeline_by_hand() -> None:
+    """(m - 1) max + sum; interleaved the fill and drain are 1/v of it."""
+    assert made([1, 1, 1, 1], 8).step_s(ONE) == 7 + 4
+    assert made([1, 2, 1], 5).step_s(ONE) == 4 * 2 + 4
+    assert made([1, 1, 1, 1], 8, 3).step_s(ONE) == 8 + 3 / 3
+    terms = made([1, 2, 1], 5).terms(ONE)
+    assert terms["matmul"] == pytest.approx(5 * 4 / 3)
+    assert sum(terms.values()) == pytest.approx(12)
+
+
+def test_equal_stages_are_counted_not_repeated() -> None:
+    cost = step_cost(SHAPE, replace(LAYOUT, pp=8, dp=2), pool_of("a100", 64))
+    assert len(cost.stages) == 3 and list(cost.counts) == [1, 6, 1]
+
+
+def test_a_stack_is_its_rows() -> None:
+    found = [
+        step_cost(SHAPE, layout, pool_of("a100", layout.gpus))
+        for layout in (LAYOUT, replace(LAYOUT, pp=1), replace(LAYOUT, pp=2, zero=3))
+    ]
+    together = stack(found)
+    scales = BIGSCIENCE.vector()
+    assert together.step_s(scales) == pytest.approx(
+        [float(c.step_s(scales)) for c in found]
+    )
+    for name, values in together.terms(scales).items():
+        assert values == pytest.approx([float(c.terms(scales)[name]) for c in found])
+
+
+def test_the_terms_are_where_they_belong() -> None:
+    cost = step_cost(SHAPE, replace(LAYOUT, tp=1, pp=1, dp=1), pool_of("a100", 1))
+    terms = cost.terms(ONE)
+    assert not any(terms[n] for n in ("tensor", "pipeline", "data", "bubble"))
+    assert all(terms[name] > 0 for name in ("matmul", "elementwise", "optimizer"))
+
+
+@pytest.mark.parametrize("field", Scales.names())
+def test_every_scalar_lengthens_the_step(field: str) -> None:
+    layout = replace(LAYOUT, tp=8, dp=2)
+    assert seconds(layout, scales=replace(Scales(), **{field: 2.0})) > seconds(layout)
+
+
+@given(
+    tp=st.sampled_from([1, 2, 8, 16]),
+    pp=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([1, 3, 4]),
+    micro_batch=st.sampled_from([1, 2]),
+    zero=st.integers(0, 3),
+    recompute=st.sampled_from(["full", "selective", "none"]),
+)
+def test_the_step_is_never_below_the_peak(
+    tp: int, pp: int, dp: int, micro_batch: int, zero: int, recompute: Recompute
+) -> None:
+    layout = Layout(
+        tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, zero=zero,
+        global_batch=8 * micro_batch * dp, recompute=recompute,
+    )  # fmt: skip
+    cost = step_cost(SHAPE, layout, pool_of("a100", layout.gpus))
+    terms = cost.terms(ONE)
+    assert all(np.isfinite(v) and v > -1e-9 for v in terms.values())
+    flops = SHAPE.flops(layout.global_batch, recompute)
+    assert sum(terms.values()) > flops / layout.gpus / 312e12
+    twice = replace(layout, global_batch=2 * layout.global_batch)
+    again = seconds(twice)
+    assert sum(terms.values()) < again <= 2 * sum(terms.values())
+
+
+def test_what_makes_a_step_longer() -> None:
+    base = seconds(LAYOUT)
+    assert seconds(replace(LAYOUT, recompute="none")) < base
+    assert seconds(LAYOUT, replace(SHAPE, seq_len=8192)) > 4 * base
+    assert seconds(LAYOUT, cluster="h100") < base
+    assert seconds(LAYOUT, cluster="jean-zay") > base  # half the network
+    interleaved = replace(LAYOUT, virtual_stages=2)
+    assert seconds(interleaved) < base
+    across = replace(LAYOUT, tp=16, dp=1, global_batch=64)  # leaves the host
+    within = replace(LAYOUT, tp=8, dp=2, global_batch=64)
+    assert seconds(across) > seconds(within)
+
+
+def test_computing_hides_the_gathering_of_zero_3() -> None:
+    layout = Layout(tp=1, pp=1, dp=64, micro_batch=8, global_batch=512, zero=3)
+    hidden = step_cost(SHAPE, layout, pool_of("a100", 64)).terms(ONE)
+    assert hidden["data"] < 0.1 * hidden["matmul"]
+    starved = replace(layout, micro_batch=1, global_batch=64)
+    slow = replace(Scales(), network=10.0).vector()
+    bare = step_cost(SHAPE, starved, pool_of("jean-zay", 64)).terms(slow)
+    assert bare["data"] > bare["matmul"]
+
+
+def test_uneven_stages_wait_for_the_longest() -> None:
+    even = replace(LAYOUT, stage_layers=(8, 8, 8, 8))
+    assert seconds(even) == seconds(LAYOUT)
+    assert seconds(replace(LAYOUT, stage_layers=(9, 9, 9, 5))) > seconds(LAYOUT)
+
+
+# -------------------------------------------------------------------- search
+
+
+def test_the_best_layout_is_the_best_of_all() -> None:
+    like = replace(LAYOUT, pp=2, dp=2, global_batch=16)
+    pool, shape = pool_of("a100", 16), replace(SHAPE, layers=6)
+    found = search(shape, like, pool, Scales())
+    times = {}
+    for layout in layouts(shape, like):
+        assert layout.gpus == 16 and layout.global_batch == like.global_batch
+        room = (1 - HEADROOM) * pool.device.memory_bytes
+        if sum(memory(shape, layout).values()) <= room:
+            times[layout] = seconds(layout, shape)
+    assert len(found) == len(times)
+    assert found[0].step_s == pytest.approx(min(times.values()))
+    assert [c.step_s for c in found] == sorted(c.step_s for c in found)
+
+
+def test_what_cannot_fit_says_by_how_much() -> None:
+    large = replace(SHAPE, hidden=25600, layers=128)
+    with pytest.raises(ValueError, match=r"needs .* GB of 76.6 GB .*Give more devices"):
+        search(large, replace(LAYOUT, pp=1, dp=1), pool_of("a100", 4), Scales())
+
+
+# -------------------------------------------------------------------- scales
+
+
+def test_only_what_belongs_to_the_device_is_carried_over() -> None:
+    carried = elsewhere(BIGSCIENCE)
+    assert (carried.matmul, carried.memory) == (BIGSCIENCE.matmul, BIGSCIENCE.memory)
+    others = ("launch", "fast_link", "network", "next_stage")
+    assert {getattr(carried, name) for name in others} == {1.0}
+    assert scales_of("selene", "a100") == scales_of("p4d", "a100-40gb") == carried
+    assert scales_of("jean-zay", "a100") == BIGSCIENCE
+    assert scales_of("dgx-h100", "h100").matmul > carried.matmul
