@@ -145,7 +145,11 @@ class TrainerPool:
 
 
 def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
-    """What a trainer is told of the slot in a leader's `order`."""
+    """What a trainer is told of the slot in a leader's `order`.
+
+    `items` is what the commit that memory restores holds beside arrays; from storage,
+    the trainer reads them itself.
+    """
     timeouts = config.timeouts
     return {
         "slot": order["slot"],
@@ -156,6 +160,8 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
         "board": str(config.memory_directory / "board"),
         "run_directory": str(config.run_directory),
         "storage_directory": str(config.storage_directory),
+        "storage_step": order["step"] if order["source"] == "storage" else None,
+        "items": order["items"],
         "chunk_bytes": config.chunk_bytes,
         "heartbeat_s": timeouts.heartbeat,
         "start_s": timeouts.start,

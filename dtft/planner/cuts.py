@@ -4,6 +4,7 @@ Pure arithmetic on bytes; must not know programs, devices or why blocks are want
 """
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 
 _FINER = 2**0.25
@@ -32,12 +33,11 @@ def best_cuts(inside: Sequence[float], crossing: Sequence[float]) -> tuple[int, 
     if not inside:
         return ()
     upto = [0.0, *itertools.accumulate(inside)]
-    places = _narrow(crossing)
     best: tuple[float, tuple[int, ...]] = (upto[-1], ())
     limit = upto[-1]
     while limit > 0:
         limit /= _FINER
-        found = _cheapest(places, crossing, upto, limit)
+        found = _cheapest(crossing, upto, limit)
         if found is None:
             break
         cost, cuts = found
@@ -49,37 +49,31 @@ def best_cuts(inside: Sequence[float], crossing: Sequence[float]) -> tuple[int, 
     return best[1]
 
 
-def _narrow(crossing: Sequence[float]) -> list[int]:
-    """Places where no fewer bytes cross beside them; other cuts can be moved there."""
-    padded = [float("inf"), *crossing, float("inf")]
-    return [
-        place
-        for place in range(len(crossing))
-        if padded[place] >= padded[place + 1] <= padded[place + 2]
-    ]
-
-
 def _cheapest(
-    places: Sequence[int],
-    crossing: Sequence[float],
-    upto: Sequence[float],
-    limit: float,
+    crossing: Sequence[float], upto: Sequence[float], limit: float
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The cuts that fewest bytes cross, with blocks of at most `limit` bytes."""
-    ends = [-1, *places, len(upto) - 2]
-    costs, before, first = [0.0], [-1], 0
-    for index in range(1, len(ends)):
-        while first < index and upto[ends[index] + 1] - upto[ends[first] + 1] > limit:
-            first += 1
-        if first == index:
+    """The cuts that fewest bytes cross, with blocks of at most `limit` bytes.
+
+    For every end the cheapest begin of its block is kept at the front of a window, so
+    that thousands of operators take milliseconds.
+    """
+    num = len(upto) - 1
+    costs, before = [0.0], [0]
+    window: deque[int] = deque([0])
+    for end in range(1, num + 1):
+        while window and upto[end] - upto[window[0]] > limit:
+            window.popleft()
+        if not window:
             return None
-        at = min(range(first, index), key=lambda other: costs[other])
-        own = crossing[ends[index]] if index < len(ends) - 1 else 0.0
-        costs.append(costs[at] + own)
-        before.append(at)
+        begin = window[0]
+        costs.append(costs[begin] + (crossing[end - 1] if end < num else 0.0))
+        before.append(begin)
+        while window and costs[window[-1]] >= costs[end]:
+            window.pop()
+        window.append(end)
     cuts: list[int] = []
-    index = before[-1]
-    while index > 0:
-        cuts.append(ends[index])
-        index = before[index]
-    return costs[-1], tuple(reversed(cuts))
+    begin = before[num]
+    while begin:
+        cuts.append(begin - 1)
+        begin = before[begin]
+    return costs[num], tuple(reversed(cuts))

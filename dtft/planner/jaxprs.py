@@ -6,8 +6,9 @@ must agree on these. Decides nothing; must not know graphs, plans or devices.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 CALLS: Mapping[str, tuple[str, ...]] = {
@@ -74,9 +75,28 @@ def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from operators(body)
 
 
-def is_var(atom: Any) -> bool:
+def traced(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """The program of a function of arrays, and shapes of its result.
+
+    JAX notes on which mesh an array is, and puts operators into programs where meshes
+    meet. Here arguments are taken without meshes, so that operators have the numbers
+    that they have for the planner, who knows shapes only.
+
+    Args:
+        fn: any function that JAX can trace.
+        *args: trees of arrays, tracers or ShapeDtypeStructs.
+    """
+    return jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
+
+
+def is_var(atom: Any) -> TypeGuard[Var]:
     """Whether an argument or result is a variable, not a constant of the text."""
     return isinstance(atom, Var)
+
+
+def _shape(array: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(array)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _changed(body: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:

@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
-from dtft.planner.jaxprs import CALLS, is_var, with_bodies
+from dtft.planner.jaxprs import CALLS, is_var, traced, with_bodies
 from dtft.planner.plan import Spec
 from dtft.train.plan_shardings import partition_spec
 
@@ -35,7 +35,7 @@ def constrained(
     result, where it stays.
 
     Args:
-        fn: takes and returns trees of arrays.
+        fn: takes trees of arrays, by position, and returns one.
         constraints: number of an operator of `fn`'s program to the spec of its first
             result, without the dim that a loop around it adds.
         mesh: has the axes that the specs name.
@@ -47,10 +47,10 @@ def constrained(
         return fn
 
     @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        program, shape = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+    def run(*args: Any) -> Any:
+        program, shape = traced(fn, *args)
         changed = insert(program, constraints, mesh)
-        results = jaxpr_as_fun(changed)(*jax.tree.leaves((args, kwargs)))
+        results = jaxpr_as_fun(changed)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return run
@@ -69,7 +69,8 @@ def insert(
             f"{insertion.number}, numbered from 0. Make the plan again for this "
             "function and these shapes."
         )
-    return ClosedJaxpr(changed, program.consts)
+    # One device has nothing to divide, and what it compiles stays bit for bit the same.
+    return ClosedJaxpr(changed, program.consts) if mesh.size > 1 else program
 
 
 def constraint(var: Var, sharding: NamedSharding) -> tuple[Var, JaxprEqn]:
@@ -83,9 +84,9 @@ def insertable(fn: Callable[[Any], Any], var: Var) -> tuple[Var, JaxprEqn]:
     """The one equation of `fn`, writing `var`, and the new variable that it reads."""
     aval: Any = var.aval
     like = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-    traced = jax.make_jaxpr(fn)(like).jaxpr
-    (eqn,) = traced.eqns
-    return traced.invars[0], eqn.replace(outvars=[var])
+    program = jax.make_jaxpr(fn)(like).jaxpr
+    (eqn,) = program.eqns
+    return program.invars[0], eqn.replace(outvars=[var])
 
 
 class _Insertion:

@@ -211,6 +211,9 @@ class Experiment:
     """The optimizer; any subclass of OptimConfig."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Sizes of the mesh axes."""
+    plan: str = ""
+    """Instead of `mesh`: `auto` for the best plan that the planner finds, or the path
+    of a plan file (`dtft plan --json`). Decided once, and recorded in checkpoints."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """How many hosts take part."""
     stop: StopConfig = field(default_factory=StopConfig)
@@ -227,6 +230,16 @@ class Experiment:
             raise ValueError(
                 f"name={self.name!r} cannot name a directory. Allowed: a non-empty "
                 "text without '/' that does not start with '.'. Set --name."
+            )
+        if self.plan and self.mesh != MeshConfig():
+            raise ValueError(
+                f"plan={self.plan!r} decides the mesh, but mesh={vars(self.mesh)} is "
+                "set, too. Leave --mesh.* out, or set --plan ''."
+            )
+        if self.plan and self.optim.reduces_itself:
+            raise ValueError(
+                f"plan={self.plan!r}: replicas that exchange moments themselves "
+                "(optim.sync) are not planned. Set --plan '' or leave optim.sync out."
             )
         if not 0 <= self.seed < 2**31:
             raise ValueError(

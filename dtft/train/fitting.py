@@ -68,8 +68,8 @@ def check(
     Args:
         experiment: what is to run.
         hosts: number of slots; by default the config's.
-        devices_per_host: devices of each; by default the config's. If that is -1,
-            what depends on the devices is not checked.
+        devices_per_host: devices of each; by default the config's. If that is -1, or
+            a plan decides the mesh, what depends on the mesh is not checked.
         memory_tier: whether copies are kept in the hosts' memory.
 
     Raises:
@@ -80,7 +80,7 @@ def check(
     if memory_tier:
         _check_copies(experiment.checkpoint.copies, hosts)
     _check_model(experiment)
-    if devices_per_host == -1:
+    if devices_per_host == -1 or experiment.plan:
         return
     mesh = resolve_mesh(experiment.mesh, hosts, devices_per_host)
     experiment.optim.check_mesh(mesh.tensor)

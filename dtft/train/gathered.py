@@ -69,8 +69,9 @@ class Gathering:
     def gather(self, var: Var, spec: Spec) -> tuple[Var, JaxprEqn]:
         """The equation that gathers `var`, and the variable that it writes."""
         divided = NamedSharding(self.mesh, partition_spec(spec))
-        whole = NamedSharding(self.mesh, partition_spec(_gathered(spec)))
-        self._seen.add((var.aval.shape, whole))
+        whole = NamedSharding(self.mesh, partition_spec(gathered(spec)))
+        aval: Any = var.aval
+        self._seen.add((aval.shape, whole))
 
         @jax.custom_vjp
         def gather(value: jax.Array) -> jax.Array:
@@ -165,8 +166,9 @@ def _still_divided(eqn: JaxprEqn, spec: Spec | None) -> Spec | None:
     """The spec of the result of an operator that can work on a device's part."""
     if spec is None:
         return None
-    before, name = eqn.invars[0].aval, eqn.primitive.name
-    after = eqn.outvars[0].aval
+    before: Any = eqn.invars[0].aval
+    after: Any = eqn.outvars[0].aval
+    name = eqn.primitive.name
     if name == "convert_element_type":
         fewer = item_bits(str(after.dtype)) <= item_bits(str(before.dtype))
         return spec if fewer else None
@@ -186,5 +188,10 @@ def _is_divided(spec: Spec) -> bool:
     return any(AXIS in axes for axes in spec)
 
 
-def _gathered(spec: Spec) -> Spec:
+def gathered(spec: Spec) -> Spec:
+    """The spec of a parameter that is whole over `fsdp`.
+
+    >>> gathered(((), ("fsdp", "tensor")))
+    ((), ('tensor',))
+    """
     return tuple(tuple(axis for axis in axes if axis != AXIS) for axes in spec)

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 import dtft
+from dtft.train import plan_times
 from dtft.train.disk import Disk
 from dtft.train.experiment import Experiment
 from dtft.train.runtime import Runtime
@@ -36,6 +37,7 @@ class RunLog:
         self._leading = runtime.is_leading
         self._metrics = self._samples = self._board = self._bar = None
         self._ended, self._completed = "", False
+        self._step_s: list[float] = []
         self._disk = Disk(runtime.run_directory)
 
     def __enter__(self) -> Self:
@@ -47,6 +49,9 @@ class RunLog:
                 self._board = _tensorboard(
                     runtime.run_directory / "tensorboard", self._start
                 )
+            if runtime.choice is not None:
+                path, text = runtime.run_directory / "plan.json", runtime.choice.text
+                self._disk.attempt(lambda: _replace(path, text))
             for line in banner(self._experiment, runtime, self._program, self._start):
                 print(line, flush=True)
             if sys.stdout.isatty():
@@ -106,6 +111,7 @@ class RunLog:
         text = dumps({**summary, "wall_s": seconds}, indent=1) + "\n"
         self._disk.attempt(lambda: path.write_text(text))
         self._completed = summary["completed"]
+        self._calibration()
         stop, head = self._experiment.stop, "done"
         if not self._completed:
             head = "stopped early"
@@ -118,6 +124,15 @@ class RunLog:
         ]
         self._ended = "  ".join([f"{head} at step {summary['step']}", *values])
 
+    def _calibration(self) -> None:
+        """Logs how long a step of this plan takes, to fit the planner to."""
+        choice, path = self._runtime.choice, self._runtime.run_directory
+        if choice is None or not self._step_s:
+            return
+        run = plan_times.past_run(choice.plan, self._program.mesh, self._step_s)
+        if run is not None:
+            self._disk.attempt(lambda: plan_times.append(path / plan_times.FILE, run))
+
     def _append(self, line: str, file: TextIO | None) -> None:
         if file is not None:
             self._disk.attempt(lambda: print(line, file=file, flush=True))
@@ -127,6 +142,8 @@ class RunLog:
         steps = step - self._timed_step
         seconds = (now - self._timed_at) / steps if steps > 0 else None
         self._timed_step, self._timed_at = step, now
+        if seconds:
+            self._step_s.append(seconds)
         unit, per_step = throughput_unit(self._experiment)
         timing = (
             {"step_ms": 1e3 * seconds, f"{unit}_per_s": per_step / seconds}
@@ -201,10 +218,12 @@ def banner(
     kind = mesh.devices.flat[0].device_kind
     packages = ", ".join(f"{name} {number}" for name, number in versions().items())
     begin = f"continues at step {start}" if start else "no checkpoint: starts at step 0"
+    planned = [f"  {runtime.choice.words}"] if runtime.choice else []
     return [
         f"dtft run {experiment.name}  ({packages})",
         f"  slots {runtime.num_slots}, devices {mesh.size} ({kind}), mesh {sizes}, "
         f"global batch {experiment.data.global_batch}",
+        *planned,
         f"  {program.num_parameters:,} parameters, "
         f"{program.state_bytes_per_device / 2**20:.2f} MiB of state per device",
         f"  run directory {runtime.run_directory}, {begin}",

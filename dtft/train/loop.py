@@ -16,6 +16,7 @@ from dtft.train.data import make_datasets
 from dtft.train.experiment import Experiment
 from dtft.train.feed import Feed, evaluate
 from dtft.train.logs import Record, RunLog
+from dtft.train.planned_program import PlannedProgram
 from dtft.train.runtime import Items, Runtime
 from dtft.train.step import Metrics, Program, State
 from dtft.train.stop import Plateau, observe
@@ -39,7 +40,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
     Raises:
         NonFinite: the loss became NaN or infinite.
     """
-    program = Program(experiment, runtime.mesh(experiment))
+    program = program_of(experiment, runtime)
     data = make_datasets(experiment.data, experiment.seed)
     feed = Feed(data.train, program, experiment.data.global_batch)
     restored = runtime.restore(program.abstract_state)
@@ -47,6 +48,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
     watch = Watch(experiment, data.identity, items, runtime.should_save)
     state, step = restored[0] if restored else program.init(), watch.start
     asked_to_stop = False
+    planned = runtime.choice.items if runtime.choice else {}
 
     with RunLog(experiment, runtime, program, start=step) as log:
         while not (watch.ended(step) or asked_to_stop):
@@ -64,7 +66,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
                 jax.block_until_ready((state, metrics))
                 log.write(watch.collect())  # a step that may be restored is in the log
                 runtime.finished_step(step)
-                runtime.save(step, state, watch.items(step))
+                runtime.save(step, state, watch.items(step) | planned)
                 asked_to_stop = runtime.should_stop(step)
         log.write(watch.collect())
         summary: dict[str, Any] = {"step": step, "completed": watch.ended(step)}
@@ -75,6 +77,14 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
         runtime.finish(step, summary)
         log.finish(summary)
     return Result(step=step, state=state, summary=summary)
+
+
+def program_of(experiment: Experiment, runtime: Runtime) -> Program:
+    """What is run: by the config's own mesh, or as planned."""
+    mesh = runtime.mesh(experiment)
+    if runtime.choice is None:
+        return Program(experiment, mesh)
+    return PlannedProgram(experiment, mesh, runtime.choice.plan)
 
 
 class Watch:

@@ -41,8 +41,8 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> M
 def partition_spec(spec: Spec) -> PartitionSpec:
     """A plan's spec as JAX's.
 
-    >>> partition_spec(((), ("replica", "fsdp"), ("tensor",)))
-    PartitionSpec(None, ('replica', 'fsdp'), 'tensor')
+    >>> tuple(partition_spec(((), ("replica", "fsdp"), ("tensor",))))
+    (None, ('replica', 'fsdp'), 'tensor')
     """
     return PartitionSpec(
         *(axes[0] if len(axes) == 1 else axes or None for axes in spec)

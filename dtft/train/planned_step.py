@@ -5,23 +5,19 @@ microbatches, parts of the loss computed again, optimizer state, gradients or pa
 divided. Decides nothing that the plan decides; must not know models, data or loops.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import optax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint import tree
 from dtft.planner.capabilities import check_runnable
-from dtft.planner.plan import Plan, Spec
-from dtft.planner.remat import POLICIES, rematerialized
-from dtft.train.accumulate import Loss, Weight, accumulated, parts_of
-from dtft.train.constrained import insert
-from dtft.train.gathered import Gathering
+from dtft.planner.plan import Plan
+from dtft.train.accumulate import Loss, Weight
 from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
+from dtft.train.planned_update import Update
 
 State = dict[str, Any]
 """`{"params": ..., "opt_state": ...}`."""
@@ -108,21 +104,28 @@ class Step:
 
     def _jit(self, state: State, batch: Any) -> Any:
         of_state = self._state_shardings(state)
-        divisions = self._gradient_shardings(state["params"], of_state["params"])
-        update = _update(self, of_state["params"], divisions)
         return jax.jit(
-            update,
+            self._update(state["params"]),
             donate_argnums=0,
             in_shardings=(of_state, self.batch_shardings(batch)),
             out_shardings=(of_state, NamedSharding(self.mesh, PartitionSpec())),
         )
 
-    def _gradient_shardings(self, params: Any, of_params: Any) -> Any:
-        """Where an update is computed: as the optimizer state is divided."""
-        if self.plan.knobs.zero not in (1, 2):
-            return of_params
-        specs = update_specs(self.plan.state, self.plan.optimizer)
-        return sharding_tree("params", params, specs, self.mesh)
+    def _update(self, params: Any) -> Callable[[State, Any], tuple[State, Any]]:
+        """The step as a plain function of state and batch."""
+        planned = Update.of(self.plan, self.mesh, params)
+        gradients_of = planned.gradients(_with_aux(self._loss), self._weight)
+
+        def update(state: State, batch: Any) -> tuple[State, Any]:
+            params = state["params"]
+            (value, aux), gradients = gradients_of(params, batch)
+            after, opt_state = planned.apply(
+                self._optimizer, gradients, state["opt_state"], params
+            )
+            result = (value, aux["aux"]) if aux else value
+            return {"params": after, "opt_state": opt_state}, result
+
+        return update
 
 
 def make_step(
@@ -166,82 +169,14 @@ def make_step(
     return Step(plan=plan, mesh=mesh, _loss=loss, _optimizer=optimizer, _weight=weight)
 
 
-def _update(step: Step, of_params: Any, divisions: Any) -> Callable[..., Any]:
-    """The step as a plain function of state and batch."""
-    plan, constrain = step.plan, jax.lax.with_sharding_constraint
-    of_gradients = divisions if plan.knobs.zero == 2 else of_params
-    gradients_of = accumulated(
-        _prepared(step),
-        plan.knobs.microbatches,
-        step._weight,
-        pin=lambda gradients: constrain(gradients, of_gradients),
-        divide=lambda batch: parts_of(
-            batch, plan.knobs.microbatches, plan.batch, step.mesh
-        ),
-    )
-
-    def update(state: State, batch: Any) -> tuple[State, Any]:
-        params = state["params"]
-        (value, aux), gradients = gradients_of(params, batch)
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = step._optimizer.update(
-                constrain(gradients, divisions), state["opt_state"], params
-            )
-            after = constrain(optax.apply_updates(params, updates), divisions)
-        state = {"params": constrain(after, of_params), "opt_state": opt_state}
-        return state, (value, aux["aux"]) if aux else value
-
-    return update
-
-
-def _prepared(step: Step) -> Loss:
-    """The loss with the plan's constraints, gathers and rematerialized blocks."""
-    plan = step.plan
+def _with_aux(loss: Callable[..., Any]) -> Loss:
+    """A loss that always returns something beside its value."""
 
     def with_aux(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
-        result = step._loss(params, batch)
-        return (result[0], {"aux": result[1]}) if _is_pair(result) else (result, {})
+        result: Any = loss(params, batch)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            return result, {}
+        value, aux = result
+        return value, {"aux": aux}
 
-    def prepared(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        program, shape = jax.make_jaxpr(with_aux, return_shape=True)(params, batch)
-        program = insert(program, plan.constraints, step.mesh)
-        policy, last = POLICIES.get(plan.knobs.remat), False
-        if plan.knobs.zero == 3:
-            gathering = Gathering(mesh=step.mesh)
-            paths = enumerate(tree.to_paths(params))
-            program = gathering.apply(program, {i: plan.state[p] for i, p in paths})
-            if policy is None:
-                policy, last = gathering.policy, True
-        if policy is not None:
-            program = rematerialized(program, policy, last=last)
-        results = jaxpr_as_fun(program)(*jax.tree.leaves((params, batch)))
-        return jax.tree.unflatten(jax.tree.structure(shape), results)
-
-    return prepared
-
-
-def _is_pair(result: Any) -> bool:
-    return isinstance(result, tuple) and len(result) == 2
-
-
-def update_specs(
-    params: Mapping[str, Spec], optimizer: Mapping[str, Spec]
-) -> dict[str, Spec]:
-    """For each parameter how its update is divided: as its first moment is.
-
-    Args:
-        params: path of each parameter to its spec.
-        optimizer: path of each leaf of the optimizer state to its spec; a leaf that
-            belongs to a parameter has a path that ends in the parameter's.
-
-    >>> update_specs({"w": ((),)}, {"0/count": (), "0/mu/w": (("replica",),)})
-    {'w': (('replica',),)}
-    """
-
-    def of(path: str, spec: Spec) -> Spec:
-        for name, found in optimizer.items():
-            if f"/{name}".endswith(f"/{path}") and len(found) == len(spec):
-                return found
-        return spec
-
-    return {path: of(path, spec) for path, spec in params.items()}
+    return with_aux

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 
 from dtft.train.experiment import Experiment
+from dtft.train.plan_choice import Choice
 from dtft.train.step import State
 
 Items = dict[str, Any]
@@ -51,12 +52,17 @@ class Runtime(Protocol):
         ...
 
     @property
+    def choice(self) -> Choice | None:
+        """The plan, once `mesh` was called; None where the config's mesh decides."""
+        ...
+
+    @property
     def resume_command(self) -> str:
         """What the user types to continue this run."""
         ...
 
     def mesh(self, experiment: Experiment) -> jax.sharding.Mesh:
-        """Joins the world and makes the mesh, devices in slot order."""
+        """Joins the world, chooses the plan and makes the mesh."""
         ...
 
     def restore(self, abstract_state: State) -> tuple[State, Items] | None:

@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtft.train import config as configs
 from dtft.train.experiment import Experiment
+
+if TYPE_CHECKING:
+    from dtft.train.plan_choice import Choice
 
 
 def train(config: str, overrides: Sequence[str]) -> int:
@@ -94,6 +97,7 @@ class LocalRuntime:
         self._experiment = experiment
         self.run_directory = Path(experiment.log.run_dir)
         self.resume_command = resume_command
+        self.choice: Choice | None = None
         self._stopping = False
         self._saved = -1
         self._last: tuple[int, Any, dict[str, Any]] | None = None
@@ -109,8 +113,18 @@ class LocalRuntime:
 
     def mesh(self, experiment: Experiment) -> Any:
         """A mesh over all local devices."""
+        from dtft.train.plan_choice import choose
+        from dtft.train.planned_program import planned_mesh
         from dtft.train.step import make_mesh
 
+        step = self._storage.latest_step() if experiment.plan else None
+        items = {} if step is None else self._storage.items(step)
+        try:
+            self.choice = choose(experiment, self._devices, items)
+            if self.choice is not None:
+                return planned_mesh(self.choice.plan, self._devices)
+        except ValueError as error:
+            raise configs.ConfigError(str(error)) from error
         return make_mesh(experiment.mesh, self._devices)
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:

@@ -1,9 +1,10 @@
 """The jitted training step, the state it works on, and where each part of it lives.
 
-Decides the shardings from the mesh alone and compiles init, step and evaluation. The
-state is a pure pytree `{"params", "statistics", "opt_state", "step"}`; `statistics` are
-the running means of normalization layers, empty (so without leaves) for models that
-have none. Must not know hosts, slots, checkpoints or the loop.
+Decides the shardings from the mesh alone and compiles init, step and evaluation; what
+runs a plan (`planned_program`) builds on it. The state is a pure pytree `{"params",
+"statistics", "opt_state", "step"}`; `statistics` are the running means of normalization
+layers, empty (so without leaves) for models that have none. Must not know hosts, slots,
+checkpoints or the loop.
 """
 
 import math
@@ -17,8 +18,8 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint import tree, typed_keys
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint import tree
+from dtft.planner.plan import Plan
 from dtft.train import replicas
 from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.fitting import resolve_mesh
@@ -90,7 +91,7 @@ class Program:
         one = jax.eval_shape(self._init_replica)
         self._plain = {name: one[name] for name in _READ}
         abstract = jax.eval_shape(self._init)
-        shardings = state_sharding(abstract, mesh)
+        shardings = self._shardings(abstract)
         step = self._step
         if self._optim.reduces_itself:
             step = replicas.over(step, self._optim, mesh, abstract)
@@ -100,7 +101,7 @@ class Program:
             shardings,
         )
         """Shapes, dtypes and shardings of the state."""
-        self.batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self.batch_sharding = NamedSharding(mesh, self._rows)
         """How every array of a batch is divided."""
         read = {name: shardings[name] for name in _READ}
         self._gathered = jax.tree.map(
@@ -120,6 +121,15 @@ class Program:
             in_shardings=(read, *(self.batch_sharding,) * 2),
             out_shardings=everywhere,
         )
+
+    plan: Plan | None = None
+    """What it runs as; None for what the config's own mesh says."""
+    _rows = PartitionSpec(BATCH_AXES)
+    """How the rows of a batch are divided."""
+
+    def _shardings(self, abstract: State) -> State:
+        """A NamedSharding for every leaf of the state."""
+        return state_sharding(abstract, self.mesh)
 
     @property
     def num_parameters(self) -> int:
@@ -192,40 +202,50 @@ class Program:
     def _losses(
         self, read: State, batch: dict[str, jax.Array], *, training: bool
     ) -> tuple[Metrics, Any]:
-        # FSDP: parameters are gathered over `fsdp` where they are used. Left to itself
-        # the partitioner of jax 0.10.2 on CPU returned wrong gradients on a mesh with
-        # replica, fsdp and tensor all 2 (test_step.py compares them).
-        gathered = replicas.here(self._gathered)
-        whole = jax.lax.with_sharding_constraint(read, gathered)
+        whole = self._whole(read, training=training)
         model = nnx.merge(self._graph, whole["params"], whole["statistics"])
         (model.train if training else model.eval)()
         losses, metrics = self._model.loss(model, batch)
         statistics = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
         return {"loss": losses, **metrics}, statistics
 
-    def _step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
-        def mean_loss(params: Any) -> tuple[jax.Array, tuple[Metrics, Any]]:
-            read = {"params": params, "statistics": state["statistics"]}
-            values, statistics = self._losses(read, batch, training=True)
-            means = {name: jnp.mean(value) for name, value in values.items()}
-            return means["loss"], (means, statistics)
+    def _whole(self, read: State, *, training: bool) -> State:
+        # FSDP: parameters are gathered over `fsdp` where they are used. Left to itself
+        # the partitioner of jax 0.10.2 on CPU returned wrong gradients on a mesh with
+        # replica, fsdp and tensor all 2 (test_step.py compares them).
+        del training
+        return jax.lax.with_sharding_constraint(read, replicas.here(self._gathered))
 
-        gradients, (metrics, statistics) = jax.grad(mean_loss, has_aux=True)(
-            state["params"]
+    def mean_loss(
+        self, params: Any, statistics: Any, batch: dict[str, jax.Array]
+    ) -> tuple[jax.Array, tuple[Metrics, Any]]:
+        """What is differentiated: the mean over the batch, metrics, new statistics."""
+        read = {"params": params, "statistics": statistics}
+        values, statistics = self._losses(read, batch, training=True)
+        means = {name: jnp.mean(value) for name, value in values.items()}
+        return means["loss"], (means, statistics)
+
+    def _descend(
+        self, state: State, batch: dict[str, jax.Array]
+    ) -> tuple[State, Metrics, Any]:
+        """Params, statistics and optimizer state after a step; metrics; gradients."""
+        gradients, (metrics, statistics) = jax.grad(self.mean_loss, has_aux=True)(
+            state["params"], state["statistics"], batch
         )
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self._optimizer.update(
                 gradients, state["opt_state"], state["params"]
             )
             params = optax.apply_updates(state["params"], updates)
+        parts = {"params": params, "statistics": statistics, "opt_state": opt_state}
+        return parts, metrics, gradients
+
+    def _step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
+        parts, metrics, gradients = self._descend(state, batch)
+        with jax.numpy_dtype_promotion("standard"):
             metrics["grad_norm"] = optax.tree.norm(gradients)
         rate = jnp.asarray(self._learning_rate(state["step"]), jnp.float32)
-        after = {
-            "params": params,
-            "statistics": statistics,
-            "opt_state": opt_state,
-            "step": state["step"] + 1,
-        }
+        after = {**parts, "step": state["step"] + 1}
         return after, {**metrics, "learning_rate": rate}
 
     def _sums(
@@ -240,39 +260,5 @@ class Program:
         return {name: total(value) for name, value in values.items()}
 
 
-def layout_of(
-    abstract_state: State, process_to_slot: Sequence[int], config: str
-) -> Layout:
-    """The state's layout: what the memory tier is told of it.
-
-    Args:
-        abstract_state: leaves with NamedShardings, all on one mesh.
-        process_to_slot: the slot of each JAX process.
-        config: the resolved config as JSON.
-    """
-    leaves = tuple(
-        Leaf(
-            path=path,
-            shape=tuple(leaf.shape),
-            dtype=leaf.dtype.name,
-            spec=tuple(_axes(part) for part in leaf.sharding.spec),
-        )
-        for path, leaf in typed_keys.plain(tree.to_paths(abstract_state)).items()
-    )
-    mesh = jax.tree.leaves(abstract_state)[0].sharding.mesh
-    slots = tuple(process_to_slot[device.process_index] for device in mesh.devices.flat)
-    sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
-    layout = MeshLayout(
-        axis_names=tuple(mesh.axis_names), axis_sizes=sizes, slots=slots
-    )
-    return Layout(mesh=layout, leaves=leaves, config=config)
-
-
 def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:
     return PartitionSpec(*(None if part == axis else part for part in spec))
-
-
-def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if part is None:
-        return ()
-    return (part,) if isinstance(part, str) else tuple(part)

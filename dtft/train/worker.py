@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.interval import Experience, Window
@@ -22,6 +22,9 @@ from dtft.checkpoint.link import Link, LinkClosed
 from dtft.train.config import load, refuse_other, to_json
 from dtft.train.experiment import Experiment
 from dtft.train.stop import NonFinite
+
+if TYPE_CHECKING:
+    from dtft.train.plan_choice import Choice
 from dtft.train.window import AHEAD, WindowClock
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ class AgentRuntime:
         self.run_directory = Path(start["run_directory"])
         self.resume_command = resume
         self.summary: dict[str, Any] = {}
+        self.choice: Choice | None = None
         self._link, self._start = link, start
         self._resolved = to_json(experiment)
         self._board = Board(Path(start["board"]))
@@ -67,6 +71,8 @@ class AgentRuntime:
 
         from dtft import _jax_internals
         from dtft.train.fitting import scaled_mesh
+        from dtft.train.plan_choice import choose
+        from dtft.train.planned_program import planned_mesh
         from dtft.train.step import make_mesh
 
         _jax_internals.join_world(
@@ -78,15 +84,32 @@ class AgentRuntime:
         )
         logger.info("joined the world")
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        self.choice = choose(experiment, devices, self._recorded())
+        if self.choice is not None:
+            return planned_mesh(self.choice.plan, devices)
         per_host = len(devices) // self.num_slots
         return make_mesh(scaled_mesh(experiment, self.num_slots, per_host), devices)
+
+    def _recorded(self) -> dict[str, Any]:
+        """What the checkpoint that will be restored holds beside arrays."""
+        from dtft.checkpoint.storage import StorageTier
+
+        step = self._start["storage_step"]
+        if step is None:
+            return self._start["items"]
+        directory = Path(self._start["storage_directory"])
+        storage = StorageTier(directory, read_only=True)
+        try:
+            return storage.items(step)
+        finally:
+            storage.close()
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """The state and items that the leader chose, or None at the very start."""
         from dtft.checkpoint import typed_keys
         from dtft.checkpoint.manager import AgentCheckpointManager, RestoreArgs
         from dtft.checkpoint.tree import from_paths, to_paths
-        from dtft.train.step import layout_of
+        from dtft.train.state_layout import layout_of
 
         layout = layout_of(abstract_state, range(self.num_slots), self._resolved)
         self._manager = AgentCheckpointManager(

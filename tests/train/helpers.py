@@ -17,6 +17,8 @@ from dtft.train.experiment import (
     StopConfig,
 )
 from dtft.train.optimizers import MaxAdaBeliefConfig
+from dtft.train.plan_choice import Choice
+from dtft.train.planned_program import planned_mesh
 from dtft.train.step import make_mesh
 
 
@@ -56,9 +58,12 @@ class MemoryRuntime:
     attempt: int = 0
     is_leading: bool = True
     resume_command: str = "dtft train tiny"
+    choice: Choice | None = None
 
     def mesh(self, experiment: Experiment) -> jax.sharding.Mesh:
         """A mesh over the first devices."""
+        if self.choice is not None:
+            return planned_mesh(self.choice.plan, jax.devices()[: self.num_devices])
         return make_mesh(experiment.mesh, jax.devices()[: self.num_devices])
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:

@@ -55,13 +55,13 @@ def plain(
         opt_state = optimizer.init(params)
 
         @jax.jit
-        def update(params: Any, opt_state: Any) -> Any:
-            value, gradients = jax.value_and_grad(loss)(params, layers_batch())
+        def update(params: Any, opt_state: Any, batch: Any) -> Any:
+            value, gradients = jax.value_and_grad(loss)(params, batch)
             updates, opt_state = optimizer.update(gradients, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, value
 
         for _ in range(num_steps):
-            params, opt_state, value = update(params, opt_state)
+            params, opt_state, value = update(params, opt_state, layers_batch())
             losses.append(float(value))
     return {"params": params, "opt_state": opt_state}, losses
 

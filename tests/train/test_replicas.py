@@ -22,7 +22,8 @@ from dtft.train.fitting import check
 from dtft.train.loop import run
 from dtft.train.optimizers import AdamWConfig, MaxAdaBeliefConfig
 from dtft.train.single import LocalRuntime, UnreadableCheckpoint
-from dtft.train.step import Program, layout_of, make_mesh
+from dtft.train.state_layout import layout_of
+from dtft.train.step import Program, make_mesh
 from dtft.train.sync_config import SyncConfig
 from tests.train.helpers import as_bytes, tiny
 

@@ -12,7 +12,8 @@ from dtft.cli import main
 from dtft.elastic.sizing import SizeLimits, resized, size_for
 from dtft.train.experiment import ClusterConfig, Experiment, MeshConfig
 from dtft.train.fitting import check, scaled_mesh
-from dtft.train.step import Program, layout_of, make_mesh
+from dtft.train.state_layout import layout_of
+from dtft.train.step import Program, make_mesh
 from tests.train.helpers import tiny
 
 LIMITS = SizeLimits(global_batch=24, batch_axes=("replica", "fsdp"))

@@ -18,7 +18,8 @@ from dtft.train.images import ImageFolderConfig
 from dtft.train.loop import run
 from dtft.train.optimizers import MaxAdaBeliefConfig, SGDConfig
 from dtft.train.single import LocalRuntime
-from dtft.train.step import Program, layout_of, make_mesh
+from dtft.train.state_layout import layout_of
+from dtft.train.step import Program, make_mesh
 from tests.train.helpers import as_bytes, tiny
 from tests.train.pictures import make_folder
 

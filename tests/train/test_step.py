@@ -20,7 +20,8 @@ from dtft.train.optimizers import (
     ScheduleConfig,
     SGDConfig,
 )
-from dtft.train.step import Program, layout_of, make_mesh, spec_of
+from dtft.train.state_layout import layout_of
+from dtft.train.step import Program, make_mesh, spec_of
 from tests.train.helpers import as_bytes, tiny
 
 _COSINE = ScheduleConfig(kind="warmup_cosine", warmup_steps=2, decay_steps=9)

@@ -1,0 +1,29 @@
+"""Answers `plan=auto`: the planner's best plan for a config on the devices there are.
+
+Must not know how plans are recorded or run.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dtft.planner.cluster import Cluster
+from dtft.planner.deciding import decide
+from dtft.planner.plan import Plan
+from dtft.planner.question import of_loss
+from dtft.train.experiment import Experiment
+from dtft.train.plan_question import asked_of
+
+
+def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
+    """The plan of a config.
+
+    Args:
+        experiment: model, optimizer and batch.
+        devices: in slot order.
+
+    Raises:
+        ValueError: it fits in no way, or the planner does not know the devices.
+    """
+    asked = asked_of(experiment)
+    question = of_loss(asked.loss, asked.optimizer, asked.params, asked.batch)
+    return decide(question, Cluster.from_devices(devices)).plan

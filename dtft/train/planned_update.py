@@ -1,0 +1,146 @@
+"""Gradients and updates as a plan says, inside of a jitted step.
+
+Puts a plan's knobs into the program of a loss: constraints, gathered parameters, blocks
+computed again, microbatches, divided optimizer state. Traces only; must not know what a
+state consists of beside parameters and optimizer state, or how a step is called.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import Mesh
+
+from dtft.checkpoint import tree
+from dtft.planner.jaxprs import traced
+from dtft.planner.plan import Plan, Spec
+from dtft.planner.remat import POLICIES, rematerialized
+from dtft.train.accumulate import Loss, Weight, accumulated, parts_of
+from dtft.train.constrained import insert
+from dtft.train.gathered import Gathering, gathered
+from dtft.train.plan_shardings import sharding_tree
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Update:
+    """How one plan computes gradients and applies them."""
+
+    plan: Plan
+    mesh: Mesh
+    of_params: Any
+    """A NamedSharding per parameter."""
+    divisions: Any
+    """A NamedSharding per parameter: where its update is computed."""
+
+    @classmethod
+    def of(cls, plan: Plan, mesh: Mesh, params: Any) -> "Update":
+        """That of a plan for parameters (arrays or ShapeDtypeStructs).
+
+        Raises:
+            ValueError: names the path that does not fit the plan.
+        """
+        of_params = divisions = sharding_tree("params", params, plan.state, mesh)
+        if plan.knobs.zero in (1, 2):
+            specs = update_specs(plan.state, plan.optimizer)
+            divisions = sharding_tree("params", params, specs, mesh)
+        return cls(plan=plan, mesh=mesh, of_params=of_params, divisions=divisions)
+
+    def gradients(
+        self, loss: Callable[..., Any], weight: Weight | None = None, *fixed: Any
+    ) -> Callable[[Any, Any], tuple[tuple[jax.Array, Any], Any]]:
+        """As `jax.value_and_grad(loss, has_aux=True)`, with the plan's knobs.
+
+        Args:
+            loss: `(params, batch, *fixed) -> (scalar, aux)`.
+            weight: what a part of the batch counts; by default all are equal.
+            *fixed: trees of arrays that are the same for every part.
+        """
+        plan, parts = self.plan, self.plan.knobs.microbatches
+        pinned = self.divisions if plan.knobs.zero == 2 else self.of_params
+        return accumulated(
+            self._prepared(loss, fixed),
+            parts,
+            weight,
+            pin=lambda gradients: self._constrain(gradients, pinned),
+            divide=lambda batch: parts_of(batch, parts, plan.batch, self.mesh),
+        )
+
+    def apply(
+        self,
+        optimizer: optax.GradientTransformation,
+        gradients: Any,
+        opt_state: Any,
+        params: Any,
+    ) -> tuple[Any, Any]:
+        """The parameters and optimizer state after an update.
+
+        Each parameter is updated where its optimizer state is, and gathered then.
+        """
+        with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
+            gradients = self._constrain(gradients, self.divisions)
+            updates, opt_state = optimizer.update(gradients, opt_state, params)
+            after = optax.apply_updates(params, updates)
+        after = self._constrain(after, self.divisions)
+        return self._constrain(after, self.of_params), opt_state
+
+    def gathered(self, params: Any) -> Any:
+        """Parameters that are whole over `fsdp`, for what is not differentiated."""
+        specs = {path: gathered(spec) for path, spec in self.plan.state.items()}
+        whole = sharding_tree("params", params, specs, self.mesh)
+        return self._constrain(params, whole)
+
+    def _constrain(self, values: Any, shardings: Any) -> Any:
+        if self.mesh.size == 1:  # what one device compiles stays the same
+            return values
+        return jax.lax.with_sharding_constraint(values, shardings)
+
+    def _prepared(self, loss: Callable[..., Any], fixed: tuple[Any, ...]) -> Loss:
+        def prepared(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+            args = (params, batch, *fixed)
+            program, shape = traced(loss, *args)
+            changed = self._changed(program, list(tree.to_paths(params)))
+            results = jaxpr_as_fun(changed)(*jax.tree.leaves(args))
+            return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+        return prepared
+
+    def _changed(self, program: ClosedJaxpr, paths: list[str]) -> ClosedJaxpr:
+        """The loss's program with constraints, gathers and blocks."""
+        plan = self.plan
+        program = insert(program, plan.constraints, self.mesh)
+        policy, last = POLICIES.get(plan.knobs.remat), False
+        if plan.knobs.zero == 3:
+            gathering = Gathering(mesh=self.mesh)
+            specs = {index: plan.state[path] for index, path in enumerate(paths)}
+            program = gathering.apply(program, specs)
+            if policy is None:
+                policy, last = gathering.policy, True
+        if policy is None:
+            return program
+        return rematerialized(program, policy, last=last)
+
+
+def update_specs(
+    params: Mapping[str, Spec], optimizer: Mapping[str, Spec]
+) -> dict[str, Spec]:
+    """For each parameter how its update is divided: as its first moment is.
+
+    Args:
+        params: path of each parameter to its spec.
+        optimizer: path of each leaf of the optimizer state to its spec; a leaf that
+            belongs to a parameter has a path that ends in the parameter's.
+
+    >>> update_specs({"w": ((),)}, {"0/count": (), "0/mu/w": (("replica",),)})
+    {'w': (('replica',),)}
+    """
+
+    def of(path: str, spec: Spec) -> Spec:
+        for name, found in optimizer.items():
+            if f"/{name}".endswith(f"/{path}") and len(found) == len(spec):
+                return found
+        return spec
+
+    return {path: of(path, spec) for path, spec in params.items()}

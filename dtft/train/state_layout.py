@@ -1,0 +1,46 @@
+"""The layout of a state: what the memory tier is told of its leaves and their mesh.
+
+Decides nothing; must not know the model, the step or what a plan is.
+"""
+
+from collections.abc import Sequence
+
+import jax
+
+from dtft.checkpoint import tree, typed_keys
+from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.train.step import State
+
+
+def layout_of(
+    abstract_state: State, process_to_slot: Sequence[int], config: str
+) -> Layout:
+    """The state's layout: what the memory tier is told of it.
+
+    Args:
+        abstract_state: leaves with NamedShardings, all on one mesh.
+        process_to_slot: the slot of each JAX process.
+        config: the resolved config as JSON.
+    """
+    leaves = tuple(
+        Leaf(
+            path=path,
+            shape=tuple(leaf.shape),
+            dtype=leaf.dtype.name,
+            spec=tuple(_axes(part) for part in leaf.sharding.spec),
+        )
+        for path, leaf in typed_keys.plain(tree.to_paths(abstract_state)).items()
+    )
+    mesh = jax.tree.leaves(abstract_state)[0].sharding.mesh
+    slots = tuple(process_to_slot[device.process_index] for device in mesh.devices.flat)
+    sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
+    layout = MeshLayout(
+        axis_names=tuple(mesh.axis_names), axis_sizes=sizes, slots=slots
+    )
+    return Layout(mesh=layout, leaves=leaves, config=config)
+
+
+def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if part is None:
+        return ()
+    return (part,) if isinstance(part, str) else tuple(part)

@@ -1,0 +1,162 @@
+"""A config with a plan: chosen once, recorded, replayed, run as planned."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from dtft.checkpoint import tree
+from dtft.planner.past_runs import read_log
+from dtft.planner.plan import Knobs, Plan
+from dtft.train.config import ConfigError
+from dtft.train.experiment import Experiment, MeshConfig
+from dtft.train.loop import program_of, run
+from dtft.train.plan_choice import Choice, choose
+from dtft.train.plan_question import asked_of
+from dtft.train.planned_program import PlannedProgram, planned_mesh
+from dtft.train.single import LocalRuntime
+from tests.train.helpers import MemoryRuntime, tiny
+from tests.train.plans import plan_of
+
+
+def planned(
+    experiment: Experiment, mesh: Mapping[str, int], knobs: Knobs | None = None
+) -> Plan:
+    asked = asked_of(experiment)
+    return plan_of(asked.params, asked.batch, asked.optimizer, mesh, knobs)
+
+
+def never(*_: Any) -> Plan:
+    raise AssertionError("asked to decide")
+
+
+@pytest.fixture(name="plan", scope="module")
+def a_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    experiment = tiny(tmp_path_factory.mktemp("plan"))
+    return planned(experiment, {"replica": 2}, Knobs(zero=1))
+
+
+def test_without_a_plan_the_config_decides(tmp_path: Path) -> None:
+    assert choose(tiny(tmp_path), jax.devices(), {}, never) is None
+
+
+def test_auto_is_decided_once_and_replayed(tmp_path: Path, plan: Plan) -> None:
+    experiment = tiny(tmp_path, plan="auto")
+    first = choose(experiment, jax.devices(), {}, lambda *_: plan)
+    assert first is not None
+    assert first.plan == plan
+    items = json.loads(json.dumps(first.items))  # as a checkpoint keeps them
+    again = choose(experiment, jax.devices(), items, never)
+    assert again is not None
+    assert again.items == first.items
+
+
+def test_a_plan_file_is_replayed_though_it_has_gone(tmp_path: Path, plan: Plan) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    experiment = tiny(tmp_path, plan=str(path))
+    first = choose(experiment, jax.devices(), {}, never)
+    assert first is not None
+    path.unlink()
+    again = choose(experiment, jax.devices(), first.items, never)
+    assert again is not None
+    assert again.plan == plan
+
+
+def test_another_wish_is_decided_anew(tmp_path: Path, plan: Plan) -> None:
+    items = Choice(asked="old.json", plan=plan).items
+    other = replace(plan, mesh={"replica": 4})
+    found = choose(tiny(tmp_path, plan="auto"), jax.devices(), items, lambda *_: other)
+    assert found is not None
+    assert found.plan.mesh == {"replica": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "cannot be read"), ("{}", "schema=None"), ("{", "plan='.*': ")],
+)
+def test_what_is_no_plan_is_refused(
+    tmp_path: Path, text: str | None, words: str
+) -> None:
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        choose(tiny(tmp_path, plan=str(path)), jax.devices(), {}, never)
+
+
+def test_a_plan_and_a_mesh_contradict_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="plan='auto' decides the mesh"):
+        tiny(tmp_path, plan="auto", mesh=MeshConfig(fsdp=2))
+
+
+def test_a_plan_follows_the_number_of_devices(plan: Plan) -> None:
+    three = replace(plan, mesh={"replica": 2, "tensor": 2})
+    assert dict(planned_mesh(three, jax.devices()).shape) == {
+        "fsdp": 1,
+        "replica": 4,
+        "tensor": 2,
+    }
+    with pytest.raises(ValueError, match="does not fit 3 devices. Allowed: multiples"):
+        planned_mesh(three, jax.devices()[:3])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "knobs"),
+    [
+        ({"replica": 2, "tensor": 2}, Knobs(microbatches=2, remat="full", zero=1)),
+        ({"replica": 2, "fsdp": 2}, Knobs(zero=3)),
+    ],
+)
+def test_a_planned_run_computes_what_the_config_alone_does(
+    tmp_path: Path, mesh: Mapping[str, int], knobs: Knobs
+) -> None:
+    ends = []
+    for name in ("alone", "planned"):
+        experiment = tiny(tmp_path / name, steps=3)
+        runtime = MemoryRuntime(tmp_path / name)
+        if name == "planned":
+            runtime.num_devices = 4
+            runtime.choice = Choice(asked="x", plan=planned(experiment, mesh, knobs))
+        ends.append(run(experiment, runtime))
+        last = runtime.saved[3][1]
+        assert ("plan" in last) == (name == "planned")
+    alone, same = (tree.to_paths(jax.device_get(end.state)) for end in ends)
+    for path, leaf in alone.items():
+        np.testing.assert_allclose(leaf, same[path], rtol=5e-3, atol=3e-5, err_msg=path)
+    assert ends[0].summary["test_loss"] == pytest.approx(
+        ends[1].summary["test_loss"], rel=1e-3
+    )
+
+
+def test_a_run_writes_its_plan_and_what_a_step_took(
+    tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my_plan.json"
+    path.write_text(plan.to_json())
+    folder = tmp_path / "run"
+    experiment = tiny(folder, steps=6, plan=str(path))
+    experiment = replace(experiment, cluster=replace(experiment.cluster, hosts=2))
+    first = run(experiment, LocalRuntime(experiment))
+    assert f"plan {path}: replica=2, microbatches 1, remat none, zero 1" in (
+        capsys.readouterr().out
+    )
+    assert Plan.from_json((folder / "plan.json").read_text()) == plan
+    (past,) = read_log((folder / "plan_times.jsonl").read_text())
+    assert past.step_s > 0
+    assert past.terms == {"compute": 1.0}
+    assert "replica=2 microbatches=1" in past.plan
+    # Resumed, the recorded plan is in force, whatever the file says now.
+    path.write_text(replace(plan, knobs=Knobs()).to_json())
+    longer = replace(experiment, stop=replace(experiment.stop, steps=8))
+    runtime = LocalRuntime(longer)
+    assert first.step == 6
+    program = program_of(longer, runtime)
+    assert isinstance(program, PlannedProgram)
+    assert program.plan is not None
+    assert program.plan.knobs == Knobs(zero=1)
