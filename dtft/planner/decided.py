@@ -43,7 +43,7 @@ def write(
     optimizer = search.leaves("optimizer", division, candidate.mesh, zero > 0)
     specs = {leaf.path: real(leaf.rest, mesh) for leaf in (*parameters, *optimizer)}
     batch = search.leaves("batch", division, candidate.mesh, False)
-    names = {p: p.split("/", 1)[-1] for p in question.roles}
+    names = {p: p.partition("/")[2] for p in question.roles}
     is_loss = question.entry == "loss"
     in_state = [leaf.path for leaf in parameters]
     in_state += [] if is_loss else [leaf.path for leaf in optimizer]

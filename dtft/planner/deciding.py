@@ -25,7 +25,7 @@ from dtft.planner.meshes import AXES
 from dtft.planner.plan import Plan, Remat
 from dtft.planner.question import Question
 from dtft.planner.search import Priced, Search
-from dtft.planner.space import REMATS, Choices, Space
+from dtft.planner.space import REMATS, Candidate, Choices, Space
 
 BACKENDS: Mapping[str, Backend] = {
     "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",
@@ -55,6 +55,13 @@ class Decision:
     """Whether knobs were looked at that cannot be run here."""
     found: Mapping[Remat, Priority]
     """For each remat that was looked at its candidates."""
+    at: int
+    """Position of the plan among those of its remat."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """What the plan was written from."""
+        return self.found[self.plan.knobs.remat].priced.space[self.at]
 
 
 def decide(
@@ -105,17 +112,41 @@ def best_of(
         if not found or _worth(found.values()):
             found[remat] = _priced(question, pool, choices, remat, pins)
     best = min(found.values(), key=_first)
-    plan = decided.write(best.search, best.priced, int(best.priced.ranking[0]), cluster)
-    if unsupported(question.entry, backend, plan.mesh, plan.knobs):
-        plan = replace(plan, runnable=False)
+    at = int(best.priced.ranking[0])
     return Decision(
-        plan=plan,
+        plan=_written(best, at, cluster),
         question=question,
         cluster=cluster,
         pins=pins,
         what_if=what_if,
         found=found,
+        at=at,
     )
+
+
+def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
+    """The plan and those after it that fit, fastest first, each as what was decided."""
+    ranked = sorted(
+        (float(one.priced.step_s[at]), place, number)
+        for number, one in enumerate(decision.found.values())
+        for place, at in enumerate(one.priced.ranking[:num].tolist())
+        if one.priced.fits[at]
+    )
+    made = []
+    for _, place, number in ranked[:num]:
+        one = list(decision.found.values())[number]
+        at = int(one.priced.ranking[place])
+        plan = _written(one, at, decision.cluster)
+        made.append(replace(decision, plan=plan, at=at))
+    return tuple(made)
+
+
+def _written(one: Priority, at: int, cluster: Cluster) -> Plan:
+    plan = decided.write(one.search, one.priced, at, cluster)
+    backend = _backend(cluster.uniform)
+    if unsupported(plan.entry, backend, plan.mesh, plan.knobs):
+        return replace(plan, runnable=False)
+    return plan
 
 
 def _everything(question: Question) -> Capabilities:

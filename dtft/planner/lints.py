@@ -1,8 +1,8 @@
 """What in a model or batch costs time or memory that a small change would save.
 
-Finds sizes that matmuls or axes cannot use well, arrays that stay whole on every device,
-and devices that a batch leaves idle; says what each costs in seconds or bytes. Changes
-nothing, and decides nothing of the plan. Must not compile or run anything.
+Finds sizes that matmuls or axes cannot use well, arrays that stay whole on every
+device, devices that are idle or repeat each other's work; says what each costs in
+seconds or bytes. Changes nothing of the plan. Must not compile or run anything.
 """
 
 import math
@@ -28,7 +28,6 @@ LEAST = 0.005
 _LEAST_BYTES = 2**20
 _SHARE = 0.01
 """Share of a tree's bytes, or of a step's operations, below which nothing is said."""
-_PLACES = ("rows", "columns", "depth")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ def products(decision: Decision) -> tuple[Lint, ...]:
     for (kind, text), cost_s in ranked:
         if cost_s >= LEAST * step_s:
             price = f"{seconds(cost_s)} of a step ({percent(cost_s / step_s)})"
-            places = ", ".join(list(where[kind, text])[:2])
+            places = ", ".join(list(where[kind, text])[:3])
             line = f"{text}: {price}, in {places}"
             known = "alignment" if kind == "alignment" else "tiles"
             found.append(Lint(kind=known, text=line, cost_s=cost_s))
@@ -85,8 +84,7 @@ def products(decision: Decision) -> tuple[Lint, ...]:
 
 def _works(decision: Decision) -> Iterable[tuple[Group, Work, dict[str, Any]]]:
     """Matmuls of the plan, and the sizes of its axes."""
-    chosen = decision.found[decision.plan.knobs.remat]
-    candidate = chosen.priced.space[int(chosen.priced.ranking[0])]
+    chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
     for group, done in chosen.search.works(chosen.search.division(candidate)):
         if done.sizes:
@@ -107,11 +105,11 @@ def _product(
     if odd:
         fitting = [-(-n // row) * row if at else n for at, n in enumerate(shape)]
         gain = takes - float(matmul_s(device, *fitting, number, dtype))
-        which = " and ".join(f"{_PLACES[at]} {shape[at]:g}" for at in odd)
+        pairs = sorted({(shape[at], fitting[at]) for at in odd})
         text = (
-            f"{which} on a device, no multiple of {row} ({device.alignment_bytes} "
-            f"bytes of {dtype}); the next is "
-            f"{' and '.join(f'{fitting[at]:g}' for at in odd)}"
+            f"{' and '.join(f'{n:g}' for n, _ in pairs)} on a device, no multiple of "
+            f"{row} ({device.alignment_bytes} bytes of {dtype}) as "
+            f"{' and '.join(f'{n:g}' for _, n in pairs)} is"
         )
         yield "alignment", text, times * gain
     tiles = [math.ceil(n / tile) for n, tile in zip(shape, device.tile, strict=True)]
@@ -247,20 +245,28 @@ def _spec(plan: Plan, path: str) -> Spec:
 
 
 def batch(decision: Decision) -> tuple[Lint, ...]:
-    """Devices that the batch leaves idle."""
-    there, plan = decision.cluster.num_devices, decision.plan
-    used = math.prod(plan.mesh.values())
-    if used == there:
-        return ()
-    number = decision.question.batch_size
-    step_s = plan.prediction.step_s
-    idle = (there - used) / there
-    text = (
-        f"{used} of {there} devices are used, as no mesh of {there} divides the batch "
-        f"of {number}; all of them would save at most {seconds(step_s * idle)} of a "
-        f"step ({percent(idle)}): take a batch of {-(-number // there) * there}"
-    )
-    return (Lint(kind="batch", text=text, cost_s=step_s * idle),)
+    """Rows that only fill up the batch, and devices that it leaves idle."""
+    plan, asked = decision.plan, max(1, decision.question.batch_size)
+    there, used = decision.cluster.num_devices, math.prod(plan.mesh.values())
+    step_s, rows = plan.prediction.step_s, decision.candidate.batch
+    found = []
+    if rows > asked:
+        more = step_s * (rows / asked - 1)
+        text = (
+            f"the mesh does not divide the batch of {asked}: give it {rows} rows, "
+            f"{rows - asked} of them padding, which take up to {seconds(more)} of a "
+            f"step ({percent(rows / asked - 1)}) on top of what is predicted"
+        )
+        found.append(Lint(kind="batch", text=text, cost_s=more))
+    if used < there:
+        idle = (there - used) / there
+        text = (
+            f"{used} of {there} devices are used, as no mesh of {there} divides the "
+            f"batch of {asked}; all would save at most {seconds(step_s * idle)} of a "
+            f"step ({percent(idle)}): take a batch of {-(-asked // there) * there}"
+        )
+        found.append(Lint(kind="batch", text=text, cost_s=step_s * idle))
+    return tuple(found)
 
 
 def repeated(plan: Plan) -> tuple[Lint, ...]:
@@ -276,7 +282,8 @@ def repeated(plan: Plan) -> tuple[Lint, ...]:
     return tuple(
         Lint(
             kind="repeated",
-            text=f"{axis}={number} divides no array: {number} devices do the work of one",
+            text=f"{axis}={number} divides no array: these {number} devices do the "
+            "work of one",
         )
         for axis, number in plan.mesh.items()
         if number > 1 and axis not in used

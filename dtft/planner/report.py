@@ -1,4 +1,4 @@
-"""The report of a plan: one HTML file with pictures, and the same tables for a terminal.
+"""The report of a plan: an HTML file with pictures, and tables for a terminal.
 
 The file needs no network and no scripts. Decides only what is shown and how; numbers
 are those of `explain`, `why_not` and `lints`. Must not search, except where the
@@ -178,7 +178,7 @@ def _shapes(decision: Decision | None) -> dict[tuple[str, str], tuple[int, ...]]
         tree = "batch" if role == "batch" else "state"
         tree = "optimizer" if role == "optimizer" and is_loss else tree
         value = question.graph.values[question.graph.inputs[path]]
-        found[tree, path.split("/", 1)[-1]] = value.shape
+        found[tree, path.partition("/")[2]] = value.shape
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dtft.planner import comparing, wording
 from dtft.planner.deciding import Decision, best_of
-from dtft.planner.lints import undivided_text
+from dtft.planner.lints import batch, repeated, undivided_text
 from dtft.planner.meshes import AXES
 from dtft.planner.plan import Plan
 from dtft.planner.wording import Section, seconds, size
@@ -44,15 +44,15 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
         text = f"the plan has it: {wording.mesh(plan.mesh)}"
         return (Section(title=f"{asked}: {text}"),)
     try:
-        other = best_of(
+        found = best_of(
             decision.question,
             decision.cluster,
             {**decision.pins, **pins},
             what_if=decision.what_if,
-        ).plan
+        )
     except ValueError as error:
         return (Section(title=f"{asked} is not possible: {error}"),)
-    notes = _undivided(decision, other, pins)
+    other, notes = found.plan, _notes(found, pins)
     if not other.fits:
         return (_too_large(asked, other, notes), comparing.memory(plan, other))
     return (_slower(asked, plan, other, notes), *_details(plan, other))
@@ -66,13 +66,12 @@ def _has(plan: Plan, name: str, value: Any) -> bool:
     return knobs.get(name) == value
 
 
-def _undivided(decision: Decision, other: Plan, pins: Mapping[str, Any]) -> list[str]:
-    """What the axes that were asked for leave undivided."""
-    parts = pins.get("tensor", 1)
-    if parts < 2:
-        return []
-    text = undivided_text(decision.question, parts)
-    return [text] if text else []
+def _notes(found: Decision, pins: Mapping[str, Any]) -> list[str]:
+    """Rows and devices that go unused, and what `tensor` leaves undivided."""
+    notes = [one.text for one in (*batch(found), *repeated(found.plan))]
+    if pins.get("tensor", 1) > 1:
+        notes.append(undivided_text(found.question, pins["tensor"]))
+    return [note for note in notes if note]
 
 
 def _too_large(asked: str, other: Plan, notes: list[str]) -> Section:

@@ -1,8 +1,9 @@
-"""Plans that can be run: a plan's values with what JAX needs of them.
+"""Plans that can be run, and asked why: their values with what JAX needs of them.
 
 `dtft.planner` decides and never runs anything; this is its other half: meshes and
 NamedSharding trees of a plan, and the user's own step compiled as planned. Must not
-know how a plan is found, or losses and optimizers (`planned_step` does).
+know how a plan is found (`plan_entry` asks), or losses and optimizers (`planned_step`
+does).
 """
 
 import dataclasses
@@ -14,7 +15,10 @@ import jax
 from jax.sharding import Mesh
 
 from dtft.checkpoint import tree
+from dtft.planner import comparing, explain, lints, report, sensitivity, why_not
 from dtft.planner.capabilities import check_runnable
+from dtft.planner.deciding import Decision
+from dtft.planner.lints import Lint
 from dtft.planner.plan import Plan
 from dtft.train.constrained import constrained
 from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
@@ -25,13 +29,73 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunnablePlan(Plan):
-    """A plan that can be put on devices."""
+    """A plan that can be put on devices, and asked why it is as it is."""
+
+    decision: Decision | None = field(default=None, repr=False, compare=False)
+    """What it was chosen from; None if it was read from a file."""
 
     @classmethod
-    def of(cls, plan: Plan) -> "RunnablePlan":
+    def of(cls, plan: Plan, decision: Decision | None = None) -> "RunnablePlan":
         """The same plan, such as one that was read from a file."""
-        names = [part.name for part in dataclasses.fields(Plan)]
-        return cls(**{name: getattr(plan, name) for name in names})
+        return cls(**_values(plan), decision=decision)
+
+    @classmethod
+    def from_json(cls, text: str) -> "RunnablePlan":
+        """The plan of `to_json`; it can be run and explained, but not asked further.
+
+        Raises:
+            ValueError: another version, or not a plan.
+        """
+        return cls.of(Plan.from_json(text))
+
+    def to_json(self) -> str:
+        """The plan as JSON, versioned; equal plans give equal text."""
+        return Plan(**_values(self)).to_json()
+
+    def explain(self) -> str:
+        """Where seconds and bytes go, what is sent, what else there was."""
+        return explain.explain(self)
+
+    def diff(self, other: Plan) -> str:
+        """What another plan does otherwise, and what that costs or saves."""
+        return comparing.diff(self, other)
+
+    def why_not(self, **pins: Any) -> str:
+        """What other knobs, such as `tensor=8`, would cost; or why they cannot be.
+
+        Raises:
+            ValueError: no knob is named, or the plan was read from a file.
+        """
+        return why_not.why_not(self._decision("why_not"), **pins)
+
+    def sensitivity(self) -> str:
+        """What faster links, more memory or more hosts would change; plans again.
+
+        Raises:
+            ValueError: the plan was read from a file.
+        """
+        return sensitivity.sensitivity(self._decision("sensitivity"))
+
+    def lints(self) -> tuple[Lint, ...]:
+        """Sizes, arrays and batches that cost what a small change would save.
+
+        Raises:
+            ValueError: the plan was read from a file.
+        """
+        return lints.lints(self._decision("lints"))
+
+    def html(self) -> str:
+        """A report with pictures, in one file that needs nothing else."""
+        return report.html(self, self.decision)
+
+    def _decision(self, name: str) -> Decision:
+        if self.decision is None:
+            raise ValueError(
+                f"{name}() looks at other plans of the same step, and a plan that was "
+                "read from a file has no step. Make it again with dtft.plan(...); "
+                "explain(), diff() and html() work without."
+            )
+        return self.decision
 
     def make_mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The plan's mesh.
@@ -63,6 +127,10 @@ class RunnablePlan(Plan):
     def jit(self, step: Step, devices: Sequence[Any] | None = None) -> "PlannedStep":
         """As `jit_plan`."""
         return jit_plan(self, step, devices=devices)
+
+
+def _values(plan: Plan) -> dict[str, Any]:
+    return {part.name: getattr(plan, part.name) for part in dataclasses.fields(Plan)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

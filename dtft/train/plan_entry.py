@@ -1,0 +1,89 @@
+"""`dtft.plan`: from a user's step or loss and a cluster to a plan, in one call.
+
+Decides which of the two entries is meant and what `cluster` stands for. Runs nothing;
+must not know how a plan is found or run.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from dtft.planner.cluster import Cluster
+from dtft.planner.deciding import decide
+from dtft.planner.pins import PINS
+from dtft.planner.question import Question, of_loss, of_step
+from dtft.train.planning import RunnablePlan, Step
+
+
+def plan(
+    *,
+    step: Step | None = None,
+    state: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    params: Any = None,
+    batch: Any = None,
+    cluster: Cluster | str | None = None,
+    what_if: bool = False,
+    **pins: Any,
+) -> RunnablePlan:
+    """How to shard a training step on a cluster, how fast it will be, whether it fits.
+
+    Nothing is run and no array is made. Either a whole step, `plan(step=, state=,
+    batch=)`, run with `.jit(step)`; or a loss, `plan(loss=, optimizer=, params=,
+    batch=)`, run with `dtft.train.make_step`, which may also accumulate gradients over
+    microbatches and compute parts of the loss again.
+
+    Args:
+        step: `step(state, batch) -> (state, anything)`.
+        state: tree of arrays or ShapeDtypeStructs.
+        loss: `loss(params, batch)`: a scalar, or a scalar and auxiliary values.
+        optimizer: an optax transformation.
+        params: tree of arrays or ShapeDtypeStructs.
+        batch: the same; the first dim of each leaf is that of examples.
+        cluster: such as `64x8xH100`, the path of a description, a Cluster, or None for
+            the devices that JAX has.
+        what_if: looks also at knobs that cannot be run here.
+        **pins: knobs that are given: sizes of axes (`tensor=8`), `microbatches`,
+            `remat`, `zero`, `order` of the axes on the fabric.
+
+    Returns:
+        The best plan.
+
+    Raises:
+        ValueError: arguments of neither or both entries, pins that cannot be met, an
+            unknown device type; or nothing fits: by how much, and what would make it
+            fit.
+    """
+    if unknown := [name for name in pins if name not in PINS]:
+        raise ValueError(
+            f"{unknown[0]}= is neither an argument nor a knob. Knobs: "
+            f"{', '.join(PINS)}; arguments: step, state, batch, or loss, optimizer, "
+            "params, batch; and cluster, what_if."
+        )
+    given = {
+        "step": step, "state": state, "loss": loss, "optimizer": optimizer,
+        "params": params, "batch": batch,
+    }  # fmt: skip
+    question = _question({k: v for k, v in given.items() if v is not None})
+    if cluster is None:
+        where = Cluster.from_devices(jax.devices())
+    else:
+        where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    decision = decide(question, where, pins, what_if=what_if)
+    return RunnablePlan.of(decision.plan, decision)
+
+
+def _question(given: dict[str, Any]) -> Question:
+    """What is asked, from the arguments that are not None."""
+    if given.keys() == {"step", "state", "batch"}:
+        return of_step(**given)
+    if given.keys() == {"loss", "optimizer", "params", "batch"}:
+        return of_loss(**given)
+    raise ValueError(
+        f"plan({', '.join(f'{name}=' for name in given)}) is neither of the two that "
+        "can be asked. Allowed: step=, state=, batch=; or loss=, optimizer=, params=, "
+        "batch=."
+    )

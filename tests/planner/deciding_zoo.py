@@ -1,0 +1,38 @@
+"""Small questions and decisions that several tests look at; each is made once."""
+
+from dataclasses import replace
+from functools import cache
+
+from dtft.planner.cluster import Cluster
+from dtft.planner.deciding import Decision, decide
+from dtft.planner.question import Question, of_loss
+from tests.planner.zoo import MODELS
+
+
+@cache
+def question(vocabulary: int = 256) -> Question:
+    """A transformer of two layers."""
+    model = MODELS["gpt"](
+        batch=8, time=64, width=128, layers=2, heads=4, vocabulary=vocabulary
+    )
+    return of_loss(model.loss, model.optimizer, model.params, model.batch)
+
+
+@cache
+def mlp(batch: int = 64, widths: tuple[int, ...] = (64, 256, 16)) -> Question:
+    """Linear layers."""
+    model = MODELS["mlp"](batch=batch, widths=widths)
+    return of_loss(model.loss, model.optimizer, model.params, model.batch)
+
+
+@cache
+def decision(spec: str = "2x4xH100", vocabulary: int = 256, **pins: int) -> Decision:
+    """The transformer's plan."""
+    return decide(question(vocabulary), Cluster.parse(spec), pins)
+
+
+def with_memory(spec: str, num_bytes: int) -> Cluster:
+    """A cluster whose devices have so much memory."""
+    pool = Cluster.parse(spec).uniform
+    device = replace(pool.device, memory_bytes=num_bytes)
+    return Cluster(pools=(replace(pool, device=device),), name=spec)

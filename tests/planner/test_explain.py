@@ -1,0 +1,172 @@
+"""What a plan says of itself has the plan's own numbers."""
+
+import pytest
+
+from dtft.planner import comparing, explain
+from dtft.planner.plan import Plan
+from tests.planner import reading
+from tests.planner.deciding_zoo import decision
+
+PINS = {"best": {}, "mixed": {"tensor": 2, "fsdp": 4}, "replica": {"replica": 8}}
+
+
+def named(name: str) -> Plan:
+    return decision(**PINS[name]).plan
+
+
+@pytest.fixture(params=PINS)
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return named(request.param)
+
+
+def near(value: float) -> object:
+    return pytest.approx(value, rel=reading.PRECISION, abs=1e-9)
+
+
+def test_every_term_is_there_with_its_seconds_and_share(plan: Plan) -> None:
+    rows = reading.rows(explain.explain(plan), "Step time")
+    for name, value in plan.prediction.terms.items():
+        assert reading.value(rows[name][0]) == near(value)
+        assert reading.value(rows[name][1]) == near(value / plan.prediction.step_s)
+    assert reading.value(rows["step"][0]) == near(plan.prediction.step_s)
+
+
+def test_memory_is_there_by_term_against_the_capacity(plan: Plan) -> None:
+    rows = reading.rows(explain.explain(plan), "Memory of a device")
+    expected = {**plan.memory, "needed": plan.memory_bytes}
+    expected["capacity"] = plan.capacity_bytes
+    assert rows.keys() == expected.keys()
+    for name, num_bytes in expected.items():
+        assert reading.value(rows[name][0]) == near(num_bytes)
+        assert reading.value(rows[name][1]) == near(num_bytes / plan.capacity_bytes)
+
+
+def test_the_summary_has_the_time_its_interval_and_what_is_left(plan: Plan) -> None:
+    title, step, constants, memory = explain.explain(plan).splitlines()[:4]
+    assert all(f"{axis}={size}" in title for axis, size in plan.mesh.items())
+    assert f"zero={plan.knobs.zero}" in title
+    found = plan.prediction
+    assert reading.values(step) == [
+        near(found.step_s), near(found.low_s), near(found.high_s),
+    ]  # fmt: skip
+    assert constants.endswith(found.source)
+    left = plan.capacity_bytes - plan.memory_bytes
+    assert reading.values(memory) == [
+        near(plan.memory_bytes), near(plan.capacity_bytes), near(left),
+    ]  # fmt: skip
+
+
+def test_collectives_are_listed_largest_first_and_add_up(plan: Plan) -> None:
+    section = explain.collectives(plan.collectives, num_listed=3)
+    *listed, total = section.rows or [("all", "", "", "", "0 B", "0 s", "")]
+    listed = listed[:3]
+    ranked = sorted(plan.collectives, key=lambda c: -c.num_bytes * c.trips)
+    for row, one in zip(listed, ranked, strict=False):
+        assert row[0] == one.kind and row[-1] == one.where
+        assert [reading.value(cell) for cell in row[2:6]] == [
+            near(one.num_bytes), one.trips,
+            near(one.num_bytes * one.trips), near(one.seconds),
+        ]  # fmt: skip
+    num_bytes = sum(one.num_bytes * one.trips for one in ranked)
+    assert reading.value(total[4]) == near(num_bytes)
+    assert reading.value(total[5]) == near(sum(one.seconds for one in ranked))
+
+
+def test_the_bound_and_the_gap_to_it(plan: Plan) -> None:
+    (note,) = explain.bound(plan).notes
+    step_s = plan.prediction.step_s
+    numbers = reading.values(note.replace(plan.cluster, ""))
+    assert numbers == [
+        near(plan.bound_s), near(step_s - plan.bound_s), near(step_s / plan.bound_s),
+    ]  # fmt: skip
+    assert plan.bound_s <= step_s
+
+
+def test_alternatives_are_ranked_and_every_baseline_is_named(plan: Plan) -> None:
+    section = explain.alternatives(plan)
+    names = {one.name for one in plan.alternatives if one.name}
+    assert names <= {row[3] for row in section.rows}
+    for row in section.rows:
+        one = plan.alternatives[int(row[0]) - 1]
+        assert reading.value(row[4]) == near(one.step_s)
+        assert reading.value(row[6]) == near(one.memory_bytes)
+        change = one.step_s / plan.prediction.step_s - 1
+        assert reading.value(row[5]) == near(change)
+
+
+def test_plans_within_the_interval_are_called_tied() -> None:
+    plan = decision().plan
+    expected = [
+        one
+        for one in plan.alternatives[1:]
+        if one.fits and one.step_s <= plan.prediction.high_s
+    ]
+    assert list(explain.tied(plan)) == expected
+    assert explain.tied_text(plan).startswith(f"{len(expected)} of ")
+
+
+def test_a_plan_from_a_file_is_explained_alike() -> None:
+    plan = decision().plan
+    assert explain.explain(Plan.from_json(plan.to_json())) == explain.explain(plan)
+
+
+def test_a_difference_is_that_of_the_two_plans() -> None:
+    plan, other = named("best"), named("mixed")
+    text = comparing.diff(plan, other)
+    rows = reading.rows(text, "Step time")
+    for name, value in plan.prediction.terms.items():
+        there = other.prediction.terms[name]
+        assert reading.value(rows[name][0]) == near(value)
+        assert reading.value(rows[name][1]) == near(there)
+        assert reading.value(rows[name][2]) == near(there - value)
+    memory = reading.rows(text, "Memory of a device")
+    for name, num_bytes in plan.memory.items():
+        more = other.memory[name] - num_bytes
+        assert reading.value(memory[name][2]) == near(more)
+
+
+def test_collectives_of_two_plans_are_summed_by_kind_and_axes() -> None:
+    plan, other = named("best"), named("mixed")
+    section = comparing.collectives(plan, other)
+    for kind, axes, here, there, more, took, _ in section.rows:
+        sums = [
+            (
+                sum(c.num_bytes * c.trips for c in found),
+                sum(c.seconds for c in found),
+            )
+            for found in (
+                [
+                    c
+                    for c in p.collectives
+                    if (c.kind, " x ".join(c.axes)) == (kind, axes)
+                ]
+                for p in (plan, other)
+            )
+        ]
+        (num_bytes, seconds), (other_bytes, other_seconds) = sums
+        assert reading.value(here) == near(num_bytes)
+        assert reading.value(there) == near(other_bytes)
+        assert reading.value(more) == near(other_bytes - num_bytes)
+        assert reading.value(took) == near(other_seconds - seconds)
+
+
+def test_layers_that_are_divided_alike_are_one_line() -> None:
+    before, after = named("replica"), named("mixed")
+    section = comparing.shardings(before, after)
+    assert any("blocks/*/" in row[0] and row[1] == "2" for row in section.rows)
+    changed = sum(int(row[1]) for row in section.rows)
+    trees = ("state", "optimizer", "batch")
+    expected = sum(
+        getattr(before, tree)[path] != getattr(after, tree)[path]
+        for tree in trees
+        for path in getattr(before, tree)
+    )
+    assert changed == expected > 0
+
+
+def test_a_plan_differs_from_itself_in_nothing() -> None:
+    plan = named("best")
+    text = comparing.diff(plan, plan)
+    assert "mesh and knobs are the same" in text
+    assert comparing.shardings(plan, plan).rows == ()
+    assert comparing.collectives(plan, plan, only_grown=True).rows == ()

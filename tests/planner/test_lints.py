@@ -1,0 +1,79 @@
+"""Lints find what costs, and say how much."""
+
+import pytest
+
+from dtft.planner.cluster import Cluster
+from dtft.planner.compute_cost import matmul_s
+from dtft.planner.deciding import best_of
+from dtft.planner.lints import lints, products, replicated, undivided
+from tests.planner import reading
+from tests.planner.deciding_zoo import decision, mlp, question
+
+
+def _kinds(found: tuple[object, ...]) -> list[str]:
+    return [str(one).split(":")[0] for one in found]
+
+
+def test_a_vocabulary_that_no_axis_divides() -> None:
+    found = undivided(question(257), 2)
+    assert any(text.startswith("257, whose next multiple is 258") for text in found)
+    assert not any("256" in text.split(" ")[0] for text in undivided(question(), 2))
+
+
+def test_a_fused_projection_names_its_leading_part() -> None:
+    assert any(
+        text.startswith("384, whose leading part is 3")
+        for text in undivided(question(), 2)
+    )
+
+
+def test_the_price_of_a_size_that_is_not_aligned() -> None:
+    odd = best_of(question(257), Cluster.parse("h100"))
+    (found,) = (one for one in products(odd) if one.kind == "alignment")
+    assert found.text.startswith(
+        "257 on a device, no multiple of 4 (16 bytes of float32) as 260 is: "
+    )
+    device = odd.cluster.uniform.device
+    lost = 0.0  # logits, and their gradient by what they are made of
+    for shape in ((512, "V", 128), (512, 128, "V")):
+        odd_s, even_s = (
+            float(
+                matmul_s(device, *(n if s == "V" else s for s in shape), 1, "float32")
+            )
+            for n in (257, 260)
+        )
+        lost += odd_s - even_s
+    assert found.cost_s == pytest.approx(lost, rel=1e-6)
+    shown = reading.value(found.text.split(": ")[1])
+    assert shown == pytest.approx(found.cost_s, rel=reading.PRECISION)
+    assert not [one for one in products(decision("h100")) if one.kind == "alignment"]
+
+
+def test_a_large_array_that_is_whole_beside_an_axis_for_it() -> None:
+    model = mlp(widths=(1021, 1031, 16))
+    found = best_of(model, Cluster.parse("8xH100"), {"fsdp": 8, "zero": 3})
+    (whole, *_) = (one for one in replicated(found) if "params/" in one.text)
+    assert whole.num_bytes == 1021 * 1031 * 4
+    assert "1021x1031" in whole.text and "no dim is divisible" in whole.text
+    shown = reading.value(whole.text.rsplit(": ", 1)[1])
+    assert shown == pytest.approx(whole.num_bytes, rel=reading.PRECISION)
+
+
+def test_devices_that_a_batch_leaves_idle_have_a_price() -> None:
+    found = best_of(mlp(batch=7), Cluster.parse("5x1xH100"), {"tensor": 1, "fsdp": 1})
+    texts = [str(one) for one in lints(found) if one.kind == "batch"]
+    assert "of 5 devices are used" in texts[0]
+    assert "take a batch of 10" in texts[0]
+
+
+def test_an_axis_that_divides_nothing() -> None:
+    found = best_of(mlp(batch=7), Cluster.parse("5x1xH100"), {"tensor": 5})
+    (one,) = (one for one in lints(found) if one.kind == "repeated")
+    assert "tensor=5 divides no array" in one.text
+
+
+def test_a_model_without_faults_has_no_lints_of_these_kinds() -> None:
+    found = best_of(mlp(), Cluster.parse("8xH100"), {"replica": 8})
+    assert not {"batch", "repeated", "replicated", "alignment"} & set(
+        _kinds(lints(found))
+    )

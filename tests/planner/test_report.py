@@ -1,0 +1,112 @@
+"""The report is one file that needs nothing, with the numbers of the plan."""
+
+import io
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from dtft.planner import drawing, explain, report
+from dtft.planner.lints import lints
+from tests.planner.deciding_zoo import decision
+
+
+class _Checked(HTMLParser):
+    """Fails on what is not closed; keeps the tags and the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def _read(html: str) -> _Checked:
+    page = _Checked()
+    page.feed(html)
+    assert not page.open
+    return page
+
+
+@pytest.fixture(scope="module")
+def page() -> _Checked:
+    found = decision(tensor=2, fsdp=4)
+    html = report.html(found.plan, found)
+    for forbidden in ("http:", "https:", "<script", "src=", "<link", "@import", "url("):
+        assert forbidden not in html
+    return _read(html)
+
+
+def test_it_has_the_numbers_of_the_explanation(page: _Checked) -> None:
+    found = decision(tensor=2, fsdp=4)
+    for section in explain.sections(found.plan):
+        for row in section.rows:
+            assert all(cell in page.text for cell in row if cell.strip(" #"))
+
+
+def test_it_has_its_pictures(page: _Checked) -> None:
+    plan = decision(tensor=2, fsdp=4).plan
+    arrays = sum("blocks/*" in text for text in page.text)
+    assert page.tags.count("svg") >= 2 + arrays > 2
+    assert "this plan" in page.text
+    assert any(text.startswith("dashed: the capacity") for text in page.text)
+    assert all(name in page.text for name in plan.memory)
+
+
+def test_it_answers_for_every_baseline_and_lists_lints(page: _Checked) -> None:
+    found = decision(tensor=2, fsdp=4)
+    assert "Why not the baselines" in page.text
+    names = {one.name for one in found.plan.alternatives if one.name}
+    assert names <= set(page.text)
+    assert all(one.text in page.text for one in lints(found))
+
+
+def test_a_plan_from_a_file_has_a_report_too() -> None:
+    text = "".join(_read(report.html(decision().plan)).text)
+    assert "all terms" in text
+    assert "What a small change would save" not in text
+
+
+def test_names_are_escaped() -> None:
+    plan = replace(decision().plan, cluster="<b>&")
+    assert "&lt;b&gt;&amp;" in report.html(plan)
+
+
+def test_a_divided_array_has_its_cuts_and_one_part() -> None:
+    picture = drawing.divided((("a",), ("b",)), (8, 16), {"a": 2, "b": 4})
+    assert picture.count('class="cut"') == 1 + 3
+    assert picture.count('class="part"') == 1
+    words = drawing.divided((("a",), (), ()), (8, 4, 4), {"a": 2})
+    assert "dim 0 in 2" in words and 'class="cut"' not in words
+
+
+def test_a_bar_reaches_the_limit_where_the_terms_do() -> None:
+    bars = drawing.stacked([("full", {"x": 3.0, "y": 1.0})], 4.0, ["4"])
+    line = bars.split('<line x1="')[1].split('"')[0]
+    end = [float(part.split('"')[0]) for part in bars.split('width="')[1:]]
+    assert float(line) == pytest.approx(330 + end[1] + end[2], abs=0.2)
+
+
+def test_the_terminal_shows_the_same_tables() -> None:
+    found = decision(tensor=2, fsdp=4)
+    written = io.StringIO()
+    report.show(explain.sections(found.plan), Console(file=written, width=250))
+    text = written.getvalue()
+    for section in explain.sections(found.plan):
+        for row in section.rows:
+            assert all(cell in text for cell in row)

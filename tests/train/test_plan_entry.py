@@ -1,0 +1,173 @@
+"""`dtft.plan`: one call for a step or a loss, and what it says when it cannot."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import dtft
+from dtft.planner.cluster import Cluster
+from dtft.planner.plan import Plan
+from dtft.train.planning import RunnablePlan
+from tests.planner import reading
+
+WIDTH, HIDDEN = 64, 256
+PARAMS = {
+    "up": jax.ShapeDtypeStruct((WIDTH, HIDDEN), jnp.float32),
+    "down": jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.float32),
+}
+OPTIMIZER = optax.adam(1e-3)
+
+
+def _loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+    hidden = jax.nn.relu(batch @ params["up"])
+    return jnp.mean(jnp.square(hidden @ params["down"] - batch))
+
+
+def _step(state: dict[str, jax.Array], batch: jax.Array) -> object:
+    value, gradients = jax.value_and_grad(_loss)(state, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+
+def _batch(rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+
+
+def _planned(
+    cluster: Cluster | str | None, rows: int = 64, **pins: int
+) -> RunnablePlan:
+    return dtft.plan(
+        loss=_loss,
+        optimizer=OPTIMIZER,
+        params=PARAMS,
+        batch=_batch(rows),
+        cluster=cluster,
+        **pins,
+    )
+
+
+def _with_memory(spec: str, num_bytes: int) -> Cluster:
+    pool = Cluster.parse(spec).uniform
+    device = dataclasses.replace(pool.device, memory_bytes=num_bytes)
+    return Cluster(pools=(dataclasses.replace(pool, device=device),), name=spec)
+
+
+def test_importing_dtft_does_not_load_what_plans() -> None:
+    code = "import dtft, sys; print('plan' in dir(dtft), 'jax' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["True", "False"]
+
+
+def test_a_step_is_planned_for_the_devices_that_jax_has_and_runs() -> None:
+    plan = dtft.plan(step=_step, state=PARAMS, batch=_batch(16))
+    assert plan.entry == "step" and "cpu" in plan.cluster
+    keys = jax.random.split(jax.random.key(0), 3)
+    state = {
+        name: jax.random.normal(key, PARAMS[name].shape)
+        for name, key in zip(PARAMS, keys, strict=False)
+    }
+    batch = jax.random.normal(keys[2], (16, WIDTH))
+    expected = _step(state, batch)[1]
+    _, value = plan.jit(_step)(state, batch)
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_loss_is_planned_with_its_optimizer() -> None:
+    plan = _planned("8xH100")
+    assert plan.entry == "loss" and plan.state.keys() == PARAMS.keys()
+    assert any(path.endswith("mu/up") for path in plan.optimizer)
+    assert _planned(Cluster.parse("8xH100")) == plan
+
+
+def test_what_it_says_of_itself_needs_no_other_call() -> None:
+    plan = _planned("2x4xH100", replica=8)
+    assert plan.explain().startswith("Plan for 2x4xh100: replica=8")
+    assert "tensor=8 is possible" in plan.why_not(replica=1, tensor=8)
+    assert "twice the peak" in plan.sensitivity()
+    assert "Decisions that differ" in plan.diff(_planned("2x4xH100"))
+    assert plan.html().startswith("<!DOCTYPE html>")
+    assert all(str(one) for one in plan.lints())
+
+
+def test_a_plan_from_a_file_has_what_needs_no_question() -> None:
+    plan = _planned("8xH100")
+    again = RunnablePlan.from_json(plan.to_json())
+    assert again == plan and again.decision is None
+    assert Plan.from_json(plan.to_json()).mesh == plan.mesh
+    assert again.explain() == plan.explain()
+    for name, call in (
+        ("why_not", lambda: again.why_not(tensor=2)),
+        ("sensitivity", again.sensitivity),
+        ("lints", again.lints),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{name}\(\).*Make it again with dtft.plan"
+        ):
+            call()
+
+
+def test_arguments_of_neither_entry_are_named() -> None:
+    with pytest.raises(ValueError, match=r"plan\(step=, batch=\) is neither.*Allowed"):
+        dtft.plan(step=_step, batch=_batch(8), cluster="h100")
+    with pytest.raises(ValueError, match="stat= is neither an argument nor a knob"):
+        dtft.plan(step=_step, stat=PARAMS, batch=_batch(8), cluster="h100")
+
+
+def test_an_unknown_device_type_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"(?i)'?h1000'?.*a100.*h100.*v5e"):
+        _planned("8xH1000")
+
+
+def test_a_model_that_cannot_fit_says_by_how_much_and_what_would_help() -> None:
+    whole = sum(4 * array.size for array in jax.tree.leaves(PARAMS))
+    capacity = 3 * whole // 8  # parameters, two moments and gradients on 8 devices
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        _planned(_with_memory("8xH100", capacity))
+    text = str(caught.value)
+    needed, more, there = (
+        float(re.search(pattern, text)[1])  # pyright: ignore[reportOptionalSubscript]
+        for pattern in (
+            r"needs ([\d.]+)",
+            r"\), ([\d.]+) \S+ more",
+            r"than the ([\d.]+)",
+        )  # fmt: skip
+    )
+    assert needed - there == pytest.approx(more, abs=0.02)
+    assert re.search(r"about (\d+) devices", text)
+    assert all(term in text for term in ("parameters", "optimizer", "activations"))
+
+
+def test_five_devices_and_a_batch_of_eight_use_what_works_and_say_its_price() -> None:
+    plan = _planned("5x1xH100", rows=8)
+    assert plan.fits
+    texts = [str(one) for one in plan.lints() if one.kind in ("batch", "repeated")]
+    assert texts, plan.mesh
+    assert any("4 of 5 devices" in text or "tensor=5" in text for text in texts)
+    for one in plan.lints():
+        if one.kind == "batch":
+            shown = reading.value(one.text.split("save at most ")[1])
+            assert shown == pytest.approx(one.cost_s, rel=reading.PRECISION)
+
+
+def test_a_prime_batch_has_a_plan() -> None:
+    plan = _planned("8xH100", rows=13)
+    assert plan.fits and plan.prediction.step_s >= plan.bound_s
+    text = plan.why_not(replica=8, tensor=1)
+    (padding,) = re.findall(r"give it 16 rows, 3 of them padding.*", text)
+    assert "23.08 %" in padding
+
+
+def test_a_batch_that_is_rounded_up_says_the_price() -> None:
+    plan = _planned("8xH100", rows=13, replica=8)
+    (one,) = (one for one in plan.lints() if one.kind == "batch")
+    assert one.cost_s == pytest.approx(plan.prediction.step_s * 3 / 13)
+    assert reading.value(one.text.split("up to ")[1]) == pytest.approx(
+        one.cost_s, rel=reading.PRECISION
+    )
