@@ -39,15 +39,16 @@ WHY: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
         ("gpt",),
         "tensor=8",
         "tensor",
-        "the plan divides the dim of time, which tokens [batch, time + 1] do not have "
-        "and constraints therefore do not name: the program divides less",
+        "presumably: the plan divides the dim of time, which tokens [batch, time + "
+        "1] do not have and constraints therefore do not name, so that the program "
+        "divides less",
     ),
     (
         ("gpt", "gpt_scan", "llama", "rnn", "moe"),
         "tensor=4 zero=3",
         "all_reduce over fsdp",
-        "the gradient of the embedding is summed where the head's weight, which is the "
-        "same array or laid out like it, is divided by tensor: XLA sums a quarter",
+        "presumably the gradient of the embedding: the difference is three quarters "
+        "of it, as if XLA summed it divided by tensor",
     ),
     (
         ("gpt_scan",),
@@ -67,8 +68,9 @@ WHY: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
         ("resnet", "unet", "vit"),
         "replica=4 fsdp=8 zero=3",
         "all_reduce over",
-        "a sum over replica and fsdp whose result fsdp divides is made over fsdp, cut, "
-        "and its eighth is summed over replica; the plan has one sum over both",
+        "by the numbers, a sum over replica and fsdp whose result fsdp divides is "
+        "made over fsdp, cut, and its eighth summed over replica; the plan has one "
+        "sum over both",
     ),
     (
         ("moe",),
@@ -80,7 +82,8 @@ WHY: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
         ("lora",),
         "zero=1",
         "all_gather over fsdp",
-        "frozen weights do not change, so XLA gathers nothing of them after the update",
+        "presumably frozen weights: they do not change, so that XLA has nothing of "
+        "them to gather after the update",
     ),
     (
         ("user_step",),
@@ -215,7 +218,9 @@ def main() -> None:
         notes=[
             f"{agree} of {len(found)} pairs agree within {AGREES:.0%}.",
             "A difference adds up those of all kinds and axes, so that bytes under "
-            "another name count twice. What differs by more than that, and why:",
+            "another name count twice. Reasons were read off the program of one mesh per "
+            "model; those that begin with `presumably` or `by the numbers` were not, and "
+            "on a model's other meshes they are assumed. What differs, and why:",
             "\n".join(f"* {text}" for text in listed),
         ],
     )
