@@ -218,9 +218,10 @@ def main() -> None:
         notes=[
             f"{agree} of {len(found)} pairs agree within {AGREES:.0%}.",
             "A difference adds up those of all kinds and axes, so that bytes under "
-            "another name count twice. Reasons were read off the program of one mesh per "
-            "model; those that begin with `presumably` or `by the numbers` were not, and "
-            "on a model's other meshes they are assumed. What differs, and why:",
+            "another name count twice. Reasons were read off the program of one mesh "
+            "per model; those that begin with `presumably` or `by the numbers` were "
+            "not, and on a model's other meshes they are assumed. What differs, and "
+            "why:",
             "\n".join(f"* {text}" for text in listed),
         ],
     )
