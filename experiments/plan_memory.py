@@ -219,7 +219,7 @@ def main() -> None:
     report.write(
         "plan_memory",
         title="Memory per device: the plan and XLA's GPU compiler",
-        command="python experiments/plan_memory.py",
+        command=f"python experiments/plan_memory.py --count {given.count}",
         header=header,
         rows=_parts(found),
         figure=_figure(found),
@@ -227,7 +227,9 @@ def main() -> None:
             f"{len(found)} configurations; {len(failed)} could not be compiled. "
             "Errors are of the plan's bytes without the reserve. `could mislead`: what "
             f"the plan says is more than {RESERVE:.0%} too little, so that on a device "
-            "of some size it would seem to fit and does not. `false fits`: on an H100.",
+            "of some size it would seem to fit and does not. `false fits`: on an H100, "
+            f"which only {sum(not row.fits for row in found)} of them are too large "
+            "for; so `could mislead` is the column to judge by.",
             "The largest errors:",
             "\n".join(listed),
             *failed,
