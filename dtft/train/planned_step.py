@@ -174,9 +174,8 @@ def _with_aux(loss: Callable[..., Any]) -> Loss:
 
     def with_aux(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
         result: Any = loss(params, batch)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            return result, {}
-        value: Any = result[0]
-        return value, {"aux": result[1]}
+        has_aux = isinstance(result, tuple) and len(result) == 2
+        value, aux = result if has_aux else (result, None)
+        return value, {"aux": aux} if has_aux else {}
 
     return with_aux
