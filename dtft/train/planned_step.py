@@ -7,7 +7,7 @@ divided. Decides nothing that the plan decides; must not know models, data or lo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -175,7 +175,7 @@ def _with_aux(loss: Callable[..., Any]) -> Loss:
     def with_aux(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
         result: Any = loss(params, batch)
         has_aux = isinstance(result, tuple) and len(result) == 2
-        value, aux = result if has_aux else (result, None)
+        value, aux = cast(Any, result if has_aux else (result, None))
         return value, {"aux": aux} if has_aux else {}
 
     return with_aux
