@@ -1,9 +1,9 @@
 """All use of private JAX API, behind a version check.
 
 The coordination service as a process of its own (so that no trainer is special), a
-trainer's connection to it, the address of a CPU array's buffer, and the compilation of
-a module that another process lowered. Nothing else in dtft may import
-``jax._src`` or ``jaxlib``'s private modules.
+trainer's connection to it and what is told through it, the address of a CPU array's
+buffer, and the compilation of a module that another process lowered. Nothing else in
+dtft may import ``jax._src`` or ``jaxlib``'s private modules.
 """
 
 import ctypes
@@ -86,6 +86,28 @@ def join_world(
     state.process_id = process_id
     state.num_processes = num_processes
     state.coordinator_address = address
+
+
+def told_by_first(key: str, text: str, timeout_s: float) -> str:
+    """The text that process 0 of the world has; it may take its time to make it.
+
+    Through the coordination service: a collective would give up after seconds.
+
+    Args:
+        key: what is told, once in the life of the service.
+        text: of process 0; that of others does not count.
+        timeout_s: how long the others wait.
+    """
+    check_version()
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None:
+        return text
+    if distributed.global_state.process_id == 0:
+        client.key_value_set(key, text, allow_overwrite=True)
+        return text
+    return client.blocking_key_value_get(key, math.ceil(1e3 * timeout_s))
 
 
 def cpu_buffer(array: jax.Array) -> memoryview:

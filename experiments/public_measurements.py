@@ -238,6 +238,8 @@ def run_llmfoundry() -> None:
     own = h100_rows()
     every = np.ones(len(own), bool)
     lines.append(["h100_bf16*", "fitted, leave one out", *error_cells(own, out, every)])
+    kept = costs_of(own).step_s(elsewhere(LLM_FOUNDRY_H100).vector())
+    lines.append(["h100_bf16*", "of `plan predict`", *error_cells(own, kept, every)])
     report.write(
         "public_llmfoundry",
         title="llm-foundry, FSDP on A100 and H100: predicted against measured",

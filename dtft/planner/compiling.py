@@ -8,33 +8,22 @@ nobody listens, is killed at the deadline, and is replaced when the compiler cra
 Must not know plans, costs or what a candidate is for.
 """
 
-import contextlib
 import io
 import math
-import os
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-import dtft
-from dtft.planner import compile_worker, gpu_targets
-from dtft.planner.hlo import collectives
+from dtft.planner import gpu_targets
+from dtft.planner.compile_child import TAIL, Child
+from dtft.planner.compile_worker import Answer
+from dtft.planner.hlo_collectives import collectives
 from dtft.planner.verify import Compiled, Failure, Memory
-
-_DEVICE_COUNT = "--xla_force_host_platform_device_count"
-_TAIL = 2000
-"""Characters of an error that are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +160,7 @@ class _Run:
         self._deadline_s = deadline_s
         self._end = time.monotonic() + deadline_s
         self._waiting: deque[Candidate] = deque()
-        self._child: _Child | None = None
+        self._child: Child | None = None
 
     @property
     def over(self) -> bool:
@@ -184,8 +173,8 @@ class _Run:
             self.stop()
         self._waiting.append(candidate)
         if self._child is None:
-            self._child = _Child(*_devices(candidate), self._end)
-        self._child.send(candidate)
+            self._child = Child(*_devices(candidate), self._end)
+        self._child.send(candidate.module)
 
     def finish(self) -> None:
         """Waits for all that was added."""
@@ -222,63 +211,13 @@ class _Run:
             self._child = None
 
 
-class _Child:
-    """A process that compiles what it is sent; killed at `end` (monotonic seconds)."""
-
-    def __init__(self, target: str, num_devices: int, end: float) -> None:
-        self.devices = target, num_devices
-        self._log = tempfile.TemporaryFile()
-        self._link, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", compile_worker.__name__),
-                    *(str(theirs.fileno()), target, str(num_devices)),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env=_environment(num_devices),
-                pass_fds=[theirs.fileno()],
-            )
-        # Once it is killed every wait for it ends, with an error or the end of file.
-        self._timer = threading.Timer(max(0.0, end - time.monotonic()), self._kill)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def send(self, candidate: Candidate) -> None:
-        with contextlib.suppress(OSError):  # it is gone: `receive` will say so
-            self._link.send_bytes(candidate.module)
-
-    def receive(self) -> compile_worker.Answer | None:
-        """The next answer; None if the process is gone."""
-        try:
-            return self._link.recv()
-        except (EOFError, OSError):
-            return None
-
-    def stop(self) -> str:
-        """Ends it; the end of what it wrote to its log."""
-        self._timer.cancel()
-        self._kill()
-        self._link.close()
-        code = self._process.wait()
-        with self._log as log:
-            log.seek(0)
-            text = log.read().decode(errors="replace").strip()
-        return text[-_TAIL:] or f"exit code {code}"
-
-    def _kill(self) -> None:
-        self._process.kill()
-
-
 def _devices(candidate: Candidate) -> tuple[str, int]:
     return candidate.target, math.prod(candidate.mesh.values())
 
 
-def _result(candidate: Candidate, answer: compile_worker.Answer) -> Compiled | Failure:
+def _result(candidate: Candidate, answer: Answer) -> Compiled | Failure:
     if isinstance(answer, str):
-        return Failure(name=candidate.name, reason=answer[:_TAIL])
+        return Failure(name=candidate.name, reason=answer[:TAIL])
     return Compiled(
         name=candidate.name,
         target=candidate.target,
@@ -286,23 +225,6 @@ def _result(candidate: Candidate, answer: compile_worker.Answer) -> Compiled | F
         memory=Memory(**answer["memory"]),
         seconds=answer["seconds"],
     )
-
-
-def _environment(num_devices: int) -> dict[str, str]:
-    """This process's own, without what would choose other devices."""
-    kept = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
-    flags = [
-        flag
-        for flag in kept.get("XLA_FLAGS", "").split()
-        if not flag.startswith(_DEVICE_COUNT)
-    ]
-    root = str(Path(dtft.__file__).parents[1])
-    return {
-        **kept,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join([*flags, f"{_DEVICE_COUNT}={num_devices}"]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH")])),
-    }
 
 
 def _out_shardings(out_specs: Any, mesh: AbstractMesh) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dtft.planner.amounts import Sent, Sizes, Work, parts
 from dtft.planner.cluster import Pool
 from dtft.planner.collective_cost import collective_s, group_of
@@ -61,10 +63,8 @@ def computing_s(graph: Graph, device: DeviceType, work: Work, sizes: Sizes) -> A
         return matmul_s(device, rows, columns, depth, batch, dtype)
     if operator.kind in CHEAP:
         return unfused_s(device, moved)
-    if operator.kind == "convolution":
-        speed = device.peak(dtype) * device.efficiency.e0
-        return work.flops.at(sizes) / speed + memory_s(device, moved)
-    return memory_s(device, moved)
+    speed = device.peak(dtype) * device.efficiency.e0
+    return np.maximum(work.flops.at(sizes) / speed, memory_s(device, moved))
 
 
 def runs(work: Work, sizes: Sizes) -> Any:

@@ -1,31 +1,14 @@
-"""Reads the text of a compiled XLA program: its operations, and what it communicates.
+"""Reads the text of a compiled XLA program: computations, operations, aliases.
 
 Pure functions over text, for the spellings of jax 0.10 to 0.12 (reference section 4).
-Must not know JAX, a backend or a plan's reasons; experiments and tests read programs
-with it too.
+Must not know JAX, a backend or what is looked for in a program.
 """
 
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from dtft.planner.hlo_groups import axes_of, groups_of
-from dtft.planner.plan import Collective
-
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
-
-_KINDS: Mapping[str, Kind] = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "permute",
-    # One member sends its operand to the others: as much as any of them receives.
-    "collective-broadcast": "permute",
-}
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _CALLED = re.compile(
@@ -34,8 +17,6 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"')
-_RENAMES = ("bitcast", "copy", "reshape", "transpose")
-_RUN_IN_PLACE = ("call", "fusion", "async", "while", "conditional")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +35,7 @@ class Array:
     @property
     def num_bytes(self) -> int:
         """Bytes; packed where elements are smaller than a byte."""
-        return -(-self.size * _bits(self.dtype) // 8)
+        return -(-self.size * bits(self.dtype) // 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,29 +97,6 @@ class Program:
                 yield operation
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompiledCollective(Collective):
-    """Communication in a compiled program. `where` is JAX's name of its origin."""
-
-    dtype: str
-    """Of the first operand, XLA's name."""
-    operands: tuple[tuple[int, ...], ...]
-    """Shapes of what one device gives; several where XLA combined collectives."""
-    group_size: int
-    """Devices that communicate with each other."""
-    trips_known: bool
-    """Whether XLA says how often each loop around it runs; else `trips` counts one."""
-    own_bytes: int
-    """As `num_bytes`, in the program's types: CPU moves 16-bit floats as 32 bits."""
-    name: str
-    """The operation's name in the text."""
-
-    @property
-    def widened(self) -> bool:
-        """Whether more is sent than the program says, in a wider type."""
-        return self.own_bytes < self.num_bytes
-
-
 def parse(text: str | None) -> Program:
     """Reads the text of `jax.stages.Compiled.as_text()`.
 
@@ -160,114 +118,6 @@ def parse(text: str | None) -> Program:
     if not entry:
         raise ValueError("the text has no ENTRY: give Compiled.as_text().")
     return Program(computations=computations, entry=entry, aliases=_aliases(text))
-
-
-def collectives(text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
-    """What the program communicates in one run, in the order of its text.
-
-    A -start and its -done are one. A collective of several arrays is one, with the sum
-    of their bytes. In a loop, `trips` is the product of the trip counts around it. Of
-    a conditional, the branch that communicates most bytes counts. Groups of a single
-    device communicate nothing and are left out.
-
-    Args:
-        text: of `Compiled.as_text()`, for a program over all devices of `mesh`.
-        mesh: axis name to size, slowest-varying first; the device of position i has
-            the number i in the program.
-
-    Raises:
-        ValueError: the text is no program, or its groups are not of this mesh.
-    """
-    program = parse(text)
-    return tuple(_collectives(program, program.entry, mesh, 1, True))
-
-
-def _collectives(
-    program: Program,
-    computation: str,
-    mesh: Mapping[str, int],
-    trips: int,
-    known: bool,
-) -> Iterator[CompiledCollective]:
-    lines = {line.name: line for line in program.computations.get(computation, ())}
-    for line in lines.values():
-        opcode = line.opcode.removesuffix("-start")
-        if opcode in _KINDS:
-            groups = groups_of(line.attributes, mesh)
-            axes, size = axes_of(groups, tuple(mesh.items()))
-            if axes:
-                own = _own_bytes(program, lines, line)
-                yield _collective(lines, line, own, axes, size, trips, known)
-        elif opcode in _RUN_IN_PLACE:
-            inner = trips * (line.trips or 1) if opcode == "while" else trips
-            sure = known and (opcode != "while" or line.trips is not None)
-            branches = [
-                list(_collectives(program, name, mesh, inner, sure))
-                for name in line.called
-            ]
-            if opcode == "conditional":
-                branches = [max(branches, key=_total, default=[])]
-            for branch in branches:
-                yield from branch
-
-
-def _collective(
-    lines: Mapping[str, Operation],
-    line: Operation,
-    own_bytes: int,
-    axes: tuple[str, ...],
-    group_size: int,
-    trips: int,
-    known: bool,
-) -> CompiledCollective:
-    kind = _KINDS[line.opcode.removesuffix("-start")]
-    given = [array for name in line.operands for array in lines[name].arrays]
-    times = group_size if kind == "all_gather" else 1
-    return CompiledCollective(
-        kind=kind,
-        axes=axes,
-        num_bytes=times * sum(array.num_bytes for array in given),
-        own_bytes=times * own_bytes,
-        trips=trips,
-        where=line.source,
-        dtype=given[0].dtype,
-        operands=tuple(array.shape for array in given),
-        group_size=group_size,
-        trips_known=known,
-        name=line.name,
-    )
-
-
-def _own_bytes(
-    program: Program, lines: Mapping[str, Operation], line: Operation
-) -> int:
-    """Bytes of the operands in the types that they had before XLA widened them."""
-    if "promoted" in line.attributes:  # XLA's name of a sum in a wider type
-        return sum(lines[name].num_bytes for name in line.operands) // 2
-    total = 0
-    for name in line.operands:
-        maker = lines[name]
-        while maker.opcode in _RENAMES and maker.operands[0] in lines:
-            maker = lines[maker.operands[0]]
-        inside = lines
-        if maker.opcode == "fusion":
-            body = program.computations[maker.called[0]]
-            inside, maker = {one.name: one for one in body}, body[-1]
-        narrow = maker.opcode == "convert" and _bits_of(inside, maker) == 16
-        total += lines[name].num_bytes // (2 if narrow else 1)
-    return total
-
-
-def _bits_of(lines: Mapping[str, Operation], convert: Operation) -> int:
-    """Of the elements that a conversion to 32 bits reads; 0 for any other."""
-    source = lines.get(convert.operands[0])
-    if source is None or not source.arrays or _bits(convert.arrays[0].dtype) != 32:
-        return 0
-    return _bits(source.arrays[0].dtype)
-
-
-def _total(found: list[CompiledCollective]) -> int:
-    return sum(one.num_bytes * one.trips for one in found)
 
 
 def _operation(line: str) -> Operation:
@@ -309,7 +159,12 @@ def _aliases(text: str) -> dict[int, int]:
     return {int(output or 0): int(number) for output, number in pairs}
 
 
-def _bits(dtype: str) -> int:
+def bits(dtype: str) -> int:
+    """Bits of an element of one of XLA's types; 0 for those that have none.
+
+    >>> bits("bf16"), bits("pred"), bits("f8e4m3fn")
+    (16, 8, 8)
+    """
     if dtype in _BITS:
         return _BITS[dtype]
     digits = re.match(r"[a-z]+?(\d+)", dtype)  # f32, s64, bf16, f8e4m3fn

@@ -285,7 +285,8 @@ _RULES: dict[str, Callable[[Case], Linked]] = {
     "gather": products.gather,
     "scatter": lambda case: products.scatter(case, adds=False),
     **dict.fromkeys(
-        ("scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"),
+        ("scatter-add", "scatter_add", "scatter-sub", "scatter-mul", "scatter-min",
+         "scatter-max"),
         lambda case: products.scatter(case, adds=True),
     ),
     **dict.fromkeys(

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dtft.planner.hlo import CompiledCollective
+from dtft.planner.hlo_collectives import CompiledCollective
 from dtft.planner.plan import Collective, Plan
 
 _Key = tuple[str, tuple[str, ...]]

@@ -61,7 +61,7 @@ CPU = Sizes(
     dtypes=("float32",),
     rows=(8, 32, 128, 512),
     dims=((64, 64), (256, 256), (128, 512), (512, 512), (1024, 256)),
-    streams=_powers(2**16, 2**24, 5),
+    streams=_powers(2**18, 2**24, 5),
     collectives=_powers(2**12, 2**22, 8),
     overlap=(256, (2**14, 2**18, 2**20)),
 )

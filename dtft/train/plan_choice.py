@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from dtft._jax_internals import told_by_first
 from dtft.planner.plan import Plan
 from dtft.train.config import ConfigError
 from dtft.train.experiment import Experiment
@@ -91,7 +90,8 @@ def choose(
         answer = decide or _automatic
         plan = answer(experiment, devices) if asked == "auto" else read(asked)
         text = plan.to_json()
-    return Choice(asked=asked, plan=Plan.from_json(told(text)))
+    agreed = told_by_first("dtft/plan", text, experiment.timeouts.start)
+    return Choice(asked=asked, plan=Plan.from_json(agreed))
 
 
 def read(path: str) -> Plan:
@@ -116,13 +116,3 @@ def _automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     from dtft.train.plan_auto import automatic
 
     return automatic(experiment, devices)
-
-
-def told(text: str) -> str:
-    """The text that process 0 has, on all processes."""
-    if jax.process_count() == 1:
-        return text
-    own = np.frombuffer(text.encode(), np.uint8)
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(own.size)))
-    padded = np.resize(own, length) if own.size else np.zeros(length, np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()

@@ -141,7 +141,8 @@ def test_a_kind_that_is_slower_gets_its_own_curve() -> None:
     ]
     fitted, _ = fit_link(port, times)
     known = Group(sizes=(8,), links=(fitted,))
-    for kind, factor in (("permute", 4), ("all_gather", 1)):
+    factors: dict[CollectiveKind, int] = {"permute": 4, "all_gather": 1}
+    for kind, factor in factors.items():
         expected = factor * collective_s(kind, 1e9, group)
         assert collective_s(kind, 1e9, known) == pytest.approx(expected, rel=0.1)
 

@@ -28,7 +28,7 @@ TWO = Group(sizes=(8, 4), links=(FAST, SLOW))
 
 def test_formulas_of_one_level() -> None:
     alpha, bandwidth, n, size = 9e-6, 25e9, 8, 1e8
-    seconds = {
+    seconds: dict[tuple[CollectiveKind, Algorithm], float] = {
         ("all_reduce", "ring"): 2 * 7 * alpha + 2 * 7 / 8 * size / bandwidth,
         ("all_reduce", "tree"): 2 * 3 * alpha + 2 * size / bandwidth,
         ("all_reduce", "gather"): 2 * alpha + 2 * n * size / bandwidth,

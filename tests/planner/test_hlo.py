@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.hlo import CompiledCollective, collectives, parse
+from dtft.planner.hlo import parse
+from dtft.planner.hlo_collectives import CompiledCollective, collectives
 from dtft.planner.hlo_groups import Groups, axes_of, groups_of
 
 MESH = {"data": 4, "tensor": 2}
@@ -183,7 +184,8 @@ HloModule m
 
 %convert_computation (a: bf16[8], b: s32[8]) -> f32[8] {
   %a = bf16[8]{0} parameter(0)
-  ROOT %c = f32[8]{0} convert(%a)
+  %c = f32[8]{0} convert(%a)
+  ROOT %d = f32[8]{0} transpose(%c), dimensions={0}
 }
 
 ENTRY %main (p: bf16[8], q: s32[8]) -> f32[16] {

@@ -10,45 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from jax.extend.core import Literal
 
-from dtft.planner.dims import Dims
-from dtft.planner.linking import factor_groups, link
+from dtft.planner.graph import Graph
+from dtft.planner.linking import factor_groups
+from dtft.planner.trace import trace
 
 
-def follow(fn: Callable[..., Any], *args: Any) -> tuple[Dims, list, list, set, set]:
-    """Dims of arguments and results of a program without calls; summed and whole."""
-    closed = jax.make_jaxpr(fn)(*args)
-    dims, known = Dims(), {}
-    summed: set[int] = set()
-    whole: set[int] = set()
-
-    def of(atom: Any) -> tuple[int, ...]:
-        if isinstance(atom, Literal):
-            return dims.news(atom.aval.shape)
-        return known[atom]
-
-    for atom in (*closed.jaxpr.invars, *closed.jaxpr.constvars):
-        known[atom] = dims.news(atom.aval.shape)
-    for eqn in closed.jaxpr.eqns:
-        assert not any(hasattr(p, "eqns") for p in eqn.params.values()), eqn
-        found = link(dims, eqn, [of(atom) for atom in eqn.invars])
-        for atom, numbers in zip(eqn.outvars, found.outputs, strict=True):
-            assert len(numbers) == len(atom.aval.shape)
-            known[atom] = numbers
-        summed |= set(found.summed)
-        whole |= set(found.whole)
-    ins = [known[atom] for atom in closed.jaxpr.invars]
-    outs = [of(atom) for atom in closed.jaxpr.outvars]
-    find = dims.find
-    resolve = [tuple(map(find, numbers)) for numbers in (*ins, *outs)]
-    return (
-        dims,
-        resolve[: len(ins)],
-        resolve[len(ins) :],
-        {find(d) for d in summed},
-        {find(d) for d in whole},
-    )
+def follow(fn: Callable[..., Any], *args: Any) -> tuple[Graph, list, list, set, set]:
+    """Dims of arguments and results of a program; those summed, those needed whole."""
+    graph = trace(fn, *args)
+    ins = [graph.values[index].dims for index in graph.inputs.values()]
+    outs = [graph.values[index].dims for index in graph.outputs.values()]
+    summed = {dim for operator in graph.operators for dim in operator.summed}
+    whole = {dim for operator in graph.operators for dim in operator.whole}
+    return graph, ins, outs, summed, whole
 
 
 def f32(*shape: int) -> np.ndarray:
@@ -123,13 +98,13 @@ def part(array: np.ndarray, numbers: tuple[int, ...], number: int, half: int) ->
 def test_halves_computed_apart_are_the_halves_of_the_result(name: str) -> None:
     fn, args, least = CASES[name]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        dims, ins, outs, summed, whole = follow(fn, *args)
+        graph, ins, outs, summed, whole = follow(fn, *args)
         expected = np.asarray(fn(*args))
         held = {number for numbers in ins for number in numbers}
         free = [
             number
             for number in sorted(held - summed - whole)
-            if dims.of(number).divisible_by(2) and number in outs[0]
+            if graph.dims[number].divisible_by(2) and number in outs[0]
         ]
         for number in free:
             halves = [
@@ -164,10 +139,10 @@ def test_heads_are_divided_as_the_projection_that_makes_them() -> None:
     def heads(x, w):
         return (x @ w).reshape(2, 4, 3, 8)
 
-    dims, (x, w), (out,), _, _ = follow(heads, f32(2, 4, 6), f32(6, 24))
+    graph, (x, w), (out,), _, _ = follow(heads, f32(2, 4, 6), f32(6, 24))
     assert out[:3] == (*x[:2], w[1])
-    assert dims.of(w[1]).sizes == (3, 24)
-    assert dims.of(w[1]).divisible_by(3) and not dims.of(w[1]).divisible_by(2)
+    assert graph.dims[w[1]].sizes == (3, 24)
+    assert graph.dims[w[1]].divisible_by(3) and not graph.dims[w[1]].divisible_by(2)
 
 
 def test_scores_have_the_position_twice_and_the_residual_width_is_one() -> None:
@@ -181,9 +156,9 @@ def test_scores_have_the_position_twice_and_the_residual_width_is_one() -> None:
 
 
 def test_unrelated_dims_stay_apart() -> None:
-    dims, (a, b), _, _, _ = follow(lambda a, b: (a * 2, b * 2), f32(4, 6), f32(4, 6))
+    graph, (a, b), _, _, _ = follow(lambda a, b: (a * 2, b * 2), f32(4, 6), f32(4, 6))
     assert not {*a} & {*b}
-    assert dims.of(a[0]).sizes == (4,)
+    assert graph.dims[a[0]].sizes == (4,)
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.randoms())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.hlo import CompiledCollective
+from dtft.planner.hlo_collectives import CompiledCollective
 from dtft.planner.plan import Collective, Knobs, Plan, Prediction
 from dtft.planner.verify import Compiled, Failure, Memory, compare, gate
 

@@ -1,0 +1,95 @@
+"""The models and plans that `plan_bytes.py` and `plan_memory.py` compile.
+
+The ten models of the tests, small enough that their programs compile in seconds but
+with more tokens per device than width, so that moving weights is cheaper than moving
+activations. Must not know what is compared.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the models are the tests' own
+
+from dtft.planner import decided, question  # noqa: E402
+from dtft.planner.cluster import Cluster  # noqa: E402
+from dtft.planner.compiling import Candidate  # noqa: E402
+from dtft.planner.enumeration import enumerate_space  # noqa: E402
+from dtft.planner.plan import Plan  # noqa: E402
+from dtft.planner.question import Question  # noqa: E402
+from dtft.planner.search import Search  # noqa: E402
+from dtft.planner.space import Choices  # noqa: E402
+from dtft.train import verifying  # noqa: E402
+from tests.planner.zoo import MODELS  # noqa: E402
+from tests.planner.zoo_parts import Model  # noqa: E402
+
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "mlp": {"batch": 4096, "widths": (256, 512, 512, 64)},
+    "gpt": {"batch": 64, "time": 128, "width": 256, "layers": 2, "heads": 8,
+            "vocabulary": 1024},
+    "gpt_scan": {"batch": 64, "time": 128, "width": 256, "layers": 3, "heads": 8,
+                 "vocabulary": 1024},
+    "llama": {"batch": 64, "time": 128, "width": 256, "layers": 3, "heads": 16,
+              "kv_heads": 8, "hidden": 512, "vocabulary": 1024},
+    "vit": {"batch": 64, "size": 64, "patch": 8, "width": 256, "layers": 2, "heads": 8,
+            "classes": 128},
+    "resnet": {"batch": 64, "size": 32, "depths": (1, 1), "width": 64, "classes": 64},
+    "moe": {"batch": 64, "time": 64, "width": 128, "layers": 2, "hidden": 256,
+            "experts": 8, "chosen": 2, "heads": 8, "vocabulary": 512},
+    "lora": {"batch": 64, "time": 64, "width": 256, "layers": 2, "heads": 8, "rank": 16,
+             "vocabulary": 512},
+    "rnn": {"batch": 256, "time": 16, "width": 128, "vocabulary": 256},
+    "unet": {"batch": 64, "size": 16, "width": 64, "multiples": (1, 2), "groups": 32},
+    "user_step": {"batch": 4096, "items": 8192, "width": 64, "hidden": 256},
+}  # fmt: skip
+
+
+def model(name: str) -> Model:
+    """One of the tests' models, in the size of the studies."""
+    return MODELS[name](**SIZES[name])
+
+
+def question_of(one: Model) -> Question:
+    """What is asked of the planner: the loss, or where there is one the user's step."""
+    if one.own_step is not None:
+        return question.of_step(one.own_step, one.own_state, one.batch)
+    return question.of_loss(one.loss, one.optimizer, one.params, one.batch)
+
+
+def plan_of(
+    asked: Question, pins: Mapping[str, Any], cluster: Cluster, *, scatters: bool
+) -> Plan:
+    """The plan for a given mesh and ZeRO level.
+
+    Args:
+        asked: the step.
+        pins: sizes of axes, `zero`, and what else is given.
+        cluster: whose costs decide what `tensor` divides.
+        scatters: whether the compiler that it is compared with has reduce-scatter.
+    """
+    axes = [name for name in pins if name in ("replica", "fsdp", "tensor")]
+    choices = Choices(
+        num_devices=cluster.uniform.num_devices,
+        batch=asked.batch_size,
+        divides=dict.fromkeys(axes, ()),
+        max_microbatches=pins.get("microbatches", 1),
+        zero=(pins.get("zero", 0),),
+        remat=(pins.get("remat", "none"),),
+    )
+    remat = pins.get("remat", "none")
+    asked = asked if remat == "none" else asked.rematerialized(remat)
+    search = Search(asked, cluster.uniform, scatters=scatters)
+    priced = search.price(enumerate_space(choices, pins))
+    return decided.write(search, priced, int(priced.ranking[0]), cluster)
+
+
+def candidate_of(one: Model, plan: Plan, target: str, name: str) -> Candidate:
+    """The program that would run the plan."""
+    if one.own_step is not None:
+        return verifying.of_step(
+            plan, one.own_step, one.own_state, one.batch, target=target, name=name
+        )
+    return verifying.of_loss(
+        plan, one.loss, one.optimizer, one.params, one.batch, target=target, name=name
+    )

@@ -1,0 +1,96 @@
+"""The cluster that JAX's devices are, from attributes alone."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import pytest
+
+from dtft.planner.catalog_devices import DEVICES
+from dtft.planner.cluster import Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundDevice:
+    """What JAX says of a device."""
+
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+    process_index: int = 0
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def memory_stats(self) -> dict[str, Any]:
+        return self.stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundTpu(FoundDevice):
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+    coords: tuple[int, int, int] = (0, 0, 0)
+
+
+GIB = 2**30
+
+
+def test_devices_of_hosts() -> None:
+    devices = [FoundDevice(process_index=n // 8) for n in range(32)]
+    pool = Cluster.from_devices(devices, host_memory_bytes=1024 * GIB).uniform
+    assert [level.size for level in pool.levels] == [8, 4]
+    assert pool.device == DEVICES["h100"] and pool.host_memory_bytes == 128 * GIB
+    assert pool.levels == Cluster.parse("4x8xh100").uniform.levels
+
+
+def test_the_memory_that_a_device_says_it_has_counts() -> None:
+    device = FoundDevice(stats={"bytes_limit": 60 * GIB})
+    pool = Cluster.from_devices([device], host_memory_bytes=GIB).uniform
+    assert pool.device.memory_bytes == 60 * GIB and pool.levels == ()
+
+
+def test_devices_of_a_torus() -> None:
+    devices = [
+        FoundTpu(coords=(x, y, 0), process_index=(x // 2 + y) // 2)
+        for y in range(8)
+        for x in range(4)
+    ]
+    devices = [replace(d, process_index=n // 8) for n, d in enumerate(devices)]
+    pool = Cluster.from_devices(devices, host_memory_bytes=GIB).uniform
+    assert [level.size for level in pool.levels] == [4, 8]
+    assert pool.device.name == "tpu-v5e" and pool.levels[0].link.kind == "ICI"
+
+
+def test_devices_of_cpu_share_the_memory_of_the_machine() -> None:
+    cpu = FoundDevice(platform="cpu", device_kind="cpu")
+    pool = Cluster.from_devices([cpu] * 8, host_memory_bytes=16 * GIB).uniform
+    assert pool.device.memory_bytes == 2 * GIB and pool.host_link is None
+    processes = [replace(cpu, process_index=n) for n in range(4)]
+    pool = Cluster.from_devices(processes, host_memory_bytes=16 * GIB).uniform
+    assert [(level.size, level.name) for level in pool.levels] == [(4, "hosts")]
+    assert pool.device.memory_bytes == 4 * GIB
+
+
+def test_the_devices_of_this_process() -> None:
+    cluster = Cluster.from_devices(jax.devices())
+    assert cluster.num_devices == len(jax.devices())
+    assert cluster.uniform.device.name == "cpu"
+
+
+@pytest.mark.parametrize(
+    "devices, said",
+    [
+        ([], "devices is empty"),
+        (
+            [FoundDevice(device_kind="NVIDIA H300")],
+            "'NVIDIA H300' is not in the catalog",
+        ),
+        ([FoundDevice(), FoundDevice(device_kind="NVIDIA B200")], "of 2 types"),
+        (
+            [FoundDevice(), FoundDevice(), FoundDevice(process_index=1)],
+            "unlike numbers of devices (2 x 0, 1 x 1)",
+        ),
+    ],
+)
+def test_devices_that_make_no_cluster(devices: list[Any], said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        Cluster.from_devices(devices)
+    assert said in str(raised.value)
