@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dtft.planner.graph import Operator
+from dtft.planner.links import CollectiveKind
 
 Sizes = Mapping[str, Any]
 """Axis to its size: an int, or an array with one per candidate."""
@@ -48,7 +49,7 @@ def parts(axes: tuple[str, ...], sizes: Sizes) -> Any:
 class Sent:
     """One collective: the larger of a device's operand and result is its amount."""
 
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...]
     amount: Amount
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from dtft.planner.amounts import Amount, Sent, Work
 from dtft.planner.graph import Graph, Operator, Value
+from dtft.planner.links import CollectiveKind
 from dtft.planner.plan import Spec
 from dtft.planner.products import product_sizes
 
@@ -264,7 +265,7 @@ class _Placed:
                 found["m" if dim in left else "n"].append(axis)
         return {name: tuple(axes) for name, axes in found.items()}
 
-    def _add(self, kind: str, axes: Axes, amount: Amount) -> None:
+    def _add(self, kind: CollectiveKind, axes: Axes, amount: Amount) -> None:
         self.sent.append(Sent(kind=kind, axes=axes, amount=amount))
 
 

@@ -183,7 +183,7 @@ def of_loss(
         "optimizer": "optimizer",
         "batch": "batch",
     }
-    roles = {path: names[path.split("/")[0]] for path in graph.inputs}
+    roles: dict[str, Role] = {p: names[p.split("/")[0]] for p in graph.inputs}
     program = trace(
         lambda params, batch: loss(params, batch), params=params, batch=batch
     )

@@ -211,7 +211,7 @@ def _with_aux(loss: Callable[..., Any]) -> Loss:
         result: Any = loss(params, batch)
         if not (isinstance(result, tuple) and len(result) == 2):
             return result, {}
-        value, aux = result
-        return value, {"aux": aux}
+        value: Any = result[0]
+        return value, {"aux": result[1]}
 
     return with_aux

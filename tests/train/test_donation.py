@@ -15,6 +15,8 @@ import pytest
 from jax.sharding import Mesh
 
 from dtft.optim import max_adabelief
+from dtft.planner.hlo import Program as Compiled
+from dtft.planner.hlo import parse
 from dtft.train.config import load
 from dtft.train.data import make_datasets
 from dtft.train.experiment import Experiment, MeshConfig
@@ -33,16 +35,16 @@ def _compile(experiment: Experiment, mesh: Mesh) -> tuple[hlo.Program, Program]:
         for name, column in columns.items()
         if name != "id"
     }
-    return hlo.parse(program.lower_step(batch).compile().as_text()), program
+    return parse(program.lower_step(batch).compile().as_text()), program
 
 
-def _leaf_copies(compiled: hlo.Program, abstract: Any) -> int:
+def _leaf_copies(compiled: Compiled, abstract: Any) -> int:
     """Copies with the shape of some leaf's part on one device."""
     leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.ndim]
     shapes = {leaf.sharding.shard_shape(leaf.shape) for leaf in leaves}
     return sum(
         any(shape in shapes for _, shape in operation.arrays)
-        for operation in compiled.copies(1)
+        for operation in hlo.copies(compiled, 1)
     )
 
 
@@ -113,7 +115,7 @@ def _crossed(in_order: bool, place: Any) -> tuple[hlo.Program, Any]:
         return (params, state) if in_order else (state, params)
 
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params)
-    return hlo.parse(lowered.compile().as_text()), (params, state)
+    return parse(lowered.compile().as_text()), (params, state)
 
 
 def test_a_crossed_step_is_seen_by_its_aliases_and_copies() -> None:
@@ -123,12 +125,12 @@ def test_a_crossed_step_is_seen_by_its_aliases_and_copies() -> None:
     # Out: count, mu, nu, nu_max, params. In: params, count, mu, nu, nu_max.
     assert crossed.aliases == {0: 1, 1: 0, 2: 2, 3: 3, 4: 4}
     size = int(np.prod(carried[0].shape))
-    assert len(crossed.copies(size)) >= len(kept.copies(size)) + 2
+    assert len(hlo.copies(crossed, size)) >= len(hlo.copies(kept, size)) + 2
 
 
 def test_a_crossed_step_copies_leaves_on_a_gpu() -> None:
     kept, carried = _crossed(True, gpu.on_one)
     size = int(np.prod(carried[0].shape))
-    assert len(kept.copies(size)) == 0
+    assert len(hlo.copies(kept, size)) == 0
     crossed, _ = _crossed(False, gpu.on_one)
-    assert len(crossed.copies(size)) >= 1
+    assert len(hlo.copies(crossed, size)) >= 1

@@ -13,7 +13,8 @@ import optax
 import pytest
 
 from dtft.planner.capabilities import CAPABILITIES
-from dtft.planner.hlo import Operation, Program, collectives, parse
+from dtft.planner.hlo import Operation, Program, parse
+from dtft.planner.hlo_collectives import collectives
 from dtft.planner.plan import Knobs
 from dtft.train.planned_step import make_step
 from dtft.train.planning import jit_plan
