@@ -8,7 +8,7 @@ from typing import Any
 SERVE_ONLY = "--serve-only"
 
 
-def _parser(serve_only: bool = False) -> argparse.ArgumentParser:
+def _parser(serve_only: bool = False, predict: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dtft", description="Distributed training that outlives its hosts."
     )
@@ -29,7 +29,7 @@ def _parser(serve_only: bool = False) -> argparse.ArgumentParser:
     made.add_argument("--json", help="write the figures here")
     _checkpoint(commands)
     _scale(commands)
-    _plan(commands)
+    _predict(commands) if predict else _plan(commands)
     _calibrate(commands)
     return parser
 
@@ -193,6 +193,25 @@ def _scale(commands: Any) -> None:
 
 
 def _plan(commands: Any) -> None:
+    text = "how to shard a config on a cluster, how fast it is, whether it fits; or "
+    text += "a table of layouts: plan predict"
+    made = _command(commands, "plan", text)
+    text = "64x8xH100, 8xA100, a file (default: the devices that JAX has here)"
+    made.add_argument("--cluster", metavar="SPEC", help=text)
+    text = "a knob that is given, such as tensor=8; may be repeated"
+    made.add_argument(
+        "--pin", action="append", default=[], metavar="NAME=VALUE", help=text
+    )
+    made.add_argument("--html", metavar="PATH", help="write a report with pictures")
+    made.add_argument("--json", metavar="PATH", help="write the plan")
+    text = "look also at knobs that cannot be run here"
+    made.add_argument("--what-if", action="store_true", help=text)
+    text = "compile the best few for devices that need not exist; take one that fits"
+    made.add_argument("--verify", action="store_true", help=text)
+
+
+def _predict(commands: Any) -> None:
+    """`dtft plan predict`, which has a table in the place of CONFIG."""
     group = commands.add_parser("plan", help="what a step takes on a cluster")
     actions = group.add_subparsers(dest="action", required=True)
     made = actions.add_parser(
@@ -232,7 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     serve_only = given[:1] == ["agent"] and SERVE_ONLY in given
-    options, overrides = _parser(serve_only).parse_known_args(given)
+    predict = given[:2] == ["plan", "predict"]
+    options, overrides = _parser(serve_only, predict).parse_known_args(given)
     if getattr(options, "help", None):
         overrides.append("--help")
     from dtft.train import commands

@@ -98,13 +98,16 @@ def _product(
     question, device = decision.question, decision.cluster.uniform.device
     dtype = question.graph.values[group.operator.inputs[0]].dtype
     *shape, number = (float(amount.at(sizes)) for amount in done.sizes)
+
+    def takes(rows: float, columns: float, depth: float) -> float:
+        return float(matmul_s(device, rows, columns, depth, number, dtype))
+
     times = group.times * runs(done, sizes)
-    takes = float(matmul_s(device, *shape, number, dtype))
     row = max(1, device.alignment_bytes * 8 // item_bits(dtype))
     odd = [at for at in (1, 2) if shape[at] % row]
     if odd:
         fitting = [-(-n // row) * row if at else n for at, n in enumerate(shape)]
-        gain = takes - float(matmul_s(device, *fitting, number, dtype))
+        gain = takes(*shape) - takes(*fitting)
         pairs = sorted({(shape[at], fitting[at]) for at in odd})
         text = (
             f"{' and '.join(f'{n:g}' for n, _ in pairs)} on a device, no multiple of "
@@ -115,10 +118,11 @@ def _product(
     tiles = [math.ceil(n / tile) for n, tile in zip(shape, device.tile, strict=True)]
     padded = [n * tile for n, tile in zip(tiles, device.tile, strict=True)]
     used = math.prod(shape) / math.prod(padded)
-    if used < 1 and shape_factor(device, *shape, number, dtype) <= used:
+    rows, columns, depth = shape
+    if used < 1 and shape_factor(device, rows, columns, depth, number, dtype) <= used:
         sides = " x ".join(f"{n:g}" for n in shape)
         text = f"a matmul of {sides} on a device fills {percent(used)} of its tiles"
-        yield "tiles", text, times * takes * (1 - used)
+        yield "tiles", text, times * takes(*shape) * (1 - used)
 
 
 def _name(graph: Graph, group: Group) -> str:
@@ -196,7 +200,8 @@ def replicated(decision: Decision) -> tuple[Lint, ...]:
     """Large arrays of the state that no axis divides, though axes are there for it."""
     question, plan = decision.question, decision.plan
     found: dict[str, list[int]] = defaultdict(list)
-    for role, level in (("parameter", 3), ("optimizer", 1)):
+    levels: dict[Role, int] = {"parameter": 3, "optimizer": 1}
+    for role, level in levels.items():
         axes = _dividing(plan, level)
         if axes:
             _collect(found, question, plan, role, axes)

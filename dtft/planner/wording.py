@@ -49,7 +49,7 @@ def size(num_bytes: float) -> str:
     >>> size(1536), size(80 * 2**30), size(-3)
     ('1.5 KiB', '80 GiB', '-3 B')
     """
-    value = float(num_bytes)
+    value, unit = float(num_bytes), _BINARY[0]
     for unit in _BINARY:
         if abs(value) < 1024 or unit == _BINARY[-1]:
             break

@@ -150,10 +150,14 @@ def _scale(options: Namespace, overrides: list[str]) -> int:
 
 
 def _plan(options: Namespace, overrides: list[str]) -> int:
-    from dtft.train import predict_command
+    if getattr(options, "action", "") == "predict":
+        from dtft.train import predict_command
 
-    _refuse_unknown(f"plan {options.action}", overrides)
-    return predict_command.run(options)
+        _refuse_unknown("plan predict", overrides)
+        return predict_command.run(options)
+    from dtft.train import plan_command
+
+    return plan_command.run(options, load_experiment(options, overrides))
 
 
 def _calibrate(options: Namespace, overrides: list[str]) -> int:

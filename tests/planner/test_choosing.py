@@ -56,8 +56,8 @@ def random_question(seed: int) -> Question:
 @pytest.mark.parametrize("seed", range(26))
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
     question = random_question(seed)
-    axes: tuple[str, ...] = ("replica", "fsdp", MICRO)
-    data = dict.fromkeys(question.batch_dims, axes)
+    data: dict[int, tuple[str, ...]] = {}
+    data |= dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
     for scatters, (name, tensor) in itertools.product(
         (True, False), itertools.product(POOLS, (2, 4))
     ):

@@ -25,7 +25,7 @@ from dtft.train.step import Program, make_mesh
 from tests.aot import gpu, hlo
 
 
-def _compile(experiment: Experiment, mesh: Mesh) -> tuple[hlo.Program, Program]:
+def _compile(experiment: Experiment, mesh: Mesh) -> tuple[Compiled, Program]:
     program = Program(experiment, mesh)
     columns = make_datasets(experiment.data, experiment.seed).train.batch([0])
     batch = {
@@ -43,7 +43,7 @@ def _leaf_copies(compiled: Compiled, abstract: Any) -> int:
     leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.ndim]
     shapes = {leaf.sharding.shard_shape(leaf.shape) for leaf in leaves}
     return sum(
-        any(shape in shapes for _, shape in operation.arrays)
+        any(array.shape in shapes for array in operation.arrays)
         for operation in hlo.copies(compiled, 1)
     )
 
@@ -103,7 +103,7 @@ def test_a_step_for_a_gpu_copies_no_leaf_that_amsgrad_does_not(config: str) -> N
     _assert_nothing_is_copied(load(config, []), mesh, _Amsgrad)
 
 
-def _crossed(in_order: bool, place: Any) -> tuple[hlo.Program, Any]:
+def _crossed(in_order: bool, place: Any) -> tuple[Compiled, Any]:
     """An update that takes (params, state) and returns them so, or the other way."""
     solver = max_adabelief(1e-3)
     params = jax.ShapeDtypeStruct((512, 512), jnp.float32)

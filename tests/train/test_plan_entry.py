@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def _loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(hidden @ params["down"] - batch))
 
 
-def _step(state: dict[str, jax.Array], batch: jax.Array) -> object:
+def _step(state: dict[str, jax.Array], batch: jax.Array) -> tuple[Any, jax.Array]:
     value, gradients = jax.value_and_grad(_loss)(state, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
 
@@ -39,7 +40,7 @@ def _batch(rows: int) -> jax.ShapeDtypeStruct:
 
 
 def _planned(
-    cluster: Cluster | str | None, rows: int = 64, **pins: int
+    cluster: Cluster | str | None, rows: int = 64, **pins: Any
 ) -> RunnablePlan:
     return dtft.plan(
         loss=_loss,

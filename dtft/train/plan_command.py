@@ -1,0 +1,118 @@
+"""`dtft plan CONFIG`: the plan of a config for a cluster, in words, as JSON and HTML.
+
+Asks and writes; decides nothing of the plan. Runs no step: a plan for a cluster that is
+elsewhere needs none of its devices.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dtft.planner import explain, report, wording
+from dtft.planner.lints import lints
+from dtft.planner.pins import COUNTS
+from dtft.planner.wording import Section
+from dtft.train.experiment import Experiment
+from dtft.train.plan_entry import plan
+from dtft.train.plan_question import Asked, asked_of
+from dtft.train.plan_verify import first_fitting, sections, verified
+from dtft.train.planning import RunnablePlan
+
+
+def run(options: Namespace, experiment: Experiment) -> int:
+    """Runs the command.
+
+    Raises:
+        ValueError: a config that cannot be planned, pins that cannot be met, an unknown
+            cluster; or nothing fits, predicted or compiled.
+    """
+    asked = asked_of(experiment)
+    found = planned(asked, options.cluster, options.pin, what_if=options.what_if)
+    checked: tuple[Section, ...] = ()
+    if options.verify and found.decision is not None:
+        results = verified(
+            found.decision, asked.loss, asked.optimizer, asked.params, asked.batch
+        )
+        checked = sections(results)
+        taken = first_fitting(results).decision
+        found = RunnablePlan.of(taken.plan, taken)
+    show(found, checked)
+    for path, text in ((options.json, found.to_json), (options.html, found.html)):
+        if path:
+            Path(path).write_text(text())
+            print(f"written: {path}")
+    return 0
+
+
+def planned(
+    asked: Asked,
+    cluster: str | None,
+    given: Sequence[str],
+    *,
+    what_if: bool = False,
+) -> RunnablePlan:
+    """The plan of a config.
+
+    Args:
+        asked: its loss, optimizer, parameters and batch.
+        cluster: in words, or a file; None for the devices that JAX has.
+        given: pins, as NAME=VALUE.
+        what_if: looks also at knobs that cannot be run here.
+
+    Raises:
+        ValueError: as `run`.
+    """
+    return plan(
+        loss=asked.loss,
+        optimizer=asked.optimizer,
+        params=asked.params,
+        batch=asked.batch,
+        cluster=cluster,
+        what_if=what_if,
+        **pins_of(given),
+    )
+
+
+def pins_of(given: Sequence[str]) -> dict[str, Any]:
+    """Pins of a command line.
+
+    Raises:
+        ValueError: one of them is not NAME=VALUE, or its value is no number.
+
+    >>> pins_of(["tensor=8", "remat=dots", "order=replica,tensor"])
+    {'tensor': 8, 'remat': 'dots', 'order': ('replica', 'tensor')}
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not value or (name in COUNTS and not value.isdigit()):
+            raise ValueError(
+                f"--pin {text}: a pin is NAME=VALUE, such as tensor=8, microbatches=4, "
+                "zero=3, remat=dots or order=replica,tensor."
+            )
+        if name == "order":
+            found[name] = tuple(value.split(","))
+        else:
+            found[name] = int(value) if value.isdigit() else value
+    return found
+
+
+def show(found: RunnablePlan, checked: Sequence[Section]) -> None:
+    """Tables on a terminal, aligned text elsewhere.
+
+    Args:
+        found: what is shown.
+        checked: what the compiler made of it, shown last.
+    """
+    parts = list(explain.sections(found))
+    if found.decision is not None:
+        parts.append(report.lint_section(lints(found.decision)))
+    parts += checked
+    if sys.stdout.isatty():
+        report.show(parts, Console())
+    else:
+        print(wording.text(parts))

@@ -1,0 +1,73 @@
+"""`dtft plan`: what is printed and written is the plan of the config."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dtft.cli import main
+from dtft.planner.plan import Plan
+from dtft.train.plan_command import pins_of
+from tests.planner import reading
+
+
+def test_a_plan_is_printed_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = {name: tmp_path / f"plan.{name}" for name in ("json", "html")}
+    flags = [text for name, path in paths.items() for text in (f"--{name}", str(path))]
+    command = ["plan", "digits_cnn", "--cluster", "2x4xH100", "--pin", "replica=8"]
+    assert main([*command, *flags, "--data.global_batch", "64"]) == 0
+    printed = capsys.readouterr().out
+    plan = Plan.from_json(paths["json"].read_text())
+    assert plan.mesh == {"replica": 8} and plan.cluster == "2x4xh100"
+    assert printed.startswith("Plan for 2x4xh100: replica=8; microbatches=1")
+    rows = reading.rows(printed, "Step time")
+    assert reading.value(rows["step"][0]) == pytest.approx(
+        plan.prediction.step_s, rel=reading.PRECISION
+    )
+    assert "What a small change would save" in printed
+    assert f"written: {paths['json']}" in printed
+    assert paths["html"].read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(paths["json"].read_text())["batch"]["label"] == [["replica"]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--cluster", "8xH1000"], "Known: a100"),
+        (["--cluster", "8xH100", "--pin", "tensor"], "a pin is NAME=VALUE"),
+        (
+            ["--cluster", "8xH100", "--pin", "tensor=3"],
+            "3 does not divide num_devices=8",
+        ),
+        (["--cluster", "8xH100", "--pin", "tensr=3"], "Knobs: replica"),
+        (["--cluster", "8xH100", "--optim.learning_rat", "1"], "learning_rat"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main(["plan", "digits_cnn", *flags]) == 2
+    except SystemExit as end:
+        assert end.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_pins_are_numbers_words_or_an_order() -> None:
+    assert pins_of([]) == {}
+    assert pins_of(["zero=3", "order=replica,tensor"]) == {
+        "zero": 3, "order": ("replica", "tensor"),
+    }  # fmt: skip
+
+
+def test_a_table_of_layouts_is_another_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "predict", "--help"])
+    assert "ROWS.csv" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "--what-if" in capsys.readouterr().out

@@ -1,0 +1,88 @@
+"""A plan is taken only if what the compiler made of it fits."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from dtft.planner import wording
+from dtft.planner.cluster import Cluster
+from dtft.planner.deciding import Decision, decide, next_best
+from dtft.planner.plan import Collective
+from dtft.planner.question import of_loss
+from dtft.planner.verify import Compiled, Failure, Memory, gate
+from dtft.train.plan_verify import Verified, first_fitting, sections, verified
+from tests.planner import reading
+
+PARAMS = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+BATCH = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+OPTIMIZER = optax.adam(1e-3)
+
+
+def _loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.square(batch @ params["w"]))
+
+
+@pytest.fixture(scope="module")
+def decision() -> Decision:
+    question = of_loss(_loss, OPTIMIZER, PARAMS, BATCH)
+    return decide(question, Cluster.parse("8xcpu"), {"tensor": 1})
+
+
+def _made(decision: Decision, temporaries: int, target: str = "h100") -> Verified:
+    memory = Memory(arguments=100, outputs=50, temporaries=temporaries, aliased=50)
+    compiled = Compiled(
+        name="0", target=target, collectives=(), memory=memory, seconds=1.0
+    )
+    verdict = gate(decision.plan, compiled, decision.plan.capacity_bytes)
+    return Verified(decision=decision, compiled=compiled, verdict=verdict)
+
+
+def test_the_next_best_are_ranked_and_the_first_is_the_plan(decision: Decision) -> None:
+    found = next_best(decision, 4)
+    assert found[0].plan == decision.plan
+    times = [one.plan.prediction.step_s for one in found]
+    assert times == sorted(times) and len(times) == 4
+    for one in found:
+        sizes = {a: n for a, n in one.candidate.mesh.items() if n > 1}
+        assert (sizes or {"replica": 1}) == one.plan.mesh
+
+
+def test_the_first_that_fits_as_compiled_is_taken(decision: Decision) -> None:
+    too_large = decision.plan.capacity_bytes
+    large, small = (_made(decision, size) for size in (too_large, 1000))
+    assert not large.verdict.fits
+    assert first_fitting((large, small)) is small
+    with pytest.raises(ValueError, match="none of the 1 best plans.*does not fit"):
+        first_fitting((large,))
+
+
+def test_what_was_not_compiled_is_not_taken(decision: Decision) -> None:
+    failure = Failure(name="0", reason="too late")
+    verdict = gate(decision.plan, failure, decision.plan.capacity_bytes)
+    late = Verified(decision=decision, compiled=failure, verdict=verdict)
+    with pytest.raises(ValueError, match="could not be compiled: too late"):
+        first_fitting((late,))
+    assert "too late" in wording.text(sections((late,)))
+
+
+def test_predicted_and_compiled_bytes_stand_side_by_side(decision: Decision) -> None:
+    sent = Collective(
+        kind="all_reduce", axes=("replica",), num_bytes=4096, trips=2, where=""
+    )
+    planned = replace(decision, plan=replace(decision.plan, collectives=(sent,)))
+    memory, collectives = sections((_made(planned, 1000),))
+    assert reading.value(memory.rows[0][4]) == pytest.approx(1100, rel=1e-3)
+    kind, _, predicted, found, difference, _ = collectives.rows[0]
+    assert (kind, difference) == ("all_reduce", "not there")
+    assert reading.value(predicted) == 8192 and reading.value(found) == 0
+
+
+def test_plans_are_compiled_for_devices_that_do_not_exist(decision: Decision) -> None:
+    arguments = (_loss, OPTIMIZER, PARAMS, BATCH)
+    (one,) = verified(decision, *arguments, num=1, deadline_s=50.0)
+    assert isinstance(one.compiled, Compiled), one.compiled
+    assert one.compiled.target == "cpu" and one.verdict.fits
+    assert first_fitting((one,)).decision.plan == decision.plan
