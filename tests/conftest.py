@@ -34,6 +34,14 @@ def a_free_port() -> int:
 
 
 @pytest.fixture
+def quick_compiles() -> Iterator[None]:
+    """Machine code is made fast, not fast code: what XLA does with a program stays."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
     """A private etcd that serves."""
     server = EmbeddedEtcd(tmp_path / "etcd")
