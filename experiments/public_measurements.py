@@ -181,12 +181,12 @@ def run_megatron() -> None:
             "micro-batches and virtual stages that fit with 10 % of memory kept free, "
             "and nobody measured it.",
             f"Scalars: {scales_text(TRANSFERS[RULE].vector())}. The rule, fitted "
-            "scalars but the catalog's figures of Selene's links, was given before any "
-            "result. `dtft plan predict` carries over less, only what belongs to the "
-            "device: how long kernels take to start belongs to a program, too, and "
-            "other programs will be predicted. All five rules were computed while this "
-            "was made, and seen; without memory kept free the first and the second "
-            "have 7 of 10 splits. What each gives:",
+            "scalars but the catalog's figures of Selene's links, was settled on when "
+            "results had been seen: no blind test. `dtft plan predict` carries over "
+            "less, only what belongs to the device: how long kernels take to start "
+            "belongs to a program, too, and other programs will be predicted. All five "
+            "rules were computed while this was made, and seen; without memory kept "
+            "free the first and the second have 7 of 10 splits. What each gives:",
             "\n".join(report.table(*rules_table())),
         ],
         machine=NO_MACHINE,

@@ -200,8 +200,13 @@ class Search:
         parameters = self.leaves("parameter", division, mesh, zero > 0)
         if zero == 3:  # the backward pass gathers again: see `dtft.train.gathered`
             return shards.gathers(parameters, self.question.passes, True)
-        once = dict.fromkeys(self.question.roles, 1)
-        return shards.gathers(parameters, once, False)
+        graph = self.question.graph  # what a step leaves as it is needs no gather
+        made = [
+            it
+            for it in parameters
+            if graph.outputs.get(it.path) != graph.inputs[it.path]
+        ]
+        return shards.gathers(made, dict.fromkeys(self.question.roles, 1), False)
 
     def leaves(
         self, role: Any, division: Division, mesh: Mapping[str, int], divides: bool

@@ -1,0 +1,76 @@
+"""Prices of candidates: what is sent, what fits, and in which order they are ranked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dtft.planner.cluster import Cluster
+from dtft.planner.deciding import decide
+from dtft.planner.enumeration import enumerate_space
+from dtft.planner.question import Question, of_loss, of_step
+from dtft.planner.search import TERMS, Search
+from dtft.planner.space import Choices
+from tests.planner.zoo_parts import ADAM
+
+F32 = jnp.float32
+PARAMS = {
+    "up": jax.ShapeDtypeStruct((64, 256), F32),
+    "down": jax.ShapeDtypeStruct((256, 64), F32),
+}
+BATCH = {"x": jax.ShapeDtypeStruct((64, 64), F32)}
+
+
+def loss(params, batch):
+    return jnp.mean(jnp.square(jnp.tanh(batch["x"] @ params["up"]) @ params["down"]))
+
+
+@pytest.fixture
+def question() -> Question:
+    return of_loss(loss, ADAM, PARAMS, BATCH)
+
+
+def test_every_candidate_costs_alone_what_it_costs_among_all(question) -> None:
+    pool = Cluster.parse("8xH100").uniform
+    divides = {"replica": (), "fsdp": (), "tensor": ()}
+    space = enumerate_space(
+        Choices(
+            num_devices=8, batch=64, divides=divides, levels=(8,), zero=(0, 1, 2, 3)
+        )
+    )
+    priced = Search(question, pool, scatters=True).price(space)
+    assert len(space) > 10
+    for at in range(0, len(space), 3):
+        alone = Search(question, pool, scatters=True).price(space.where(np.array([at])))
+        for name in TERMS:
+            assert alone.terms[name][0] == pytest.approx(priced.terms[name][at])
+        assert alone.memory_bytes[0] == pytest.approx(priced.memory_bytes[at])
+
+
+def test_the_plan_is_the_fastest_that_fits_and_no_baseline_is_faster(question) -> None:
+    decision = decide(question, Cluster.parse("8xH100"))
+    found = decision.found["none"].priced
+    fastest = found.step_s[found.fits].min()
+    assert decision.plan.prediction.step_s == pytest.approx(float(fastest))
+    named = [one for one in decision.plan.alternatives if one.name]
+    assert {"data parallel", "fsdp"} <= {one.name for one in named}
+    assert all(one.step_s >= decision.plan.prediction.step_s for one in named)
+    assert decision.plan.prediction.step_s >= decision.plan.bound_s
+
+
+def test_data_parallel_gradients_are_summed_once(question) -> None:
+    plan = decide(question, Cluster.parse("8xcpu"), {"replica": 8}).plan
+    sums = [c for c in plan.collectives if c.kind == "all_reduce" and c.num_bytes > 4]
+    assert sum(c.num_bytes * c.trips for c in sums) == 2 * 64 * 256 * 4
+    assert all(c.axes == ("replica",) for c in plan.collectives)
+
+
+def test_parameters_that_a_step_leaves_alone_are_not_gathered_after_it() -> None:
+    def step(state, batch):
+        gradient = jax.grad(lambda up: loss({**state, "up": up}, batch))(state["up"])
+        return {"up": state["up"] - 0.1 * gradient, "down": state["down"]}, 0.0
+
+    frozen = of_step(step, PARAMS, BATCH)
+    plan = decide(frozen, Cluster.parse("8xcpu"), {"fsdp": 8, "zero": 1}).plan
+    gathered = [c.where for c in plan.collectives if c.kind == "all_gather"]
+    assert gathered == ["state/up"]
