@@ -78,9 +78,10 @@ class Copies:
         ]
         others = tuple(it for it in known if it not in same)
         self.former = tuple(it for it in others if keep in it.steps())
-        for one in self.former:
-            # Uncommitted: the new formation makes these steps again, with other bits.
-            one.drop_after(-1 if keep is None else keep)
+        if keep is not None:
+            for one in self.former:
+                # Uncommitted: the new formation makes these again, with other bits.
+                one.drop_after(keep)
         self.holder = None
         for one in others:
             if one not in self.former:

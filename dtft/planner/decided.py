@@ -9,6 +9,7 @@ from typing import Any
 
 from dtft.planner.amounts import Sizes
 from dtft.planner.bound import lower_bound_s
+from dtft.planner.calibration import interval_s, source_of
 from dtft.planner.cluster import Cluster
 from dtft.planner.cost import Speeds, runs
 from dtft.planner.graph import Graph
@@ -17,9 +18,6 @@ from dtft.planner.partition import MICRO, Division
 from dtft.planner.plan import Alternative, Collective, Plan, Prediction, Spec
 from dtft.planner.search import MEMORY, TERMS, Priced, Search
 from dtft.planner.space import Candidate
-
-MARGIN = {"catalog": 0.25, "calibrated": 0.15, "fitted": 0.08}
-"""Half the interval of a prediction, as a share, by where the constants come from."""
 
 
 def write(
@@ -134,13 +132,12 @@ def _count(
 
 def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
     terms = {name: float(priced.terms[name][at]) for name in TERMS}
-    total = sum(terms.values())
-    margin = MARGIN["catalog"]
+    low_s, high_s = interval_s(terms)
     return Prediction(
         terms=terms,
-        low_s=total * (1 - margin),
-        high_s=total * (1 + margin),
-        source=f"catalog (uncalibrated): {cluster.pools[0].device.source}",
+        low_s=low_s,
+        high_s=high_s,
+        source=f"{source_of(None)}: {cluster.pools[0].device.source}",
     )
 
 

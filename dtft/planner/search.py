@@ -200,13 +200,14 @@ class Search:
         parameters = self.leaves("parameter", division, mesh, zero > 0)
         if zero == 3:  # the backward pass gathers again: see `dtft.train.gathered`
             return shards.gathers(parameters, self.question.passes, True)
-        graph = self.question.graph  # what a step leaves as it is needs no gather
-        made = [
-            it
-            for it in parameters
-            if graph.outputs.get(it.path) != graph.inputs[it.path]
+        graph, once = self.question.graph, dict.fromkeys(self.question.roles, 1)
+        # A parameter that the step leaves as it was is still whole everywhere.
+        changed = [
+            leaf
+            for leaf in parameters
+            if graph.outputs.get(leaf.path) != graph.inputs[leaf.path]
         ]
-        return shards.gathers(made, dict.fromkeys(self.question.roles, 1), False)
+        return shards.gathers(changed, once, False)
 
     def leaves(
         self, role: Any, division: Division, mesh: Mapping[str, int], divides: bool
