@@ -129,7 +129,7 @@ class Search:
     def _pattern(self, candidate: Candidate) -> int:
         division = self.division(candidate)
         rest = [(dims, *extra.items()) for dims, extra in division.rest.items()]
-        key = frozenset(division.axes.items()), frozenset(rest)
+        key = frozenset(division.axes.items()), frozenset(rest), division.spare
         if key not in self._patterns:
             self._patterns[key] = len(self._found)
             self._found.append(Pattern(question=self.question, division=division))
@@ -145,7 +145,11 @@ class Search:
         if zero < 2:
             return division
         parameters = self.leaves("parameter", division, mesh, True)
-        return replace(division, rest=shards.further(parameters, division, self._loops))
+        return replace(
+            division,
+            rest=shards.further(parameters, division, self._loops),
+            spare=("tensor",) if mesh.get("tensor", 1) > 1 else (),
+        )
 
     def works(self, division: Division) -> tuple[tuple[Group, Work], ...]:
         """What each group of operators takes under a division."""
@@ -160,7 +164,9 @@ class Search:
         speeds = Speeds(pool=self.pool, mesh=mesh)
         sizes = {**mesh, MICRO: 1}
         dims = candidates(question.graph, question.groups, question.alias, tensor)
-        dims = [dim for dim in dims if dim not in question.sequence_dims]
+        # What no weight has (time, examples) is divided by other axes.
+        allowed = question.weight_dims.difference(question.sequence_dims)
+        dims = [dim for dim in dims if dim in allowed]
         return chooser.choose(
             dims,
             lambda done: float(speeds.alone_s(question.graph, done, sizes)),
