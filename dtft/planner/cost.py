@@ -37,11 +37,6 @@ class Speeds:
         group = group_of(self.pool, self.mesh, axes)
         return collective_s(sent.kind, sent.amount.at(sizes), group)
 
-    def alone_s(self, graph: Graph, work: Work, sizes: Sizes) -> Any:
-        """Seconds of one execution, its collectives after it."""
-        sending = sum(self.sending_s(sent, sizes) for sent in work.sent)
-        return computing_s(graph, self.pool.device, work, sizes) + sending
-
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
