@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from dtft.planner.cluster import Pool
-from dtft.planner.links import Link
+from dtft.planner.links import CollectiveKind, Link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,22 @@ class Groups:
     links: tuple[Link, ...]
     """Of each level."""
 
-    @cached_property
-    def alike(self) -> np.ndarray:
+    def alike(self, kind: CollectiveKind) -> np.ndarray:
         """A number for each group; those of one number use the same levels.
 
-        Where a link has curves that were measured by the number of devices, they have
-        the same size there too.
+        Where a link has curves of a kind of collective by the number of devices, they
+        have the same size there too.
         """
-        measured = [bool(link.measured) for link in self.links]
+        measured = tuple(kind in link.measured for link in self.links)
+        if measured not in self._alike:
+            self._alike[measured] = self._numbered(measured)
+        return self._alike[measured]
+
+    @cached_property
+    def _alike(self) -> dict[tuple[bool, ...], np.ndarray]:
+        return {}
+
+    def _numbered(self, measured: tuple[bool, ...]) -> np.ndarray:
         keys = np.where(measured, self.sizes, self.sizes > 1)
         keys = np.pad(keys, ((0, 0), (0, 1)))  # a pool of one device has no levels
         return np.unique(keys, axis=0, return_inverse=True)[1].ravel()

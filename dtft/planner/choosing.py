@@ -94,14 +94,18 @@ class Chooser:
     def _tables(self, free: Sequence[int]) -> Tables:
         """For each set of dims its operators, by which of the dims are divided."""
         prices, allowed = self._prices, set(free)
-        found: Tables = {}
+        asked: list[tuple[int, Division]] = []
+        places: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for number in range(len(prices.question.groups)):
             scope = tuple(sorted(d for d in prices.dims(number) if d in allowed))
             choices = itertools.product((0, 1), repeat=len(scope))
             for choice in choices if scope else ():
                 chosen = [dim for dim, on in zip(scope, choice, strict=True) if on]
-                way = prices.way(number, self._with(chosen))
-                found.setdefault(scope, {}).setdefault(choice, []).append(way)
+                asked.append((number, self._with(chosen)))
+                places.append((scope, choice))
+        found: Tables = {}
+        for (scope, choice), way in zip(places, prices.all(asked), strict=True):
+            found.setdefault(scope, {}).setdefault(choice, []).append(way)
         return found
 
     def _respects(self, tables: Tables) -> Iterable[Cases]:

@@ -92,12 +92,15 @@ def collectives_s(
 
     Args:
         kind: of collective.
-        num_bytes: of each.
+        num_bytes: of each; [..., collectives].
         groups: the groups among which they are.
         which: the group of each.
+
+    Returns:
+        Seconds, of the shape of `num_bytes`.
     """
     seconds = np.zeros(num_bytes.shape)
-    alike, used = groups.alike[which], groups.sizes > 1
+    alike, used = groups.alike(kind)[which], groups.sizes > 1
     for number in np.flatnonzero(np.bincount(alike)):
         rows = np.flatnonzero(alike == number)
         found = which[rows]
@@ -107,7 +110,7 @@ def collectives_s(
             sizes=tuple(float(n[0]) if (n == n[0]).all() else n for n in sizes),
             links=tuple(groups.links[level] for level in levels),
         )
-        seconds[rows] = collective_s(kind, num_bytes[rows], group)
+        seconds[..., rows] = collective_s(kind, num_bytes[..., rows], group)
     return seconds
 
 

@@ -51,11 +51,11 @@ class Moved:
 def computing_s(graph: Graph, device: DeviceType, work: Work, sizes: Sizes) -> Any:
     """Seconds that one device computes one execution of an operator."""
     operator = work.operator
-    moved = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
     dtype = graph.values[operator.inputs[0]].dtype if operator.inputs else "float32"
     if work.sizes:
         rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
         return matmul_s(device, rows, columns, depth, batch, dtype)
+    moved = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
     if operator.kind in CHEAP:
         return unfused_s(device, moved)
     speed = device.peak(dtype) * device.efficiency.e0

@@ -6,19 +6,34 @@ candidates are made or which one is taken.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from dtft.planner.amounts import Sent, Work, parts
+from dtft.planner.amounts import Sent, Work
 from dtft.planner.collective_cost import collectives_s
 from dtft.planner.columns import Axes, Cases, Columns, Total
 from dtft.planner.cost import computing_s, runs
 from dtft.planner.groups import CHEAP, Group
 from dtft.planner.partition import MICRO, Division, work
 from dtft.planner.question import Question
+
+Table = tuple[Cases, np.ndarray]
+"""A number for each case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A collective of a step."""
+
+    sent: Sent
+    times: float
+    """How often it is sent, in a step or for each microbatch."""
+    repeats: tuple[Axes, ...]
+    """`((MICRO,),)` if it is for each microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,15 +42,15 @@ class Way:
 
     group: Group
     work: Work
-    computing: tuple[Cases, np.ndarray]
+    computing: Table
     """Seconds of a step in which each device computes them."""
-    sending: tuple[tuple[Cases, np.ndarray], ...]
+    sending: tuple[Table, ...]
     """Seconds of a step of each of their collectives."""
-    starts: tuple[Cases, np.ndarray]
+    starts: Table
     """Operators that are started in a step."""
 
     @property
-    def seconds(self) -> tuple[tuple[Cases, np.ndarray], ...]:
+    def seconds(self) -> tuple[Table, ...]:
         """All that it takes, one thing after another."""
         return (self.computing, *self.sending)
 
@@ -55,11 +70,21 @@ class Prices:
 
     def ways(self, division: Division) -> list[Way]:
         """Of each group of operators what it takes under a division."""
-        numbers = range(len(self.question.groups))
-        return [self.way(number, division) for number in numbers]
+        return self.all([(n, division) for n in range(len(self.question.groups))])
 
-    def way(self, number: int, division: Division) -> Way:
-        """The same of one group."""
+    def all(self, asked: Sequence[tuple[int, Division]]) -> list[Way]:
+        """The same of some groups, by number, each under its own division."""
+        keys = [self._key(number, division) for number, division in asked]
+        new = {
+            key: one
+            for key, one in zip(keys, asked, strict=True)
+            if key not in self._ways
+        }
+        self._ways |= zip(new, self._priced(list(new.values())), strict=True)
+        return [self._ways[key] for key in keys]
+
+    def _key(self, number: int, division: Division) -> object:
+        """What of a division matters to a group."""
         dims, sums = self._dims[number]
         extra = tuple(
             (place, tuple(division.rest[dims].items()))
@@ -67,10 +92,7 @@ class Prices:
             if dims in division.rest
         )
         axes = division.axes
-        key = number, division.scatters, tuple([axes.get(d, ()) for d in dims]), extra
-        if key not in self._ways:
-            self._ways[key] = self._priced(self.question.groups[number], division)
-        return self._ways[key]
+        return number, division.scatters, tuple([axes.get(d, ()) for d in dims]), extra
 
     @cached_property
     def _dims(self) -> list[tuple[tuple[int, ...], list[frozenset[int]]]]:
@@ -92,14 +114,29 @@ class Prices:
         """The dims that a group of operators has, equal layers' as one."""
         return self._dims[number][0]
 
-    def _priced(self, group: Group, division: Division) -> Way:
-        graph, columns = self.question.graph, self.columns
-        done = work(graph, group.operator, division)
-        repeats: tuple[Axes, ...] = ((MICRO,),) if MICRO in done.divided_by else ()
-        amounts = (*done.sizes, *done.reads, *done.writes, done.flops)
+    def _priced(self, asked: Sequence[tuple[int, Division]]) -> list[Way]:
+        graph, groups = self.question.graph, self.question.groups
+        works = [work(graph, groups[n].operator, division) for n, division in asked]
+        messages = [
+            Message(sent=sent, times=groups[number].times, repeats=_repeats(done))
+            for (number, _), done in zip(asked, works, strict=True)
+            for sent in done.sent
+        ]
+        sending = iter(self.sending(messages))
+        return [
+            self._way(
+                groups[number], done, tuple(itertools.islice(sending, len(done.sent)))
+            )
+            for (number, _), done in zip(asked, works, strict=True)
+        ]
+
+    def _way(self, group: Group, done: Work, sending: tuple[Table, ...]) -> Way:
+        columns, repeats = self.columns, _repeats(done)
+        amounts = done.sizes or (*done.reads, *done.writes, done.flops)
         cases = columns.divided({*repeats, *(amount.axes for amount in amounts)})
         times = group.times * runs(done, cases.sizes)
-        seconds = times * computing_s(graph, columns.pool.device, done, cases.sizes)
+        device = columns.pool.device
+        seconds = times * computing_s(self.question.graph, device, done, cases.sizes)
         often = columns.divided(repeats)
         starts = 0.0 if group.operator.kind in CHEAP else group.times
         starts = starts * runs(done, often.sizes) * np.ones(len(often.first))
@@ -107,30 +144,40 @@ class Prices:
             group=group,
             work=done,
             computing=(cases, seconds * np.ones(len(cases.first))),
-            sending=tuple(
-                self.sending(sent, group.times, repeats) for sent in done.sent
-            ),
+            sending=sending,
             starts=(often, starts),
         )
 
-    def sending(
-        self, sent: Sent, times: float, repeats: tuple[Axes, ...]
-    ) -> tuple[Cases, np.ndarray]:
-        """Seconds of a step of one collective.
+    def sending(self, messages: Sequence[Message]) -> list[Table]:
+        """Seconds of a step of each of some collectives."""
+        alike: dict[object, list[int]] = defaultdict(list)
+        for place, one in enumerate(messages):
+            divisors = frozenset({*one.repeats, one.sent.amount.axes})
+            alike[one.sent.kind, one.sent.axes, divisors].append(place)
+        found: dict[int, Table] = {}
+        for places in alike.values():
+            some = [messages[place] for place in places]
+            found |= zip(places, self._sending(some), strict=True)
+        return [found[place] for place in range(len(messages))]
 
-        Args:
-            sent: what is sent.
-            times: how often, in a step or for each microbatch.
-            repeats: `((MICRO,),)` if it is for each microbatch.
-        """
+    def _sending(self, alike: Sequence[Message]) -> Iterator[Table]:
+        """The same of one kind, along the same axes, divided alike."""
+        sent, repeats = alike[0].sent, alike[0].repeats
         cases = self.columns.sending(sent.axes, {*repeats, sent.amount.axes})
         of, groups = self.columns.lies(sent.axes)
         which = of[cases.first]
-        num_bytes = sent.amount.at(cases.sizes) * np.ones(len(which))
-        for axes in repeats:
-            times = times * parts(axes, cases.sizes)
+        totals = np.array([[one.sent.amount.total] for one in alike])
+        num_bytes = totals / self.columns.parts(sent.amount.axes)[cases.first]
         seconds = collectives_s(sent.kind, num_bytes, groups, which)
-        return cases, times * seconds
+        for axes in repeats:
+            seconds *= self.columns.parts(axes)[cases.first]
+        for one, row in zip(alike, seconds, strict=True):
+            yield cases, one.times * row
+
+
+def _repeats(done: Work) -> tuple[Axes, ...]:
+    """What work is done anew for."""
+    return ((MICRO,),) if MICRO in done.divided_by else ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -111,9 +111,14 @@ class Search:
         self.question, self.pool, self.scatters = question, pool, scatters
         self._timeline = Timeline(graph=question.graph)
 
-    def price(self, space: Space) -> Priced:
-        """Time and memory of every candidate."""
-        columns = Columns(self.pool, space)
+    def price(self, space: Space, columns: Columns | None = None) -> Priced:
+        """Time and memory of every candidate.
+
+        Args:
+            space: the candidates.
+            columns: of this space, or of the same candidates with another remat.
+        """
+        columns = columns or Columns(self.pool, space)
         prices = Prices(self.question, columns)
         resting = Resting(prices)
         terms = {name: np.zeros(len(space)) for name in TERMS}
