@@ -43,6 +43,7 @@ bench: $(STAMP)
 	.venv/bin/python benchmarks/optimizer_step.py
 	.venv/bin/python benchmarks/packed_all_reduce.py
 	.venv/bin/python benchmarks/restore_plan.py
+	.venv/bin/python benchmarks/planning.py
 	.venv/bin/dtft bench transport
 
 # Optional: fetches over RDMA. NIXL declares torch and runs without it.
