@@ -1,8 +1,8 @@
 """Set before the first device is touched: CPU, eight devices, strict promotion.
 
 Programs are compiled fast, and each of them once in a process of tests. Neither changes
-what XLA does with a program, only how good the machine code is; drills run programs as
-users do.
+what XLA does with a program, only how good the machine code is; `make drills` runs
+programs as users do.
 """
 
 import logging
