@@ -47,6 +47,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(directory))
 
 
+@pytest.fixture
+def fast_programs() -> Iterator[None]:
+    """Fast code instead of code that is made fast: for tests that compute for long."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.fixture(name="free_port")
 def a_free_port() -> int:
     """A TCP port on this machine that was free a moment ago."""
