@@ -75,9 +75,7 @@ def _compile(module: bytes, devices: Sequence[Any]) -> Answer:
     return gpu_program.until_assigned(lambda more: _whole(module, devices, more))
 
 
-def _whole(
-    module: bytes, devices: Sequence[Any], options: Mapping[str, Any]
-) -> Answer:
+def _whole(module: bytes, devices: Sequence[Any], options: Mapping[str, Any]) -> Answer:
     from dtft._jax_internals import compile_module
 
     start = time.monotonic()

@@ -199,9 +199,7 @@ class _Run:
 class _Lane:
     """Candidates on their way through one child after another, first in first out."""
 
-    def __init__(
-        self, devices: tuple[str, int], end: float, deadline_s: float
-    ) -> None:
+    def __init__(self, devices: tuple[str, int], end: float, deadline_s: float) -> None:
         self.devices = devices
         self._end, self._deadline_s = end, deadline_s
         self._waiting: deque[tuple[int, Candidate]] = deque()
