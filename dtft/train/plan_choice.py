@@ -63,8 +63,9 @@ class Choice:
             num_devices = math.prod(plan.mesh.values())
             changed = f" ({how} for {num_devices} devices; was {self.before})"
         return (
-            f"plan {self.asked}{changed}: {_sizes(plan)}, microbatches {knobs.microbatches}, remat "
-            f"{knobs.remat}, zero {knobs.zero}; predicted "
+            f"plan {self.asked}{changed}: {_sizes(plan)}, "
+            f"microbatches {knobs.microbatches}, remat {knobs.remat}, "
+            f"zero {knobs.zero}; predicted "
             f"{1e3 * expected.step_s:.3g} ms a step ({1e3 * expected.low_s:.3g} to "
             f"{1e3 * expected.high_s:.3g}, {expected.source}), "
             f"{plan.memory_bytes / 2**20:.1f} MiB per device"
