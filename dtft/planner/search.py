@@ -97,7 +97,9 @@ class Search:
             scatters: whether the backend has reduce-scatter (`Division.scatters`).
         """
         self.question, self.pool, self.scatters = question, pool, scatters
-        self._timeline = Timeline(graph=question.graph)
+        self._timeline = Timeline(
+            graph=question.graph, gathers=question.entry == "loss"
+        )
         self._loops = {n for n, dim in enumerate(question.graph.dims) if dim.loop}
         self._patterns: dict[object, int] = {}
         self._found: list[Pattern] = []
@@ -232,7 +234,8 @@ class Search:
             batch = self.leaves("batch", pattern.division, mesh, False)
             whole = {**mesh, MICRO: 1}  # all microbatches are there from the start
             found["batch"][rows] = shards.bytes_at_rest(batch, whole)
-        highest = peak(self._timeline, pattern.division, sizes, {})
+        zero = space.columns["zero"]
+        highest = peak(self._timeline, pattern.division, sizes, zero)
         found["activations"] += highest.activations
         found["gradients"] += highest.gradients
         return found
