@@ -22,7 +22,7 @@ from dtft.planner.compiling import Candidate
 from dtft.planner.enumeration import enumerate_space
 from dtft.planner.hlo_collectives import collectives
 from dtft.planner.plan import Plan
-from dtft.planner.question import Question, of_loss
+from dtft.planner.question import Question, of_loss, of_step
 from dtft.planner.search import Search
 from dtft.planner.space import Choices
 from dtft.planner.verify import agreements
@@ -118,5 +118,27 @@ def test_a_loss_communicates_as_planned(name: str) -> None:
     loss, params, batch, pins = CASES[name]
     plan = plan_of(of_loss(loss, ADAM, params, batch), pins)
     candidate = verifying.of_loss(plan, loss, ADAM, params, batch)
+    assert plan.collectives
+    assert differences(plan, candidate) == {}
+
+
+def test_a_users_step_communicates_as_planned() -> None:
+    """Gradients are summed over `fsdp`, cut, and their parts over `replica`."""
+    params = {"up": array(3, 32, 64), "down": array(3, 64, 32)}
+    batch = {"x": array(256, 4, 32)}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return jnp.mean(jnp.square(lax.scan(layer, batch["x"], params)[0]))
+
+    def step(params: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    pins = {"replica": 2, "fsdp": 4, "zero": 3}
+    plan = plan_of(of_step(step, params, batch), pins)
+    candidate = verifying.of_step(plan, step, params, batch)
     assert plan.collectives
     assert differences(plan, candidate) == {}
