@@ -17,6 +17,10 @@ Spec = tuple[tuple[str, ...], ...]
 Remat = Literal["none", "dots", "full"]
 """What of the forward pass is kept: all; the results of matmuls; block inputs only."""
 
+Schedule = Literal["1f1b", "gpipe", "circular"]
+"""In which order stages of a pipeline take microbatches: forward and backward in turn;
+all forward, then all backward; all forward, going round as often as there are chunks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
