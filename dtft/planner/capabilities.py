@@ -28,6 +28,8 @@ class Capabilities:
     """ZeRO levels."""
     constraints: bool = True
     """Whether values inside the program can be given shardings."""
+    offload: bool = False
+    """Whether optimizer state can be kept in host memory between updates."""
 
 
 _AXES = frozenset({"replica", "fsdp", "tensor", "sequence", "expert"})
@@ -43,6 +45,7 @@ _LOSS = Capabilities(
     microbatches=True,
     remat=frozenset({"none", "dots", "full"}),
     zero=frozenset({0, 1, 2, 3}),
+    offload=True,
 )
 CAPABILITIES: Mapping[tuple[Entry, Backend], Capabilities] = {
     ("step", "cpu"): _STEP,
@@ -79,6 +82,8 @@ def unsupported(
         reasons.append(f"remat={knobs.remat}: {where} {_listed(can.remat)}")
     if knobs.zero not in can.zero:
         reasons.append(f"zero={knobs.zero}: {where} {_listed(can.zero)}")
+    if knobs.offload and not can.offload:
+        reasons.append(f"offload=True: {where} offload=False")
     return tuple(reasons)
 
 

@@ -32,6 +32,8 @@ class Knobs:
     zero: Literal[0, 1, 2, 3] = 0
     """What is divided over data parallel devices: 1 optimizer state, 2 also gradients,
     3 also parameters (the axis `fsdp`)."""
+    offload: bool = False
+    """Whether optimizer state is kept in host memory between updates (`Plan.host`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,9 @@ class Plan:
     """Path of each leaf of the batch to its spec."""
     optimizer: Mapping[str, Spec] = field(default_factory=dict)
     """Entry loss: path of each leaf of the optimizer state to its spec."""
+    host: tuple[str, ...] = ()
+    """Entry loss: paths of the leaves of the optimizer state that are kept in host
+    memory between updates; empty without the knob `offload`."""
     constraints: Mapping[int, Spec] = field(default_factory=dict)
     """Number of an operator to the spec of its first output. Entry step: of the step's
     program; entry loss: of the program of `loss(params, batch)` alone, which is what
@@ -170,6 +175,7 @@ def _plan(items: dict[str, Any]) -> Plan:
         int(number): _spec(spec) for number, spec in items.pop("constraints").items()
     }
     return Plan(
+        host=tuple(items.pop("host", ())),
         knobs=knobs,
         prediction=prediction,
         collectives=collectives,

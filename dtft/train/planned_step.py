@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dtft.planner.capabilities import check_runnable
-from dtft.planner.compiling import Candidate, lower
+from dtft.planner.compiling import Candidate, candidate, platform_of
 from dtft.planner.plan import Plan
 from dtft.train.accumulate import Loss, Weight
 from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
@@ -70,7 +70,7 @@ class Step:
     def candidate(
         self, params: Any, batch: Any, *, target: str, name: str
     ) -> Candidate:
-        """The step lowered for devices that need not exist, to be verified.
+        """The step of `without_devices`, lowered to be verified.
 
         Args:
             params: arrays or ShapeDtypeStructs.
@@ -79,15 +79,13 @@ class Step:
             name: what the candidate is called in results.
         """
         state = self._abstract(params)
-        shardings = self._state_shardings(state), self.batch_shardings(batch)
-        return lower(
-            self._jitted(state, batch),
-            (state, batch),
-            mesh=self.plan.mesh,
-            specs=jax.tree.map(lambda sharding: sharding.spec, shardings),
-            target=target,
-            name=name,
-        )
+        batch = jax.eval_shape(lambda tree: tree, batch)  # without devices of its own
+        jitted, mesh = self._jitted(state, batch), cast(Any, self.mesh)
+        with jax.sharding.use_abstract_mesh(mesh):
+            lowered = jitted.trace(state, batch).lower(
+                lowering_platforms=(platform_of(target),)
+            )
+        return candidate(lowered, mesh=self.plan.mesh, target=target, name=name)
 
     def state_shardings(self, params: Any) -> State:
         """A NamedSharding for every leaf of the state that `params` begin.
@@ -113,10 +111,10 @@ class Step:
 
     def _state_shardings(self, state: State) -> State:
         plan, mesh = self.plan, self.mesh
-        opt_state = state["opt_state"]
+        update = Update.of(plan, mesh, state["params"])
         return {
-            "params": sharding_tree("params", state["params"], plan.state, mesh),
-            "opt_state": sharding_tree("optimizer", opt_state, plan.optimizer, mesh),
+            "params": update.of_params,
+            "opt_state": update.of_optimizer(state["opt_state"]),
         }
 
     def _jitted(self, state: State, batch: Any) -> Any:
