@@ -70,6 +70,15 @@ class Question:
         return {path: found[index] for path, index in self.graph.inputs.items()}
 
     @cached_property
+    def loop_dims(self) -> frozenset[int]:
+        """Dims that loops go along."""
+        return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)
+
+    def changes(self, path: str) -> bool:
+        """Whether a step changes an argument's leaf."""
+        return self.graph.outputs.get(path) != self.graph.inputs[path]
+
+    @cached_property
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits; the same for the same program."""
         items = [asdict(value) for value in self.graph.values]

@@ -1,6 +1,7 @@
 """The dims that `tensor` divides are those of least cost: against trying all."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 
 from dtft.planner.choosing import Chooser, candidates
-from dtft.planner.cluster import Cluster
-from dtft.planner.cost import Speeds
+from dtft.planner.cluster import Cluster, Pool
+from dtft.planner.columns import Columns
+from dtft.planner.cost import Speeds, computing_s, runs
+from dtft.planner.enumeration import enumerate_space
 from dtft.planner.partition import MICRO, Division, work
+from dtft.planner.pricing import Prices
 from dtft.planner.question import Question, of_loss
+from dtft.planner.space import Candidate, Choices
 from tests.planner.zoo_parts import ADAM
 
 POOLS = ("8xH100", "8xV100", "2x4xA100", "8xv5e", "4xcpu")
@@ -58,26 +63,43 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
     question = random_question(seed)
     data: dict[int, tuple[str, ...]] = {}
     data |= dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
-    for scatters, (name, tensor) in itertools.product(
-        (True, False), itertools.product(POOLS, (2, 4))
-    ):
+    random = np.random.default_rng(seed)
+    for scatters, name in itertools.product((True, False), POOLS):
         pool = Cluster.parse(name).uniform
-        mesh = {"replica": pool.num_devices // tensor, "tensor": tensor}
-        mesh = {axis: size for axis, size in mesh.items() if size > 1}
-        check(question, Speeds(pool=pool, mesh=mesh), data, tensor, scatters)
+        base = Division(axes=data, scatters=scatters, alias=question.alias)
+        space = enumerate_space(choices(pool, question.batch_size))
+        columns = Columns(pool, space)
+        dims = candidates(question.graph, question.groups, question.alias)
+        chooser = Chooser(Prices(question, columns), base, "tensor")
+        divisions, which = chooser.choose(dims)
+        divided = np.flatnonzero(columns.sizes["tensor"] > 1)
+        for point in random.choice(divided, 2, replace=False):
+            candidate = space[int(columns.first[point])]
+            check(question, base, divisions[which[point]], pool, candidate)
+
+
+def choices(pool: Pool, batch: int) -> Choices:
+    return Choices(
+        num_devices=pool.num_devices,
+        batch=batch,
+        divides={"replica": (), "fsdp": (), "tensor": ()},
+        levels=tuple(level.size for level in pool.levels),
+        max_microbatches=4,
+    )
 
 
 def check(
     question: Question,
-    speeds: Speeds,
-    data: dict[int, tuple[str, ...]],
-    tensor: int,
-    scatters: bool,
+    base: Division,
+    found: Division,
+    pool: Pool,
+    candidate: Candidate,
 ) -> None:
-    base = Division(axes=data, scatters=scatters, alias=question.alias)
-    sizes = {**speeds.mesh, MICRO: 1}
-    dims = candidates(question.graph, question.groups, question.alias, tensor)
-    dims = [dim for dim in dims if not base.of(dim)]
+    speeds = Speeds(pool=pool, mesh=candidate.mesh)
+    sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
+    dims = candidates(question.graph, question.groups, question.alias)
+    known_dims, parts = question.graph.dims, candidate.mesh["tensor"]
+    dims = [d for d in dims if not base.of(d) and known_dims[d].divisible_by(parts)]
     assert len(dims) <= MOST
 
     graph, known = question.graph, {}
@@ -88,20 +110,18 @@ def check(
         here = {base.root(dim) for i in values for dim in graph.values[i].dims}
         key = number, chosen & here
         if key not in known:
-            axes = {**data, **dict.fromkeys(key[1], ("tensor",))}
-            division = Division(axes=axes, scatters=scatters, alias=question.alias)
-            done = work(graph, group.operator, division)
-            known[key] = group.times * float(speeds.alone_s(graph, done, sizes))
+            axes = {**base.axes, **dict.fromkeys(key[1], ("tensor",))}
+            done = work(graph, group.operator, replace(base, axes=axes))
+            times = group.times * runs(done, sizes)
+            alone = float(computing_s(graph, pool.device, done, sizes))
+            alone += sum(speeds.sending_s(sent, sizes) for sent in done.sent)
+            known[key] = times * alone
         return known[key]
 
     def total(chosen: tuple[int, ...]) -> float:
         dims = frozenset(chosen)
         return sum(cost(number, dims) for number in range(len(question.groups)))
 
-    chooser = Chooser(question.graph, question.groups, base, "tensor")
-    found = chooser.choose(
-        dims, lambda done: float(speeds.alone_s(question.graph, done, sizes))
-    )
     chosen = tuple(dim for dim in dims if found.of(dim))
     best = min(
         total(some)
