@@ -181,11 +181,15 @@ def _choices(question: Question, pool: Pool, can: Capabilities) -> Choices:
     if "sequence" in can.axes and question.sequence_dims:
         sizes = (question.graph.dims[d].sizes[0] for d in question.sequence_dims)
         divides["sequence"] = tuple(sizes)
+    if "expert" in can.axes and question.expert_arrays:
+        dims = {question.graph.dims[d] for d in question.expert_arrays.values()}
+        divides["expert"] = tuple({size for dim in dims for size in dim.sizes})
     batch = max(1, question.batch_size)
     return Choices(
         num_devices=pool.num_devices,
         batch=batch,
         divides={axis: sizes for axis, sizes in divides.items() if axis in can.axes},
+        data_axes=("replica", "fsdp", "expert"),
         levels=tuple(level.size for level in pool.levels),
         max_microbatches=min(batch, MAX_MICROBATCHES) if can.microbatches else 1,
         zero=tuple(sorted(can.zero)),

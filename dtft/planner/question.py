@@ -16,6 +16,7 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 
 from dtft.planner import blocks
+from dtft.planner.experts import Arrays, arrays_of_experts
 from dtft.planner.graph import Graph
 from dtft.planner.groups import Group, group, region
 from dtft.planner.partition import Division
@@ -56,6 +57,15 @@ class Question:
         """Dims along which an example goes: the second of the batch leaves' dims."""
         known = set(self.batch_dims)
         return tuple(dim for dim in self._of_batch(1) if dim not in known)
+
+    @cached_property
+    def expert_arrays(self) -> Arrays:
+        """Arrays that experts work on and make, each with its dim of experts."""
+        known = {*self.batch_dims, *self.sequence_dims}
+        parameters = [self.graph.inputs[path] for path in self.paths("parameter")]
+        return arrays_of_experts(
+            self.graph, parameters, lambda dim: self.alias.get(dim, dim), known
+        )
 
     @property
     def batch_size(self) -> int:
@@ -114,7 +124,21 @@ class Question:
             ):
                 if division.of(other):
                     axes[dim] = division.of(other)
-        return Division(axes=axes)
+        return Division(axes=axes, first=self._first(division))
+
+    def _first(self, division: Division) -> Arrays:
+        """`Division.first` of the program."""
+        if not division.first:
+            return {}
+        program = self.program
+        paths = [path for path in self.paths("parameter") if path in program.inputs]
+        examples = {
+            program.values[program.inputs[path]].dims[0]
+            for path in self.paths("batch")
+            if path in program.inputs and program.values[program.inputs[path]].dims
+        }
+        parameters = [program.inputs[path] for path in paths]
+        return arrays_of_experts(program, parameters, lambda dim: dim, examples)
 
     def paths(self, role: Role) -> tuple[str, ...]:
         """Leaves of a role, in the order of the arguments."""

@@ -175,11 +175,18 @@ class Search:
 
     def _base(self, space: Space) -> Division:
         """What all axes but `tensor` divide."""
-        question = self.question
-        axes = dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
+        question, first = self.question, {}
+        by_expert = bool((space.columns["expert"] > 1).any())
+        of_batch = ("replica", "fsdp", *(("expert",) if by_expert else ()), MICRO)
+        axes: dict[int, tuple[str, ...]] = dict.fromkeys(question.batch_dims, of_batch)
         if (space.columns["sequence"] > 1).any():
             axes |= dict.fromkeys(question.sequence_dims, ("sequence",))
-        return Division(axes=axes, scatters=self.scatters, alias=question.alias)
+        if by_expert:
+            first = question.expert_arrays
+            axes |= dict.fromkeys(first.values(), ("expert",))
+        return Division(
+            axes=axes, scatters=self.scatters, alias=question.alias, first=first
+        )
 
     def _layouts(
         self, prices: Prices, space: Space
