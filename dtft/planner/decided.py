@@ -146,7 +146,7 @@ def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
 def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
     """The best, and every baseline, in the order of the ranking."""
     ranking = priced.ranking
-    shown = priced.space.columns["baseline"][ranking] > 0
+    shown = (priced.space.columns["baseline"] > 0)[ranking] & ~priced.idle[ranking]
     shown[:num_ranked] = True
     return tuple(_alternative(priced, int(at)) for at in ranking[shown])
 

@@ -60,6 +60,11 @@ class Decision:
     """Position of the plan among those of its remat."""
 
     @property
+    def idle(self) -> bool:
+        """Whether it has devices that repeat the work of others."""
+        return bool(self.found[self.plan.knobs.remat].priced.idle[self.at])
+
+    @property
     def candidate(self) -> Candidate:
         """What the plan was written from."""
         return self.found[self.plan.knobs.remat].priced.space[self.at]
@@ -97,8 +102,17 @@ def best_of(
     pins: Mapping[str, Any] | None = None,
     *,
     what_if: bool = False,
+    batch: int | None = None,
 ) -> Decision:
     """As `decide`, but where nothing fits: what lacks least.
+
+    Args:
+        question: the step.
+        cluster: of like devices.
+        pins: knobs that are given.
+        what_if: as for `decide`.
+        batch: what meshes have to divide, if not the batch of the question; what is
+            computed is priced as it is there.
 
     Raises:
         ValueError: pins that cannot be met.
@@ -108,7 +122,8 @@ def best_of(
     backend = _backend(pool)
     can = _everything(question) if what_if else CAPABILITIES[question.entry, backend]
     order = _order(can, pins)
-    space = _space(replace(_choices(question, pool, can), remat=order[:1]), pins)
+    choices = _choices(question, pool, can, batch or max(1, question.batch_size))
+    space = _space(replace(choices, remat=order[:1]), pins)
     columns = Columns(pool, space)
     found: dict[Remat, Priority] = {}
     for remat in order:
@@ -133,13 +148,13 @@ def best_of(
 def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
     """The plan and those after it that fit, fastest first, each as what was decided."""
     ranked = sorted(
-        (float(one.priced.step_s[at]), place, number)
+        (*_order_of(one, at), place, number)
         for number, one in enumerate(decision.found.values())
         for place, at in enumerate(one.priced.ranking[:num].tolist())
         if one.priced.fits[at]
     )
     made = []
-    for _, place, number in ranked[:num]:
+    for *_, place, number in ranked[:num]:
         one = list(decision.found.values())[number]
         at = int(one.priced.ranking[place])
         plan = _written(one, at, decision.cluster)
@@ -176,7 +191,9 @@ def _backend(pool: Pool) -> Backend:
     return BACKENDS[platform]
 
 
-def _choices(question: Question, pool: Pool, can: Capabilities) -> Choices:
+def _choices(
+    question: Question, pool: Pool, can: Capabilities, batch: int
+) -> Choices:
     divides: dict[str, tuple[int, ...]] = {"replica": (), "fsdp": (), "tensor": ()}
     if "sequence" in can.axes and question.sequence_dims:
         sizes = (question.graph.dims[d].sizes[0] for d in question.sequence_dims)
@@ -184,7 +201,6 @@ def _choices(question: Question, pool: Pool, can: Capabilities) -> Choices:
     if "expert" in can.axes and question.expert_arrays:
         dims = {question.graph.dims[d] for d in question.expert_arrays.values()}
         divides["expert"] = tuple({size for dim in dims for size in dim.sizes})
-    batch = max(1, question.batch_size)
     return Choices(
         num_devices=pool.num_devices,
         batch=batch,
@@ -206,16 +222,21 @@ def _order(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:
 def _worth(found: Any) -> bool:
     """Whether computing again could help: only where something faster does not fit."""
     best = min(found, key=_first)
-    fastest = float(best.priced.step_s.min())
-    return _first(best) > (0, fastest)
+    priced = best.priced
+    busy = priced.step_s[~priced.idle] if not priced.idle.all() else priced.step_s
+    return _first(best) > (False, bool(priced.idle.all()), float(busy.min()))
 
 
-def _first(one: Priority) -> tuple[int, float]:
-    """The best candidate: whether it does not fit, then seconds (or bytes)."""
-    at = int(one.priced.ranking[0])
-    if one.priced.fits[at]:
-        return 0, float(one.priced.step_s[at])
-    return 1, float(one.priced.memory_bytes[at])
+def _first(one: Priority) -> tuple[bool, bool, float]:
+    """As `_order_of`, of the best candidate."""
+    return _order_of(one, int(one.priced.ranking[0]))
+
+
+def _order_of(one: Priority, at: int) -> tuple[bool, bool, float]:
+    """A candidate: does it not fit, has it idle devices, seconds (or bytes)."""
+    priced = one.priced
+    first = priced.step_s if priced.fits[at] else priced.memory_bytes
+    return not priced.fits[at], bool(priced.idle[at]), float(first[at])
 
 
 def _space(choices: Choices, pins: Mapping[str, Any]) -> Space:

@@ -27,13 +27,15 @@ from dtft.planner.compute_cost import added_s, launch_s
 from dtft.planner.cost import Moved
 from dtft.planner.groups import Group
 from dtft.planner.memory import RESERVE, Timeline, peak
+from dtft.planner.meshes import AXES
 from dtft.planner.partition import MICRO, Division, work
-from dtft.planner.pricing import Prices
+from dtft.planner.pricing import Prices, Way
 from dtft.planner.question import Question, Role
 from dtft.planner.resting import Resting
 from dtft.planner.space import Space
 
 TERMS = ("compute", "collectives", "optimizer", "launch")
+_HEAVY = ("matmul", "convolution")
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "reserve")
 
 
@@ -50,6 +52,9 @@ class Priced:
     """Which axes divide which dims, for all candidates."""
     division: np.ndarray
     """For each candidate which of the divisions it has."""
+    idle: np.ndarray
+    """Candidates with an axis that divides no product: devices that repeat the work
+    of others. bool."""
     capacity: int
 
     def division_of(self, at: int) -> Division:
@@ -75,8 +80,10 @@ class Priced:
     def ranking(self) -> np.ndarray:
         """Candidates that fit before those that do not; faster before slower.
 
-        What does not fit is ordered by how little it lacks. Ties: fewer bytes, then
-        fewer microbatches, then the order of the space.
+        What does not fit is ordered by how little it lacks. Those with idle devices
+        come behind all that use theirs: without the axis they are meshes of fewer
+        devices. Ties: fewer bytes, then fewer microbatches, then the order of the
+        space.
         """
         first = np.where(self.fits, self.step_s, self.memory_bytes)
         keys = (
@@ -84,6 +91,7 @@ class Priced:
             self.space.columns["microbatches"],
             np.round(self.memory_bytes),
             _rounded(first),
+            self.idle,
             ~self.fits,
         )
         return np.lexsort(keys)
@@ -126,7 +134,11 @@ class Search:
         memory["reserve"][:] = RESERVE * self.pool.device.memory_bytes
         divisions: list[Division] = []
         which = np.zeros(len(space), np.int64)
+        idle = np.zeros(len(space), bool)
         for layout, rows in self._layouts(prices, space):
+            busy = _busy(prices.ways(layout))
+            for axis in set(AXES) - busy:
+                idle[rows] |= space.columns[axis][rows] > 1
             _put(memory, rows, self._memory(resting, layout, space, rows))
             for division, part in _with_sums(resting, layout, space, rows):
                 _put(terms, part, self._terms(resting, division, space, part))
@@ -138,6 +150,7 @@ class Search:
             memory=memory,
             divisions=divisions,
             division=which,
+            idle=idle,
             capacity=self.pool.device.memory_bytes,
         )
 
@@ -241,6 +254,12 @@ class Search:
         found["activations"] = highest.activations[alike.of[points]]
         found["gradients"] = highest.gradients[alike.of[points]]
         return found
+
+
+def _busy(ways: Sequence[Way]) -> set[str]:
+    """Axes that divide what is computed: products, or all of it where there are none."""
+    heavy = [way for way in ways if way.group.operator.kind in _HEAVY] or ways
+    return {axis for way in heavy for axis in way.work.divided_by}
 
 
 def _with_sums(
