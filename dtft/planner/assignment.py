@@ -46,11 +46,6 @@ class Assignment:
     """No assignment costs less. The cost itself where it is proven to be the least; for
     a mixed-integer program proven to HiGHS's tolerance, 1e-10 of the largest cost."""
 
-    @property
-    def gap(self) -> float:
-        """Seconds, or whatever costs are in, by which a better one could be better."""
-        return self.cost - self.bound
-
 
 def solve(
     problem: Problem, *, deadline_s: float = 10.0, max_entries: int = MAX_ENTRIES

@@ -16,10 +16,9 @@ import numpy as np
 from dtft.planner.assignment import solve_each
 from dtft.planner.columns import Cases, Total
 from dtft.planner.factors import Factor, Problem
-from dtft.planner.graph import Graph
-from dtft.planner.groups import Group
 from dtft.planner.partition import Division
 from dtft.planner.pricing import Prices, Way
+from dtft.planner.question import Question
 
 DEADLINE_S = 10.0
 """For programs whose tables are too large for dynamic programming, which none of the
@@ -29,18 +28,22 @@ Tables = dict[tuple[int, ...], dict[tuple[int, ...], list[Way]]]
 """Dims, then for each whether it is divided, then what operators take."""
 
 
-def candidates(
-    graph: Graph, groups: Iterable[Group], alias: Mapping[int, int]
-) -> tuple[int, ...]:
-    """Dims that an axis could divide with gain: those of matmuls and convolutions."""
+def candidates(question: Question) -> tuple[int, ...]:
+    """Dims that an axis could divide with gain: those of matmuls and convolutions.
+
+    Without those along which examples go, or loops: other axes are for them, or none.
+    """
+    graph, alias = question.graph, question.alias
+    others = {*question.batch_dims, *question.sequence_dims}
     found: dict[int, None] = {}
-    for group in groups:
+    for group in question.groups:
         if group.operator.kind not in ("matmul", "convolution"):
             continue
         for index in (*group.operator.inputs, *group.operator.outputs):
             for dim in graph.values[index].dims:
-                if not graph.dims[dim].loop:
-                    found[alias.get(dim, dim)] = None
+                root = alias.get(dim, dim)
+                if not graph.dims[dim].loop and root not in others:
+                    found[root] = None
     return tuple(found)
 
 

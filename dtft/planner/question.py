@@ -5,9 +5,8 @@ goes along. Traces, and computes nothing. Must not know clusters, meshes or cost
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -91,9 +90,13 @@ class Question:
     @cached_property
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits; the same for the same program."""
-        items = [asdict(value) for value in self.graph.values]
-        items += [{**asdict(op), "name": ""} for op in self.graph.operators]
-        text = json.dumps([items, dict(self.roles)], default=str)
+        values = [(value.shape, value.dtype, value.dims) for value in self.graph.values]
+        operators = [
+            (op.primitive, op.inputs, op.outputs, op.flops, op.trips, op.summed,
+             op.contracted, op.whole, op.again, op.within)
+            for op in self.graph.operators
+        ]  # fmt: skip
+        text = repr((values, operators, list(self.roles.items())))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def rematerialized(self, remat: Remat) -> "Question":

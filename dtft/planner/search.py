@@ -32,7 +32,7 @@ from dtft.planner.partition import MICRO, Division, work
 from dtft.planner.pricing import Prices, Way
 from dtft.planner.question import Question, Role
 from dtft.planner.resting import Resting
-from dtft.planner.space import Space
+from dtft.planner.space import MemoryFloor, Space
 
 TERMS = ("compute", "collectives", "optimizer", "launch")
 _HEAVY = ("matmul", "convolution")
@@ -103,6 +103,22 @@ def _rounded(values: np.ndarray) -> np.ndarray:
         digits = np.floor(np.log10(np.maximum(values, 1e-300)))
     scale = 10.0 ** (digits - 9)
     return np.round(values / scale) * scale
+
+
+def memory_floor(question: Question, pool: Pool) -> MemoryFloor:
+    """What the state of a question takes, whatever is divided how."""
+    graph = question.graph
+
+    def total(role: Role) -> int:
+        paths = question.paths(role)
+        return sum(graph.values[graph.inputs[path]].num_bytes for path in paths)
+
+    return MemoryFloor(
+        parameters=total("parameter"),
+        gradients=0,  # how many are there at a time depends on the program
+        optimizer=total("optimizer"),
+        capacity=int(pool.device.memory_bytes * (1 - RESERVE)),
+    )
 
 
 class Search:
@@ -205,10 +221,8 @@ class Search:
         self, prices: Prices, space: Space
     ) -> list[tuple[Division, np.ndarray]]:
         """Divisions with `tensor` where it costs least, and the candidates of each."""
-        question = self.question
-        dims = candidates(question.graph, question.groups, question.alias)
-        dims = [dim for dim in dims if dim not in question.sequence_dims]
-        found, which = Chooser(prices, self._base(space), "tensor").choose(dims)
+        chooser = Chooser(prices, self._base(space), "tensor")
+        found, which = chooser.choose(candidates(self.question))
         of = which[prices.columns.of]
         return [(one, np.flatnonzero(of == n)) for n, one in enumerate(found)]
 
