@@ -191,9 +191,7 @@ def _backend(pool: Pool) -> Backend:
     return BACKENDS[platform]
 
 
-def _choices(
-    question: Question, pool: Pool, can: Capabilities, batch: int
-) -> Choices:
+def _choices(question: Question, pool: Pool, can: Capabilities, batch: int) -> Choices:
     divides: dict[str, tuple[int, ...]] = {"replica": (), "fsdp": (), "tensor": ()}
     if "sequence" in can.axes and question.sequence_dims:
         sizes = (question.graph.dims[d].sizes[0] for d in question.sequence_dims)

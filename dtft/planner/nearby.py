@@ -61,8 +61,8 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby:
 def batch_text(decision: Decision) -> tuple[str, float]:
     """What nearby batches would take, and the seconds of a step that the best saves.
 
-    Empty where the devices divide the batch, or where no nearby one is faster for each
-    of its examples and all devices are used.
+    Empty where the devices divide the batch; and where all of them are used and no
+    nearby batch is faster for each of its examples.
     """
     asked, there = max(1, decision.question.batch_size), decision.cluster.num_devices
     plan, known = decision.plan, batches(decision)
@@ -77,15 +77,15 @@ def batch_text(decision: Decision) -> tuple[str, float]:
         f"{there} devices do not divide the batch of {asked}: {idle}, at "
         f"{seconds(here_s)} per example"
     )
-    if not faster:
-        return f"{text}; no batch near it is faster", 0.0
-    return f"{text}. Nearest that they divide: {_listed(faster)}", saved
+    return f"{text}. Nearest that they divide: {_listed(known)}", saved
 
 
-def _listed(known: list[Nearby]) -> str:
+def _listed(known: tuple[Nearby, ...]) -> str:
     return ", ".join(
         f"{one.batch} takes {seconds(one.step_s)} per step, {seconds(one.sample_s)} "
         f"per example ({wording.mesh(one.plan.mesh)})"
+        if one.plan.fits
+        else f"{one.batch} does not fit"
         for one in known
     )
 

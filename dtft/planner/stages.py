@@ -36,7 +36,12 @@ def check(schedule: Schedule, stages: int, microbatches: int, chunks: int) -> st
 
 
 def pipeline_s(
-    first_s: Any, middle_s: Any, last_s: Any, stages: Any, microbatches: Any, chunks: Any
+    first_s: Any,
+    middle_s: Any,
+    last_s: Any,
+    stages: Any,
+    microbatches: Any,
+    chunks: Any,
 ) -> Any:
     """Seconds from the first microbatch into the pipeline to the last one out of it.
 
@@ -63,9 +68,7 @@ def pipeline_s(
     return (microbatches * longest + (every - longest) / chunks)[()]
 
 
-def in_flight(
-    schedule: Schedule, stages: int, microbatches: int, chunks: int
-) -> float:
+def in_flight(schedule: Schedule, stages: int, microbatches: int, chunks: int) -> float:
     """Microbatches whose activations the fullest stage, the first one, keeps at once.
 
     GPipe and circular keep all of them; 1F1B as many as there are stages; with chunks

@@ -23,9 +23,7 @@ def found(question: Question) -> dict[frozenset[int], int]:
     graph = question.graph
     parameters = [graph.inputs[path] for path in question.paths("parameter")]
     alias = question.alias
-    return dict(
-        arrays_of_experts(graph, parameters, lambda dim: alias.get(dim, dim))
-    )
+    return dict(arrays_of_experts(graph, parameters, lambda dim: alias.get(dim, dim)))
 
 
 def asked(name: str, **sizes: int) -> Question:

@@ -1,11 +1,15 @@
 """Lints find what costs, and say how much."""
 
+import math
+import re
+
 import pytest
 
 from dtft.planner.cluster import Cluster
 from dtft.planner.compute_cost import matmul_s
 from dtft.planner.deciding import best_of
 from dtft.planner.lints import lints, products, replicated, undivided
+from dtft.planner.nearby import batches
 from tests.planner import reading
 from tests.planner.deciding_zoo import decision, mlp, question
 

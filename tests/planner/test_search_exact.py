@@ -83,6 +83,8 @@ class Point:
     microbatches: int
     seconds: float
     num_bytes: float
+    idle: bool
+    """Whether an axis divides no product."""
 
 
 class Everything:
@@ -96,6 +98,7 @@ class Everything:
         self.base = Division(axes=data, scatters=scatters, alias=question.alias)
         self.dims = candidates(question)
         self._known: dict[object, Any] = {}
+        self._divides: dict[object, tuple[str, ...]] = {}
 
     @cached_property
     def points(self) -> list[Point]:
@@ -106,6 +109,18 @@ class Everything:
             for chosen in self.best(mesh, parts)
             for zero in ((1, 2, 3) if mesh.get("fsdp", 1) > 1 else (0,))
             for point in [self.point(mesh, parts, zero, chosen)]
+        ]
+
+    @cached_property
+    def _here(self) -> list[set[int]]:
+        """The dims that each group of operators has."""
+        return [
+            {
+                self.base.root(dim)
+                for index in (*group.operator.inputs, *group.operator.outputs)
+                for dim in self.graph.values[index].dims
+            }
+            for group in self.question.groups
         ]
 
     def meshes(self) -> Iterator[dict[str, int]]:
@@ -154,9 +169,7 @@ class Everything:
     ) -> tuple[float, float, float]:
         """Seconds that some operators compute and send, and how many are started."""
         group = self.question.groups[number]
-        values = (*group.operator.inputs, *group.operator.outputs)
-        here = {self.base.root(d) for i in values for d in self.graph.values[i].dims}
-        key = number, chosen & here, tuple(mesh.items()), parts
+        key = number, chosen & self._here[number], tuple(mesh.items()), parts
         if rest is None and key in self._known:
             return self._known[key]
         division = replace(self.with_dims(key[1]), rest=rest or {})
@@ -168,6 +181,8 @@ class Everything:
         sending = sum(speeds.sending_s(sent, sizes) for sent in done.sent)
         starts = 0.0 if group.operator.kind in CHEAP else times
         found = float(times * computing), float(times * sending), float(starts)
+        heavy = group.operator.kind == "matmul"
+        self._divides[key[:2]] = done.divided_by if heavy else ()
         if rest is None:
             self._known[key] = found
         return found
@@ -182,8 +197,10 @@ class Everything:
             parameters = search.leaves("parameter", division, mesh, True)
             rest = further(parameters, division, question.loop_dims)
         compute = sending = update = starts = 0.0
+        idle = {axis for axis, size in mesh.items() if size > 1}
         for number, group in enumerate(question.groups):
             found = self.group(number, chosen, mesh, parts, rest)
+            idle.difference_update(self._divides[number, chosen & self._here[number]])
             updates = group.region == "update"
             update += found[0] / (fsdp if zero else 1) if updates else 0.0
             compute += 0.0 if updates else found[0]
@@ -197,7 +214,7 @@ class Everything:
         num_bytes = self.num_bytes(division, mesh, zero, sizes)
         return Point(
             mesh=mesh, zero=zero, microbatches=parts,
-            seconds=seconds, num_bytes=num_bytes,
+            seconds=seconds, num_bytes=num_bytes, idle=bool(idle),
         )  # fmt: skip
 
     def num_bytes(
@@ -271,21 +288,37 @@ def check(everything: Everything, pool: Pool, room: float) -> None:
     alike: dict[object, list[Point]] = defaultdict(list)
     for point in everything.points:
         alike[tuple(point.mesh.items()), point.zero, point.microbatches].append(point)
-    lucky = min(p.seconds for p in everything.points if p.num_bytes <= room)
-    unlucky = min(
-        max(point.seconds for point in points)
-        if all(point.num_bytes <= room for point in points)
-        else math.inf
-        for points in alike.values()
-    )
+    fitting = [point for point in everything.points if point.num_bytes <= room]
     for pruned in (False, True):
         priced = searched(everything, pool, pruned=pruned)
         at = int(priced.ranking[0])
-        assert priced.fits[at] or unlucky == math.inf
+        assert priced.fits[at] or surely(alike, room, idle=None) == math.inf
         if priced.fits[at]:
+            idle = bool(priced.idle[at])
+            assert not idle or surely(alike, room, idle=False) == math.inf
+            lucky = min(p.seconds for p in fitting if p.idle == idle)
+            unlucky = surely(alike, room, idle=idle)
             assert lucky * (1 - CLOSE) <= priced.step_s[at] <= unlucky * (1 + CLOSE)
             candidate = priced.space[at]
             knobs = candidate.knobs
             key = tuple(candidate.mesh.items()), knobs.zero, knobs.microbatches
             same = [point.seconds for point in alike[key]]
             assert np.isclose(priced.step_s[at], same, rtol=CLOSE).any()
+
+
+def surely(
+    alike: Mapping[object, list[Point]], room: float, idle: bool | None
+) -> float:
+    """Seconds of the best candidate by its unluckiest layout; infinite without one.
+
+    Args:
+        alike: layouts of each candidate.
+        room: bytes that there are.
+        idle: only candidates that have idle devices, or none, in all layouts.
+    """
+    return min(
+        max(point.seconds for point in points)
+        if all(p.num_bytes <= room and idle in (None, p.idle) for p in points)
+        else math.inf
+        for points in alike.values()
+    )
