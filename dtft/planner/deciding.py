@@ -27,6 +27,7 @@ from dtft.planner.plan import Plan, Remat
 from dtft.planner.question import Question
 from dtft.planner.search import Priced, Search
 from dtft.planner.space import REMATS, Candidate, Choices, Space
+from dtft.planner.staged import layers_of
 
 BACKENDS: Mapping[str, Backend] = {
     "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",
@@ -124,6 +125,9 @@ def best_of(
     order = _order(can, pins)
     choices = _choices(question, pool, can, batch or max(1, question.batch_size))
     space = _space(replace(choices, remat=order[:1]), pins)
+    if num_layers := choices.divides.get("stage"):
+        space = space.with_chunks(num_layers[0], pins.get("virtual_stages"))
+    _check_offload(pins, can, pool)
     columns = Columns(pool, space)
     found: dict[Remat, Priority] = {}
     for remat in order:
@@ -132,6 +136,8 @@ def best_of(
             search = Search(asked, pool, scatters=backend != "cpu")
             priced = search.price(space.with_remat(remat), columns)
             found[remat] = Priority(search=search, priced=priced)
+    if can.offload and pool.host_link is not None and _worth(found.values()):
+        found = _with_offload(found)
     best = min(found.values(), key=_first)
     at = int(best.priced.ranking[0])
     return Decision(
@@ -143,6 +149,16 @@ def best_of(
         found=found,
         at=at,
     )
+
+
+def _with_offload(found: Mapping[Remat, Priority]) -> dict[Remat, Priority]:
+    """The same, with what would be faster if its optimizer state were elsewhere."""
+    unfit, idle, least = min(map(_first, found.values()))
+    best_s = math.inf if unfit or idle else least
+    return {
+        remat: replace(one, priced=one.search.with_offload(one.priced, best_s))
+        for remat, one in found.items()
+    }
 
 
 def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
@@ -178,6 +194,7 @@ def _everything(question: Question) -> Capabilities:
         microbatches=True,
         remat=frozenset(remats),
         zero=frozenset({0, 1, 2, 3}),
+        offload=True,
     )
 
 
@@ -199,6 +216,9 @@ def _choices(question: Question, pool: Pool, can: Capabilities, batch: int) -> C
     if "expert" in can.axes and question.expert_arrays:
         dims = {question.graph.dims[d] for d in question.expert_arrays.values()}
         divides["expert"] = tuple({size for dim in dims for size in dim.sizes})
+    layers = layers_of(question, pool.device) if "stage" in can.axes else None
+    if layers is not None:
+        divides["stage"] = (layers.count,)
     return Choices(
         num_devices=pool.num_devices,
         batch=batch,
@@ -208,6 +228,16 @@ def _choices(question: Question, pool: Pool, can: Capabilities, batch: int) -> C
         max_microbatches=min(batch, MAX_MICROBATCHES) if can.microbatches else 1,
         zero=tuple(sorted(can.zero)),
     )
+
+
+def _check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> None:
+    """Refuses a pinned offload that there is no way to do."""
+    if pins.get("offload") and (not can.offload or pool.host_link is None):
+        lacks = "this entry point cannot" if not can.offload else "no link to the host"
+        raise ValueError(
+            f"offload=True cannot be met on {pool.words}: {lacks}. Plan with loss= and "
+            "optimizer=, for devices whose `host_link` is known (`Pool.host_link`)."
+        )
 
 
 def _order(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:

@@ -151,10 +151,7 @@ def _readers(graph: Graph, parts: Mapping[int, Part]) -> dict[int, frozenset[Par
                 index = inner[index]
             if index not in source:
                 continue
-            if (
-                operator.kind == "layout"
-                or operator.primitive == "convert_element_type"
-            ):
+            if operator.kind == "layout":
                 source |= dict.fromkeys(operator.outputs, source[index])
             elif number in parts:
                 found.setdefault(source[index], set()).add(parts[number])

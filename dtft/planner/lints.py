@@ -276,5 +276,5 @@ def repeated(plan: Plan) -> tuple[Lint, ...]:
             "work of one",
         )
         for axis, number in plan.mesh.items()
-        if number > 1 and axis not in used
+        if number > 1 and axis not in used and axis != "stage"
     )

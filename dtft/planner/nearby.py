@@ -35,12 +35,14 @@ class Nearby:
 
 
 def batches(decision: Decision) -> tuple[Nearby, ...]:
-    """The next smaller and larger batch that all devices divide; none if they do it.
+    """The next smaller and larger batch that all devices divide.
+
+    None where as many devices as there are examples, or all, divide it.
 
     What is computed is taken to grow with the batch, all else to stay as it is.
     """
     asked, there = decision.question.batch_size, decision.cluster.num_devices
-    if asked < 2 or asked % there == 0:
+    if math.gcd(asked, there) == min(asked, there):
         return ()
     near = (asked // there * there, -(-asked // there) * there)
     return tuple(_at(decision, asked, batch) for batch in near if batch)

@@ -9,7 +9,9 @@ copied is on the device as a whole. So a few large arrays, such as those of a sc
 layers, leave no room behind; many small ones leave nearly all of theirs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,44 +25,46 @@ MOST_UNDER_WAY = 1.25
 """Of all that is kept on the host, the most that is on the device at once."""
 
 
-def moved(arrays: Mapping[str, float]) -> tuple[str, ...]:
-    """Paths of the arrays that are worth a copy.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Away:
+    """What one device keeps in host memory; one entry per candidate, or a number."""
 
-    Args:
-        arrays: path to the bytes on one device.
-    """
-    return tuple(path for path, size in arrays.items() if size >= LEAST_BYTES)
-
-
-def on_device_bytes(sizes: Iterable[float]) -> float:
-    """The most that is on a device at one time of what is kept on the host.
-
-    Args:
-        sizes: bytes of each array on one device.
-
-    >>> on_device_bytes([4.0] * 64), on_device_bytes([100.0, 100.0])
-    (64.0, 250.0)
-    """
-    known = list(sizes)
-    most = NUM_UNDER_WAY * max(known, default=0.0)
-    return min(MOST_UNDER_WAY * sum(known), most)
+    host_bytes: Any
+    """In host memory."""
+    device_bytes: Any
+    """Of it, the most that is on the device at one time."""
+    seconds: Any
+    """That an update takes longer: all of it there and back."""
 
 
-def offload_s(link: Link, sizes: Sequence[float]) -> float:
-    """Seconds that an update takes longer: all state there and back.
+NOTHING = Away(host_bytes=0.0, device_bytes=0.0, seconds=0.0)
 
-    None of it is taken to be hidden: what the copies wait for (gradients) comes last.
+
+def away(link: Link, arrays: Iterable[tuple[int, Any]]) -> Away:
+    """What arrays that rest in host memory take, those that are worth a copy.
+
+    No time is taken to be hidden: what the copies wait for (gradients) comes last.
 
     Args:
         link: from a device to its host's memory.
-        sizes: bytes of each array on one device.
+        arrays: how many there are alike, and bytes of each on one device.
 
     >>> from dtft.planner.links import Curve
     >>> pcie = Link(kind="PCIe", curve=Curve(latency_s=0.0, bandwidth=1e10), source="")
-    >>> offload_s(pcie, [5e9, 5e9])
-    2.0
+    >>> found = away(pcie, [(64, 1e8), (9, 100.0)])
+    >>> round(float(found.host_bytes) / 1e9, 2), float(found.device_bytes) / 1e9
+    (6.4, 1.6)
+    >>> round(float(found.seconds), 3)
+    1.28
     """
-    if not sizes:
-        return 0.0
-    each = link.curve.seconds(np.asarray(sizes) * link.shared_by)
-    return 2 * float(np.sum(each))
+    host: Any = 0.0
+    largest: Any = 0.0
+    seconds: Any = 0.0
+    for count, num_bytes in arrays:
+        there = np.where(np.asarray(num_bytes) >= LEAST_BYTES, num_bytes, 0.0)[()]
+        host = host + count * there
+        largest = np.maximum(largest, there)
+        copy_s = link.curve.seconds(there * link.shared_by)
+        seconds = seconds + 2 * count * np.where(there > 0, copy_s, 0.0)[()]
+    on_device = np.minimum(MOST_UNDER_WAY * host, NUM_UNDER_WAY * largest)
+    return Away(host_bytes=host, device_bytes=on_device, seconds=seconds)

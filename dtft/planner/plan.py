@@ -19,7 +19,7 @@ Remat = Literal["none", "dots", "full"]
 
 Schedule = Literal["1f1b", "gpipe", "circular"]
 """In which order stages of a pipeline take microbatches: forward and backward in turn;
-all forward, then all backward; all forward, going round as often as there are chunks."""
+all forward, then all backward; the same, going round as often as there are chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,10 @@ class Knobs:
     3 also parameters (the axis `fsdp`)."""
     offload: bool = False
     """Whether optimizer state is kept in host memory between updates (`Plan.host`)."""
+    virtual_stages: int = 1
+    """Parts of its layers that each pipeline stage has, one after another."""
+    schedule: Schedule = "1f1b"
+    """Of a pipeline; what plans without an axis `stage` have means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +61,8 @@ class Prediction:
     """Seconds of one step, by term."""
 
     terms: Mapping[str, float]
-    """compute, collectives (exposed), bubble, optimizer, launch; seconds."""
+    """compute, collectives (exposed), bubble, optimizer, offload, launch; seconds.
+    Bubble and offload only where there are stages, or state in host memory."""
     low_s: float
     high_s: float
     """The interval that the calibration supports."""
@@ -101,6 +106,8 @@ class Plan:
     host: tuple[str, ...] = ()
     """Entry loss: paths of the leaves of the optimizer state that are kept in host
     memory between updates; empty without the knob `offload`."""
+    host_bytes: int = 0
+    """Bytes of host memory that each device needs for them."""
     constraints: Mapping[int, Spec] = field(default_factory=dict)
     """Number of an operator to the spec of its first output. Entry step: of the step's
     program; entry loss: of the program of `loss(params, batch)` alone, which is what

@@ -12,7 +12,7 @@ one that changes only what is kept, gathered or updated is read from the space i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,13 +28,15 @@ from dtft.planner.cost import Moved
 from dtft.planner.groups import Group
 from dtft.planner.memory import RESERVE, Timeline, peak
 from dtft.planner.meshes import AXES
+from dtft.planner.offload import NOTHING, Away, away
 from dtft.planner.partition import MICRO, Division, work
 from dtft.planner.pricing import Prices, Way
 from dtft.planner.question import Question, Role
 from dtft.planner.resting import Resting
 from dtft.planner.space import MemoryFloor, Space
+from dtft.planner.staged import Staged
 
-TERMS = ("compute", "collectives", "optimizer", "launch")
+TERMS = ("compute", "collectives", "bubble", "optimizer", "offload", "launch")
 _HEAVY = ("matmul", "convolution")
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "reserve")
 
@@ -55,6 +57,9 @@ class Priced:
     idle: np.ndarray
     """Candidates with an axis that divides no product: devices that repeat the work
     of others. bool."""
+    host: np.ndarray
+    """Bytes of host memory that each device needs."""
+    host_capacity: int
     capacity: int
 
     def division_of(self, at: int) -> Division:
@@ -74,7 +79,8 @@ class Priced:
     @cached_property
     def fits(self) -> np.ndarray:
         """Which candidates have room."""
-        return self.memory_bytes <= self.capacity
+        roomy = self.memory_bytes <= self.capacity
+        return roomy & (self.host <= self.host_capacity)
 
     @cached_property
     def ranking(self) -> np.ndarray:
@@ -150,14 +156,24 @@ class Search:
         memory["reserve"][:] = RESERVE * self.pool.device.memory_bytes
         divisions: list[Division] = []
         which = np.zeros(len(space), np.int64)
-        idle = np.zeros(len(space), bool)
+        idle, host = np.zeros(len(space), bool), np.zeros(len(space))
+        staged = Staged(prices) if (space.columns["stage"] > 1).any() else None
         for layout, rows in self._layouts(prices, space):
             busy = _busy(prices.ways(layout))
-            for axis in set(AXES) - busy:
+            for axis in set(AXES) - busy - {"stage"}:
                 idle[rows] |= space.columns[axis][rows] > 1
-            _put(memory, rows, self._memory(resting, layout, space, rows))
+            needs = self._memory(resting, layout, space, rows)
+            moved = self._away(resting, layout, space, rows)
+            host[rows], terms["offload"][rows] = moved.host_bytes, moved.seconds
+            needs["optimizer"] += moved.device_bytes - moved.host_bytes
+            if staged is not None:
+                needs = staged.memory(space, rows, needs)
+            _put(memory, rows, needs)
             for division, part in _with_sums(resting, layout, space, rows):
-                _put(terms, part, self._terms(resting, division, space, part))
+                took = self._terms(resting, division, space, part)
+                if staged is not None:
+                    took = staged.terms(division, space, part, took)
+                _put(terms, part, took)
                 which[part] = len(divisions)
                 divisions.append(division)
         return Priced(
@@ -167,8 +183,26 @@ class Search:
             divisions=divisions,
             division=which,
             idle=idle,
+            host=host,
+            host_capacity=self.pool.host_memory_bytes,
             capacity=self.pool.device.memory_bytes,
         )
+
+    def with_offload(self, priced: Priced, best_s: float) -> Priced:
+        """The same, and candidates whose optimizer state rests in host memory.
+
+        Only those that could be the best: what fits without is slower with it.
+
+        Args:
+            priced: of this search.
+            best_s: seconds of the best that fits; infinite without one.
+        """
+        lean = priced.memory_bytes - priced.memory["optimizer"] <= priced.capacity
+        worth = lean & ~priced.fits & ~priced.idle & (priced.step_s < best_s)
+        if not worth.any():
+            return priced
+        space = priced.space.where(np.flatnonzero(worth)).with_offload()
+        return _joined(priced, self.price(space))
 
     def works(self, division: Division) -> tuple[tuple[Group, Work], ...]:
         """What each group of operators takes under a division."""
@@ -269,11 +303,51 @@ class Search:
         found["gradients"] = highest.gradients[alike.of[points]]
         return found
 
+    def _away(
+        self, resting: Resting, division: Division, space: Space, rows: np.ndarray
+    ) -> Away:
+        """Optimizer state of candidates of one layout that rests in host memory."""
+        offload = space.columns["offload"][rows] > 0
+        if not offload.any() or self.pool.host_link is None:
+            return NOTHING
+        points = resting.prices.columns.of[rows]
+        zero = space.columns["zero"][rows]
+        whole, divided = (
+            [
+                (count, each[cases.of[points]])
+                for cases, count, each in resting.each("optimizer", division, part)
+            ]
+            for part in (False, True)
+        )
+        arrays = [
+            (count, np.where(offload, np.where(zero >= 1, part, every), 0.0))
+            for (count, every), (_, part) in zip(whole, divided, strict=True)
+        ]
+        return away(self.pool.host_link, arrays)
+
 
 def _busy(ways: Sequence[Way]) -> set[str]:
-    """Axes that divide what is computed: products, or all of it where there are none."""
+    """Axes that divide what is computed: products, or all where there are none."""
     heavy = [way for way in ways if way.group.operator.kind in _HEAVY] or ways
     return {axis for way in heavy for axis in way.work.divided_by}
+
+
+def _joined(one: Priced, other: Priced) -> Priced:
+    """The candidates of both, of the same pool and orders."""
+
+    def both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: np.concatenate([first[name], second[name]]) for name in first}
+
+    return replace(
+        one,
+        space=one.space.joined(other.space),
+        terms=both(one.terms, other.terms),
+        memory=both(one.memory, other.memory),
+        divisions=(*one.divisions, *other.divisions),
+        division=np.concatenate([one.division, other.division + len(one.divisions)]),
+        idle=np.concatenate([one.idle, other.idle]),
+        host=np.concatenate([one.host, other.host]),
+    )
 
 
 def _with_sums(

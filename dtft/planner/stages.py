@@ -16,25 +16,6 @@ from dtft.planner.plan import Schedule
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "circular")
 
 
-def check(schedule: Schedule, stages: int, microbatches: int, chunks: int) -> str:
-    """Why a pipeline cannot be run so; '' if it can.
-
-    >>> check("1f1b", stages=4, microbatches=6, chunks=2)
-    '6 microbatches are no multiple of stage=4, as chunks of stages need'
-    """
-    if chunks == 1:
-        alone = "circular is for virtual_stages of 2 and more"
-        return alone if schedule == "circular" else ""
-    if schedule == "gpipe":
-        return "gpipe has one chunk of layers per stage: take circular or 1f1b"
-    if microbatches % stages:
-        return (
-            f"{microbatches} microbatches are no multiple of stage={stages}, as chunks "
-            "of stages need"
-        )
-    return ""
-
-
 def pipeline_s(
     first_s: Any,
     middle_s: Any,

@@ -11,6 +11,7 @@ from typing import Any
 
 from dtft.planner import comparing, wording
 from dtft.planner.deciding import Decision, best_of
+from dtft.planner.explain import knobs_text
 from dtft.planner.lints import batch, repeated, undivided_text
 from dtft.planner.meshes import AXES
 from dtft.planner.plan import Plan
@@ -122,8 +123,7 @@ def _slower(
 
 
 def _shown(plan: Plan) -> str:
-    knobs = ", ".join(f"{name}={value}" for name, value in asdict(plan.knobs).items())
-    return f"{wording.mesh(plan.mesh)}, {knobs}"
+    return f"{wording.mesh(plan.mesh)}, {knobs_text(plan.knobs)}"
 
 
 def _details(plan: Plan, other: Plan) -> tuple[Section, ...]:

@@ -47,7 +47,8 @@ def plan(
             the devices that JAX has.
         what_if: looks also at knobs that cannot be run here.
         **pins: knobs that are given: sizes of axes (`tensor=8`), `microbatches`,
-            `remat`, `zero`, `order` of the axes on the fabric.
+            `remat`, `zero`, `offload`, `order` of the axes on the fabric; what-if:
+            `virtual_stages` and `schedule` of a pipeline.
 
     Returns:
         The best plan.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.stages import check, in_flight, pipeline_s, transfers
+from dtft.planner.stages import in_flight, pipeline_s, transfers
 
 
 def gpipe_order(stage: int, stages: int, batches: int) -> list[tuple[str, int]]:
@@ -126,11 +126,3 @@ def test_hand_counts() -> None:
     assert transfers(3) == 6
     assert in_flight("1f1b", 4, 3, 1) == 3
     assert in_flight("circular", 4, 8, 2) == 8
-
-
-def test_what_cannot_be_run_says_why() -> None:
-    assert not check("gpipe", 4, 7, 1)
-    assert not check("circular", 4, 8, 2)
-    assert "no multiple of stage=4" in check("circular", 4, 6, 2)
-    assert "take circular or 1f1b" in check("gpipe", 4, 8, 2)
-    assert "virtual_stages of 2" in check("circular", 4, 8, 1)
