@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from dtft.planner.meshes import AXES
 from dtft.planner.plan import Knobs, Plan, Remat
 
 Entry = Literal["step", "loss"]
@@ -32,7 +33,7 @@ class Capabilities:
     """Whether optimizer state can be kept in host memory between updates."""
 
 
-_AXES = frozenset({"replica", "fsdp", "tensor", "sequence", "expert"})
+_AXES = frozenset(AXES) - {"stage"}
 _STEP = Capabilities(
     axes=_AXES,
     microbatches=False,
@@ -61,6 +62,21 @@ PLATFORMS: Mapping[str, Backend] = {
     "cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",
 }  # fmt: skip
 """JAX's names of platforms."""
+
+
+def everything(rematerializes: bool) -> Capabilities:
+    """All knobs that can be priced, whether or not anything runs them.
+
+    Args:
+        rematerializes: whether programs with parts computed again can be traced.
+    """
+    return Capabilities(
+        axes=frozenset(AXES),
+        microbatches=True,
+        remat=_LOSS.remat if rematerializes else _STEP.remat,
+        zero=frozenset({0, 1, 2, 3}),
+        offload=True,
+    )
 
 
 def unsupported(

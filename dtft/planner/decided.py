@@ -17,7 +17,8 @@ from dtft.planner.groups import CHEAP
 from dtft.planner.offload import LEAST_BYTES
 from dtft.planner.partition import MICRO, Division, flat
 from dtft.planner.plan import Alternative, Collective, Plan, Prediction, Spec
-from dtft.planner.search import MEMORY, TERMS, Priced, Search
+from dtft.planner.priced import MEMORY, TERMS, Priced
+from dtft.planner.search import Search
 from dtft.planner.shards import Leaf
 from dtft.planner.space import Candidate
 from dtft.planner.staged import handed_on, layers_of

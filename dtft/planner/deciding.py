@@ -12,20 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from dtft.planner import decided
+from dtft.planner import decided, unfit
 from dtft.planner.capabilities import (
     CAPABILITIES,
     Backend,
     Capabilities,
+    everything,
     unsupported,
 )
 from dtft.planner.cluster import Cluster, Pool
 from dtft.planner.columns import Columns
 from dtft.planner.enumeration import enumerate_space
-from dtft.planner.meshes import AXES
 from dtft.planner.plan import Plan, Remat
+from dtft.planner.priced import Priced
 from dtft.planner.question import Question
-from dtft.planner.search import Priced, Search
+from dtft.planner.search import Search, memory_floor
 from dtft.planner.space import REMATS, Candidate, Choices, Space
 from dtft.planner.staged import layers_of
 
@@ -93,7 +94,11 @@ def decide(
     """
     decision = best_of(question, cluster, pins, what_if=what_if)
     if not decision.plan.fits:
-        raise ValueError(_unfit(decision.found, cluster.uniform))
+
+        def best(cluster: Cluster, pins: Mapping[str, Any], anything: bool) -> Plan:
+            return best_of(question, cluster, pins, what_if=what_if or anything).plan
+
+        raise ValueError(unfit.text(decision.plan, cluster, decision.pins, best))
     return decision
 
 
@@ -121,21 +126,23 @@ def best_of(
     pins = dict(pins or {})
     pool = cluster.uniform
     backend = _backend(pool)
-    can = _everything(question) if what_if else CAPABILITIES[question.entry, backend]
+    can = (
+        everything(question.again is not None)
+        if what_if
+        else CAPABILITIES[question.entry, backend]
+    )
     order = _order(can, pins)
     choices = _choices(question, pool, can, batch or max(1, question.batch_size))
-    space = _space(replace(choices, remat=order[:1]), pins)
-    if num_layers := choices.divides.get("stage"):
-        space = space.with_chunks(num_layers[0], pins.get("virtual_stages"))
+    choices = replace(choices, remat=order[:1])
     _check_offload(pins, can, pool)
-    columns = Columns(pool, space)
-    found: dict[Remat, Priority] = {}
-    for remat in order:
-        if not found or _worth(found.values()):
-            asked = question if remat == "none" else question.rematerialized(remat)
-            search = Search(asked, pool, scatters=backend != "cpu")
-            priced = search.price(space.with_remat(remat), columns)
-            found[remat] = Priority(search=search, priced=priced)
+    floor = memory_floor(question, pool)
+    if pins.get("offload"):
+        floor = replace(floor, optimizer=0)
+    space = _enumerated(replace(choices, memory=floor), pins)
+    found = _found(question, pool, space, order)
+    if not any(one.priced.fits.any() for one in found.values()):
+        # What lacks least may be among those that have no room even for their state.
+        found = _found(question, pool, _all(choices, pins), order)
     if can.offload and pool.host_link is not None and _worth(found.values()):
         found = _with_offload(found)
     best = min(found.values(), key=_first)
@@ -184,18 +191,6 @@ def _written(one: Priority, at: int, cluster: Cluster) -> Plan:
     if unsupported(plan.entry, backend, plan.mesh, plan.knobs):
         return replace(plan, runnable=False)
     return plan
-
-
-def _everything(question: Question) -> Capabilities:
-    """All knobs that can be priced for a question."""
-    remats = REMATS if question.again is not None else REMATS[:1]
-    return Capabilities(
-        axes=frozenset(AXES),
-        microbatches=True,
-        remat=frozenset(remats),
-        zero=frozenset({0, 1, 2, 3}),
-        offload=True,
-    )
 
 
 def _backend(pool: Pool) -> Backend:
@@ -267,33 +262,37 @@ def _order_of(one: Priority, at: int) -> tuple[bool, bool, float]:
     return not priced.fits[at], bool(priced.idle[at]), float(first[at])
 
 
-def _space(choices: Choices, pins: Mapping[str, Any]) -> Space:
-    """Candidates; with the batch that was asked for, if there are any."""
+def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
+    """Candidates; pipelines with every number of virtual stages."""
     space = enumerate_space(choices, pins)
+    if num_layers := choices.divides.get("stage"):
+        return space.with_chunks(num_layers[0], pins.get("virtual_stages"))
+    return space
+
+
+def _all(choices: Choices, pins: Mapping[str, Any]) -> Space:
+    space = _enumerated(choices, pins)
     if not len(space):
         reasons = "; ".join(str(reason) for reason in space.reasons)
         raise ValueError(f"there is no candidate for this cluster: {reasons}.")
+    return space
+
+
+def _found(
+    question: Question, pool: Pool, space: Space, order: tuple[Remat, ...]
+) -> dict[Remat, Priority]:
+    """Candidates priced, for as many remats in turn as may be the best."""
+    if not len(space):
+        return {}
+    # With the batch that was asked for, if any candidate divides it.
     exact = space.columns["batch"] == space.columns["batch"].min()
-    return space.where(np.flatnonzero(exact))
-
-
-def _unfit(found: Mapping[Remat, Priority], pool: Pool) -> str:
-    """Says by how much the leanest candidate does not fit, and what would help."""
-    remat, leanest = min(found.items(), key=lambda item: _first(item[1]))
-    at = int(leanest.priced.ranking[0])
-    terms = {name: values[at] for name, values in leanest.priced.memory.items()}
-    needed, has = float(leanest.priced.memory_bytes[at]), leanest.priced.capacity
-    mesh = {a: n for a, n in leanest.priced.space[at].mesh.items() if n > 1}
-    shown = ", ".join(
-        f"{name} {value / GIB:.2f}" for name, value in terms.items() if value
-    )
-    reserve = terms["reserve"]
-    devices = math.ceil(pool.num_devices * (needed - reserve) / (has - reserve))
-    return (
-        f"the model does not fit on {pool.words}: the leanest plan (mesh={mesh}, "
-        f"remat={remat}) needs {needed / GIB:.2f} GiB per device ({shown}), "
-        f"{(needed - has) / GIB:.2f} GiB more than the {has / GIB:.2f} GiB there are. "
-        f"What would help: about {devices} devices of this type instead of "
-        f"{pool.num_devices}, a smaller batch if activations are the largest term, or "
-        "an optimizer with less state."
-    )
+    space = space.where(np.flatnonzero(exact))
+    columns = Columns(pool, space)
+    found: dict[Remat, Priority] = {}
+    for remat in order:
+        if not found or _worth(found.values()):
+            asked = question if remat == "none" else question.rematerialized(remat)
+            search = Search(asked, pool, scatters=_backend(pool) != "cpu")
+            priced = search.price(space.with_remat(remat), columns)
+            found[remat] = Priority(search=search, priced=priced)
+    return found

@@ -110,10 +110,16 @@ class Question:
                 f"remat={remat!r}: the step is the user's own, so nothing in it is "
                 "computed again. Allowed: none; or plan by loss= and optimizer=."
             )
-        graph = self.again(remat)
-        return replace(
-            self, graph=graph, alias=dict(enumerate(blocks.find(graph).dims))
-        )
+        if remat not in self._rematerialized:
+            graph = self.again(remat)
+            alias = dict(enumerate(blocks.find(graph).dims))
+            self._rematerialized[remat] = replace(self, graph=graph, alias=alias)
+        return self._rematerialized[remat]
+
+    @cached_property
+    def _rematerialized(self) -> dict[Remat, "Question"]:
+        """What was traced already."""
+        return {}
 
     def aligned(self, division: Division) -> Division:
         """A division of `graph` as one of `program`: their arguments are the same."""
@@ -134,13 +140,11 @@ class Question:
         if not division.first:
             return {}
         program = self.program
-        paths = [path for path in self.paths("parameter") if path in program.inputs]
-        examples = {
-            program.values[program.inputs[path]].dims[0]
-            for path in self.paths("batch")
-            if path in program.inputs and program.values[program.inputs[path]].dims
-        }
-        parameters = [program.inputs[path] for path in paths]
+        values = {path: program.values[at] for path, at in program.inputs.items()}
+        batch = (values[path] for path in self.paths("batch") if path in values)
+        examples = {value.dims[0] for value in batch if value.dims}
+        known = [path for path in self.paths("parameter") if path in values]
+        parameters = [program.inputs[path] for path in known]
         return arrays_of_experts(program, parameters, lambda dim: dim, examples)
 
     def paths(self, role: Role) -> tuple[str, ...]:

@@ -12,8 +12,6 @@ one that changes only what is kept, gathered or updated is read from the space i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,89 +24,20 @@ from dtft.planner.columns import Columns
 from dtft.planner.compute_cost import added_s, launch_s
 from dtft.planner.cost import Moved
 from dtft.planner.groups import Group
-from dtft.planner.memory import RESERVE, Timeline, peak
+from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.meshes import AXES
+from dtft.planner.moments import Moments
 from dtft.planner.offload import NOTHING, Away, away
-from dtft.planner.partition import MICRO, Division, work
+from dtft.planner.partition import MICRO, Division
+from dtft.planner.priced import MEMORY, TERMS, Priced, joined
 from dtft.planner.pricing import Prices, Way
 from dtft.planner.question import Question, Role
 from dtft.planner.resting import Resting
 from dtft.planner.space import MemoryFloor, Space
 from dtft.planner.staged import Staged
+from dtft.planner.works import works_of
 
-TERMS = ("compute", "collectives", "bubble", "optimizer", "offload", "launch")
 _HEAVY = ("matmul", "convolution")
-MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "reserve")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Priced:
-    """Every candidate of a space with its time and memory."""
-
-    space: Space
-    terms: Mapping[str, np.ndarray]
-    """Seconds by term; each one entry per candidate."""
-    memory: Mapping[str, np.ndarray]
-    """Bytes of a device by term."""
-    divisions: Sequence[Division]
-    """Which axes divide which dims, for all candidates."""
-    division: np.ndarray
-    """For each candidate which of the divisions it has."""
-    idle: np.ndarray
-    """Candidates with an axis that divides no product: devices that repeat the work
-    of others. bool."""
-    host: np.ndarray
-    """Bytes of host memory that each device needs."""
-    host_capacity: int
-    capacity: int
-
-    def division_of(self, at: int) -> Division:
-        """Which axes divide which dims in a candidate."""
-        return self.divisions[self.division[at]]
-
-    @cached_property
-    def step_s(self) -> np.ndarray:
-        """Seconds of a step; of a rounded-up batch the part that was asked for."""
-        return np.sum([self.terms[name] for name in TERMS], axis=0)
-
-    @cached_property
-    def memory_bytes(self) -> np.ndarray:
-        """Bytes of a device."""
-        return np.sum([self.memory[name] for name in MEMORY], axis=0)
-
-    @cached_property
-    def fits(self) -> np.ndarray:
-        """Which candidates have room."""
-        roomy = self.memory_bytes <= self.capacity
-        return roomy & (self.host <= self.host_capacity)
-
-    @cached_property
-    def ranking(self) -> np.ndarray:
-        """Candidates that fit before those that do not; faster before slower.
-
-        What does not fit is ordered by how little it lacks. Those with idle devices
-        come behind all that use theirs: without the axis they are meshes of fewer
-        devices. Ties: fewer bytes, then fewer microbatches, then the order of the
-        space.
-        """
-        first = np.where(self.fits, self.step_s, self.memory_bytes)
-        keys = (
-            np.arange(len(first)),
-            self.space.columns["microbatches"],
-            np.round(self.memory_bytes),
-            _rounded(first),
-            self.idle,
-            ~self.fits,
-        )
-        return np.lexsort(keys)
-
-
-def _rounded(values: np.ndarray) -> np.ndarray:
-    """To nine digits: sums in another order must not decide a ranking."""
-    with np.errstate(divide="ignore"):
-        digits = np.floor(np.log10(np.maximum(values, 1e-300)))
-    scale = 10.0 ** (digits - 9)
-    return np.round(values / scale) * scale
 
 
 def memory_floor(question: Question, pool: Pool) -> MemoryFloor:
@@ -139,7 +68,9 @@ class Search:
             scatters: whether the backend has reduce-scatter (`Division.scatters`).
         """
         self.question, self.pool, self.scatters = question, pool, scatters
-        self._timeline = Timeline(graph=question.graph)
+        self._timeline = Timeline(
+            graph=question.graph, gathers=question.entry == "loss"
+        )
 
     def price(self, space: Space, columns: Columns | None = None) -> Priced:
         """Time and memory of every candidate.
@@ -202,14 +133,14 @@ class Search:
         if not worth.any():
             return priced
         space = priced.space.where(np.flatnonzero(worth)).with_offload()
-        return _joined(priced, self.price(space))
+        return joined(priced, self.price(space))
 
     def works(self, division: Division) -> tuple[tuple[Group, Work], ...]:
         """What each group of operators takes under a division."""
-        graph = self.question.graph
+        known = works_of(self.question)
         return tuple(
-            (group, work(graph, group.operator, division))
-            for group in self.question.groups
+            (group, known.of(number, division))
+            for number, group in enumerate(self.question.groups)
         )
 
     def moved(
@@ -297,10 +228,19 @@ class Search:
             divided = resting.num_bytes(role, division, True).at(points)
             found[name] = np.where(zero >= least, divided, whole)
         found["batch"] = resting.num_bytes("batch", division, False).at(points)
-        alike = columns.divided(self._timeline.divisors(division))
-        highest = peak(self._timeline, division, alike.sizes, {})
-        found["activations"] = highest.activations[alike.of[points]]
-        found["gradients"] = highest.gradients[alike.of[points]]
+        found |= {name: np.zeros(len(rows)) for name in ("activations", "gradients")}
+        known: dict[Timeline, Moments] = {}
+        for level in np.unique(zero):
+            timeline = self._timeline if level < 3 else self._timeline.at_level_3
+            if timeline not in known:
+                known[timeline] = Moments(timeline, division)
+            moments, some = known[timeline], np.flatnonzero(zero == level)
+            alike = columns.divided(moments.divisors())
+            cases, of = np.unique(alike.of[points[some]], return_inverse=True)
+            sizes = {axis: column[cases] for axis, column in alike.sizes.items()}
+            highest = moments.peak(sizes, int(level))
+            found["activations"][some] = highest.activations[of]
+            found["gradients"][some] = highest.gradients[of]
         return found
 
     def _away(
@@ -330,24 +270,6 @@ def _busy(ways: Sequence[Way]) -> set[str]:
     """Axes that divide what is computed: products, or all where there are none."""
     heavy = [way for way in ways if way.group.operator.kind in _HEAVY] or ways
     return {axis for way in heavy for axis in way.work.divided_by}
-
-
-def _joined(one: Priced, other: Priced) -> Priced:
-    """The candidates of both, of the same pool and orders."""
-
-    def both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: np.concatenate([first[name], second[name]]) for name in first}
-
-    return replace(
-        one,
-        space=one.space.joined(other.space),
-        terms=both(one.terms, other.terms),
-        memory=both(one.memory, other.memory),
-        divisions=(*one.divisions, *other.divisions),
-        division=np.concatenate([one.division, other.division + len(one.divisions)]),
-        idle=np.concatenate([one.idle, other.idle]),
-        host=np.concatenate([one.host, other.host]),
-    )
 
 
 def _with_sums(

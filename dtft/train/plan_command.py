@@ -19,8 +19,9 @@ from dtft.planner.wording import Section
 from dtft.train.experiment import Experiment
 from dtft.train.plan_entry import plan
 from dtft.train.plan_question import Asked, asked_of
-from dtft.train.plan_verify import first_fitting, sections, verified
+from dtft.train.plan_verify import verified
 from dtft.train.planning import RunnablePlan
+from dtft.train.verify_words import first_fitting, sections
 
 
 def run(options: Namespace, experiment: Experiment) -> int:
@@ -34,9 +35,7 @@ def run(options: Namespace, experiment: Experiment) -> int:
     found = planned(asked, options.cluster, options.pin, what_if=options.what_if)
     checked: tuple[Section, ...] = ()
     if options.verify and found.decision is not None:
-        results = verified(
-            found.decision, asked.loss, asked.optimizer, asked.params, asked.batch
-        )
+        results = verified(found.decision, vars(asked), num=options.verify)
         checked = sections(results)
         taken = first_fitting(results).decision
         found = RunnablePlan.of(taken.plan, taken)

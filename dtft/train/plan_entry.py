@@ -14,7 +14,9 @@ from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
 from dtft.planner.pins import PINS
 from dtft.planner.question import Question, of_loss, of_step
+from dtft.train.plan_verify import verified
 from dtft.train.planning import RunnablePlan, Step
+from dtft.train.verify_words import first_fitting
 
 
 def plan(
@@ -27,6 +29,7 @@ def plan(
     batch: Any = None,
     cluster: Cluster | str | None = None,
     what_if: bool = False,
+    verify: int = 0,
     **pins: Any,
 ) -> RunnablePlan:
     """How to shard a training step on a cluster, how fast it will be, whether it fits.
@@ -46,6 +49,8 @@ def plan(
         cluster: such as `64x8xH100`, the path of a description, a Cluster, or None for
             the devices that JAX has.
         what_if: looks also at knobs that cannot be run here.
+        verify: how many of the best plans are compiled, for devices that need not
+            exist; the first whose compiled memory fits is taken.
         **pins: knobs that are given: sizes of axes (`tensor=8`), `microbatches`,
             `remat`, `zero`, `offload`, `order` of the axes on the fabric; what-if:
             `virtual_stages` and `schedule` of a pipeline.
@@ -62,18 +67,22 @@ def plan(
         raise ValueError(
             f"{unknown[0]}= is neither an argument nor a knob. Knobs: "
             f"{', '.join(PINS)}; arguments: step, state, batch, or loss, optimizer, "
-            "params, batch; and cluster, what_if."
+            "params, batch; and cluster, what_if, verify."
         )
     given = {
         "step": step, "state": state, "loss": loss, "optimizer": optimizer,
         "params": params, "batch": batch,
     }  # fmt: skip
-    question = _question({k: v for k, v in given.items() if v is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    question = _question(given)
     if cluster is None:
         where = Cluster.from_devices(jax.devices())
     else:
         where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     decision = decide(question, where, pins, what_if=what_if)
+    if verify:
+        found = verified(decision, given, num=verify)
+        decision = first_fitting(found).decision
     return RunnablePlan.of(decision.plan, decision)
 
 

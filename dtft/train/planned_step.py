@@ -11,10 +11,9 @@ from typing import Any, cast
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.planner.capabilities import check_runnable
-from dtft.planner.compiling import Candidate, candidate, platform_of
 from dtft.planner.plan import Plan
 from dtft.train.accumulate import Loss, Weight
 from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
@@ -66,26 +65,6 @@ class Step:
         """
         state = self._abstract(params)
         return self._jitted(state, batch).lower(state, batch)
-
-    def candidate(
-        self, params: Any, batch: Any, *, target: str, name: str
-    ) -> Candidate:
-        """The step of `without_devices`, lowered to be verified.
-
-        Args:
-            params: arrays or ShapeDtypeStructs.
-            batch: arrays or ShapeDtypeStructs.
-            target: `cpu`, or the GPU to compile for.
-            name: what the candidate is called in results.
-        """
-        state = self._abstract(params)
-        batch = jax.eval_shape(lambda tree: tree, batch)  # without devices of its own
-        jitted, mesh = self._jitted(state, batch), cast(Any, self.mesh)
-        with jax.sharding.use_abstract_mesh(mesh):
-            lowered = jitted.trace(state, batch).lower(
-                lowering_platforms=(platform_of(target),)
-            )
-        return candidate(lowered, mesh=self.plan.mesh, target=target, name=name)
 
     def state_shardings(self, params: Any) -> State:
         """A NamedSharding for every leaf of the state that `params` begin.
@@ -188,18 +167,6 @@ def make_step(
     mesh = mesh_of(plan.mesh, devices)
     check_runnable(plan, "loss", mesh.devices.flat[0].platform)
     return Step(plan=plan, mesh=mesh, _loss=loss, _optimizer=optimizer, _weight=weight)
-
-
-def without_devices(
-    loss: Callable[..., Any], optimizer: optax.GradientTransformation, plan: Plan
-) -> Step:
-    """As `make_step`, on a mesh without devices: for `Step.candidate` only."""
-    mesh: Any = AbstractMesh(
-        tuple(plan.mesh.values()),
-        tuple(plan.mesh),
-        axis_types=(AxisType.Auto,) * len(plan.mesh),
-    )
-    return Step(plan=plan, mesh=mesh, _loss=loss, _optimizer=optimizer, _weight=None)
 
 
 def _with_aux(loss: Callable[..., Any]) -> Loss:

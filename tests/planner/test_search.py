@@ -9,8 +9,9 @@ from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
 from dtft.planner.enumeration import enumerate_space
 from dtft.planner.lints import lints
+from dtft.planner.priced import MEMORY, TERMS
 from dtft.planner.question import Question, of_loss, of_step
-from dtft.planner.search import MEMORY, TERMS, Search
+from dtft.planner.search import Search
 from dtft.planner.space import Choices
 from dtft.planner.why_not import why_not
 from tests.planner.zoo_parts import ADAM

@@ -11,7 +11,8 @@ from dtft.planner.deciding import Decision, decide
 from dtft.planner.question import of_loss
 from dtft.planner.verify import Compiled, compare
 from dtft.planner.why_not import why_not
-from dtft.train.planned_step import make_step, without_devices
+from dtft.train import verifying
+from dtft.train.planned_step import make_step
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import Model
 
@@ -45,8 +46,9 @@ def test_each_device_has_the_weights_of_its_own_experts(found: Decision) -> None
 def test_tokens_are_exchanged_twice_forward_and_twice_backward(
     model: Model, found: Decision
 ) -> None:
-    step = without_devices(model.loss, model.optimizer, found.plan)
-    lowered = step.candidate(model.params, model.batch, target="cpu", name="")
+    lowered = verifying.of_loss(
+        found.plan, model.loss, model.optimizer, model.params, model.batch
+    )
     (compiled,) = compile_all([lowered])
     assert isinstance(compiled, Compiled)
     sent = {(one.kind, one.axes): one for one in compare(found.plan, compiled)}

@@ -12,7 +12,8 @@ from dtft.planner import gpu_targets
 from dtft.planner.compiling import compile_all
 from dtft.planner.plan import Knobs, Plan
 from dtft.planner.verify import Compiled
-from dtft.train.planned_step import make_step, without_devices
+from dtft.train import verifying
+from dtft.train.planned_step import make_step
 from tests.train.plans import layers_batch, layers_loss, layers_params, plan_of
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -48,10 +49,9 @@ def test_a_compiled_step_has_so_much_less_on_the_gpu() -> None:
     if not gpu_targets.installed():
         pytest.skip("needs XLA's GPU compiler: `make test` installs it")
     params, batch = layers_params(), layers_batch()
+    like = jax.eval_shape(lambda tree: tree, batch)
     there, away = compile_all(
-        without_devices(layers_loss, OPTIMIZER, plan).candidate(
-            params, batch, target="h100", name=""
-        )
+        verifying.of_loss(plan, layers_loss, OPTIMIZER, params, like, target="h100")
         for plan in plans()
     )
     assert isinstance(there, Compiled) and isinstance(away, Compiled)
