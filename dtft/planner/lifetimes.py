@@ -157,8 +157,8 @@ class _Walk:
         for _, outer in loop.stacked:
             yield from self._come(outer, number, going)
         for before, _, _, after in loop.carried:
-            if self._takes_place(before, loop.operators[0]):
-                _forget(going, before)
+            # One value may begin several of what the loop carries: it goes once.
+            if self._takes_place(before, loop.operators[0]) and _forget(going, before):
                 yield Event(value=before, kind="goes")
             yield from self._come(after, number, going)
         yield from self._scope(within, *loop.operators)
@@ -219,8 +219,10 @@ class _Walk:
         going[max(number, self._last.get(value, number))].append(value)
 
 
-def _forget(going: _Going, value: int) -> None:
-    """A value that has gone already: what takes its place has its memory."""
+def _forget(going: _Going, value: int) -> bool:
+    """Takes a value out of those that are still to go; whether it was among them."""
     for values in going.values():
         if value in values:
             values.remove(value)
+            return True
+    return False

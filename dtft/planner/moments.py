@@ -82,6 +82,8 @@ class Moments:
             update = self._update(sizes)
             held = np.where(update > most, update, held)
             most = np.maximum(most, update)
+        if zero == 3:
+            most = most + self._laid_anew(sizes)
         return Peak(activations=most - held, gradients=held)
 
     def _share(self, total: _Total, sizes: Sizes, zero: int) -> Any:
@@ -187,6 +189,19 @@ class Moments:
             total, largest = total + one, np.maximum(largest, one)
         divides = np.asarray(sizes[AXIS])
         return np.where(divides > 1, total + 3 * largest / divides, 0.0)
+
+    def _laid_anew(self, sizes: Sizes) -> Any:
+        """Parameters to be gathered along a dim that is not their first: XLA keeps a
+        copy of a device's part with that dim first, from the first gather to the last.
+        """
+        total: Any = 0.0
+        for index in self._timeline.gradients:
+            value = self._graph.values[index]
+            spec = self._division.spec(value)
+            place = rest_place(value, spec, sizes, self._timeline.loop_dims)
+            part = value.num_bytes / parts((*flat(spec), AXIS), sizes)
+            total = total + np.where(place > 0, part, 0.0)
+        return total
 
     def _num_bytes(self, index: int) -> int:
         return self._graph.values[index].num_bytes
