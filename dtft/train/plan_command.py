@@ -100,6 +100,8 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
             )
         if name == "order":
             found[name] = tuple(value.split(","))
+        elif name == "offload":
+            found[name] = value.lower() in ("true", "1", "yes")
         else:
             found[name] = int(value) if value.isdigit() else value
     return found

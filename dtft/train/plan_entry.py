@@ -52,7 +52,8 @@ def plan(
         verify: how many of the best plans are compiled, for devices that need not
             exist; the first whose compiled memory fits is taken.
         **pins: knobs that are given: sizes of axes (`tensor=8`), `microbatches`,
-            `remat`, `zero`, `order` of the axes on the fabric.
+            `remat`, `zero`, `offload`, `order` of the axes on the fabric; what-if:
+            `virtual_stages` and `schedule` of a pipeline.
 
     Returns:
         The best plan.
