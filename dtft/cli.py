@@ -208,6 +208,10 @@ def _plan(commands: Any) -> None:
     made.add_argument("--what-if", action="store_true", help=text)
     text = "compile the best few for devices that need not exist; take one that fits"
     made.add_argument("--verify", action="store_true", help=text)
+    text = "figures of such devices, as `dtft calibrate --out FILE` wrote them"
+    made.add_argument("--calibration", metavar="FILE", help=text)
+    text = "run the best N on the devices here, and take the fastest"
+    made.add_argument("--trial", type=_count, default=0, metavar="N", help=text)
 
 
 def _predict(commands: Any) -> None:
@@ -238,7 +242,7 @@ def _calibrate(commands: Any) -> None:
 def _count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of hosts, 0 or more"
+            f"{text!r} is not a whole number, 0 or more"
         )
     return int(text)
 

@@ -73,3 +73,8 @@ class Work:
     def flops(self) -> Amount:
         """Floating-point operations of one execution."""
         return Amount(total=self.operator.flops, axes=self.divided_by)
+
+    @property
+    def special(self) -> Amount:
+        """Of these, functions such as exp."""
+        return Amount(total=self.operator.special, axes=self.divided_by)

@@ -44,6 +44,17 @@ class MemoryTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElementTime:
+    """Operations on every element of an array, on every device at once."""
+
+    simple: float
+    """All of them."""
+    special: float
+    """Of these, functions such as exp."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
     """One collective among groups of `num_devices`, all groups at once."""
 
@@ -141,20 +152,62 @@ def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
 def fit_memory(
     device: DeviceType, times: Sequence[MemoryTime]
 ) -> tuple[DeviceType, Fit]:
-    """The bandwidth of a device's memory, apart from the start of an operator."""
-    num_bytes = np.array([time.num_bytes for time in times], float)
-    found = fit(
-        lambda v: v["launch_s"] + num_bytes / v["bandwidth"],
-        {"bandwidth": device.memory_bandwidth, "launch_s": device.efficiency.launch_s},
-        [time.seconds for time in times],
-        {"launch_s": (1e-9, 1.0)},
-    )
+    """The bandwidth of a device's memory and of its cache, and the size of the latter.
+
+    Apart from the start of an operator. Small arrays that are used again and again stay
+    in a cache; the rest goes through the memory. The cache is as large as one of the
+    sizes measured, whichever explains them best.
+    """
+    tries = [_fit_memory(device, times, float(time.num_bytes)) for time in times]
+    cache_bytes, found = min(tries, key=lambda one: one[1].worst)
     reached = found.values["bandwidth"]
     bandwidth = max(device.memory_bandwidth, reached)
     if device.platform == "cpu":  # what the catalog has is an order of magnitude
         bandwidth = reached
-    share = replace(device.efficiency, memory=reached / bandwidth)
-    return replace(device, memory_bandwidth=bandwidth, efficiency=share), found
+    made = replace(
+        device.efficiency,
+        memory=reached / bandwidth,
+        cache_bytes=cache_bytes,
+        cache_gain=found.values["cache_gain"],
+    )
+    return replace(device, memory_bandwidth=bandwidth, efficiency=made), found
+
+
+def _fit_memory(
+    device: DeviceType, times: Sequence[MemoryTime], cache_bytes: float
+) -> tuple[float, Fit]:
+    """The fit with a cache of a given size."""
+    num_bytes = np.array([time.num_bytes for time in times], float)
+    near = np.minimum(num_bytes, cache_bytes)
+
+    def predict(values: Mapping[str, float]) -> Any:
+        moved = num_bytes - near * (1 - 1 / values["cache_gain"])
+        return values["launch_s"] + moved / values["bandwidth"]
+
+    found = fit(
+        predict,
+        {
+            "bandwidth": min(time.num_bytes / time.seconds for time in times),
+            "cache_gain": 4.0,
+            "launch_s": device.efficiency.launch_s,
+        },
+        [time.seconds for time in times],
+        {"launch_s": (1e-9, 1.0), "cache_gain": (1.0, 1e3)},
+    )
+    return cache_bytes, found
+
+
+def fit_elements(
+    device: DeviceType, times: Sequence[ElementTime]
+) -> tuple[DeviceType, Fit]:
+    """What operations cost that are no products, apart from the bytes they move."""
+    simple, special = np.array([(t.simple, t.special) for t in times], float).T
+    found = fit(
+        lambda v: simple * v["simple_s"] + special * v["special_s"],
+        {"simple_s": 1e-10, "special_s": 1e-9},
+        [time.seconds for time in times],
+    )
+    return replace(device, efficiency=replace(device.efficiency, **found.values)), found
 
 
 def fit_matmuls(

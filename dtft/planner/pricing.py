@@ -62,8 +62,9 @@ def computing(
     totals = {name: np.zeros(rows) for name in ("compute", "optimizer", "started")}
     for group, done in pattern.works:
         times = group.times * runs(done, sizes)
-        seconds = times * computing_s(graph, device, done, sizes)
-        if group.region == "update":
+        updates = group.region == "update"
+        seconds = times * computing_s(graph, device, done, sizes, cold=updates)
+        if updates:
             totals["optimizer"] += seconds / sizes["optimizer"]
         else:
             totals["compute"] += seconds

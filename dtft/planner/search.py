@@ -191,7 +191,8 @@ class Search:
             sends += [(one.times, one.per_microbatch, one.sent) for one in moved]
             sending[rows] = pricing.sending(sends, speeds, sizes[MICRO][rows])
         found["collectives"] = pricing.exposed(self.pool, sending, found["compute"])
-        return found
+        trust = self.pool.trust
+        return {name: seconds * trust.scale(name) for name, seconds in found.items()}
 
     def moved(
         self, division: Division, mesh: Mapping[str, int], zero: int

@@ -17,10 +17,12 @@ from typing import Any, get_args
 from dtft.planner.calibration import Calibration, link_key
 from dtft.planner.calibration_fit import (
     CollectiveTime,
+    ElementTime,
     Fit,
     MatmulTime,
     MemoryTime,
     OverlapTime,
+    fit_elements,
     fit_link,
     fit_matmuls,
     fit_memory,
@@ -30,6 +32,7 @@ from dtft.planner.calibration_fit import (
 from dtft.planner.cluster import Cluster, DeviceType, Level, Link
 from dtft.planner.links import CollectiveKind
 from dtft.train import measuring
+from dtft.train.heap import keep_freed
 from dtft.train.measuring import Pace
 
 
@@ -44,10 +47,13 @@ class Sizes:
     """(n, k) of matmuls."""
     streams: tuple[int, ...]
     """Bytes read and written."""
+    elements: int
+    """Side of a square array, small enough to stay at hand."""
     collectives: tuple[int, ...]
     """Bytes."""
-    overlap: tuple[int, tuple[int, ...]]
-    """Side of a matmul, and bytes of the all-reduces beside it."""
+    overlap: tuple[int, tuple[int, ...]] | None
+    """Side of a matmul, and bytes of the all-reduces beside it; None: nothing overlaps,
+    a device computes and communicates in one thread."""
     pace: Pace = Pace()
 
 
@@ -61,15 +67,17 @@ CPU = Sizes(
     dtypes=("float32",),
     rows=(8, 32, 128, 512),
     dims=((64, 64), (256, 256), (128, 512), (512, 512), (1024, 256)),
-    streams=_powers(2**18, 2**24, 5),
-    collectives=_powers(2**12, 2**22, 8),
-    overlap=(256, (2**14, 2**18, 2**20)),
+    streams=_powers(2**18, 2**27, 7),
+    elements=128,
+    collectives=_powers(2**12, 2**24, 7),
+    overlap=None,
 )
 ACCELERATOR = Sizes(
     dtypes=("bfloat16", "float32"),
     rows=(128, 512, 2048, 8192),
     dims=((512, 512), (1024, 4096), (2048, 2048), (4096, 4096), (8192, 4096)),
     streams=_powers(2**22, 2**30, 5),
+    elements=2048,
     collectives=_powers(2**14, 2**28, 8),
     overlap=(4096, (2**20, 2**24, 2**26)),
 )
@@ -87,6 +95,8 @@ def run(options: Namespace) -> int:
             "exist. Make it, or name another."
         )
     devices = _devices(options.devices)
+    if devices[0].platform == "cpu":  # as trainers do
+        keep_freed()
     begin = time.perf_counter()
     found = measure(devices)
     print(table(found))
@@ -140,8 +150,11 @@ def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
         fits |= {f"collectives on {key}, {name}": f for name, f in found.items()}
         inner *= level.size
     residuals = {name: found.residual for name, found in fits.items()}
-    if pool.levels:
+    if pool.levels and sizes.overlap is not None:
         device, residuals["overlap"] = _overlap(devices, device, sizes)
+    elif sizes.overlap is None:
+        alone = replace(device.efficiency, overlap_kappa=1.0, overlap_fraction=0.0)
+        device = replace(device, efficiency=alone)
     return Calibration(
         device=device.name,
         fabric=tuple(link_key(level.link) for level in pool.levels),
@@ -178,6 +191,8 @@ def _compute(
     ]
     fits: dict[str, Fit] = {}
     device, fits["memory"] = fit_memory(device, streams)
+    _say("element-wise operators ...")
+    device, fits["elements"] = fit_elements(device, _elements(mesh, sizes))
     for number, dtype in enumerate(sizes.dtypes):
         _say(f"matmuls of {dtype} ...")
         times, dispatch = _matmuls(mesh, dtype, sizes)
@@ -188,6 +203,21 @@ def _compute(
         made = replace(device.efficiency, dispatch_s=dispatch)
         device = replace(device, efficiency=made)
     return device, fits
+
+
+def _elements(mesh: Any, sizes: Sizes) -> list[ElementTime]:
+    """Every function of `measuring.ELEMENT_WISE`."""
+    num = sizes.elements**2
+    return [
+        ElementTime(
+            simple=num * simple,
+            special=num * special,
+            seconds=measuring.element_wise_s(
+                mesh, name, sizes.elements, sizes.pace
+            ).seconds,
+        )
+        for name, (_, simple, special) in measuring.ELEMENT_WISE.items()
+    ]
 
 
 def _matmuls(mesh: Any, dtype: str, sizes: Sizes) -> tuple[list[MatmulTime], float]:
@@ -240,6 +270,7 @@ def _overlap(
     """A matmul beside all-reduces of several sizes."""
     _say("overlap ...")
     mesh = measuring.make_mesh(devices, 1, len(devices))
+    assert sizes.overlap is not None
     side, all_bytes = sizes.overlap
     dtype, pace = sizes.dtypes[0], sizes.pace
     compute = measuring.matmul_s(mesh, side, side, side, dtype, pace).seconds
@@ -273,6 +304,11 @@ def table(found: Calibration) -> str:
     row("start of a step", _us(efficiency.dispatch_s))
     reached = found.memory_bandwidth * efficiency.memory
     row("memory", f"{reached / 1e9:.1f} GB/s", "memory: bandwidth")
+    cached = reached * efficiency.cache_gain
+    row("cache", f"{cached / 1e9:.1f} GB/s", "memory: cache_gain")
+    row("    up to", f"{efficiency.cache_bytes / 2**20:.2f} MiB")
+    row("element-wise operation", _ns(efficiency.simple_s), "elements: simple_s")
+    row("    one like exp", _ns(efficiency.special_s), "elements: special_s")
     for key, link in found.links.items():
         for kind, curves in link.measured.items():
             for n, curve in curves.items():
@@ -290,6 +326,10 @@ def table(found: Calibration) -> str:
     lines += ["", f"{'fit':<44}{'median error':>16}"]
     lines += [f"{name:<44}{off:>16.1%}" for name, off in found.residuals.items()]
     return "\n".join(lines)
+
+
+def _ns(seconds: float) -> str:
+    return f"{seconds * 1e9:.3f} ns"
 
 
 def _us(seconds: float) -> str:

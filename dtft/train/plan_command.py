@@ -1,7 +1,7 @@
 """`dtft plan CONFIG`: the plan of a config for a cluster, in words, as JSON and HTML.
 
-Asks and writes; decides nothing of the plan. Runs no step: a plan for a cluster that is
-elsewhere needs none of its devices.
+Asks and writes; decides nothing of the plan. Runs no step but for a trial: a plan for a
+cluster that is elsewhere needs none of its devices.
 """
 
 import sys
@@ -16,6 +16,7 @@ from dtft.planner import explain, report, wording
 from dtft.planner.lints import lints
 from dtft.planner.pins import COUNTS
 from dtft.planner.wording import Section
+from dtft.train import trial
 from dtft.train.experiment import Experiment
 from dtft.train.plan_entry import plan
 from dtft.train.plan_question import Asked, asked_of
@@ -31,13 +32,23 @@ def run(options: Namespace, experiment: Experiment) -> int:
             cluster; or nothing fits, predicted or compiled.
     """
     asked = asked_of(experiment)
-    found = planned(asked, options.cluster, options.pin, what_if=options.what_if)
+    found = planned(
+        asked,
+        options.cluster,
+        options.pin,
+        calibration=options.calibration,
+        what_if=options.what_if,
+    )
     checked: tuple[Section, ...] = ()
+    if options.trial and found.decision is not None:
+        tried = trial.trial(found.decision, vars(asked), options.trial)
+        checked = (trial.section(tried),)
+        found = RunnablePlan.of(tried[0].plan, tried[0].decision)
     if options.verify and found.decision is not None:
         results = verified(
             found.decision, asked.loss, asked.optimizer, asked.params, asked.batch
         )
-        checked = sections(results)
+        checked += sections(results)
         taken = first_fitting(results).decision
         found = RunnablePlan.of(taken.plan, taken)
     show(found, checked)
@@ -53,6 +64,7 @@ def planned(
     cluster: str | None,
     given: Sequence[str],
     *,
+    calibration: str | None = None,
     what_if: bool = False,
 ) -> RunnablePlan:
     """The plan of a config.
@@ -61,6 +73,7 @@ def planned(
         asked: its loss, optimizer, parameters and batch.
         cluster: in words, or a file; None for the devices that JAX has.
         given: pins, as NAME=VALUE.
+        calibration: a file that `dtft calibrate` wrote.
         what_if: looks also at knobs that cannot be run here.
 
     Raises:
@@ -72,6 +85,7 @@ def planned(
         params=asked.params,
         batch=asked.batch,
         cluster=cluster,
+        calibration=calibration,
         what_if=what_if,
         **pins_of(given),
     )
