@@ -1,6 +1,13 @@
-"""Set before the first device is touched: CPU, eight devices, strict promotion."""
+"""Set before the first device is touched: CPU, eight devices, strict promotion.
+
+Programs are compiled fast, and each of them once in a process of tests. Neither changes
+what XLA does with a program, only how good the machine code is; drills run programs as
+users do.
+"""
 
 import logging
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +22,8 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 logging.getLogger("absl").setLevel(logging.WARNING)
 
 # How long an example takes says more about the machine's load than about the code.
@@ -27,18 +36,21 @@ settings.register_profile(
 settings.load_profile("untimed")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled programs are kept while this process runs; another one has its own.
+
+    Not one directory for all workers: JAX writes a program in place, and another
+    process could read half of it.
+    """
+    directory = tempfile.mkdtemp(prefix="dtft-test-programs-")
+    jax.config.update("jax_compilation_cache_dir", directory)
+    config.add_cleanup(lambda: shutil.rmtree(directory))
+
+
 @pytest.fixture(name="free_port")
 def a_free_port() -> int:
     """A TCP port on this machine that was free a moment ago."""
     return free_port()
-
-
-@pytest.fixture
-def quick_compiles() -> Iterator[None]:
-    """Machine code is made fast, not fast code: what XLA does with a program stays."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

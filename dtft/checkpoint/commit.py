@@ -8,7 +8,7 @@ values; must not know connections, etcd or the clock.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from dtft.checkpoint.claims import adding_up, dissenters
 from dtft.checkpoint.digest import digest_root
@@ -49,21 +49,9 @@ class Commit:
         return cls(**{**raw, "holders": tuple(raw["holders"])})
 
 
-class CommitLog(Protocol):
-    """Where commits are recorded; the newest `keep` of them can be read back."""
-
-    def append(self, commit: Commit) -> None:
-        """Records a commit; it is durable when this returns."""
-        ...
-
-    def commits(self) -> tuple[Commit, ...]:
-        """The recorded commits, newest first."""
-        ...
-
-
 @dataclass
 class MemoryCommitLog:
-    """A CommitLog inside one process."""
+    """The commits that a process knows, until it ends."""
 
     _commits: list[Commit] = field(default_factory=list)
 

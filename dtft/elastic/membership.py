@@ -30,7 +30,6 @@ class View:
     """Create revision of the leader key: the term, larger for every new leader."""
     leader_lease: int = 0
     assignment: Assignment | None = None
-    assignment_revision: int = 0
     stored: int = 0
     """The newest step that was ever written to storage."""
     stop: bool = False
@@ -69,7 +68,6 @@ def read_view(store: Store, job: str) -> tuple[View, int]:
         leader_revision=leader.create_revision if leader else 0,
         leader_lease=leader.lease if leader else 0,
         assignment=Assignment.from_json(assignment.value) if assignment else None,
-        assignment_revision=assignment.mod_revision if assignment else 0,
         stored=int(stored.value) if stored else 0,
         stop="stop" in found,
         wanted=WantedSize.from_json(size.value) if size else None,

@@ -7,6 +7,7 @@ stand for.
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dtft.planner import mixed_integer
-from dtft.planner.elimination import eliminate, elimination_order
+from dtft.planner.elimination import eliminate, eliminate_each, elimination_order
 from dtft.planner.factors import Factor, Problem
 from dtft.planner.pruning import prune
 
@@ -24,6 +25,9 @@ MAX_ENTRIES = 2**22
 _MAX_TOTAL = 2**27
 """Entries of all tables that elimination makes: about a second."""
 
+_FEWER = 64
+"""Where tables for all values of a variable at once are too large, for so many times
+fewer."""
 
 _MAX_SWEEPS = 100
 """Over all variables, on the way to a local optimum."""
@@ -41,11 +45,6 @@ class Assignment:
     bound: float
     """No assignment costs less. The cost itself where it is proven to be the least; for
     a mixed-integer program proven to HiGHS's tolerance, 1e-10 of the largest cost."""
-
-    @property
-    def gap(self) -> float:
-        """Seconds, or whatever costs are in, by which a better one could be better."""
-        return self.cost - self.bound
 
 
 def solve(
@@ -92,12 +91,77 @@ def solve(
     )
 
 
-def _order(problem: Problem, max_entries: int) -> list[int] | None:
+def solve_each(
+    problem: Problem,
+    *,
+    given: int = 0,
+    deadline_s: float = 10.0,
+    max_entries: int = MAX_ENTRIES,
+) -> np.ndarray:
+    """For each value of one variable the assignment of the others of least cost.
+
+    One elimination for all of them where the tables stay small; otherwise each by
+    itself, as `solve` does.
+
+    Args:
+        problem: what to minimise.
+        given: the variable whose values are all wanted.
+        deadline_s: seconds for all mixed-integer programs together, if there have to
+            be any; what is left of it is divided evenly among the values to come.
+        max_entries: of the largest table that elimination may make.
+
+    Returns:
+        Values of all variables; int [values of `given`, variables].
+
+    Raises:
+        ValueError: a value of `given` leaves nothing that is allowed.
+        TimeoutError: nothing that is allowed was found in the time.
+
+    >>> pair = Factor(variables=(0, 1), costs=np.array([[3.0, 5.0], [2.0, 1.0]]))
+    >>> solve_each(Problem(sizes=(2, 2), factors=(pair,))).tolist()
+    [[0, 0], [1, 1]]
+    """
+    rows = problem.sizes[given]
+    for at_once in (rows, -(-rows // _FEWER), -(-rows // _FEWER**2)):
+        order = _order(_at(problem, given, 0), max_entries // at_once, at_once)
+        if order is not None:
+            runs = [range(n, min(n + at_once, rows)) for n in range(0, rows, at_once)]
+            return np.concatenate([_each(problem, given, run, order) for run in runs])
+    found = np.zeros((rows, len(problem.sizes)), np.int64)
+    ends = time.monotonic() + deadline_s
+    for row in range(rows):
+        left_s = max(0.01, (ends - time.monotonic()) / (rows - row))
+        alone = _at(problem, given, row)
+        found[row] = solve(alone, deadline_s=left_s, max_entries=max_entries).values
+        found[row, given] = row
+    return found
+
+
+def _each(
+    problem: Problem, given: int, values: range, order: Sequence[int]
+) -> np.ndarray:
+    """Some values of the given variable by elimination."""
+    part = _at(problem, given, values)
+    tables = [(factor.variables, factor.costs) for factor in part.factors]
+    found, costs = eliminate_each(part.sizes, tables, order, given)
+    if np.isinf(costs).any():
+        raise _infeasible(_at(problem, given, values[int(np.isinf(costs).argmax())]))
+    found[:, given] = values
+    return found
+
+
+def _at(problem: Problem, variable: int, values: int | range) -> Problem:
+    kept = [np.arange(size) for size in problem.sizes]
+    kept[variable] = np.atleast_1d(values)
+    return problem.restricted(kept)
+
+
+def _order(problem: Problem, max_entries: int, at_once: int = 1) -> list[int] | None:
     return elimination_order(
         problem.sizes,
         [factor.variables for factor in problem.factors],
         max_entries=max_entries,
-        max_total=_MAX_TOTAL,
+        max_total=_MAX_TOTAL // at_once,
     )
 
 

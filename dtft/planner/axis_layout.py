@@ -1,4 +1,4 @@
-"""How the devices along mesh axes lie on the levels of a pool.
+"""How the devices along mesh axes lie on the levels of a pool, for one mesh or many.
 
 Pure. Must not know what communication between them costs (`collective_cost`).
 """
@@ -6,12 +6,12 @@ Pure. Must not know what communication between them costs (`collective_cost`).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from dtft.planner.cluster import Pool
-from dtft.planner.links import Link
+from dtft.planner.links import CollectiveKind, Link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,37 @@ class Group:
     def inner(self) -> tuple[float, ...]:
         """For each level the members that lie within one of its groups' parts."""
         return tuple(math.prod(self.sizes[:level]) for level in range(len(self.sizes)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Groups:
+    """Many groups, each as a `Group`."""
+
+    sizes: np.ndarray
+    """Members per group of each level, innermost first, 1 on a level that a group does
+    not use; float [groups, levels]."""
+    links: tuple[Link, ...]
+    """Of each level."""
+
+    def alike(self, kind: CollectiveKind) -> np.ndarray:
+        """A number for each group; those of one number use the same levels.
+
+        Where a link has curves of a kind of collective by the number of devices, they
+        have the same size there too.
+        """
+        measured = tuple(kind in link.measured for link in self.links)
+        if measured not in self._alike:
+            self._alike[measured] = self._numbered(measured)
+        return self._alike[measured]
+
+    @cached_property
+    def _alike(self) -> dict[tuple[bool, ...], np.ndarray]:
+        return {}
+
+    def _numbered(self, measured: tuple[bool, ...]) -> np.ndarray:
+        keys = np.where(measured, self.sizes, self.sizes > 1)
+        keys = np.pad(keys, ((0, 0), (0, 1)))  # a pool of one device has no levels
+        return np.unique(keys, axis=0, return_inverse=True)[1].ravel()
 
 
 def group_of(pool: Pool, mesh: Mapping[str, int], axes: Sequence[str] | str) -> Group:
@@ -67,6 +98,45 @@ def group_of(pool: Pool, mesh: Mapping[str, int], axes: Sequence[str] | str) -> 
         sizes=tuple(sizes[level] for level in used),
         links=tuple(pool.levels[level].link for level in used),
     )
+
+
+def members(
+    levels: Sequence[int], sizes: np.ndarray, chosen: Sequence[bool]
+) -> np.ndarray:
+    """Members per level of the groups along some axes of many meshes: see `group_of`.
+
+    Args:
+        levels: what each level of the pool joins, innermost first.
+        sizes: of the axes, slowest-varying first; int [meshes, axes].
+        chosen: which axes communicate.
+
+    Returns:
+        float [meshes, levels].
+
+    >>> members((8, 512), np.array([[4, 16], [16, 4]]), (False, True))
+    array([[8., 2.],
+           [4., 1.]])
+    """
+    bounds = np.cumprod([1, *levels], dtype=np.int64)
+    starts = np.ones_like(sizes)
+    starts[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
+    ends = starts * sizes
+    found = np.ones((len(sizes), len(levels)))
+    uneven = np.zeros(len(sizes), bool)
+    for place in np.flatnonzero(chosen):
+        start, end = starts[:, place], ends[:, place]
+        for level, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            part = np.minimum(end, high) / np.maximum(start, low)
+            found[:, level] *= np.maximum(1.0, part)
+        for bound in bounds[1:-1]:
+            inside = (bound % start == 0) & (end % bound == 0)
+            outer = np.where(bound >= end, bound % end == 0, inside)
+            fits = np.where(bound <= start, start % bound == 0, outer)
+            uneven |= ~fits & (end > start)
+    marked = tuple(map(bool, chosen))
+    for row in np.flatnonzero(uneven):
+        found[row] = _sizes(tuple(levels), tuple(sizes[row].tolist()), marked)
+    return found
 
 
 @lru_cache(maxsize=65536)

@@ -1,121 +1,153 @@
-"""Which dims the axis `tensor` divides: exact for given sizes of the axes.
+"""Which dims the axis `tensor` divides: exact for every mesh on the fabric.
 
 Makes a cost problem of a program (a variable per dim that could be divided, a table per
-group of operators) and has it solved exactly (`assignment`). Equal layers share their
-variables. Pure; must not know how other axes or knobs are chosen.
+group of operators, all of it for every point at once) and has it solved exactly
+(`assignment`): least are the seconds of a step in which every collective is waited for.
+Equal layers share their variables. Pure; must not know how other axes or knobs are
+chosen.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from dtft.planner.amounts import Work
-from dtft.planner.assignment import solve
+from dtft.planner.assignment import solve_each
+from dtft.planner.columns import Cases, Total
 from dtft.planner.factors import Factor, Problem
-from dtft.planner.graph import Graph
-from dtft.planner.groups import Group
-from dtft.planner.partition import Division, work
+from dtft.planner.partition import Division
+from dtft.planner.pricing import Prices, Way
+from dtft.planner.question import Question
 
-Price = Callable[[Work], float]
-"""Seconds of one execution."""
+DEADLINE_S = 10.0
+"""For programs whose tables are too large for dynamic programming, which none of the
+models in the tests has: what is best so far is taken then."""
+
+Tables = dict[tuple[int, ...], dict[tuple[int, ...], list[Way]]]
+"""Dims, then for each whether it is divided, then what operators take."""
 
 
-def candidates(
-    graph: Graph, groups: Iterable[Group], alias: Mapping[int, int], parts: int
-) -> tuple[int, ...]:
-    """Dims that an axis of `parts` devices could divide with gain.
+def candidates(question: Question) -> tuple[int, ...]:
+    """Dims that an axis could divide with gain: those of matmuls and convolutions.
 
-    Those of matmuls and convolutions that every array which has them lets be divided.
+    Without those along which examples go, or loops: other axes are for them, or none.
     """
+    graph, alias = question.graph, question.alias
+    others = {*question.batch_dims, *question.sequence_dims}
     found: dict[int, None] = {}
-    for group in groups:
+    for group in question.groups:
         if group.operator.kind not in ("matmul", "convolution"):
             continue
         for index in (*group.operator.inputs, *group.operator.outputs):
             for dim in graph.values[index].dims:
-                known = graph.dims[dim]
-                if known.divisible_by(parts) and not known.loop:
-                    found[alias.get(dim, dim)] = None
+                root = alias.get(dim, dim)
+                if not graph.dims[dim].loop and root not in others:
+                    found[root] = None
     return tuple(found)
 
 
 class Chooser:
-    """Lays one axis on the dims of a program, for meshes of many sizes.
+    """Lays one axis on the dims of a program, for all points of some columns."""
 
-    What each choice means for each group of operators is found once; prices are asked
-    for every mesh.
-    """
-
-    def __init__(
-        self, graph: Graph, groups: Sequence[Group], base: Division, axis: str
-    ) -> None:
+    def __init__(self, prices: Prices, base: Division, axis: str) -> None:
         """Nothing is laid yet.
 
         Args:
-            graph: the program.
-            groups: its operators.
+            prices: of the program's operators.
             base: what the other axes divide; their dims are left to them.
             axis: the axis to lay.
         """
-        self._graph, self._groups = graph, groups
-        self.base, self._axis = base, axis
-        self._works: dict[tuple[int, tuple[int, ...]], Work] = {}
-        self._scopes = [self._scope(group) for group in groups]
+        self._prices, self._base, self._axis = prices, base, axis
 
-    def choose(self, dims: Sequence[int], price: Price) -> Division:
-        """The division of least cost, with the axis along any of `dims`.
+    def choose(self, dims: Sequence[int]) -> tuple[list[Division], np.ndarray]:
+        """The divisions of least cost, with the axis along any of `dims`.
 
         Args:
-            dims: dims it may divide (`candidates`).
-            price: seconds of one execution of an operator, its collectives included.
+            dims: dims it may divide (`candidates`), where their sizes allow it.
+
+        Returns:
+            Divisions, and for each point which of them is its own.
         """
-        free = [dim for dim in dims if not self.base.of(dim)]
-        tables = self._tables(free, price)
-        if not tables:
-            return self.base
-        used = sorted({dim for scope, _ in tables for dim in scope})
-        number = {dim: place for place, dim in enumerate(used)}
-        factors = tuple(
-            Factor(variables=tuple(number[dim] for dim in scope), costs=costs)
-            for scope, costs in tables
-        )
-        found = solve(Problem(sizes=(2,) * len(used), factors=factors))
-        chosen = [dim for dim, on in zip(used, found.values, strict=True) if on]
-        return self._with(chosen)
+        columns = self._prices.columns
+        tables = self._tables([dim for dim in dims if self._fits(dim)])
+        used = sorted({dim for scope in tables for dim in scope})
+        if not used:
+            return [self._base], np.zeros(len(columns), np.int64)
+        alike = columns.together(self._respects(tables))
+        number = {dim: 1 + place for place, dim in enumerate(used)}
+        factors = [self._possible(dim, number[dim], alike) for dim in used]
+        factors += [
+            Factor(
+                variables=(0, *(number[dim] for dim in scope)),
+                costs=np.moveaxis(_costs(choices, alike), -1, 0),
+            )
+            for scope, choices in tables.items()
+        ]
+        sizes = (len(alike.first), *(2,) * len(used))
+        problem = Problem(sizes=sizes, factors=tuple(factors))
+        found = solve_each(problem, given=0, deadline_s=DEADLINE_S)[:, 1:]
+        rows, which = np.unique(found, axis=0, return_inverse=True)
+        divisions = [
+            self._with([dim for dim, on in zip(used, row, strict=True) if on])
+            for row in rows
+        ]
+        return divisions, which.ravel()[alike.of]
 
-    def _scope(self, group: Group) -> tuple[int, ...]:
-        """Dims that an operator has, each once."""
-        operator, values = group.operator, self._graph.values
-        dims = (
-            d for i in (*operator.inputs, *operator.outputs) for d in values[i].dims
-        )
-        return tuple(dict.fromkeys(map(self.base.root, dims)))
+    def _tables(self, free: Sequence[int]) -> Tables:
+        """For each set of dims its operators, by which of the dims are divided."""
+        prices, allowed = self._prices, set(free)
+        asked: list[tuple[int, Division]] = []
+        places: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for number in range(len(prices.question.groups)):
+            scope = tuple(sorted(d for d in prices.dims(number) if d in allowed))
+            choices = itertools.product((0, 1), repeat=len(scope))
+            for choice in choices if scope else ():
+                chosen = [dim for dim, on in zip(scope, choice, strict=True) if on]
+                asked.append((number, self._with(chosen)))
+                places.append((scope, choice))
+        found: Tables = {}
+        for (scope, choice), way in zip(places, prices.all(asked), strict=True):
+            found.setdefault(scope, {}).setdefault(choice, []).append(way)
+        return found
 
-    def _tables(
-        self, free: Iterable[int], price: Price
-    ) -> list[tuple[tuple[int, ...], np.ndarray]]:
-        """For each set of dims what its operators cost by which of them are divided."""
-        allowed = set(free)
-        found: dict[tuple[int, ...], np.ndarray] = {}
-        for number, group in enumerate(self._groups):
-            scope = tuple(sorted(d for d in self._scopes[number] if d in allowed))
-            if not scope:
-                continue
-            costs = found.setdefault(scope, np.zeros((2,) * len(scope)))
-            for choice in itertools.product((0, 1), repeat=len(scope)):
-                chosen = tuple(d for d, on in zip(scope, choice, strict=True) if on)
-                costs[choice] += group.times * price(self._work(number, chosen))
-        return list(found.items())
+    def _respects(self, tables: Tables) -> Iterable[Cases]:
+        """All in which points differ for any choice."""
+        found = {self._prices.columns.divided([(self._axis,)]): None}
+        for choices in tables.values():
+            for way in itertools.chain(*choices.values()):
+                found |= dict.fromkeys(cases for cases, _ in way.seconds)
+        return found
 
-    def _work(self, number: int, chosen: tuple[int, ...]) -> Work:
-        key = number, chosen
-        if key not in self._works:
-            operator = self._groups[number].operator
-            self._works[key] = work(self._graph, operator, self._with(chosen))
-        return self._works[key]
+    def _fits(self, dim: int) -> bool:
+        """Whether any point lets the axis divide a dim that others leave to it."""
+        known = self._prices.question.graph.dims[dim]
+        parts = np.unique(self._prices.columns.sizes[self._axis]).tolist()
+        fits = any(part > 1 and known.divisible_by(part) for part in parts)
+        return fits and not self._base.of(dim)
+
+    def _possible(self, dim: int, variable: int, alike: Cases) -> Factor:
+        """Forbids to divide a dim where its sizes do not allow it."""
+        parts = alike.sizes[self._axis]
+        fits = parts > 1
+        for size in self._prices.question.graph.dims[dim].sizes:
+            fits = fits & (size % parts == 0)
+        costs = np.where(np.stack([fits | True, fits], axis=1), 0.0, np.inf)
+        return Factor(variables=(0, variable), costs=costs)
 
     def _with(self, dims: Iterable[int]) -> Division:
-        axes = {**self.base.axes, **dict.fromkeys(dims, (self._axis,))}
-        return replace(self.base, axes=axes)
+        axes = {**self._base.axes, **dict.fromkeys(dims, (self._axis,))}
+        return replace(self._base, axes=axes)
+
+
+def _costs(choices: Mapping[tuple[int, ...], list[Way]], alike: Cases) -> np.ndarray:
+    """Seconds of some operators; [a dim for each of their choices ..., points]."""
+    shape = (2,) * len(next(iter(choices)))
+    costs = np.zeros((*shape, len(alike.first)))
+    for choice, ways in choices.items():
+        total = Total()
+        for way in ways:
+            for cases, seconds in way.seconds:
+                total.add(cases, seconds)
+        costs[choice] = total.at(alike.first)
+    return costs

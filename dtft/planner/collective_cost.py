@@ -6,17 +6,23 @@ hosts uses the ports of all its members there, as backends do. Pure. Must not kn
 models, plans or overlap.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dtft.planner.axis_layout import Group, group_of
+from dtft.planner.axis_layout import Group, Groups, group_of
 from dtft.planner.links import CollectiveKind, Curve, Link
 
-__all__ = ["Algorithm", "Group", "collective_s", "group_of"]
+__all__ = [
+    "Algorithm",
+    "Group",
+    "Groups",
+    "collective_s",
+    "collectives_s",
+    "group_of",
+]
 
 Algorithm = Literal["best", "ring", "tree", "gather", "hierarchical", "direct"]
 
@@ -75,16 +81,46 @@ def collective_s(
     times = [way(kind, sizes, hops) for way in chosen]
     if not many:
         return float(min(times)) if num_bytes > 0 else 0.0
-    return np.where(sizes > 0, np.minimum.reduce(times), 0.0)
+    fastest = np.minimum.reduce(np.broadcast_arrays(*times))
+    return np.where(sizes > 0, fastest, 0.0)
+
+
+def collectives_s(
+    kind: CollectiveKind, num_bytes: np.ndarray, groups: Groups, which: np.ndarray
+) -> np.ndarray:
+    """Seconds of many collectives of a kind: see `collective_s`.
+
+    Args:
+        kind: of collective.
+        num_bytes: of each; [..., collectives].
+        groups: the groups among which they are.
+        which: the group of each.
+
+    Returns:
+        Seconds, of the shape of `num_bytes`.
+    """
+    seconds = np.zeros(num_bytes.shape)
+    alike, used = groups.alike(kind)[which], groups.sizes > 1
+    for number in np.flatnonzero(np.bincount(alike)):
+        rows = np.flatnonzero(alike == number)
+        found = which[rows]
+        levels = np.flatnonzero(used[found[0]]).tolist()
+        sizes = [groups.sizes[found, level] for level in levels]
+        group = Group(
+            sizes=tuple(float(n[0]) if (n == n[0]).all() else n for n in sizes),
+            links=tuple(groups.links[level] for level in levels),
+        )
+        seconds[..., rows] = collective_s(kind, num_bytes[..., rows], group)
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Hop:
-    """One level of a group."""
+    """One level of a group, or the same level of groups of many sizes."""
 
-    size: float
+    size: Any
     """Members, or parts of the level below that have members."""
-    inner: float
+    inner: Any
     """Members of each part."""
     link: Link
     curve: Curve
@@ -99,7 +135,7 @@ class _Hop:
         """
         sharing = self.link.shared_by
         if alone:
-            sharing = sharing / min(sharing, self.inner)
+            sharing = sharing / np.minimum(sharing, self.inner)
         sent = num_bytes / senders + self.curve.half_bytes
         return sent * sharing / self.curve.bandwidth
 
@@ -115,8 +151,8 @@ def _hops(kind: CollectiveKind, group: Group) -> _Hops:
     ]
 
 
-def _members(hops: _Hops) -> int:
-    return round(hops[-1].size * hops[-1].inner)
+def _members(hops: _Hops) -> Any:
+    return np.round(hops[-1].size * hops[-1].inner)
 
 
 def _alpha(hops: _Hops) -> float:
@@ -126,8 +162,8 @@ def _alpha(hops: _Hops) -> float:
 
 def _most(times: list[Any]) -> Any:
     """The longest; levels carry what they have to at the same time."""
-    if isinstance(times[0], np.ndarray):
-        return np.maximum.reduce(times)
+    if any(isinstance(time, np.ndarray) for time in times):
+        return np.maximum.reduce(np.broadcast_arrays(*times))
     return max(times)
 
 
@@ -147,7 +183,7 @@ def _ring(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _tree(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    latency = sum(math.log2(hop.size) * hop.curve.latency_s for hop in hops)
+    latency = sum(np.log2(hop.size) * hop.curve.latency_s for hop in hops)
     return _rounds(kind) * (latency + _slowest(num_bytes, hops))
 
 
@@ -173,9 +209,9 @@ def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
     return _rounds(kind) * seconds
 
 
-def _passed(hop: _Hop) -> float:
+def _passed(hop: _Hop) -> Any:
     """Links that a byte passes: on a ring of a torus a quarter of it on the average."""
-    return max(1.0, hop.size / 4) if hop.link.kind == "ICI" else 1.0
+    return np.maximum(1.0, hop.size / 4) if hop.link.kind == "ICI" else 1.0
 
 
 def _direct(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:

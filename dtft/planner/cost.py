@@ -40,11 +40,6 @@ class Speeds:
         group = group_of(self.pool, self.mesh, axes)
         return collective_s(sent.kind, sent.amount.at(sizes), group)
 
-    def alone_s(self, graph: Graph, work: Work, sizes: Sizes) -> Any:
-        """Seconds of one execution, its collectives after it."""
-        sending = sum(self.sending_s(sent, sizes) for sent in work.sent)
-        return computing_s(graph, self.pool.device, work, sizes) + sending
-
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
@@ -69,11 +64,11 @@ def computing_s(
         cold: whether its bytes were not used just now: the state in an update.
     """
     operator = work.operator
-    moved = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
     dtype = graph.values[operator.inputs[0]].dtype if operator.inputs else "float32"
     if work.sizes:
         rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
         return matmul_s(device, rows, columns, depth, batch, dtype)
+    moved = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
     simple, special = work.flops.at(sizes), work.special.at(sizes)
     if operator.kind in CHEAP:
         return unfused_s(device, moved, simple, special, cold=cold)

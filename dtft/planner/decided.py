@@ -4,7 +4,7 @@ Decides nothing any more; writes down what the search found. Pure; must not comp
 run anything.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from typing import Any
 
 from dtft.planner.amounts import Sizes
@@ -32,7 +32,7 @@ def write(
         num_ranked: alternatives to list.
     """
     question, candidate = search.question, priced.space[at]
-    division = search.division(candidate)
+    division = priced.division_of(at)
     mesh = {axis: size for axis, size in candidate.mesh.items() if size > 1}
     mesh = mesh or {"replica": 1}
     zero = candidate.knobs.zero
@@ -55,7 +55,7 @@ def write(
         prediction=_prediction(priced, at, cluster),
         memory={name: round(priced.memory[name][at]) for name in MEMORY},
         capacity_bytes=priced.capacity,
-        collectives=collectives(search, candidate),
+        collectives=collectives(search, candidate, division),
         bound_s=lower_bound_s(question, search.pool),
         alternatives=_alternatives(priced, num_ranked),
         model_hash=question.fingerprint,
@@ -82,9 +82,11 @@ def constraints(
     return found
 
 
-def collectives(search: Search, candidate: Candidate) -> tuple[Collective, ...]:
+def collectives(
+    search: Search, candidate: Candidate, division: Division
+) -> tuple[Collective, ...]:
     """Every collective of a step, largest first; alike ones of one place together."""
-    graph, division = search.question.graph, search.division(candidate)
+    graph = search.question.graph
     speeds = Speeds(pool=search.pool, mesh=candidate.mesh)
     sizes: Sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
     found: dict[tuple[Any, ...], list[float]] = {}
@@ -144,13 +146,10 @@ def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
 
 def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
     """The best, and every baseline, in the order of the ranking."""
-    baseline: Sequence[int] = priced.space.columns["baseline"].tolist()
-    shown = [
-        int(at)
-        for place, at in enumerate(priced.ranking)
-        if place < num_ranked or baseline[at]
-    ]
-    return tuple(_alternative(priced, at) for at in shown)
+    ranking = priced.ranking
+    shown = priced.space.columns["baseline"][ranking] > 0
+    shown[:num_ranked] = True
+    return tuple(_alternative(priced, int(at)) for at in ranking[shown])
 
 
 def _alternative(priced: Priced, at: int) -> Alternative:

@@ -20,6 +20,7 @@ from dtft.planner.capabilities import (
     unsupported,
 )
 from dtft.planner.cluster import Cluster, Pool
+from dtft.planner.columns import Columns
 from dtft.planner.enumeration import enumerate_space
 from dtft.planner.meshes import AXES
 from dtft.planner.plan import Plan, Remat
@@ -106,11 +107,16 @@ def best_of(
     pool = cluster.uniform
     backend = _backend(pool)
     can = _everything(question) if what_if else CAPABILITIES[question.entry, backend]
-    choices = _choices(question, pool, can)
+    order = _order(can, pins)
+    space = _space(replace(_choices(question, pool, can), remat=order[:1]), pins)
+    columns = Columns(pool, space)
     found: dict[Remat, Priority] = {}
-    for remat in _order(can, pins):
+    for remat in order:
         if not found or _worth(found.values()):
-            found[remat] = _priced(question, pool, choices, remat, pins)
+            asked = question if remat == "none" else question.rematerialized(remat)
+            search = Search(asked, pool, scatters=backend != "cpu")
+            priced = search.price(space.with_remat(remat), columns)
+            found[remat] = Priority(search=search, priced=priced)
     best = min(found.values(), key=_first)
     at = int(best.priced.ranking[0])
     return Decision(
@@ -208,24 +214,12 @@ def _first(one: Priority) -> tuple[int, float]:
     return 1, float(one.priced.memory_bytes[at])
 
 
-def _priced(
-    question: Question,
-    pool: Pool,
-    choices: Choices,
-    remat: Remat,
-    pins: Mapping[str, Any],
-) -> Priority:
-    asked = question if remat == "none" else question.rematerialized(remat)
-    search = Search(asked, pool, scatters=_backend(pool) != "cpu")
-    space = enumerate_space(replace(choices, remat=(remat,)), pins)
+def _space(choices: Choices, pins: Mapping[str, Any]) -> Space:
+    """Candidates; with the batch that was asked for, if there are any."""
+    space = enumerate_space(choices, pins)
     if not len(space):
         reasons = "; ".join(str(reason) for reason in space.reasons)
         raise ValueError(f"there is no candidate for this cluster: {reasons}.")
-    return Priority(search=search, priced=search.price(_worked(space)))
-
-
-def _worked(space: Space) -> Space:
-    """Candidates whose batch is the one that was asked for, if there are any."""
     exact = space.columns["batch"] == space.columns["batch"].min()
     return space.where(np.flatnonzero(exact))
 

@@ -156,6 +156,68 @@ def eliminate(
     return _substituted(sizes, buckets, order), constant
 
 
+def eliminate_each(
+    sizes: Sequence[int], tables: Iterable[Table], order: Sequence[int], given: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For every value of one variable the others' assignment of least cost.
+
+    As `eliminate`, once for all values of the variable that is given: problems of the
+    same tables with other numbers are solved together.
+
+    Args:
+        sizes: how many values each variable has.
+        tables: what is added up.
+        order: every other variable with more than one value, once.
+        given: the variable.
+
+    Returns:
+        Values of all variables, int [values of `given`, variables]; and costs.
+
+    >>> pair = np.array([[3.0, 1.0], [4.0, 4.0], [2.0, 5.0]])
+    >>> values, costs = eliminate_each((3, 2), [((0, 1), pair)], [1], 0)
+    >>> values.tolist(), costs.tolist()
+    ([[0, 1], [1, 0], [2, 0]], [1.0, 4.0, 2.0])
+    """
+    rank = {variable: place for place, variable in enumerate(order)}
+    rank[given] = len(order)
+    buckets: list[list[Table]] = [[] for _ in (*order, given)]
+    for scope, costs in tables:
+        kept = [
+            v == given or size > 1 for v, size in zip(scope, costs.shape, strict=True)
+        ]
+        costs = costs.reshape([n for n, k in zip(costs.shape, kept, strict=True) if k])
+        scope = tuple(v for v, k in zip(scope, kept, strict=True) if k)
+        buckets[min(map(rank.__getitem__, scope), default=-1)].append((scope, costs))
+    values = np.zeros((sizes[given], len(sizes)), np.int64)
+    values[:, given] = np.arange(sizes[given])
+    for bucket, variable in zip(buckets, order, strict=False):
+        if bucket:
+            scope, costs = _added(bucket)
+            place = scope.index(variable)
+            rest = scope[:place] + scope[place + 1 :]
+            least = np.minimum.reduce(costs, axis=place)
+            buckets[min(map(rank.__getitem__, rest), default=-1)].append((rest, least))
+    total = np.zeros(sizes[given])
+    for _, costs in buckets[-1]:
+        total = total + costs
+    for place in reversed(range(len(order))):
+        if buckets[place]:
+            line = _lines(buckets[place], order[place], values)
+            values[:, order[place]] = np.argmin(line, axis=1)
+    return values, total
+
+
+def _lines(bucket: list[Table], variable: int, values: np.ndarray) -> np.ndarray:
+    """Costs of each value of a variable, the others as they are; [rows, values]."""
+    total: Any = 0.0
+    for scope, costs in bucket:
+        place = scope.index(variable)
+        others = [values[:, v] for v in scope if v != variable]
+        last = np.moveaxis(costs, place, -1)
+        total = total + (last[tuple(others)] if others else last[np.newaxis])
+    return np.broadcast_to(total, (len(values), total.shape[-1]))
+
+
 def _squeezed(scope: tuple[int, ...], costs: np.ndarray) -> Table:
     kept = tuple(v for v, size in zip(scope, costs.shape, strict=True) if size > 1)
     return kept, costs.reshape([size for size in costs.shape if size > 1])

@@ -86,7 +86,8 @@ def _works(decision: Decision) -> Iterable[tuple[Group, Work, dict[str, Any]]]:
     """Matmuls of the plan, and the sizes of its axes."""
     chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
-    for group, done in chosen.search.works(chosen.search.division(candidate)):
+    division = chosen.priced.division_of(decision.at)
+    for group, done in chosen.search.works(division):
         if done.sizes:
             yield group, done, sizes
 

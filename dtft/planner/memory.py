@@ -38,6 +38,11 @@ class Timeline:
         """In the order of the program."""
         return self._lifetimes.events
 
+    def divisors(self, division: Division) -> set[tuple[str, ...]]:
+        """The axes that divide its values, together: what their bytes depend on."""
+        values = {event.value for event in self.events}
+        return {_flat(division.spec(self.graph.values[index])) for index in values}
+
     @cached_property
     def gradients(self) -> frozenset[int]:
         """Values that the backward pass makes and the update reads."""

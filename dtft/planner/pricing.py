@@ -1,93 +1,203 @@
-"""Time and memory of many candidates at once: the columns that the search sorts by.
+"""Seconds of operators for many candidates at once, each way to divide one priced once.
 
-Goes through candidates that divide the same dims together, as arrays; only collectives,
-whose time depends on how a mesh lies on the fabric, are priced mesh by mesh. Must not
-know how candidates are made or which one is taken.
+A way is an operator with some of its dims divided; candidates share ways, and the exact
+choice of `choosing` and the sums of the search read the same tables. Must not know how
+candidates are made or which one is taken.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from dtft.planner.amounts import Sent, Work
-from dtft.planner.cluster import Pool
-from dtft.planner.compute_cost import added_s, launch_s
-from dtft.planner.cost import Speeds, computing_s, runs
+from dtft.planner.collective_cost import collectives_s
+from dtft.planner.columns import Axes, Cases, Columns, Total
+from dtft.planner.cost import computing_s, runs
 from dtft.planner.groups import CHEAP, Group
 from dtft.planner.partition import MICRO, Division, work
 from dtft.planner.question import Question
 
+Table = tuple[Cases, np.ndarray]
+"""A number for each case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A collective of a step."""
+
+    sent: Sent
+    times: float
+    """How often it is sent, in a step or for each microbatch."""
+    repeats: tuple[Axes, ...]
+    """`((MICRO,),)` if it is for each microbatch."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pattern:
-    """Candidates that divide the same dims along the same axes."""
+class Way:
+    """A group of operators, divided in one way."""
 
-    question: Question
-    division: Division
+    group: Group
+    work: Work
+    computing: Table
+    """Seconds of a step in which each device computes them."""
+    sending: tuple[Table, ...]
+    """Seconds of a step of each of their collectives."""
+    starts: Table
+    """Operators that are started in a step."""
 
-    @cached_property
-    def works(self) -> tuple[tuple[Group, Work], ...]:
-        """What each group of operators takes."""
-        return tuple(
-            (group, work(self.question.graph, group.operator, self.division))
-            for group in self.question.groups
+    @property
+    def seconds(self) -> tuple[Table, ...]:
+        """All that it takes, one thing after another."""
+        return (self.computing, *self.sending)
+
+
+class Prices:
+    """What groups of operators take on the points of some columns."""
+
+    def __init__(self, question: Question, columns: Columns) -> None:
+        """Nothing is priced yet.
+
+        Args:
+            question: what is asked.
+            columns: for which sizes of axes.
+        """
+        self.question, self.columns = question, columns
+        self._ways: dict[object, Way] = {}
+
+    def ways(self, division: Division) -> list[Way]:
+        """Of each group of operators what it takes under a division."""
+        return self.all([(n, division) for n in range(len(self.question.groups))])
+
+    def all(self, asked: Sequence[tuple[int, Division]]) -> list[Way]:
+        """The same of some groups, by number, each under its own division."""
+        keys = [self._key(number, division) for number, division in asked]
+        new = {
+            key: one
+            for key, one in zip(keys, asked, strict=True)
+            if key not in self._ways
+        }
+        self._ways |= zip(new, self._priced(list(new.values())), strict=True)
+        return [self._ways[key] for key in keys]
+
+    def _key(self, number: int, division: Division) -> object:
+        """What of a division matters to a group."""
+        dims, sums = self._dims[number]
+        extra = tuple(
+            (place, tuple(division.rest[dims].items()))
+            for place, dims in enumerate(sums)
+            if dims in division.rest
         )
+        axes = division.axes
+        return number, division.scatters, tuple([axes.get(d, ()) for d in dims]), extra
 
     @cached_property
-    def sends(self) -> tuple[tuple[float, bool, Sent], ...]:
-        """Collectives of operators: how often, whether per microbatch, and which."""
-        return tuple(
-            (group.times, MICRO in done.divided_by, sent)
-            for group, done in self.works
+    def _dims(self) -> list[tuple[tuple[int, ...], list[frozenset[int]]]]:
+        """For each group the dims that it has, and those of each of its results."""
+        graph, alias, found = self.question.graph, self.question.alias, []
+        for group in self.question.groups:
+            read, written = (
+                [
+                    [alias.get(dim, dim) for dim in graph.values[index].dims]
+                    for index in of
+                ]
+                for of in (group.operator.inputs, group.operator.outputs)
+            )
+            dims = dict.fromkeys(itertools.chain(*read, *written))
+            found.append((tuple(dims), list(map(frozenset, written))))
+        return found
+
+    def dims(self, number: int) -> tuple[int, ...]:
+        """The dims that a group of operators has, equal layers' as one."""
+        return self._dims[number][0]
+
+    def _priced(self, asked: Sequence[tuple[int, Division]]) -> list[Way]:
+        graph, groups = self.question.graph, self.question.groups
+        works = [work(graph, groups[n].operator, division) for n, division in asked]
+        messages = [
+            Message(sent=sent, times=groups[number].times, repeats=_repeats(done))
+            for (number, _), done in zip(asked, works, strict=True)
             for sent in done.sent
+        ]
+        sending = iter(self.sending(messages))
+        return [
+            self._way(
+                groups[number], done, tuple(itertools.islice(sending, len(done.sent)))
+            )
+            for (number, _), done in zip(asked, works, strict=True)
+        ]
+
+    def _way(self, group: Group, done: Work, sending: tuple[Table, ...]) -> Way:
+        columns, repeats = self.columns, _repeats(done)
+        amounts = done.sizes or (*done.reads, *done.writes, done.flops)
+        cases = columns.divided({*repeats, *(amount.axes for amount in amounts)})
+        times = group.times * runs(done, cases.sizes)
+        graph, device = self.question.graph, columns.pool.device
+        cold = group.region == "update"
+        seconds = times * computing_s(graph, device, done, cases.sizes, cold=cold)
+        often = columns.divided(repeats)
+        starts = 0.0 if group.operator.kind in CHEAP else group.times
+        starts = starts * runs(done, often.sizes) * np.ones(len(often.first))
+        return Way(
+            group=group,
+            work=done,
+            computing=(cases, seconds * np.ones(len(cases.first))),
+            sending=sending,
+            starts=(often, starts),
         )
 
+    def sending(self, messages: Sequence[Message]) -> list[Table]:
+        """Seconds of a step of each of some collectives."""
+        alike: dict[object, list[int]] = defaultdict(list)
+        for place, one in enumerate(messages):
+            divisors = frozenset({*one.repeats, one.sent.amount.axes})
+            alike[one.sent.kind, one.sent.axes, divisors].append(place)
+        found: dict[int, Table] = {}
+        for places in alike.values():
+            some = [messages[place] for place in places]
+            found |= zip(places, self._sending(some), strict=True)
+        return [found[place] for place in range(len(messages))]
 
-def computing(
-    pattern: Pattern, pool: Pool, sizes: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Seconds of compute, optimizer and launch of each candidate.
-
-    Args:
-        pattern: what divides what.
-        pool: the devices.
-        sizes: axis to one size per candidate; `MICRO` and `optimizer` (parts that the
-            optimizer's work is divided into, beside these axes) among them.
-    """
-    graph, device = pattern.question.graph, pool.device
-    rows = len(sizes[MICRO])
-    totals = {name: np.zeros(rows) for name in ("compute", "optimizer", "started")}
-    for group, done in pattern.works:
-        times = group.times * runs(done, sizes)
-        updates = group.region == "update"
-        seconds = times * computing_s(graph, device, done, sizes, cold=updates)
-        if updates:
-            totals["optimizer"] += seconds / sizes["optimizer"]
-        else:
-            totals["compute"] += seconds
-        if group.operator.kind not in CHEAP:
-            totals["started"] += times
-    launch = launch_s(device, totals.pop("started"))
-    return {**totals, "launch": np.asarray(launch)}
+    def _sending(self, alike: Sequence[Message]) -> Iterator[Table]:
+        """The same of one kind, along the same axes, divided alike."""
+        sent, repeats = alike[0].sent, alike[0].repeats
+        cases = self.columns.sending(sent.axes, {*repeats, sent.amount.axes})
+        of, groups = self.columns.lies(sent.axes)
+        which = of[cases.first]
+        totals = np.array([[one.sent.amount.total] for one in alike])
+        num_bytes = totals / self.columns.parts(sent.amount.axes)[cases.first]
+        seconds = collectives_s(sent.kind, num_bytes, groups, which)
+        for axes in repeats:
+            seconds *= self.columns.parts(axes)[cases.first]
+        for one, row in zip(alike, seconds, strict=True):
+            yield cases, one.times * row
 
 
-def sending(
-    sends: Sequence[tuple[float, bool, Sent]],
-    speeds: Speeds,
-    microbatches: np.ndarray,
-) -> np.ndarray:
-    """Seconds of collectives on one mesh, one entry per number of microbatches."""
-    sizes: dict[str, Any] = {**speeds.mesh, MICRO: microbatches}
-    total = np.zeros(len(microbatches))
-    for times, repeated, sent in sends:
-        seconds = speeds.sending_s(sent, sizes)
-        total += times * (microbatches if repeated else 1) * seconds
-    return total
+def _repeats(done: Work) -> tuple[Axes, ...]:
+    """What work is done anew for."""
+    return ((MICRO,),) if MICRO in done.divided_by else ()
 
 
-def exposed(pool: Pool, sending_s: np.ndarray, compute_s: np.ndarray) -> np.ndarray:
-    """Seconds that collectives add to a step where computing does not hide them."""
-    return np.asarray(added_s(pool.device.efficiency, sending_s, compute_s))
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sums:
+    """What the operators of a program take together, by point."""
+
+    compute: Total
+    optimizer: Total
+    sending: Total
+    starts: Total
+
+
+def summed(ways: Iterable[Way]) -> Sums:
+    """The totals of a program's operators."""
+    totals = Sums(compute=Total(), optimizer=Total(), sending=Total(), starts=Total())
+    for way in ways:
+        updates = way.group.region == "update"
+        (totals.optimizer if updates else totals.compute).add(*way.computing)
+        totals.starts.add(*way.starts)
+        for cases, seconds in way.sending:
+            totals.sending.add(cases, seconds)
+    return totals

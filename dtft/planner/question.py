@@ -5,9 +5,8 @@ goes along. Traces, and computes nothing. Must not know clusters, meshes or cost
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -70,11 +69,24 @@ class Question:
         return {path: found[index] for path, index in self.graph.inputs.items()}
 
     @cached_property
+    def loop_dims(self) -> frozenset[int]:
+        """Dims that loops go along."""
+        return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)
+
+    def changes(self, path: str) -> bool:
+        """Whether a step changes an argument's leaf."""
+        return self.graph.outputs.get(path) != self.graph.inputs[path]
+
+    @cached_property
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits; the same for the same program."""
-        items = [asdict(value) for value in self.graph.values]
-        items += [{**asdict(op), "name": ""} for op in self.graph.operators]
-        text = json.dumps([items, dict(self.roles)], default=str)
+        values = [(value.shape, value.dtype, value.dims) for value in self.graph.values]
+        operators = [
+            (op.primitive, op.inputs, op.outputs, op.flops, op.trips, op.summed,
+             op.contracted, op.whole, op.again, op.within)
+            for op in self.graph.operators
+        ]  # fmt: skip
+        text = repr((values, operators, list(self.roles.items())))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def rematerialized(self, remat: Remat) -> "Question":

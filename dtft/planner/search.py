@@ -1,14 +1,18 @@
 """The search: every candidate priced, what fits ranked, the best one returned.
 
 Lays the axes of each mesh on the dims of the program (`choosing`), prices all of them
-(`pricing`, `memory`) and sorts. Exhaustive over what `space` holds, exact per mesh; so
-the result is the best of all that can be said in these knobs. Pure; must not compile or
-run anything.
+(`pricing`, `resting`, `memory`) and sorts. Exhaustive over what `space` holds, exact
+per mesh and number of microbatches; so the result is the best of all that can be said
+in these knobs. Pure; must not compile or run anything.
+
+Where a knob enters: an axis that divides examples, positions or dims of its own is laid
+in `_base`; a knob that changes what operators do on a device is a column of `Columns`;
+one that changes only what is kept, gathered or updated is read from the space in
+`_terms` and `_memory`. Its values come from `enumeration`.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,13 +22,16 @@ from dtft.planner import pricing, shards
 from dtft.planner.amounts import Work
 from dtft.planner.choosing import Chooser, candidates
 from dtft.planner.cluster import Pool
-from dtft.planner.cost import Moved, Speeds
+from dtft.planner.columns import Columns
+from dtft.planner.compute_cost import added_s, launch_s
+from dtft.planner.cost import Moved
 from dtft.planner.groups import Group
 from dtft.planner.memory import RESERVE, Timeline, peak
-from dtft.planner.partition import MICRO, Division
-from dtft.planner.pricing import Pattern
-from dtft.planner.question import Question
-from dtft.planner.space import Candidate, Space
+from dtft.planner.partition import MICRO, Division, work
+from dtft.planner.pricing import Prices
+from dtft.planner.question import Question, Role
+from dtft.planner.resting import Resting
+from dtft.planner.space import MemoryFloor, Space
 
 TERMS = ("compute", "collectives", "optimizer", "launch")
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "reserve")
@@ -39,10 +46,15 @@ class Priced:
     """Seconds by term; each one entry per candidate."""
     memory: Mapping[str, np.ndarray]
     """Bytes of a device by term."""
-    patterns: Sequence[Pattern]
-    pattern: np.ndarray
-    """For each candidate its pattern."""
+    divisions: Sequence[Division]
+    """Which axes divide which dims, for all candidates."""
+    division: np.ndarray
+    """For each candidate which of the divisions it has."""
     capacity: int
+
+    def division_of(self, at: int) -> Division:
+        """Which axes divide which dims in a candidate."""
+        return self.divisions[self.division[at]]
 
     @cached_property
     def step_s(self) -> np.ndarray:
@@ -85,6 +97,22 @@ def _rounded(values: np.ndarray) -> np.ndarray:
     return np.round(values / scale) * scale
 
 
+def memory_floor(question: Question, pool: Pool) -> MemoryFloor:
+    """What the state of a question takes, whatever is divided how."""
+    graph = question.graph
+
+    def total(role: Role) -> int:
+        paths = question.paths(role)
+        return sum(graph.values[graph.inputs[path]].num_bytes for path in paths)
+
+    return MemoryFloor(
+        parameters=total("parameter"),
+        gradients=0,  # how many are there at a time depends on the program
+        optimizer=total("optimizer"),
+        capacity=int(pool.device.memory_bytes * (1 - RESERVE)),
+    )
+
+
 class Search:
     """Prices the candidates of one question on one pool."""
 
@@ -98,163 +126,151 @@ class Search:
         """
         self.question, self.pool, self.scatters = question, pool, scatters
         self._timeline = Timeline(graph=question.graph)
-        self._loops = {n for n, dim in enumerate(question.graph.dims) if dim.loop}
-        self._patterns: dict[object, int] = {}
-        self._found: list[Pattern] = []
-        self._choosers: dict[bool, Chooser] = {}
-        self._chosen: dict[object, Division] = {}
 
-    def price(self, space: Space) -> Priced:
-        """Time and memory of every candidate."""
-        pattern = np.array([self._pattern(space[i]) for i in range(len(space))], int)
+    def price(self, space: Space, columns: Columns | None = None) -> Priced:
+        """Time and memory of every candidate.
+
+        Args:
+            space: the candidates.
+            columns: of this space, or of the same candidates with another remat.
+        """
+        columns = columns or Columns(self.pool, space)
+        prices = Prices(self.question, columns)
+        resting = Resting(prices)
         terms = {name: np.zeros(len(space)) for name in TERMS}
         memory = {name: np.zeros(len(space)) for name in MEMORY}
-        for number in np.unique(pattern):
-            rows = np.flatnonzero(pattern == number)
-            part = space.where(rows)
-            for name, values in self._terms(part, self._found[number]).items():
-                terms[name][rows] = values
-            for name, values in self._memory(part, self._found[number]).items():
-                memory[name][rows] = values
         memory["reserve"][:] = RESERVE * self.pool.device.memory_bytes
+        divisions: list[Division] = []
+        which = np.zeros(len(space), np.int64)
+        for layout, rows in self._layouts(prices, space):
+            _put(memory, rows, self._memory(resting, layout, space, rows))
+            for division, part in _with_sums(resting, layout, space, rows):
+                _put(terms, part, self._terms(resting, division, space, part))
+                which[part] = len(divisions)
+                divisions.append(division)
         return Priced(
             space=space,
             terms=terms,
             memory=memory,
-            patterns=tuple(self._found),
-            pattern=pattern,
+            divisions=divisions,
+            division=which,
             capacity=self.pool.device.memory_bytes,
         )
 
-    def _pattern(self, candidate: Candidate) -> int:
-        division = self.division(candidate)
-        rest = [(dims, *extra.items()) for dims, extra in division.rest.items()]
-        key = frozenset(division.axes.items()), frozenset(rest)
-        if key not in self._patterns:
-            self._patterns[key] = len(self._found)
-            self._found.append(Pattern(question=self.question, division=division))
-        return self._patterns[key]
-
-    def division(self, candidate: Candidate) -> Division:
-        """Which axes divide which dims in a candidate."""
-        mesh, zero = candidate.mesh, candidate.knobs.zero
-        key = tuple(mesh.items())
-        if key not in self._chosen:
-            self._chosen[key] = self._divide(mesh)
-        division = self._chosen[key]
-        if zero < 2:
-            return division
-        parameters = self.leaves("parameter", division, mesh, True)
-        return replace(division, rest=shards.further(parameters, division, self._loops))
-
     def works(self, division: Division) -> tuple[tuple[Group, Work], ...]:
         """What each group of operators takes under a division."""
-        return Pattern(question=self.question, division=division).works
-
-    def _divide(self, mesh: Mapping[str, int]) -> Division:
-        """The division by data axes, with `tensor` where it costs least."""
-        question, tensor = self.question, mesh.get("tensor", 1)
-        chooser = self._chooser(mesh.get("sequence", 1) > 1)
-        if tensor == 1:
-            return chooser.base
-        speeds = Speeds(pool=self.pool, mesh=mesh)
-        sizes = {**mesh, MICRO: 1}
-        dims = candidates(question.graph, question.groups, question.alias, tensor)
-        dims = [dim for dim in dims if dim not in question.sequence_dims]
-        return chooser.choose(
-            dims,
-            lambda done: float(speeds.alone_s(question.graph, done, sizes)),
+        graph = self.question.graph
+        return tuple(
+            (group, work(graph, group.operator, division))
+            for group in self.question.groups
         )
-
-    def _chooser(self, by_sequence: bool) -> Chooser:
-        """Lays `tensor` beside the axes that divide examples."""
-        if by_sequence not in self._choosers:
-            question = self.question
-            axes = dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
-            if by_sequence:
-                axes |= dict.fromkeys(question.sequence_dims, ("sequence",))
-            base = Division(axes=axes, scatters=self.scatters, alias=question.alias)
-            self._choosers[by_sequence] = Chooser(
-                question.graph, question.groups, base, "tensor"
-            )
-        return self._choosers[by_sequence]
-
-    def _terms(self, space: Space, pattern: Pattern) -> dict[str, np.ndarray]:
-        sizes = _sizes(space)
-        sizes["optimizer"] = np.where(space.columns["zero"] > 0, sizes["fsdp"], 1)
-        found = pricing.computing(pattern, self.pool, sizes)
-        sending = np.zeros(len(space))
-        for mesh, zero, rows in _by_mesh(space):
-            speeds = Speeds(pool=self.pool, mesh=mesh)
-            moved = self.moved(pattern.division, mesh, zero)
-            sends = [*pattern.sends]
-            sends += [(one.times, one.per_microbatch, one.sent) for one in moved]
-            sending[rows] = pricing.sending(sends, speeds, sizes[MICRO][rows])
-        found["collectives"] = pricing.exposed(self.pool, sending, found["compute"])
-        trust = self.pool.trust
-        return {name: seconds * trust.scale(name) for name, seconds in found.items()}
 
     def moved(
         self, division: Division, mesh: Mapping[str, int], zero: int
     ) -> list[Moved]:
         """Collectives that bring divided arrays together."""
+        question = self.question
         parameters = self.leaves("parameter", division, mesh, zero > 0)
-        if zero == 3:  # the backward pass gathers again: see `dtft.train.gathered`
-            return shards.gathers(parameters, self.question.passes, True)
-        graph, once = self.question.graph, dict.fromkeys(self.question.roles, 1)
-        # A parameter that the step leaves as it was is still whole everywhere.
-        changed = [
-            leaf
+        times = {
+            leaf.path: shards.times_gathered(
+                question.passes[leaf.path], question.changes(leaf.path), zero
+            )
             for leaf in parameters
-            if graph.outputs.get(leaf.path) != graph.inputs[leaf.path]
-        ]
-        return shards.gathers(changed, once, False)
+        }
+        return shards.gathers(parameters, times)
 
     def leaves(
-        self, role: Any, division: Division, mesh: Mapping[str, int], divides: bool
+        self, role: Role, division: Division, mesh: Mapping[str, int], divides: bool
     ) -> tuple[shards.Leaf, ...]:
         """Arrays of a role, and how each is divided."""
-        graph = self.question.graph
+        graph, loops = self.question.graph, self.question.loop_dims
         values = {
             path: graph.values[graph.inputs[path]] for path in self.question.paths(role)
         }
-        return shards.leaves(values, division, mesh, divides, self._loops)
+        return shards.leaves(values, division, mesh, divides, loops)
 
-    def _memory(self, space: Space, pattern: Pattern) -> dict[str, np.ndarray]:
-        sizes = _sizes(space)
-        found = {name: np.zeros(len(space)) for name in MEMORY}
-        for mesh, zero, rows in _by_mesh(space):
-            for name, role, least in (
-                ("parameters", "parameter", 3),
-                ("optimizer", "optimizer", 1),
-            ):
-                arrays = self.leaves(role, pattern.division, mesh, zero >= least)
-                found[name][rows] = shards.bytes_at_rest(arrays, mesh)
-            batch = self.leaves("batch", pattern.division, mesh, False)
-            whole = {**mesh, MICRO: 1}  # all microbatches are there from the start
-            found["batch"][rows] = shards.bytes_at_rest(batch, whole)
-        highest = peak(self._timeline, pattern.division, sizes, {})
-        found["activations"] += highest.activations
-        found["gradients"] += highest.gradients
+    def _base(self, space: Space) -> Division:
+        """What all axes but `tensor` divide."""
+        question = self.question
+        axes = dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
+        if (space.columns["sequence"] > 1).any():
+            axes |= dict.fromkeys(question.sequence_dims, ("sequence",))
+        return Division(axes=axes, scatters=self.scatters, alias=question.alias)
+
+    def _layouts(
+        self, prices: Prices, space: Space
+    ) -> list[tuple[Division, np.ndarray]]:
+        """Divisions with `tensor` where it costs least, and the candidates of each."""
+        chooser = Chooser(prices, self._base(space), "tensor")
+        found, which = chooser.choose(candidates(self.question))
+        of = which[prices.columns.of]
+        return [(one, np.flatnonzero(of == n)) for n, one in enumerate(found)]
+
+    def _terms(
+        self, resting: Resting, division: Division, space: Space, rows: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Seconds of some candidates of one division."""
+        prices = resting.prices
+        points, zero = prices.columns.of[rows], space.columns["zero"][rows]
+        sums = pricing.summed(prices.ways(division))
+        sending = sums.sending.at(points)
+        for level in np.unique(zero):
+            some = zero == level
+            gathers = resting.gathers_s(division, int(level))
+            sending[some] += gathers.at(points[some])
+        compute, device = sums.compute.at(points), self.pool.device
+        parts = np.where(zero > 0, space.columns["fsdp"][rows], 1)
+        terms = {
+            "compute": compute,
+            "collectives": np.asarray(added_s(device.efficiency, sending, compute)),
+            "optimizer": sums.optimizer.at(points) / parts,
+            "launch": np.asarray(launch_s(device, sums.starts.at(points))),
+        }
+        trust = self.pool.trust
+        return {name: seconds * trust.scale(name) for name, seconds in terms.items()}
+
+    def _memory(
+        self, resting: Resting, division: Division, space: Space, rows: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Bytes of some candidates of one layout."""
+        columns = resting.prices.columns
+        points, zero = columns.of[rows], space.columns["zero"][rows]
+        found: dict[str, np.ndarray] = {}
+        roles: tuple[tuple[str, Role, int], ...] = (
+            ("parameters", "parameter", 3),
+            ("optimizer", "optimizer", 1),
+        )
+        for name, role, least in roles:
+            whole = resting.num_bytes(role, division, False).at(points)
+            divided = resting.num_bytes(role, division, True).at(points)
+            found[name] = np.where(zero >= least, divided, whole)
+        found["batch"] = resting.num_bytes("batch", division, False).at(points)
+        alike = columns.divided(self._timeline.divisors(division))
+        highest = peak(self._timeline, division, alike.sizes, {})
+        found["activations"] = highest.activations[alike.of[points]]
+        found["gradients"] = highest.gradients[alike.of[points]]
         return found
 
 
-def _sizes(space: Space) -> dict[str, Any]:
-    names = ("replica", "fsdp", "tensor", "sequence", "expert", "stage")
-    sizes = {name: space.columns[name] for name in names}
-    return {**sizes, MICRO: space.columns["microbatches"]}
+def _with_sums(
+    resting: Resting, layout: Division, space: Space, rows: np.ndarray
+) -> list[tuple[Division, np.ndarray]]:
+    """Divisions of a layout, by how gradients are divided; and the candidates of each.
+
+    From ZeRO 2 on they are divided as their parameters are kept.
+    """
+    divided = space.columns["zero"][rows] >= 2
+    found = [(layout, rows[~divided])]
+    rest = rows[divided]
+    if len(rest):
+        divisions, which = resting.sums(layout)
+        of = which[resting.prices.columns.of[rest]]
+        found += [(one, rest[of == number]) for number, one in enumerate(divisions)]
+    return [(one, some) for one, some in found if len(some)]
 
 
-def _by_mesh(space: Space) -> list[tuple[dict[str, int], int, np.ndarray]]:
-    """Candidates by mesh and ZeRO level: the mesh, the level, their rows."""
-    rows: dict[object, list[int]] = defaultdict(list)
-    names = (*_sizes(space), "order", "zero")
-    names = tuple("microbatches" if name == MICRO else name for name in names)
-    columns = [space.columns[name] for name in names if name != "microbatches"]
-    for row, key in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        rows[key].append(row)
-    found = []
-    for places in rows.values():
-        candidate = space[places[0]]
-        found.append((dict(candidate.mesh), candidate.knobs.zero, np.array(places)))
-    return found
+def _put(
+    columns: Mapping[str, np.ndarray], rows: np.ndarray, values: Mapping[str, Any]
+) -> None:
+    for name, value in values.items():
+        columns[name][rows] = value

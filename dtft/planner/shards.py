@@ -7,13 +7,17 @@ collectives bring arrays together for the model. Pure; must not know operators o
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from dtft.planner.amounts import Amount, Sent, parts
+import numpy as np
+
+from dtft.planner.amounts import Amount, Sent, Sizes, parts
 from dtft.planner.cost import Moved
 from dtft.planner.graph import Value
 from dtft.planner.partition import Division
 from dtft.planner.plan import Spec
 
 AXIS = "fsdp"
+_UNDIVIDED = 2**60
+"""Dims that no axis divides are larger than all others."""
 
 
 def rest_spec(
@@ -36,20 +40,38 @@ def rest_spec(
     >>> rest_spec(made, ((), ("tensor",)), {"tensor": 2, "fsdp": 4})
     ((), ('tensor', 'fsdp'))
     """
-    fsdp = sizes.get(AXIS, 1)
-    if fsdp == 1:
-        return spec
-    best: tuple[bool, int, int] | None = None
+    place = int(rest_place(value, spec, sizes, loops))
+    return tuple((*axes, AXIS) if at == place else axes for at, axes in enumerate(spec))
+
+
+def rest_place(
+    value: Value, spec: Spec, sizes: Sizes, loops: Container[int] = ()
+) -> np.ndarray:
+    """The dim on which `rest_spec` puts the axis `fsdp`; -1 where it is on none.
+
+    Args:
+        value: the array.
+        spec: how other axes divide it.
+        sizes: of the axes; numbers, or arrays with one for each mesh.
+        loops: dims that a loop goes along.
+
+    >>> made = Value(shape=(6, 8), dtype="float32", dims=(0, 1))
+    >>> rest_place(made, ((), ("tensor",)), {"tensor": 2, "fsdp": np.array([1, 2, 4])})
+    array([-1,  0,  1])
+    """
+    fsdp = np.asarray(sizes.get(AXIS, 1))
+    best = np.full(fsdp.shape, -1)
+    largest = np.zeros(fsdp.shape, np.int64)
+    if any(AXIS in axes for axes in spec):
+        return best
     for place, (size, axes) in enumerate(zip(value.shape, spec, strict=True)):
-        left = size // parts(axes, sizes)
         if value.dims[place] in loops:
             continue
-        if size % (parts(axes, sizes) * fsdp) == 0:
-            best = max(best or (False, 0, 0), (not axes, left, -place))
-    if best is None or not best[1]:
-        return spec
-    place = -best[2]
-    return tuple((*axes, AXIS) if at == place else axes for at, axes in enumerate(spec))
+        divided = parts(axes, sizes)
+        rank = size // divided + (0 if axes else _UNDIVIDED)
+        better = (fsdp > 1) & (size % (divided * fsdp) == 0) & (rank > largest)
+        best, largest = np.where(better, place, best), np.where(better, rank, largest)
+    return best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,26 +116,47 @@ def leaves(
     return tuple(found)
 
 
+def times_gathered(passes: int, changes: bool, zero: int) -> tuple[int, bool]:
+    """How often a divided parameter is brought together, and if for each microbatch.
+
+    At level 3 for every pass that reads it: the backward pass gathers again (see
+    `dtft.train.gathered`). Below it once, after the update; what a step leaves as it
+    was is still whole everywhere.
+
+    Args:
+        passes: of the model that read it.
+        changes: whether the step changes it.
+        zero: level.
+
+    >>> [times_gathered(2, True, zero) for zero in (0, 1, 3)]
+    [(0, False), (1, False), (2, True)]
+    """
+    if zero == 3:
+        return passes, True
+    return int(changes and zero > 0), False
+
+
 def gathers(
-    parameters: Iterable[Leaf], times: Mapping[str, int], per_microbatch: bool
+    parameters: Iterable[Leaf], times: Mapping[str, tuple[int, bool]]
 ) -> list[Moved]:
     """The all-gathers that bring divided parameters together.
 
     Args:
         parameters: leaves.
-        times: path to how often each is gathered.
-        per_microbatch: whether that is for every microbatch.
+        times: path to how often each is gathered, and if for each microbatch
+            (`times_gathered`).
     """
     found = []
     for leaf in parameters:
-        if leaf.gathered:
+        often, per_microbatch = times[leaf.path]
+        if leaf.gathered and often:
             axes = tuple(axis for part in leaf.used for axis in part)
             whole = Amount(total=leaf.value.num_bytes, axes=axes)
             sent = Sent(kind="all_gather", axes=leaf.gathered, amount=whole)
             found.append(
                 Moved(
                     sent=sent,
-                    times=times[leaf.path],
+                    times=often,
                     where=leaf.path,
                     per_microbatch=per_microbatch,
                 )
@@ -141,11 +184,3 @@ def further(
         if extra:
             found[frozenset(map(division.root, dims))] = extra
     return found
-
-
-def bytes_at_rest(arrays: Iterable[Leaf], sizes: Mapping[str, int]) -> float:
-    """Bytes on each device."""
-    return sum(
-        leaf.value.num_bytes / parts(tuple(a for p in leaf.rest for a in p), sizes)
-        for leaf in arrays
-    )

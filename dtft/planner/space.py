@@ -6,7 +6,7 @@ Must not know what a candidate costs or how arrays are divided.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -150,6 +150,11 @@ class Space:
     def sizes(self) -> np.ndarray:
         """Sizes of the axes, in the order of `AXES`; int64 [candidates, axes]."""
         return np.stack([self.columns[axis] for axis in AXES], axis=1)
+
+    def with_remat(self, remat: Remat) -> "Space":
+        """The same candidates, all with one remat."""
+        numbers = np.full(len(self), REMATS.index(remat))
+        return replace(self, columns={**self.columns, "remat": numbers})
 
     def where(self, mask: np.ndarray) -> "Space":
         """The candidates that a mask or indices select."""

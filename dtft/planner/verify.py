@@ -77,11 +77,6 @@ class Verdict:
     capacity_bytes: int
     reason: str
 
-    @property
-    def spare_bytes(self) -> int:
-        """What is left; negative if it does not fit."""
-        return self.capacity_bytes - self.needed_bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:

@@ -9,7 +9,7 @@ from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
 from dtft.planner.enumeration import enumerate_space
 from dtft.planner.question import Question, of_loss, of_step
-from dtft.planner.search import TERMS, Search
+from dtft.planner.search import MEMORY, TERMS, Search
 from dtft.planner.space import Choices
 from tests.planner.zoo_parts import ADAM
 
@@ -44,7 +44,8 @@ def test_every_candidate_costs_alone_what_it_costs_among_all(question) -> None:
         alone = Search(question, pool, scatters=True).price(space.where(np.array([at])))
         for name in TERMS:
             assert alone.terms[name][0] == pytest.approx(priced.terms[name][at])
-        assert alone.memory_bytes[0] == pytest.approx(priced.memory_bytes[at])
+        for name in MEMORY:
+            assert alone.memory[name][0] == pytest.approx(priced.memory[name][at])
 
 
 def test_the_plan_is_the_fastest_that_fits_and_no_baseline_is_faster(question) -> None:

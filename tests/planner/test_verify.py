@@ -85,7 +85,7 @@ def test_what_any_number_puts_above_the_capacity_does_not_fit(
         assert not verdict.fits
     if target != "cpu" and in_and_out + temporaries > (1 - reserve) * capacity + 1:
         assert not verdict.fits
-    assert verdict.fits == (verdict.spare_bytes >= 0)
+    assert verdict.fits == (verdict.needed_bytes <= verdict.capacity_bytes)
     assert verdict.needed_bytes >= planned
 
 

@@ -14,8 +14,6 @@ from dtft.planner.plan import Spec
 from dtft.train.constrained import constrained
 from dtft.train.plan_shardings import mesh_of
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 MESH = mesh_of({"replica": 2, "fsdp": 2, "tensor": 2})
 ONE = mesh_of({"replica": 1}, jax.devices()[:1])
 ROWS: Spec = (("replica",), ("tensor",))

@@ -26,8 +26,6 @@ from tests.train.plans import (
     unrolled_loss,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 UP, UP_8, UP_4 = (4, 8, 32), (4, 8, 4), (4, 8, 8)
 """Shape of the layers' first matrices, and of an eighth and a quarter of them."""
 

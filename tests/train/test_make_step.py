@@ -23,8 +23,6 @@ from tests.train.plans import (
     unrolled_loss,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ADAMW = optax.adamw(1e-2)
 BELIEF = max_adabelief(1e-2)
 THREE = {"replica": 2, "fsdp": 2, "tensor": 2}

@@ -23,8 +23,6 @@ from dtft.train.single import LocalRuntime
 from tests.train.helpers import MemoryRuntime, tiny
 from tests.train.plans import plan_of
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def planned(
     experiment: Experiment, mesh: Mapping[str, int], knobs: Knobs | None = None

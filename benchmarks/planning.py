@@ -1,0 +1,206 @@
+"""How long the planner takes: GPT-2 small on 8 devices, 1T parameters on 4,096.
+
+    python benchmarks/planning.py [--json FILE] [--rounds 5] [--profile CASE]
+
+Everything is decided from shapes: no array is made, and no device but the host's
+processor is there. Each case is planned once to warm up JAX (imports, its caches), then
+in `--rounds` fresh questions; their median is what counts, and the first is shown
+beside it. Knows `dtft.planner` only.
+"""
+
+import argparse
+import cProfile
+import json
+import platform
+import pstats
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dtft.planner.cluster import Cluster
+from dtft.planner.deciding import decide
+from dtft.planner.question import of_loss
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A GPT on a cluster, and how soon its plan should be there."""
+
+    name: str
+    cluster: str
+    batch: int
+    time: int
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    scanned: bool
+    """Whether the layers are one `lax.scan`; otherwise each is there by itself."""
+    target_s: float | None
+    """Seconds from the shapes to the plan; None: no target of its own."""
+
+
+SMALL = {"batch": 8, "time": 1024, "width": 768, "layers": 12, "heads": 12,
+         "vocabulary": 50257, "cluster": "8xH100"}  # fmt: skip
+# The model of Megatron-LM's largest published run (Narayanan et al. 2021, table 1).
+LARGE = {"batch": 3072, "time": 2048, "width": 25600, "layers": 128, "heads": 160,
+         "vocabulary": 51200, "cluster": "512x8xH100"}  # fmt: skip
+CASES = (
+    Case(name="gpt2-small", scanned=False, target_s=1.0, **SMALL),
+    Case(name="gpt2-small-scan", scanned=True, target_s=1.0, **SMALL),
+    Case(name="1T-scan", scanned=True, target_s=2.0, **LARGE),
+    Case(name="1T-unrolled", scanned=False, target_s=None, **LARGE),
+)
+
+
+def shapes(case: Case) -> Params:
+    """Parameters: float32, layers stacked where they are scanned."""
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def layer(*stack: int) -> Params:
+        head = case.width // case.heads
+        return {
+            "norm1": array(*stack, case.width),
+            "qkv": array(*stack, 3, case.width, case.heads, head),
+            "out": array(*stack, case.heads, head, case.width),
+            "norm2": array(*stack, case.width),
+            "up": array(*stack, case.width, 4 * case.width),
+            "down": array(*stack, 4 * case.width, case.width),
+        }
+
+    names = [f"{number:03}" for number in range(case.layers)]
+    return {
+        "embed": array(case.vocabulary, case.width),
+        "places": array(case.time, case.width),
+        "layers": layer(case.layers) if case.scanned else {n: layer() for n in names},
+        "norm": array(case.width),
+    }
+
+
+def loss_of(case: Case) -> Callable[[Params, Params], jax.Array]:
+    """Next-token loss of the GPT, computed in bfloat16."""
+
+    def normed(x_BTD: jax.Array, scale: jax.Array) -> jax.Array:
+        y = x_BTD.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
+        return (y * scale[None, None]).astype(jnp.bfloat16)
+
+    def layer(x_BTD: jax.Array, params: Params) -> tuple[jax.Array, None]:
+        p = {name: one.astype(jnp.bfloat16) for name, one in params.items()}
+        y = normed(x_BTD, params["norm1"])
+        q, k, v = (jnp.einsum("btd,dnh->btnh", y, p["qkv"][i]) for i in range(3))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32)
+        scores = scores * (q.shape[-1] ** -0.5)
+        seen = jnp.arange(case.time)[:, None] >= jnp.arange(case.time)[None]
+        scores = jnp.where(seen[None, None], scores, -1e30)
+        shares = jax.nn.softmax(scores).astype(jnp.bfloat16)
+        mixed = jnp.einsum("bnts,bsnh->btnh", shares, v)
+        x_BTD = x_BTD + jnp.einsum("btnh,nhd->btd", mixed, p["out"])
+        y = normed(x_BTD, params["norm2"])
+        return x_BTD + jax.nn.gelu(y @ p["up"]) @ p["down"], None
+
+    def loss(params: Params, batch: Params) -> jax.Array:
+        embed = params["embed"].astype(jnp.bfloat16)
+        places = params["places"].astype(jnp.bfloat16)
+        x_BTD = embed[batch["tokens"]] + places[None]
+        if case.scanned:
+            x_BTD, _ = jax.lax.scan(layer, x_BTD, params["layers"])
+        else:
+            for one in params["layers"].values():
+                x_BTD, _ = layer(x_BTD, one)
+        logits = (normed(x_BTD, params["norm"]) @ embed.T).astype(jnp.float32)
+        likely = jax.nn.log_softmax(logits)
+        found = jnp.take_along_axis(likely, batch["labels"][..., None], axis=-1)
+        return -jnp.mean(found)
+
+    return loss
+
+
+def plan_once(case: Case) -> dict[str, Any]:
+    """Traces and decides, from nothing."""
+    params, loss = shapes(case), loss_of(case)
+    ints = jax.ShapeDtypeStruct((case.batch, case.time), jnp.int32)
+    batch = {"tokens": ints, "labels": ints}
+    begun = time.perf_counter()
+    question = of_loss(loss, optax.adamw(1e-4), params, batch)
+    traced = time.perf_counter()
+    decision = decide(question, Cluster.parse(case.cluster))
+    decided = time.perf_counter()
+    plan = decision.plan
+    return {
+        "trace_s": traced - begun,
+        "decide_s": decided - traced,
+        "whole_s": decided - begun,
+        "candidates": sum(len(one.priced.space) for one in decision.found.values()),
+        "remats": list(decision.found),
+        "plan": {**plan.mesh, "microbatches": plan.knobs.microbatches,
+                 "remat": plan.knobs.remat, "zero": plan.knobs.zero},
+        "step_s": plan.prediction.step_s,
+    }  # fmt: skip
+
+
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    """The first time, and the median of the times after it."""
+    first = plan_once(case)
+    seen = [plan_once(case) for _ in range(rounds)]
+    times = {name: median(one[name] for one in seen) for name in first if "_s" in name}
+    parameters = sum(one.size for one in jax.tree.leaves(shapes(case)))
+    return {**first, **times, "case": case.name, "cluster": case.cluster,
+            "parameters": parameters, "first_s": first["whole_s"],
+            "target_s": case.target_s}  # fmt: skip
+
+
+def main() -> None:
+    """Measures every case, prints a table and writes the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/planning.json"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
+    parser.add_argument("--profile", action="store_true", help="where the time goes")
+    options = parser.parse_args()
+    print(f"jax {jax.__version__}, {platform.machine()}, {platform.system()}")
+    print("case             parameters candidates  trace s decide s  whole s  (first)")
+    results = []
+    for case in (case for case in CASES if case.name in options.cases):
+        if options.profile:
+            _profile(case)
+            continue
+        one = measure(case, options.rounds)
+        results.append(one)
+        target = one["target_s"]
+        verdict = "" if target is None else (
+            f"  target {target:g} s: {'met' if one['whole_s'] <= target else 'MISSED'}"
+        )  # fmt: skip
+        print(
+            f"{case.name:<16} {one['parameters'] / 1e9:>8.2f} B "
+            f"{one['candidates']:>10,} {one['trace_s']:>8.2f} {one['decide_s']:>8.2f} "
+            f"{one['whole_s']:>8.2f} {one['first_s']:>8.2f}{verdict}",
+            flush=True,
+        )
+        print(f"  {one['plan']}: {one['step_s']:.4g} s a step")
+    if results:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _profile(case: Case) -> None:
+    plan_once(case)
+    with cProfile.Profile() as profile:
+        plan_once(case)
+    pstats.Stats(profile).sort_stats("cumulative").print_stats(60)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+
+
+if __name__ == "__main__":
+    main()

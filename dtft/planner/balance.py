@@ -1,0 +1,180 @@
+"""When load is divided anew between nodes, from what rounds of steps measured.
+
+One value, `Balance`, goes through rounds: divide, train, measure, judge. Pure: it is
+handed seconds and returns the next value. It must not know what is divided (a `Work`
+knows: microbatches in `load_shares`, operators in `placement`) nor who measures.
+
+Two policies. `proportional` is the seeds' rule: a node's weight follows its wait.
+`exact` takes the division that is best for the pooled unit times, if its gain is
+above the noise. Its guarantee: let t be the true unit times, e the largest relative
+error of the estimates, d the least gain that is accepted, a the division at the end and
+a* the best. The last candidate c was refused: (1 - d) T(a; est) <= T(c; est), and
+T(c; est) <= T(a*; est) as c is best for the estimates. Estimates are off by e at most:
+(1 - e) T(a) <= T(a; est) and T(a*; est) <= (1 + e) T(a*). Together:
+T(a) <= T(a*) (1 + e) / ((1 - e) (1 - d)). Each accepted division multiplies the true
+T by at most r = (1 - d) (1 + e) / (1 - e); with d > 2 e / (1 + e) that is below 1, so
+there are at most ln(T0 / T*) / ln(1 / r) of them, each followed by at most K rounds.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Generic, Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dtft.planner.load_shares import waits
+from dtft.planner.unit_times import UnitTimes, drifted
+
+Floats = NDArray[np.float64]
+Policy = Literal["proportional", "exact"]
+Division = TypeVar("Division")
+
+
+class Work(Protocol[Division]):
+    """What is divided between nodes."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes it is divided between."""
+        ...
+
+    def by_weight(self, weights: Floats) -> Division:
+        """The division in proportion to weights, `[n]`."""
+        ...
+
+    def best(self, unit_s: Floats) -> Division:
+        """The division that ends first if a unit takes these seconds, `[n]`."""
+        ...
+
+    def load(self, division: Division) -> Floats:
+        """Units that each node has to work on in a step, `[n]`."""
+        ...
+
+    def seconds(self, division: Division, unit_s: Floats) -> float:
+        """Until the last node is done."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """When a division changes and when the loop stops."""
+
+    policy: Policy = "exact"
+    least_gain: float = 0.01
+    """`exact` does not change for less (a share of the step)."""
+    noise_factor: float = 2.0
+    """`exact` accepts a gain above this many relative standard errors."""
+    step: float = 0.3
+    """`proportional`: how far weights follow waits."""
+    patience: int = 3
+    """Unchanged rounds after which the division is final."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What a round said."""
+
+    max_wait_s: float
+    mean_wait_s: float
+    gain: float
+    """Share of the step that the best known division saves (`exact`)."""
+    threshold: float
+    """Gain from which it is accepted."""
+    changed: bool
+    drifted: tuple[int, ...]
+    """Nodes whose speed changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance(Generic[Division]):
+    """The division in force and all that is known about the nodes."""
+
+    work: Work[Division]
+    rules: Rules
+    division: Division
+    weights: Floats
+    times: UnitTimes
+    unchanged: int = 0
+    """Rounds since the division changed last."""
+    rounds: int = 0
+    judgement: Judgement | None = field(default=None, compare=False)
+
+    @classmethod
+    def begin(cls, work: Work[Division], rules: Rules = Rules()) -> "Balance[Division]":
+        """Equal weights and nothing known."""
+        weights = np.ones(work.num_nodes)
+        return cls(
+            work=work,
+            rules=rules,
+            division=work.by_weight(weights),
+            weights=weights,
+            times=UnitTimes.unknown(work.num_nodes),
+        )
+
+    @property
+    def settled(self) -> bool:
+        """The division is final until a node drifts, joins or leaves."""
+        return self.unchanged >= self.rules.patience
+
+    def after(
+        self, busy_s: ArrayLike, *, remaining_steps: float = np.inf, cost_s: float = 0.0
+    ) -> "Balance[Division]":
+        """With one more round.
+
+        Args:
+            busy_s: Seconds of local work, `[steps, n]`.
+            remaining_steps: Steps that a new division would serve.
+            cost_s: Of changing the division (compiling, moving state).
+
+        Raises:
+            ValueError: see `UnitTimes.after`.
+        """
+        busy = np.asarray(busy_s, float)
+        times = self.times.after(busy, self.work.load(self.division))
+        gone = drifted(self.times, times)
+        policy = _proportional if self.rules.policy == "proportional" else _exact
+        division, weights, gain, threshold = policy(self, times, busy)
+        saved = gain * float(busy.max(1).mean()) * remaining_steps
+        changed = gain > threshold and not saved <= cost_s
+        waited = waits(busy)
+        return replace(
+            self,
+            division=division if changed else self.division,
+            weights=weights,
+            times=times,
+            unchanged=0 if changed or gone else self.unchanged + 1,
+            rounds=self.rounds + 1,
+            judgement=Judgement(
+                max_wait_s=float(waited.max(1).mean()),
+                mean_wait_s=float(waited.mean()),
+                gain=gain,
+                threshold=threshold,
+                changed=changed,
+                drifted=gone,
+            ),
+        )
+
+
+def _exact(
+    now: Balance[Division], times: UnitTimes, _: Floats
+) -> tuple[Division, Floats, float, float]:
+    unit_s = times.estimate_s
+    candidate = now.work.best(unit_s)
+    gain = 1 - now.work.seconds(candidate, unit_s) / now.work.seconds(
+        now.division, unit_s
+    )
+    rules = now.rules
+    threshold = max(rules.least_gain, rules.noise_factor * times.relative_error)
+    return candidate, unit_s.mean() / unit_s, gain, threshold
+
+
+def _proportional(
+    now: Balance[Division], _: UnitTimes, busy: Floats
+) -> tuple[Division, Floats, float, float]:
+    """The literal rule: weights follow waits; any change of the division is taken."""
+    wait = waits(busy).mean(0)
+    step_s = float(busy.max(1).mean())
+    weights = now.weights * (1 + now.rules.step * (wait - wait.mean()) / step_s)
+    candidate = now.work.by_weight(weights)
+    same = np.array_equal(now.work.load(candidate), now.work.load(now.division))
+    return candidate, weights, 0.0 if same else 1.0, 0.0

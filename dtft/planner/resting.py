@@ -1,0 +1,148 @@
+"""Arrays between steps, for many candidates at once: bytes, gathers, kinds of sums.
+
+Arrays that equal layers have alike are looked at once. Where `fsdp` lies on an array is
+`shards`' decision; here it is asked for all sizes of axes together. Must not know
+operators, or what is best.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from dtft.planner import shards
+from dtft.planner.amounts import Amount, Sent, parts
+from dtft.planner.columns import Cases, Columns, Total, distinct
+from dtft.planner.graph import Value
+from dtft.planner.partition import MICRO, Axes, Division, flat
+from dtft.planner.pricing import Message, Prices
+from dtft.planner.question import Question, Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alike:
+    """Arrays of a role that are divided, gathered and updated alike."""
+
+    value: Value
+    passes: int
+    """By how many passes of the model each is read."""
+    changes: bool
+    """Whether a step changes them."""
+
+
+class Resting:
+    """What the state of a question takes at rest, on the points of some columns."""
+
+    def __init__(self, prices: Prices) -> None:
+        """Nothing is looked at yet.
+
+        Args:
+            prices: of the question, on the columns.
+        """
+        self.prices = prices
+        self._question: Question = prices.question
+        self._columns: Columns = prices.columns
+        self._loops = self._question.loop_dims
+        self._gathers: dict[object, tuple[Cases, np.ndarray]] = {}
+        self._places: dict[object, tuple[Cases, Axes, np.ndarray]] = {}
+
+    @cached_property
+    def arrays(self) -> Mapping[Role, Counter[Alike]]:
+        """Arrays of each role, and how many are alike."""
+        question, graph = self._question, self._question.graph
+        found: dict[Role, Counter[Alike]] = {
+            "parameter": Counter(), "optimizer": Counter(), "batch": Counter()
+        }  # fmt: skip
+        for path, role in question.roles.items():
+            value = graph.values[graph.inputs[path]]
+            alias = question.alias
+            dims = tuple(alias.get(dim, dim) for dim in value.dims)
+            alike = Alike(
+                value=Value(shape=value.shape, dtype=value.dtype, dims=dims),
+                passes=question.passes[path],
+                changes=question.changes(path),
+            )
+            found[role][alike] += 1
+        return found
+
+    def num_bytes(self, role: Role, division: Division, divided: bool) -> Total:
+        """Bytes of each device; of the batch all microbatches, there from the start.
+
+        Args:
+            role: which arrays.
+            division: which axes divide which dims while computing.
+            divided: whether `fsdp` divides them at rest.
+        """
+        total = Total()
+        for alike, count in self.arrays[role].items():
+            cases, used, place = self._placed(alike.value, division)
+            axes = tuple(axis for axis in used if axis != MICRO)
+            there = parts(axes, cases.sizes) * np.ones(len(cases.first))
+            if divided:
+                there = there * np.where(place >= 0, cases.sizes[shards.AXIS], 1)
+            total.add(cases, count * alike.value.num_bytes / there)
+        return total
+
+    def gathers_s(self, division: Division, zero: int) -> Total:
+        """Seconds of a step in which divided parameters are brought together."""
+        total = Total()
+        for alike, count in self.arrays["parameter"].items():
+            times, repeated = shards.times_gathered(alike.passes, alike.changes, zero)
+            if times:
+                total.add(*self._gather(alike, division, count * times, repeated))
+        return total
+
+    def _gather(
+        self, alike: Alike, division: Division, times: int, repeated: bool
+    ) -> tuple[Cases, np.ndarray]:
+        """Seconds of a step in which arrays that are alike are brought together."""
+        key = alike, division.spec(alike.value), times, repeated
+        if key not in self._gathers:
+            cases, used, place = self._placed(alike.value, division)
+            whole = Amount(total=alike.value.num_bytes, axes=used)
+            sent = Sent(kind="all_gather", axes=(shards.AXIS,), amount=whole)
+            repeats: tuple[Axes, ...] = ((MICRO,),) if repeated else ()
+            message = Message(sent=sent, times=times, repeats=repeats)
+            sending, seconds = self.prices.sending([message])[0]
+            if not (place >= 0).all():
+                both = self._columns.together([cases, sending])
+                there = place[cases.of[both.first]] >= 0
+                seconds = seconds[sending.of[both.first]] * there
+                sending = both
+            self._gathers[key] = sending, seconds
+        return self._gathers[key]
+
+    def sums(self, division: Division) -> tuple[list[Division], np.ndarray]:
+        """Divisions with gradients divided as their parameters (ZeRO 2 and 3).
+
+        Returns:
+            Divisions, and for each point its own.
+        """
+        values = {str(n): one.value for n, one in enumerate(self.arrays["parameter"])}
+        placed = [self._placed(value, division) for value in values.values()]
+        if not placed:
+            return [division], np.zeros(len(self._columns), np.int64)
+        first, of = distinct([place[cases.of] + 1 for cases, _, place in placed])
+        divisions = []
+        for point in first:
+            sizes = {axis: int(c[point]) for axis, c in self._columns.sizes.items()}
+            leaves = shards.leaves(values, division, sizes, True, self._loops)
+            rest = shards.further(leaves, division, self._loops)
+            divisions.append(replace(division, rest=rest))
+        return divisions, of
+
+    def _placed(
+        self, value: Value, division: Division
+    ) -> tuple[Cases, Axes, np.ndarray]:
+        """Axes that divide an array in use, and the place of `fsdp` at rest."""
+        spec = division.spec(value)
+        key = value, spec
+        if key not in self._places:
+            divisors, used = {axes for axes in spec if axes}, flat(spec)
+            whole = tuple(axis for axis in used if axis != MICRO)
+            cases = self._columns.divided({*divisors, used, whole, (shards.AXIS,)})
+            place = shards.rest_place(value, spec, cases.sizes, self._loops)
+            self._places[key] = cases, used, place
+        return self._places[key]

@@ -1,0 +1,169 @@
+"""The loop over simulated nodes: it stops, near the optimum, and drift re-opens it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from dtft.planner.balance import Balance, Policy, Rules
+from dtft.planner.load_shares import Counts, Microbatches, makespan
+from dtft.planner.unit_times import UnitTimes
+
+Floats = NDArray[np.float64]
+
+
+def begin(num_nodes: int, total: int, policy: Policy = "exact") -> Balance[Counts]:
+    low = 1 if total >= num_nodes else 0
+    work = Microbatches(num_nodes=num_nodes, total=total, low=low)
+    return Balance.begin(work, Rules(policy=policy))
+
+
+def measured(
+    balance: Balance[Counts], unit_s: Floats, noise: float, rng: np.random.Generator
+) -> Floats:
+    factors = np.maximum(0.2, 1 + noise * rng.standard_normal((10, unit_s.size)))
+    return balance.division * unit_s * factors
+
+
+def until_settled(
+    balance: Balance[Counts],
+    unit_s: Floats,
+    noise: float,
+    rng: np.random.Generator,
+    most: int = 60,
+) -> Balance[Counts]:
+    for _ in range(most):
+        balance = balance.after(measured(balance, unit_s, noise, rng))
+        if balance.settled:
+            break
+    return balance
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(2, 40),
+    st.sampled_from([40, 256, 1024]),
+    st.sampled_from([0.0, 0.05, 0.1]),
+    st.integers(0, 10**6),
+)
+def test_exact_stops_and_its_guarantee_holds(
+    num_nodes: int, total: int, noise: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    unit_s = np.exp(rng.uniform(0, np.log(8), num_nodes))
+    end = until_settled(begin(num_nodes, total), unit_s, noise, rng)
+    assert end.settled
+    assert end.judgement is not None
+    wrong = float(np.max(np.abs(end.times.estimate_s / unit_s - 1)))
+    bound = (1 + wrong) / ((1 - wrong) * (1 - end.judgement.threshold))
+    best = makespan(end.work.best(unit_s), unit_s)
+    assert makespan(end.division, unit_s) <= best * bound * (1 + 1e-9)
+
+
+def test_without_noise_one_change_is_enough() -> None:
+    unit_s = np.array([1.0, 1.3, 2.0, 4.0])
+    end = until_settled(begin(4, 64), unit_s, 0.0, np.random.default_rng(0))
+    assert end.rounds == 4
+    assert end.division.tolist() == [26, 20, 12, 6]  # done after 26, 26, 24, 24
+    # Ten steps show how sure equal measurements are, so nothing moves afterwards.
+    assert end.judgement is not None
+    assert not end.judgement.changed
+
+
+def test_alike_nodes_are_left_alone() -> None:
+    end = until_settled(begin(8, 64), np.ones(8), 0.05, np.random.default_rng(1))
+    assert end.division.tolist() == [8] * 8
+    assert end.rounds == 3
+
+
+def test_waits_fall() -> None:
+    unit_s, rng = np.array([1.0, 2.0, 4.0]), np.random.default_rng(2)
+    balance = begin(3, 70)
+    first = balance.after(measured(balance, unit_s, 0.02, rng))
+    end = until_settled(first, unit_s, 0.02, rng)
+    assert first.judgement is not None and end.judgement is not None
+    assert end.judgement.max_wait_s < first.judgement.max_wait_s / 5
+    assert end.judgement.mean_wait_s < first.judgement.mean_wait_s / 5
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.3, 3.0])
+def test_a_node_that_changes_speed_opens_the_loop(factor: float) -> None:
+    unit_s, rng = np.array([1.0, 1.0, 2.0, 2.0]), np.random.default_rng(3)
+    settled = until_settled(begin(4, 96), unit_s, 0.03, rng)
+    changed = unit_s * np.array([factor, 1.0, 1.0, 1.0])
+    balance, seen = settled, None
+    for rounds in range(1, 11):
+        balance = balance.after(measured(balance, changed, 0.03, rng))
+        if balance.judgement is not None and balance.judgement.drifted:
+            seen = rounds
+        if seen is not None and balance.settled:
+            break
+    assert seen is not None and seen <= 3
+    assert balance.settled
+    best = makespan(balance.work.best(changed), changed)
+    assert makespan(balance.division, changed) <= 1.06 * best
+
+
+def test_noise_alone_rarely_opens_it() -> None:
+    unit_s, rng = np.ones(16), np.random.default_rng(4)
+    balance, alarms = begin(16, 64), 0
+    for _ in range(300):
+        balance = balance.after(measured(balance, unit_s, 0.05, rng))
+        alarms += balance.judgement is not None and bool(balance.judgement.drifted)
+    assert alarms <= 6
+
+
+def test_a_change_that_costs_more_than_it_saves_is_left() -> None:
+    unit_s, rng = np.array([1.0, 2.0]), np.random.default_rng(5)
+    balance = begin(2, 30)
+    busy = measured(balance, unit_s, 0.0, rng)  # 30 s a step, 20 s would do
+    assert not balance.after(busy, remaining_steps=5, cost_s=51).division[1] < 15
+    assert balance.after(busy, remaining_steps=5, cost_s=49).division[1] < 15
+
+
+def test_the_proportional_rule_moves_weights_against_waits() -> None:
+    unit_s, rng = np.array([1.0, 2.0]), np.random.default_rng(6)
+    balance = begin(2, 64, "proportional")
+    after = balance.after(measured(balance, unit_s, 0.0, rng))
+    # w *= 1 + 0.3 (wait - mean) / T with waits 32 and 0 of 64 seconds.
+    assert after.weights.tolist() == [1 + 0.3 * 16 / 64, 1 - 0.3 * 16 / 64]
+    assert after.division.tolist() == [34, 30]
+
+
+def test_the_proportional_rule_does_not_stop_where_exact_does() -> None:
+    unit_s = np.exp(np.random.default_rng(7).uniform(0, np.log(4), 16))
+    for policy, stops in (("exact", True), ("proportional", False)):
+        balance = begin(16, 256, policy)  # pyright: ignore[reportArgumentType]
+        end = until_settled(balance, unit_s, 0.05, np.random.default_rng(8))
+        assert end.settled is stops
+
+
+def test_one_pause_of_the_machine_is_no_speed() -> None:
+    busy = np.ones((10, 2))
+    busy[3, 0] = 40.0
+    times = UnitTimes.unknown(2).after(busy, [1, 1])
+    assert times.estimate_s.tolist() == [1.0, 1.0]
+
+
+def test_nodes_without_load_keep_their_estimate() -> None:
+    times = UnitTimes.unknown(3).after(np.array([[2.0, 4.0, 0.0]]), [2, 1, 0])
+    assert times.estimate_s.tolist() == [1.0, 4.0, 2.5]
+    again = times.after(np.array([[0.0, 4.0, 6.0]]), [0, 1, 2])
+    assert again.estimate_s.tolist() == [1.0, 4.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("busy", "load", "words"),
+    [
+        ([1.0, 2.0], [1, 1], r"busy_s has shape \(2,\); \[steps, 2\] is needed"),
+        ([[1.0, 2.0]], [1], r"load has shape \(1,\)"),
+        ([[1.0, 0.0]], [1, 1], r"busy_s has \[0.0\] for node 1 with load 1"),
+        ([[1.0, np.nan]], [1, 1], "for node 1 with load 1"),
+    ],
+)
+def test_measurements_that_are_none(
+    busy: list[list[float]], load: list[int], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        UnitTimes.unknown(2).after(busy, load)
