@@ -241,9 +241,7 @@ def _calibrate(commands: Any) -> None:
 
 def _count(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a whole number, 0 or more"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
     return int(text)
 
 

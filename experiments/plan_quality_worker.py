@@ -36,7 +36,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"batch": 256, "widths": (512, 1024, 1024, 1024, 512)},
     "gpt_scan": {"batch": 16, "time": 64, "width": 256, "layers": 4, "heads": 8,
                  "vocabulary": 1024},
-    "resnet": {"batch": 64, "size": 32, "depths": (1, 1), "width": 64, "classes": 64},
+    "resnet": {"batch": 64, "size": 32, "depths": (1, 1), "width": 32, "classes": 64},
 }  # fmt: skip
 FIRST_S, BEST, ROUNDS = 0.6, 10, 5
 """Seconds of steps of every plan at first; plans measured again; turns of each."""

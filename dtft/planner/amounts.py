@@ -68,6 +68,8 @@ class Work:
     writes: tuple[Amount, ...]
     """Bytes of each result."""
     sent: tuple[Sent, ...]
+    columns: Amount | None = None
+    """Of a convolution: what each patch is multiplied by."""
 
     @property
     def flops(self) -> Amount:

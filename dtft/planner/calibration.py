@@ -17,6 +17,7 @@ from dtft.planner.links import Curve, Link
 
 SCHEMA = 1
 
+
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """What `dtft calibrate` found on one type of device in one fabric.

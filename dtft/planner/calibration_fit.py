@@ -55,6 +55,16 @@ class ElementTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConvolutionTime:
+    """One convolution on every device at once."""
+
+    flops: float
+    channels: int
+    """On either side."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
     """One collective among groups of `num_devices`, all groups at once."""
 
@@ -234,6 +244,21 @@ def fit_matmuls(
     bounds = {"e0": (1e-3, 1.0), "x0": (1e-2, 1e5), "launch_s": (1e-9, 1.0)}
     found = fit(predict, start, [t.seconds for t in times], bounds)
     return replace(device, efficiency=replace(given, **found.values)), found
+
+
+def fit_convolutions(
+    device: DeviceType, dtype: str, times: Sequence[ConvolutionTime]
+) -> tuple[DeviceType, Fit]:
+    """Channels at which convolutions are half as fast as large matmuls."""
+    flops, channels = np.array([(t.flops, t.channels) for t in times], float).T
+    alone = flops / (device.peak(dtype) * device.efficiency.e0)
+    found = fit(
+        lambda v: alone * (1 + v["c0"] / channels),
+        {"c0": 32.0},
+        [time.seconds for time in times],
+        {"c0": (1e-3, 1e5)},
+    )
+    return replace(device, efficiency=replace(device.efficiency, **found.values)), found
 
 
 def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> DeviceType:

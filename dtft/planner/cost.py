@@ -73,6 +73,8 @@ def computing_s(
     if operator.kind in CHEAP:
         return unfused_s(device, moved, simple, special, cold=cold)
     each = 1 / (device.peak(dtype) * device.efficiency.e0)
+    if work.columns is not None:
+        each = each * (1 + device.efficiency.c0 / work.columns.at(sizes))
     if operator.kind in _ELEMENT_BY_ELEMENT:
         each = device.efficiency.simple_s
     return np.maximum(simple * each, memory_s(device, moved, cold=cold))

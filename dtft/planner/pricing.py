@@ -133,6 +133,7 @@ class Prices:
     def _way(self, group: Group, done: Work, sending: tuple[Table, ...]) -> Way:
         columns, repeats = self.columns, _repeats(done)
         amounts = done.sizes or (*done.reads, *done.writes, done.flops)
+        amounts += (done.columns,) if done.columns is not None else ()
         cases = columns.divided({*repeats, *(amount.axes for amount in amounts)})
         times = group.times * runs(done, cases.sizes)
         graph, device = self.question.graph, columns.pool.device

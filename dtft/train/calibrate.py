@@ -17,11 +17,13 @@ from typing import Any, get_args
 from dtft.planner.calibration import Calibration, link_key
 from dtft.planner.calibration_fit import (
     CollectiveTime,
+    ConvolutionTime,
     ElementTime,
     Fit,
     MatmulTime,
     MemoryTime,
     OverlapTime,
+    fit_convolutions,
     fit_elements,
     fit_link,
     fit_matmuls,
@@ -47,6 +49,8 @@ class Sizes:
     """(n, k) of matmuls."""
     streams: tuple[int, ...]
     """Bytes read and written."""
+    convolutions: tuple[tuple[int, int, int], ...]
+    """Rows, side and channels of convolutions."""
     elements: int
     """Side of a square array, small enough to stay at hand."""
     collectives: tuple[int, ...]
@@ -68,8 +72,9 @@ CPU = Sizes(
     rows=(8, 32, 128, 512),
     dims=((64, 64), (256, 256), (128, 512), (512, 512), (1024, 256)),
     streams=_powers(2**18, 2**27, 7),
+    convolutions=((8, 16, 8), (8, 8, 32), (4, 8, 128)),
     elements=128,
-    collectives=_powers(2**12, 2**24, 7),
+    collectives=_powers(2**12, 2**24, 8),
     overlap=None,
 )
 ACCELERATOR = Sizes(
@@ -77,6 +82,7 @@ ACCELERATOR = Sizes(
     rows=(128, 512, 2048, 8192),
     dims=((512, 512), (1024, 4096), (2048, 2048), (4096, 4096), (8192, 4096)),
     streams=_powers(2**22, 2**30, 5),
+    convolutions=((64, 32, 32), (64, 32, 128), (64, 16, 512)),
     elements=2048,
     collectives=_powers(2**14, 2**28, 8),
     overlap=(4096, (2**20, 2**24, 2**26)),
@@ -202,6 +208,10 @@ def _compute(
         device, fits["matmul"] = fit_matmuls(device, dtype, times)
         made = replace(device.efficiency, dispatch_s=dispatch)
         device = replace(device, efficiency=made)
+    _say("convolutions ...")
+    device, fits["convolutions"] = fit_convolutions(
+        device, "float32", _convolutions(mesh, sizes)
+    )
     return device, fits
 
 
@@ -217,6 +227,17 @@ def _elements(mesh: Any, sizes: Sizes) -> list[ElementTime]:
             ).seconds,
         )
         for name, (_, simple, special) in measuring.ELEMENT_WISE.items()
+    ]
+
+
+def _convolutions(mesh: Any, sizes: Sizes) -> list[ConvolutionTime]:
+    return [
+        ConvolutionTime(
+            flops=2.0 * rows * side**2 * 9 * channels**2,
+            channels=channels,
+            seconds=measuring.convolution_s(mesh, rows, side, channels, sizes.pace),
+        )
+        for rows, side, channels in sizes.convolutions
     ]
 
 
@@ -300,6 +321,7 @@ def table(found: Calibration) -> str:
         row(f"peak {dtype}", f"{peak / 1e9:.1f} GFLOP/s")
     row("e0, share of the peak", f"{efficiency.e0:.3f}", "matmul: e0")
     row("x0, rows at half of it", f"{efficiency.x0:.1f}", "matmul: x0")
+    row("c0, channels at half of it", f"{efficiency.c0:.1f}", "convolutions: c0")
     row("start of an operator", _us(efficiency.launch_s), "matmul: launch_s")
     row("start of a step", _us(efficiency.dispatch_s))
     reached = found.memory_bandwidth * efficiency.memory

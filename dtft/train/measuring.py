@@ -184,6 +184,42 @@ def element_wise_s(mesh: Mesh, name: str, side: int, pace: Pace) -> Timed:
     return timed(mesh, lambda x: (function(x),), [(side, side)], jnp.float32, pace)
 
 
+def convolution_s(mesh: Mesh, rows: int, side: int, channels: int, pace: Pace) -> float:
+    """Seconds of one 3 by 3 convolution of (rows, side, side, channels), as in a step.
+
+    Both passes of a few in a row, and no loop: XLA's CPU backend computes convolutions
+    inside of loops many times slower.
+    """
+    num = 6
+    everywhere = PartitionSpec(("outer", "group", "inner"))
+
+    def loss(kernels: jax.Array, x: jax.Array) -> jax.Array:
+        for kernel in kernels:
+            x = lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        return jnp.sum(x * x)
+
+    program = jax.jit(
+        jax.shard_map(
+            lambda kernels, x: jax.grad(loss)(kernels[0], x)[None],
+            mesh=mesh,
+            in_specs=(everywhere, everywhere),
+            out_specs=everywhere,
+            check_vma=False,
+        )
+    )
+    shapes = [(1, num, 3, 3, channels, channels), (rows, side, side, channels)]
+    arrays = _arrays(mesh, shapes, [everywhere] * 2, jnp.float32)
+    jax.block_until_ready(program(*arrays))
+    times = []
+    for _ in range(max(pace.repeats, 1)):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(*arrays))
+        times.append(time.perf_counter() - begin)
+    return agreed(median(times)) / (3 * num - 1)  # the first needs no gradient of x
+
+
 def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: Pace) -> Timed:
     """One collective of float32 along `group`; bytes as the planner counts them."""
     members = mesh.shape["group"]

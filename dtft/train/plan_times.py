@@ -42,7 +42,10 @@ def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
         fabric=tuple(link_key(level.link) for level in pool.levels),
         software=f"jax {jax.__version__}",
         plan=f"{plan.model_hash} {sizes} {knobs}".strip(),
-        terms={name: s / expected.scales.get(name, 1.0) for name, s in expected.terms.items()},
+        terms={
+            name: s / expected.scales.get(name, 1.0)
+            for name, s in expected.terms.items()
+        },
         step_s=median(step_s),
     )
 

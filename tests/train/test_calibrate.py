@@ -22,6 +22,7 @@ TINY = Sizes(
     rows=(8,),
     dims=((16, 32),),
     streams=(2**12, 2**14),
+    convolutions=((1, 4, 4),),
     elements=16,
     collectives=(2**10,),
     overlap=(16, (2**10,)),
