@@ -235,6 +235,10 @@ def _calibrate(commands: Any) -> None:
         "calibrate", help="measure this machine for the planner", allow_abbrev=False
     )
     made.add_argument("--out", metavar="FILE", help="write the calibration here")
+    text = "begin with this calibration, and measure nothing"
+    made.add_argument("--from", dest="given", metavar="FILE", help=text)
+    text = "correct it by the steps of past runs: plan_times.jsonl of their directories"
+    made.add_argument("--runs", nargs="+", default=[], metavar="LOG", help=text)
     text = "how many (CPU: as many are made; default: all)"
     made.add_argument("--devices", type=int, metavar="N", help=text)
 

@@ -1,6 +1,7 @@
 """`dtft calibrate`: measures this machine in under a minute, writes the planner's file.
 
-What is measured is in `measuring`, what it means in `planner.calibration_fit`; here is
+With the logs of past runs it also corrects the terms of predictions by what steps
+really took. What is measured is in `measuring`, what it means in `planner.calibration_fit`; here is
 which sizes, and the table. Sets no target.
 """
 
@@ -33,6 +34,7 @@ from dtft.planner.calibration_fit import (
 )
 from dtft.planner.cluster import Cluster, DeviceType, Level, Link
 from dtft.planner.links import CollectiveKind
+from dtft.planner.past_runs import PastRun, learn, read_log
 from dtft.train import measuring
 from dtft.train.heap import keep_freed
 from dtft.train.measuring import Pace
@@ -93,24 +95,42 @@ def run(options: Namespace) -> int:
     """Runs the command.
 
     Raises:
-        ValueError: more devices than there are, or no folder for the file.
+        ValueError: more devices than there are, no folder for the file, or a file that
+            is no calibration or no log of runs.
     """
     if options.out and not Path(options.out).absolute().parent.is_dir():
         raise ValueError(
             f"--out {options.out}: the folder {Path(options.out).parent} does not "
             "exist. Make it, or name another."
         )
-    devices = _devices(options.devices)
-    if devices[0].platform == "cpu":  # as trainers do
-        keep_freed()
+    runs = [run for path in options.runs for run in _runs(Path(path))]
     begin = time.perf_counter()
-    found = measure(devices)
-    print(table(found))
-    print(f"measured in {time.perf_counter() - begin:.0f} s")
+    found = Calibration.read(options.given) if options.given else _measured(options)
+    learnt = learn(found, runs)
+    print(table(learnt))
+    if not options.given:
+        print(f"measured in {time.perf_counter() - begin:.0f} s")
+    if options.runs:
+        print(f"{learnt.num_runs} of {len(runs)} past runs are of this cluster")
+    found = learnt
     if options.out:
         Path(options.out).write_text(found.to_json() + "\n")
         print(f"written to {options.out}")
     return 0
+
+
+def _measured(options: Namespace) -> Calibration:
+    devices = _devices(options.devices)
+    if devices[0].platform == "cpu":  # as trainers do
+        keep_freed()
+    return measure(devices)
+
+
+def _runs(path: Path) -> list[PastRun]:
+    try:
+        return read_log(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--runs {path}: {error}") from None
 
 
 def _devices(number: int | None) -> list[Any]:
@@ -345,6 +365,8 @@ def table(found: Calibration) -> str:
     if found.links:
         row("overlap: computing slowed by", f"{efficiency.overlap_kappa:.2f}")
         row("overlap: share of computing", f"{efficiency.overlap_fraction:.2f}")
+    for term, factor in found.scales.items():
+        row(f"past runs: {term} takes", f"{factor:.3f} times", f"scale {term}")
     lines += ["", f"{'fit':<44}{'median error':>16}"]
     lines += [f"{name:<44}{off:>16.1%}" for name, off in found.residuals.items()]
     return "\n".join(lines)
