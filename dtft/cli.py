@@ -206,8 +206,10 @@ def _plan(commands: Any) -> None:
     made.add_argument("--json", metavar="PATH", help="write the plan")
     text = "look also at knobs that cannot be run here"
     made.add_argument("--what-if", action="store_true", help=text)
-    text = "compile the best few for devices that need not exist; take one that fits"
-    made.add_argument("--verify", action="store_true", help=text)
+    text = "compile the N best (4) for devices that need not exist; take one that fits"
+    made.add_argument(
+        "--verify", nargs="?", type=int, const=4, default=0, metavar="N", help=text
+    )
     text = "figures of such devices, as `dtft calibrate --out FILE` wrote them"
     made.add_argument("--calibration", metavar="FILE", help=text)
     text = "run the best N on the devices here, and take the fastest"

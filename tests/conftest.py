@@ -1,8 +1,8 @@
 """Set before the first device is touched: CPU, eight devices, strict promotion.
 
 Programs are compiled fast, and each of them once in a process of tests. Neither changes
-what XLA does with a program, only how good the machine code is; drills run programs as
-users do.
+what XLA does with a program, only how good the machine code is; `make drills` runs
+programs as users do.
 """
 
 import logging
@@ -45,6 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
     directory = tempfile.mkdtemp(prefix="dtft-test-programs-")
     jax.config.update("jax_compilation_cache_dir", directory)
     config.add_cleanup(lambda: shutil.rmtree(directory))
+
+
+@pytest.fixture
+def fast_programs() -> Iterator[None]:
+    """Fast code instead of code that is made fast: for tests that compute for long."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(name="free_port")

@@ -96,3 +96,26 @@ def test_an_arena_directory_is_never_made(
     assert main([command[0], *words, *command[1:]]) == 2
     assert "there is no such directory" in capsys.readouterr().err
     assert not nowhere.exists()
+
+
+@pytest.mark.parametrize(
+    "words, hint",
+    [
+        (["--optim.lerning_rate", "1"], "--optim.learning_rate"),
+        (["--hosts", "3", "--data.global_batch", "97"], "not divisible by 3"),
+        (["--hosts", "2", "--checkpoint.copies", "3"], "more than the number of hosts"),
+        (["--hosts", "3", "--mesh.fsdp", "2"], "does not fit 3 devices"),
+        (["--hosts", "3", "--min-replicas", "4"], "Allowed: 1, 2, 3, or 0"),
+    ],
+)
+def test_wrong_input_of_a_launch_is_one_clear_error(
+    words: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    try:
+        code = main(["launch", "digits_cnn", *words, "--run-dir", str(run)])
+    except SystemExit as ended:
+        code = ended.code
+    shown = capsys.readouterr().err
+    assert code == 2 and hint in shown and "Traceback" not in shown
+    assert not run.exists()

@@ -87,4 +87,4 @@ def test_every_benchmark_is_in_the_makefile_or_on_the_map() -> None:
     named = as_files((ROOT / "Makefile").read_text())
     named |= as_files((ROOT / "README.md").read_text())
     missing = modules(ROOT / "benchmarks") - {Path(name).name for name in named}
-    assert not missing
+    assert not missing, f"neither Makefile nor README.md names {sorted(missing)}"

@@ -1,7 +1,8 @@
 """Amounts that axes of a mesh divide, for many meshes at once.
 
 A value with its divisors by name; the sizes of the axes, one number or an array of
-them (one per candidate mesh), come when it is evaluated. Pure arithmetic.
+them (one per candidate mesh), come when it is evaluated. Pure arithmetic; must not know
+what the amounts are of.
 """
 
 from collections.abc import Mapping

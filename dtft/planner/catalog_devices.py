@@ -1,8 +1,8 @@
 """Device types of common machines, with sources: level 0 of calibration.
 
-A table. Peaks are dense, without sparsity. Sizes, cores and bandwidths of NVIDIA
-devices are those of XLA's own target descriptions; where these differ from what is
-sold (MI300X), the data sheet.
+A table; must not know how a figure is used. Peaks are dense, without sparsity. Sizes,
+cores and bandwidths of NVIDIA devices are those of XLA's own target descriptions; where
+these differ from what is sold (MI300X), the data sheet.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Links of common machines, with sources: level 0 of calibration.
 
-A table. Bandwidths are what collectives of large arrays reach, one direction, not the
-raw figure of the data sheet, wherever somebody published it; `dtft calibrate` replaces
-them.
+A table; must not know how a figure is used. Bandwidths are what collectives of large
+arrays reach, one direction, not the raw figure of the data sheet, wherever somebody
+published it; `dtft calibrate` replaces them.
 """
 
 from collections.abc import Mapping

@@ -100,7 +100,7 @@ class Chooser:
         asked: list[tuple[int, Division]] = []
         places: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for number in range(len(prices.question.groups)):
-            scope = tuple(sorted(d for d in prices.dims(number) if d in allowed))
+            scope = tuple(sorted(d for d in prices.works.dims(number) if d in allowed))
             choices = itertools.product((0, 1), repeat=len(scope))
             for choice in choices if scope else ():
                 chosen = [dim for dim, on in zip(scope, choice, strict=True) if on]

@@ -11,7 +11,8 @@
         host_memory_bytes: 64.0e9    # that each device may use
     between: ethernet-100g           # needed for several pools
 
-What `Cluster.to_json` writes is read too. A key that does not exist is an error.
+What `Cluster.to_json` writes is read too. A key that does not exist is an error. Must
+not know what a cluster is used for.
 """
 
 from collections.abc import Mapping

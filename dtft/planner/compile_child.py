@@ -50,6 +50,13 @@ class Child:
         with contextlib.suppress(OSError):  # it is gone: `receive` will say so
             self._link.send_bytes(module)
 
+    def has_answer(self) -> bool:
+        """Whether `receive` would not wait."""
+        try:
+            return self._link.poll()
+        except OSError:
+            return True
+
     def receive(self) -> compile_worker.Answer | None:
         """The next answer; None if the process is gone."""
         try:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, TypedDict
@@ -68,10 +68,17 @@ def _devices(target: str, num_devices: int) -> tuple[Sequence[Any], str]:
 
 
 def _compile(module: bytes, devices: Sequence[Any]) -> Answer:
+    from dtft.planner import gpu_program
+
+    if devices[0].platform == "cpu":
+        return _whole(module, devices, _CPU_OPTIONS)
+    return gpu_program.until_assigned(lambda more: _whole(module, devices, more))
+
+
+def _whole(module: bytes, devices: Sequence[Any], options: Mapping[str, Any]) -> Answer:
     from dtft._jax_internals import compile_module
 
     start = time.monotonic()
-    options = _CPU_OPTIONS if devices[0].platform == "cpu" else {}
     try:
         program = compile_module(module, devices, options)
         stats = program.get_compiled_memory_stats()

@@ -3,13 +3,15 @@
 A step is traced and lowered here, over a mesh without devices; what comes out is a
 module of StableHLO with its shardings and donations, the same that `jit` would hand to
 XLA. A child process that has the devices (as many fake CPU devices as needed, or XLA's
-GPU compiler) compiles it and sends text and memory back. The child ends by itself when
-nobody listens, is killed at the deadline, and is replaced when the compiler crashes.
+GPU compiler) compiles it and sends text and memory back; as many as there are cores do
+so at a time. A child ends by itself when nobody listens, is killed at the deadline, and
+is replaced when the compiler crashes.
 Must not know plans, costs or what a candidate is for.
 """
 
 import io
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +26,9 @@ from dtft.planner.compile_child import TAIL, Child
 from dtft.planner.compile_worker import Answer
 from dtft.planner.hlo_collectives import collectives
 from dtft.planner.verify import Compiled, Failure, Memory
+
+_MAX_CHILDREN = 4
+"""Each takes about 1 GB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +132,15 @@ def place(tree: Any, specs: Any, mesh: Any) -> Any:
 def compile_all(
     candidates: Iterable[Candidate], *, deadline_s: float = 60.0
 ) -> tuple[Compiled | Failure, ...]:
-    """Compiles candidates one after the other in a child process.
+    """Compiles candidates in child processes, several at a time where there are cores.
 
-    A generator is asked for the next candidate while the child compiles those before.
-    One child is started per target, and one more whenever a compiler crashed.
+    A generator is asked for the next candidate while children compile those before.
+    Children are started per target, and one more whenever a compiler crashed.
 
     Args:
         candidates: of `lower`; give a mesh of any size.
-        deadline_s: seconds for all of them, starting the child included. What is not
-            compiled by then is a failure.
+        deadline_s: seconds for all of them, starting the children included. What is
+            not compiled by then is a failure.
 
     Returns:
         One result per candidate, in their order.
@@ -149,66 +154,87 @@ def compile_all(
         run.finish()
     finally:
         run.stop()
-    return tuple(run.results)
+    return tuple(run.results[number] for number in sorted(run.results))
 
 
 class _Run:
-    """Candidates on their way through children, first in first out."""
+    """Candidates on their way through several lanes, all for the same devices."""
 
     def __init__(self, deadline_s: float) -> None:
-        self.results: list[Compiled | Failure] = []
+        self.results: dict[int, Compiled | Failure] = {}
         self._deadline_s = deadline_s
         self._end = time.monotonic() + deadline_s
-        self._waiting: deque[Candidate] = deque()
-        self._child: Child | None = None
+        self._lanes: list[_Lane] = []
+        self._added = 0
 
     @property
     def over(self) -> bool:
         return time.monotonic() >= self._end
 
     def add(self, candidate: Candidate) -> None:
-        """Gives it to a child that has its devices."""
-        if self._child is not None and self._child.devices != _devices(candidate):
+        """Gives it to the child that has least to do."""
+        if self._lanes and self._lanes[0].devices != _devices(candidate):
             self.finish()
             self.stop()
-        self._waiting.append(candidate)
-        if self._child is None:
-            self._child = Child(*_devices(candidate), self._end)
-        self._child.send(candidate.module)
+        for lane in self._lanes:
+            lane.collect(self.results)
+        lane = min(self._lanes, key=lambda lane: lane.num_waiting, default=None)
+        if lane is None or (lane.num_waiting and len(self._lanes) < _num_children()):
+            lane = _Lane(_devices(candidate), self._end, self._deadline_s)
+            self._lanes.append(lane)
+        lane.add(self._added, candidate)
+        self._added += 1
 
     def finish(self) -> None:
         """Waits for all that was added."""
-        while self._waiting:
-            assert self._child is not None
-            answer = self._child.receive()
-            if answer is not None:
-                self.results.append(_result(self._waiting.popleft(), answer))
-            elif self.over:
-                self._give_up()
-            else:
-                self._replace()
-
-    def _give_up(self) -> None:
-        reason = f"not compiled within deadline_s={self._deadline_s:g} seconds"
-        self.results += [Failure(name=c.name, reason=reason) for c in self._waiting]
-        self._waiting.clear()
-
-    def _replace(self) -> None:
-        """The compiler crashed: of one candidate, so the others get a new child."""
-        assert self._child is not None
-        crashed = self._waiting.popleft()
-        reason = f"the compiler crashed: {self._child.stop()}"
-        self.results.append(Failure(name=crashed.name, reason=reason))
-        self._child = None
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        for candidate in waiting:
-            self.add(candidate)
+        for lane in self._lanes:
+            lane.collect(self.results, wait=True)
 
     def stop(self) -> None:
-        if self._child is not None:
-            self._child.stop()
-            self._child = None
+        for lane in self._lanes:
+            lane.stop()
+        self._lanes.clear()
+
+
+class _Lane:
+    """Candidates on their way through one child after another, first in first out."""
+
+    def __init__(self, devices: tuple[str, int], end: float, deadline_s: float) -> None:
+        self.devices = devices
+        self._end, self._deadline_s = end, deadline_s
+        self._waiting: deque[tuple[int, Candidate]] = deque()
+        self._child = Child(*devices, end)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, number: int, candidate: Candidate) -> None:
+        self._waiting.append((number, candidate))
+        self._child.send(candidate.module)
+
+    def collect(
+        self, results: dict[int, Compiled | Failure], *, wait: bool = False
+    ) -> None:
+        """Takes the answers that are there; all that are due if it should wait."""
+        while self._waiting and (wait or self._child.has_answer()):
+            answer = self._child.receive()
+            if answer is None and time.monotonic() >= self._end:
+                answer = f"not compiled within deadline_s={self._deadline_s:g} seconds"
+            elif answer is None:  # it crashed of one; the others get a new child
+                answer = f"the compiler crashed: {self._child.stop()}"
+                self._child = Child(*self.devices, self._end)
+                for _, candidate in list(self._waiting)[1:]:
+                    self._child.send(candidate.module)
+            number, candidate = self._waiting.popleft()
+            results[number] = _result(candidate, answer)
+
+    def stop(self) -> None:
+        self._child.stop()
+
+
+def _num_children() -> int:
+    return min(_MAX_CHILDREN, os.cpu_count() or 1)
 
 
 def _devices(candidate: Candidate) -> tuple[str, int]:

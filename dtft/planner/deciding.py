@@ -25,7 +25,7 @@ from dtft.planner.enumeration import enumerate_space
 from dtft.planner.meshes import AXES
 from dtft.planner.plan import Plan, Remat
 from dtft.planner.question import Question
-from dtft.planner.search import Priced, Search
+from dtft.planner.search import Priced, Search, memory_floor
 from dtft.planner.space import REMATS, Candidate, Choices, Space
 
 BACKENDS: Mapping[str, Backend] = {
@@ -108,15 +108,12 @@ def best_of(
     backend = _backend(pool)
     can = _everything(question) if what_if else CAPABILITIES[question.entry, backend]
     order = _order(can, pins)
-    space = _space(replace(_choices(question, pool, can), remat=order[:1]), pins)
-    columns = Columns(pool, space)
-    found: dict[Remat, Priority] = {}
-    for remat in order:
-        if not found or _worth(found.values()):
-            asked = question if remat == "none" else question.rematerialized(remat)
-            search = Search(asked, pool, scatters=backend != "cpu")
-            priced = search.price(space.with_remat(remat), columns)
-            found[remat] = Priority(search=search, priced=priced)
+    choices = replace(_choices(question, pool, can), remat=order[:1])
+    with_room = replace(choices, memory=memory_floor(question, pool))
+    found = _found(question, pool, enumerate_space(with_room, pins), order)
+    if not any(one.priced.fits.any() for one in found.values()):
+        # What lacks least may be among those that have no room even for their state.
+        found = _found(question, pool, _all(choices, pins), order)
     best = min(found.values(), key=_first)
     at = int(best.priced.ranking[0])
     return Decision(
@@ -214,14 +211,32 @@ def _first(one: Priority) -> tuple[int, float]:
     return 1, float(one.priced.memory_bytes[at])
 
 
-def _space(choices: Choices, pins: Mapping[str, Any]) -> Space:
-    """Candidates; with the batch that was asked for, if there are any."""
+def _all(choices: Choices, pins: Mapping[str, Any]) -> Space:
     space = enumerate_space(choices, pins)
     if not len(space):
         reasons = "; ".join(str(reason) for reason in space.reasons)
         raise ValueError(f"there is no candidate for this cluster: {reasons}.")
+    return space
+
+
+def _found(
+    question: Question, pool: Pool, space: Space, order: tuple[Remat, ...]
+) -> dict[Remat, Priority]:
+    """Candidates priced, for as many remats in turn as may be the best."""
+    if not len(space):
+        return {}
+    # With the batch that was asked for, if any candidate divides it.
     exact = space.columns["batch"] == space.columns["batch"].min()
-    return space.where(np.flatnonzero(exact))
+    space = space.where(np.flatnonzero(exact))
+    columns = Columns(pool, space)
+    found: dict[Remat, Priority] = {}
+    for remat in order:
+        if not found or _worth(found.values()):
+            asked = question if remat == "none" else question.rematerialized(remat)
+            search = Search(asked, pool, scatters=_backend(pool) != "cpu")
+            priced = search.price(space.with_remat(remat), columns)
+            found[remat] = Priority(search=search, priced=priced)
+    return found
 
 
 def _unfit(found: Mapping[Remat, Priority], pool: Pool) -> str:

@@ -15,7 +15,12 @@ from dtft.planner.device import DeviceType
 
 
 def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> Cluster:
-    """The cluster of a list of devices; see `Cluster.from_devices`."""
+    """The cluster of a list of devices; see `Cluster.from_devices`.
+
+    Raises:
+        ValueError: there are none, they or their hosts are unlike, or the catalog does
+            not have their type.
+    """
     if not devices:
         raise ValueError("devices is empty. Give `jax.devices()`.")
     kinds = Counter(device.device_kind for device in devices)

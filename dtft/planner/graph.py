@@ -43,6 +43,9 @@ ITEM_BITS: Mapping[str, int] = {
 def item_bits(dtype: str) -> int:
     """Bits of one element of a dtype, given by name.
 
+    Raises:
+        ValueError: there is no number in an unknown name; lists what is known.
+
     >>> item_bits("bfloat16"), item_bits("float8_e4m3fn"), item_bits("int4")
     (16, 8, 4)
     """

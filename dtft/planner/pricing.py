@@ -7,9 +7,8 @@ candidates are made or which one is taken.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -18,8 +17,9 @@ from dtft.planner.collective_cost import collectives_s
 from dtft.planner.columns import Axes, Cases, Columns, Total
 from dtft.planner.cost import computing_s, runs
 from dtft.planner.groups import CHEAP, Group
-from dtft.planner.partition import MICRO, Division, work
+from dtft.planner.partition import MICRO, Division
 from dtft.planner.question import Question
+from dtft.planner.works import works_of
 
 Table = tuple[Cases, np.ndarray]
 """A number for each case."""
@@ -66,7 +66,8 @@ class Prices:
             columns: for which sizes of axes.
         """
         self.question, self.columns = question, columns
-        self._ways: dict[object, Way] = {}
+        self.works = works_of(question)
+        self._ways: dict[Hashable, Way] = {}
 
     def ways(self, division: Division) -> list[Way]:
         """Of each group of operators what it takes under a division."""
@@ -74,7 +75,7 @@ class Prices:
 
     def all(self, asked: Sequence[tuple[int, Division]]) -> list[Way]:
         """The same of some groups, by number, each under its own division."""
-        keys = [self._key(number, division) for number, division in asked]
+        keys = [self.works.key(number, division) for number, division in asked]
         new = {
             key: one
             for key, one in zip(keys, asked, strict=True)
@@ -83,40 +84,9 @@ class Prices:
         self._ways |= zip(new, self._priced(list(new.values())), strict=True)
         return [self._ways[key] for key in keys]
 
-    def _key(self, number: int, division: Division) -> object:
-        """What of a division matters to a group."""
-        dims, sums = self._dims[number]
-        extra = tuple(
-            (place, tuple(division.rest[dims].items()))
-            for place, dims in enumerate(sums)
-            if dims in division.rest
-        )
-        axes = division.axes
-        return number, division.scatters, tuple([axes.get(d, ()) for d in dims]), extra
-
-    @cached_property
-    def _dims(self) -> list[tuple[tuple[int, ...], list[frozenset[int]]]]:
-        """For each group the dims that it has, and those of each of its results."""
-        graph, alias, found = self.question.graph, self.question.alias, []
-        for group in self.question.groups:
-            read, written = (
-                [
-                    [alias.get(dim, dim) for dim in graph.values[index].dims]
-                    for index in of
-                ]
-                for of in (group.operator.inputs, group.operator.outputs)
-            )
-            dims = dict.fromkeys(itertools.chain(*read, *written))
-            found.append((tuple(dims), list(map(frozenset, written))))
-        return found
-
-    def dims(self, number: int) -> tuple[int, ...]:
-        """The dims that a group of operators has, equal layers' as one."""
-        return self._dims[number][0]
-
     def _priced(self, asked: Sequence[tuple[int, Division]]) -> list[Way]:
-        graph, groups = self.question.graph, self.question.groups
-        works = [work(graph, groups[n].operator, division) for n, division in asked]
+        groups = self.question.groups
+        works = [self.works.of(number, division) for number, division in asked]
         messages = [
             Message(sent=sent, times=groups[number].times, repeats=_repeats(done))
             for (number, _), done in zip(asked, works, strict=True)

@@ -100,10 +100,16 @@ class Question:
                 f"remat={remat!r}: the step is the user's own, so nothing in it is "
                 "computed again. Allowed: none; or plan by loss= and optimizer=."
             )
-        graph = self.again(remat)
-        return replace(
-            self, graph=graph, alias=dict(enumerate(blocks.find(graph).dims))
-        )
+        if remat not in self._rematerialized:
+            graph = self.again(remat)
+            alias = dict(enumerate(blocks.find(graph).dims))
+            self._rematerialized[remat] = replace(self, graph=graph, alias=alias)
+        return self._rematerialized[remat]
+
+    @cached_property
+    def _rematerialized(self) -> dict[Remat, "Question"]:
+        """What was traced already."""
+        return {}
 
     def aligned(self, division: Division) -> Division:
         """A division of `graph` as one of `program`: their arguments are the same."""

@@ -105,6 +105,9 @@ def habits_of(device: DeviceType) -> Habits:
 def pool_of(cluster: str, gpus: int) -> Pool:
     """At least `gpus` devices: exactly as many where only a name is given.
 
+    Raises:
+        ValueError: the cluster is unknown, has several pools, or fewer devices.
+
     >>> pool_of("a100", 24).words, pool_of("4x8xH100", 16).words
     ('3x8xa100', '4x8xh100')
     """

@@ -27,11 +27,12 @@ from dtft.planner.compute_cost import added_s, launch_s
 from dtft.planner.cost import Moved
 from dtft.planner.groups import Group
 from dtft.planner.memory import RESERVE, Timeline, peak
-from dtft.planner.partition import MICRO, Division, work
+from dtft.planner.partition import MICRO, Division
 from dtft.planner.pricing import Prices
 from dtft.planner.question import Question, Role
 from dtft.planner.resting import Resting
 from dtft.planner.space import MemoryFloor, Space
+from dtft.planner.works import works_of
 
 TERMS = ("compute", "collectives", "optimizer", "launch")
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "reserve")
@@ -159,10 +160,10 @@ class Search:
 
     def works(self, division: Division) -> tuple[tuple[Group, Work], ...]:
         """What each group of operators takes under a division."""
-        graph = self.question.graph
+        known = works_of(self.question)
         return tuple(
-            (group, work(graph, group.operator, division))
-            for group in self.question.groups
+            (group, known.of(number, division))
+            for number, group in enumerate(self.question.groups)
         )
 
     def moved(

@@ -36,7 +36,11 @@ def parse(text: str) -> Cluster:
 
 
 def pool(text: str) -> Pool:
-    """One pool of a shorthand, such as `64x8xH100`."""
+    """One pool of a shorthand, such as `64x8xH100`.
+
+    Raises:
+        ValueError: the name is unknown, or the sizes do not fit it.
+    """
     sizes, name = _split(text)
     found = machine(name)
     if any(size < 1 for size in sizes):

@@ -1,7 +1,7 @@
 """`dtft agent CONFIG`: from its flags to the agent of one host, and its exit code.
 
 Also what it shares with `dtft agent --serve-only` (`serve_command.py`): the log, the
-connection to etcd, the signals. What an agent does is known in `dtft.elastic`.
+connection to etcd, the signals. Must not know what an agent does: `dtft.elastic` does.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """`dtft checkpoint ls|show|verify|export` on a storage directory or on a live job.
 
 Each command makes one record (printed as it is with --json) and lines for people from
-that record alone. Where things are found out is `checkpoint.inspect_storage` and
-`elastic.inspect_job`.
+that record alone. Must not know how things are found out: `checkpoint.inspect_storage`
+and `elastic.inspect_job` do.
 """
 
 import contextlib

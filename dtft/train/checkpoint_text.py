@@ -1,4 +1,7 @@
-"""What `dtft checkpoint` found, as plain values and as lines for people. Pure."""
+"""What `dtft checkpoint` found, as plain values and as lines for people.
+
+Decides wording only. Pure: must not know directories, hosts or how things are found.
+"""
 
 import time
 from typing import TYPE_CHECKING, Any

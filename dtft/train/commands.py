@@ -1,7 +1,7 @@
 """The commands: from parsed arguments to what does the work, and an exit code.
 
 Wrong input ends in one clear line and exit code 2 before anything is started or
-written. How a command's work is done is in the module that each of them imports.
+written. Must not know how a command's work is done: the module that it imports does.
 """
 
 import json

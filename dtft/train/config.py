@@ -48,7 +48,11 @@ def load(config: str, overrides: Sequence[str], prog: str = "dtft train") -> Exp
 
 
 def refuse(error: Exception) -> NoReturn:
-    """Prints one clear error and exits with code 2."""
+    """Prints one clear error and exits with code 2.
+
+    Raises:
+        SystemExit: always.
+    """
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -79,7 +83,11 @@ def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experime
 
 
 def check_input(experiment: Experiment, **cluster: Any) -> None:
-    """`experiment.check`, with the error type of wrong input."""
+    """`fitting.check`, with the error type of wrong input.
+
+    Raises:
+        ConfigError: the experiment does not fit the cluster.
+    """
     try:
         check(experiment, **cluster)
     except ValueError as error:

@@ -59,7 +59,11 @@ def constrained(
 def insert(
     program: ClosedJaxpr, constraints: Mapping[int, Spec], mesh: Mesh
 ) -> ClosedJaxpr:
-    """As `constrained`, of a program that is traced already."""
+    """As `constrained`, of a program that is traced already.
+
+    Raises:
+        ValueError: a number or a spec does not fit the program.
+    """
     insertion = _Insertion(constraints, mesh)
     changed, _ = insertion.body(program.jaxpr)
     beyond = sorted(number for number in constraints if number >= insertion.number)

@@ -27,6 +27,9 @@ def rows(step: int, data_slot: int, num_data_slots: int, global_batch: int) -> r
     Returns:
         Neighbouring global row indices.
 
+    Raises:
+        ValueError: the batch does not divide evenly, or there is no such slot.
+
     >>> [rows(1, slot, 3, 6) for slot in range(3)]
     [range(6, 8), range(8, 10), range(10, 12)]
     """

@@ -69,7 +69,11 @@ class DataConfig:
         """
 
     def identity(self) -> str:
-        """Names the data's content; equal identities mean equal rows."""
+        """Names the data's content; equal identities mean equal rows.
+
+        Raises:
+            NotImplementedError: on the base class, which is no data.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} names no data. Use DigitsConfig or CharsConfig "
             "as the experiment's data."
@@ -80,6 +84,7 @@ class DataConfig:
 
         Raises:
             ValueError: the data's content is not what its identity says.
+            NotImplementedError: on the base class, which is no data.
         """
         raise NotImplementedError(f"{type(self).__name__} loads no data.")
 
@@ -97,7 +102,11 @@ class DigitsConfig(DataConfig):
         return f"digits:sha256={DIGITS_SHA256}:split={SPLIT_SEED}"
 
     def load(self) -> tuple[Columns, Columns]:
-        """Images in [0, 1] as [N, 8, 8, 1] and labels."""
+        """Images in [0, 1] as [N, 8, 8, 1] and labels.
+
+        Raises:
+            ValueError: scikit-learn is not installed, or has other digits.
+        """
         import numpy as np
 
         try:

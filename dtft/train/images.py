@@ -59,7 +59,11 @@ class ImageFolderConfig(DataConfig):
         return len(_classes(Path(self.path) / "train"))
 
     def check(self) -> None:
-        """Checks that the folder has the layout, without reading the whole of it."""
+        """Checks that the folder has the layout, without reading the whole of it.
+
+        Raises:
+            ValueError: no folder is named, or it is laid out otherwise.
+        """
         if not self.path:
             raise ValueError(
                 "data.path is not set: this experiment reads images from a folder. "

@@ -143,6 +143,9 @@ class OptimConfig:
 
         Args:
             axis_name: the replica axis, for an optimizer that reduces itself.
+
+        Raises:
+            NotImplementedError: on the base class, which is no optimizer.
         """
         raise NotImplementedError(
             f"{type(self).__name__} is no optimizer. Use MaxAdaBeliefConfig, "

@@ -20,8 +20,9 @@ from dtft.train import trial
 from dtft.train.experiment import Experiment
 from dtft.train.plan_entry import plan
 from dtft.train.plan_question import Asked, asked_of
-from dtft.train.plan_verify import first_fitting, sections, verified
+from dtft.train.plan_verify import verified
 from dtft.train.planning import RunnablePlan
+from dtft.train.verify_words import first_fitting, sections
 
 
 def run(options: Namespace, experiment: Experiment) -> int:
@@ -31,6 +32,11 @@ def run(options: Namespace, experiment: Experiment) -> int:
         ValueError: a config that cannot be planned, pins that cannot be met, an unknown
             cluster; or nothing fits, predicted or compiled.
     """
+    if options.trial and options.verify:
+        raise ValueError(
+            f"--trial {options.trial} and --verify {options.verify}: what is run here "
+            "needs no proof that it fits. Give one of them."
+        )
     asked = asked_of(experiment)
     found = planned(
         asked,
@@ -45,10 +51,8 @@ def run(options: Namespace, experiment: Experiment) -> int:
         checked = (trial.section(tried),)
         found = RunnablePlan.of(tried[0].plan, tried[0].decision)
     if options.verify and found.decision is not None:
-        results = verified(
-            found.decision, asked.loss, asked.optimizer, asked.params, asked.batch
-        )
-        checked += sections(results)
+        results = verified(found.decision, vars(asked), num=options.verify)
+        checked = sections(results)
         taken = first_fitting(results).decision
         found = RunnablePlan.of(taken.plan, taken)
     show(found, checked)

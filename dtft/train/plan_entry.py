@@ -16,7 +16,9 @@ from dtft.planner.deciding import decide
 from dtft.planner.pins import PINS
 from dtft.planner.question import Question, of_loss, of_step
 from dtft.train import trial as trials
+from dtft.train.plan_verify import verified
 from dtft.train.planning import RunnablePlan, Step
+from dtft.train.verify_words import first_fitting
 
 
 def plan(
@@ -31,6 +33,7 @@ def plan(
     calibration: Calibration | str | None = None,
     what_if: bool = False,
     trial: int = 0,
+    verify: int = 0,
     **pins: Any,
 ) -> RunnablePlan:
     """How to shard a training step on a cluster, how fast it will be, whether it fits.
@@ -53,6 +56,8 @@ def plan(
             file; its figures replace those of the catalog.
         what_if: looks also at knobs that cannot be run here.
         trial: runs so many of the best on the devices here, and takes the fastest.
+        verify: how many of the best plans are compiled, for devices that need not
+            exist; the first whose compiled memory fits is taken.
         **pins: knobs that are given: sizes of axes (`tensor=8`), `microbatches`,
             `remat`, `zero`, `order` of the axes on the fabric.
 
@@ -68,7 +73,12 @@ def plan(
         raise ValueError(
             f"{unknown[0]}= is neither an argument nor a knob. Knobs: "
             f"{', '.join(PINS)}; arguments: step, state, batch, or loss, optimizer, "
-            "params, batch; and cluster, calibration, what_if, trial."
+            "params, batch; and cluster, calibration, what_if, trial, verify."
+        )
+    if trial and verify:
+        raise ValueError(
+            f"trial={trial} and verify={verify}: what is run here needs no proof that "
+            "it fits. Give one of them."
         )
     given = {
         "step": step, "state": state, "loss": loss, "optimizer": optimizer,
@@ -87,6 +97,9 @@ def plan(
     decision = decide(question, where, pins, what_if=what_if)
     if trial:
         decision = trials.trial(decision, given, trial)[0].decision
+    if verify:
+        found = verified(decision, given, num=verify)
+        decision = first_fitting(found).decision
     return RunnablePlan.of(decision.plan, decision)
 
 

@@ -11,10 +11,9 @@ from typing import Any, cast
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.planner.capabilities import check_runnable
-from dtft.planner.compiling import Candidate, lower
 from dtft.planner.plan import Plan
 from dtft.train.accumulate import Loss, Weight
 from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
@@ -66,28 +65,6 @@ class Step:
         """
         state = self._abstract(params)
         return self._jitted(state, batch).lower(state, batch)
-
-    def candidate(
-        self, params: Any, batch: Any, *, target: str, name: str
-    ) -> Candidate:
-        """The step lowered for devices that need not exist, to be verified.
-
-        Args:
-            params: arrays or ShapeDtypeStructs.
-            batch: arrays or ShapeDtypeStructs.
-            target: `cpu`, or the GPU to compile for.
-            name: what the candidate is called in results.
-        """
-        state = self._abstract(params)
-        shardings = self._state_shardings(state), self.batch_shardings(batch)
-        return lower(
-            self._jitted(state, batch),
-            (state, batch),
-            mesh=self.plan.mesh,
-            specs=jax.tree.map(lambda sharding: sharding.spec, shardings),
-            target=target,
-            name=name,
-        )
 
     def state_shardings(self, params: Any) -> State:
         """A NamedSharding for every leaf of the state that `params` begin.
@@ -190,18 +167,6 @@ def make_step(
     mesh = mesh_of(plan.mesh, devices)
     check_runnable(plan, "loss", mesh.devices.flat[0].platform)
     return Step(plan=plan, mesh=mesh, _loss=loss, _optimizer=optimizer, _weight=weight)
-
-
-def without_devices(
-    loss: Callable[..., Any], optimizer: optax.GradientTransformation, plan: Plan
-) -> Step:
-    """As `make_step`, on a mesh without devices: for `Step.candidate` only."""
-    mesh: Any = AbstractMesh(
-        tuple(plan.mesh.values()),
-        tuple(plan.mesh),
-        axis_types=(AxisType.Auto,) * len(plan.mesh),
-    )
-    return Step(plan=plan, mesh=mesh, _loss=loss, _optimizer=optimizer, _weight=None)
 
 
 def _with_aux(loss: Callable[..., Any]) -> Loss:

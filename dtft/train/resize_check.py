@@ -3,7 +3,8 @@
 Such a run cannot end bit for bit like an undisturbed one: another number of replicas
 adds the same numbers in another order. So two things are judged instead: that the state
 restored onto each new mesh was the committed one, bit for bit, and that the losses stay
-within rounding of the undisturbed run's. Reads what the runs wrote; changes nothing.
+within rounding of the undisturbed run's. Reads what the runs wrote; must not change or
+run anything.
 """
 
 import json

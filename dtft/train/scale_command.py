@@ -1,7 +1,8 @@
 """`dtft scale`: more or fewer replicas for a live job; one line says what happened.
 
 Exit codes: 0 the job trains so, 1 it could not be done (or not in time), 2 the job may
-not have this size, or there is no such job. How it is done is `elastic.scale_job`.
+not have this size, or there is no such job. Must not know how a job is scaled:
+`elastic.scale_job` does.
 """
 
 import json

@@ -1,4 +1,8 @@
-"""`dtft agent --serve-only`: from its flags to an agent that serves."""
+"""`dtft agent --serve-only`: from its flags to an agent that serves.
+
+Decides which flags fit together. Must not know what such an agent does: `elastic.serve`
+does.
+"""
 
 import dataclasses
 from argparse import Namespace

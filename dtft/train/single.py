@@ -113,7 +113,12 @@ class LocalRuntime:
         )
 
     def mesh(self, experiment: Experiment) -> Any:
-        """A mesh over all local devices."""
+        """A mesh over all local devices.
+
+        Raises:
+            ConfigError: the plan that is asked for cannot be had, or not run here.
+            ValueError: the experiment's mesh does not fit the devices.
+        """
         from dtft.train.plan_choice import choose
         from dtft.train.planned_program import planned_mesh
         from dtft.train.step import make_mesh

@@ -3,7 +3,8 @@
 ``python -m dtft.train.worker CONFIG [overrides]`` is started by an agent, does its
 imports, and waits on the agent's socket until it is given a slot; so a standby costs
 nothing when it is needed. Joins the JAX world of its formation and runs the same loop
-as ``dtft train``. Disposable: it may be killed at any moment.
+as ``dtft train``. Disposable: it may be killed at any moment. Must not decide who takes
+part or which step is restored: its agent says so.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Kills real processes; `make test` runs four drills, `make drills` all of them."""
+"""Kills real processes; `make test` runs three drills, `make drills` all of them."""
 
 import random
 
@@ -18,7 +18,25 @@ def only(record: dict) -> dict:
     return recovery
 
 
-@pytest.mark.parametrize("slot", [0, pytest.param(2, marks=every)])
+def test_a_dead_trainer_costs_no_network_and_a_lost_host_comes_from_a_peer(
+    tmp_path, control
+):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits"), "--spares", "1"),
+        *("--fault", "kill-trainer:1@20", "--fault", "kill-host:0@40"),
+    )
+    trainer, host = record["recoveries"]
+    assert trainer["rung"] == 1 and trainer["generation"] == 1
+    assert trainer["bytes_from_peers"] == trainer["bytes_from_storage"] == 0
+    assert "trainer of slot 1" in trainer["cause"]
+    assert host["rung"] == 2 and host["generation"] == 2
+    assert host["bytes_from_peers"] > 0 and host["bytes_from_storage"] == 0
+    assert host["steps_lost"] <= 1 and record["test_accuracy"] > 0.9
+    assert "training again after" in record["output"]
+
+
+@every
+@pytest.mark.parametrize("slot", [0, 2])
 def test_a_lost_host_is_replaced_from_a_peers_memory(tmp_path, control, slot):
     fault = f"kill-host:{slot}@30"
     record = drill(
@@ -31,6 +49,7 @@ def test_a_lost_host_is_replaced_from_a_peers_memory(tmp_path, control, slot):
     assert "training again after" in record["output"]
 
 
+@every
 def test_a_dead_trainer_costs_no_network(tmp_path, control):
     record = drill(
         *(tmp_path, *DIGITS, *control("digits")),

@@ -18,6 +18,8 @@ from dtft.optim import (
 )
 from dtft.optim.per_replica import PerReplica, lift, map_rows
 
+pytestmark = pytest.mark.usefixtures("fast_programs")
+
 AXIS = "worker"
 MAX_BELIEF = max_belief_phases(0.95, 0.99)
 

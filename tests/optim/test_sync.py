@@ -59,6 +59,7 @@ def _noise(step: Any, replicas: int, size: int = 16) -> jax.Array:
     return jax.random.normal(key, (replicas, size))
 
 
+@pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("replicas", [4, 8])
 def test_steps_shrink_by_the_root_of_the_number_of_replicas(replicas: int) -> None:
     phases = max_belief_phases(b2=0.99)

@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.planner.assignment import Assignment, solve
+from dtft.planner.assignment import Assignment, solve, solve_each
 from dtft.planner.elimination import eliminate, elimination_order
 from dtft.planner.factors import Factor, Problem
 from dtft.planner.pruning import prune
@@ -363,3 +364,30 @@ def test_any_order_of_elimination_gives_the_least_cost() -> None:
         values, cost = eliminate(problem.sizes, tables, order)
         assert cost == pytest.approx(brute_force(problem)[1], rel=1e-9)
         assert problem.cost(values) == pytest.approx(cost, rel=1e-9)
+
+
+@settings(max_examples=60)
+@given(problems(), st.data(), st.sampled_from([1, 64, 2**22]))
+def test_each_value_of_a_variable_gets_what_solving_it_alone_gives(
+    problem: Problem, data: st.DataObject, max_entries: int
+) -> None:
+    """At once, in parts, and where tables are too large each by itself."""
+    given_variable = data.draw(st.integers(0, len(problem.sizes) - 1))
+    alone = [
+        brute_force(problem.restricted(kept))[1]
+        for kept in _with_each(problem, given_variable)
+    ]
+    if np.isinf(alone).any():
+        with pytest.raises(ValueError, match="forbidden"):
+            solve_each(problem, given=given_variable, max_entries=max_entries)
+        return
+    found = solve_each(problem, given=given_variable, max_entries=max_entries)
+    assert found[:, given_variable].tolist() == list(range(len(alone)))
+    assert [problem.cost(values) for values in found] == pytest.approx(alone, rel=1e-9)
+
+
+def _with_each(problem: Problem, variable: int) -> Iterator[list[np.ndarray]]:
+    for value in range(problem.sizes[variable]):
+        kept = [np.arange(size) for size in problem.sizes]
+        kept[variable] = np.array([value])
+        yield kept

@@ -1,6 +1,8 @@
 """The formulas of reference section 7, which algorithm wins, how axes lie on levels."""
 
+import itertools
 import math
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -8,11 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.axis_layout import _counted
+from dtft.planner.axis_layout import _counted, members
 from dtft.planner.catalog import link
 from dtft.planner.cluster import Cluster, Curve, Level, Link, Pool
-from dtft.planner.collective_cost import Algorithm, Group, collective_s, group_of
+from dtft.planner.collective_cost import (
+    Algorithm,
+    Group,
+    Groups,
+    collective_s,
+    collectives_s,
+    group_of,
+)
 from dtft.planner.links import CollectiveKind
+from dtft.planner.meshes import divisors
 
 KINDS = get_args(CollectiveKind)
 FAST = Link(
@@ -227,6 +237,30 @@ def test_members_multiply_to_the_axes_however_they_lie(data: st.DataObject) -> N
     members = math.prod(mesh[axis] for axis in axes)
     assert math.prod(group.sizes) == pytest.approx(members)
     assert all(size > 1 for size in group.sizes)
+
+
+@pytest.mark.parametrize("name", ["2x8xH100", "3x4xV100", "4x4x4xv5e", "5x2xA100"])
+def test_many_groups_cost_what_each_costs(name: str) -> None:
+    pool = Cluster.parse(name).uniform
+    levels = tuple(level.size for level in pool.levels)
+    ways = itertools.product(divisors(pool.num_devices), repeat=3)
+    full = [way for way in ways if math.prod(way) == pool.num_devices]
+    sizes = np.array([*full, (2, 1, 3), (3, 3, 1)])
+    for chosen in ((True, False, False), (False, True, True)):
+        found = members(levels, sizes, chosen)
+        groups = Groups(sizes=found, links=tuple(one.link for one in pool.levels))
+        axes = [
+            axis for axis, is_chosen in zip("abc", chosen, strict=True) if is_chosen
+        ]
+        alone = [
+            group_of(pool, dict(zip("abc", map(int, row), strict=True)), axes)
+            for row in sizes
+        ]
+        num_bytes = np.geomspace(1, 1e9, len(sizes))
+        for kind in KINDS:
+            each = list(map(partial(collective_s, kind), num_bytes.tolist(), alone))
+            together = collectives_s(kind, num_bytes, groups, np.arange(len(sizes)))
+            assert together == pytest.approx(each, rel=1e-12)
 
 
 @given(st.permutations(["a", "b", "c", "d"]), st.integers(0, 3))

@@ -13,7 +13,8 @@ from dtft.planner.deciding import Decision, decide, next_best
 from dtft.planner.plan import Collective
 from dtft.planner.question import of_loss
 from dtft.planner.verify import Compiled, Failure, Memory, gate
-from dtft.train.plan_verify import Verified, first_fitting, sections, verified
+from dtft.train.plan_verify import Verified, verified
+from dtft.train.verify_words import first_fitting, sections
 from tests.planner import reading
 
 PARAMS = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
@@ -23,6 +24,9 @@ OPTIMIZER = optax.adam(1e-3)
 
 def _loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(batch @ params["w"]))
+
+
+ASKED = {"loss": _loss, "optimizer": OPTIMIZER, "params": PARAMS, "batch": BATCH}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,7 @@ def test_the_first_that_fits_as_compiled_is_taken(decision: Decision) -> None:
     large, small = (_made(decision, size) for size in (too_large, 1000))
     assert not large.verdict.fits
     assert first_fitting((large, small)) is small
-    with pytest.raises(ValueError, match="none of the 1 best plans.*does not fit"):
+    with pytest.raises(ValueError, match="does not fit on 8xcpu: of the 1 plans"):
         first_fitting((large,))
 
 
@@ -63,7 +67,7 @@ def test_what_was_not_compiled_is_not_taken(decision: Decision) -> None:
     failure = Failure(name="0", reason="too late")
     verdict = gate(decision.plan, failure, decision.plan.capacity_bytes)
     late = Verified(decision=decision, compiled=failure, verdict=verdict)
-    with pytest.raises(ValueError, match="could not be compiled: too late"):
+    with pytest.raises(ValueError, match="could be verified.*too late"):
         first_fitting((late,))
     assert "too late" in wording.text(sections((late,)))
 
@@ -81,8 +85,7 @@ def test_predicted_and_compiled_bytes_stand_side_by_side(decision: Decision) -> 
 
 
 def test_plans_are_compiled_for_devices_that_do_not_exist(decision: Decision) -> None:
-    arguments = (_loss, OPTIMIZER, PARAMS, BATCH)
-    (one,) = verified(decision, *arguments, num=1, deadline_s=50.0)
+    (one,) = verified(decision, ASKED, num=1, deadline_s=50.0)
     assert isinstance(one.compiled, Compiled), one.compiled
     assert one.compiled.target == "cpu" and one.verdict.fits
     assert first_fitting((one,)).decision.plan == decision.plan
