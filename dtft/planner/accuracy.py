@@ -27,7 +27,8 @@ class Accuracy:
     def scale(self, term: str) -> float:
         """What a term of a prediction is multiplied by.
 
-        >>> Accuracy(scales={"compute": 1.5}).scale("compute"), Accuracy().scale("launch")
+        >>> learnt = Accuracy(scales={"compute": 1.5})
+        >>> learnt.scale("compute"), learnt.scale("launch")
         (1.5, 1.0)
         """
         return self.scales.get(term, 1.0)

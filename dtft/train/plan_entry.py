@@ -38,10 +38,10 @@ def plan(
 ) -> RunnablePlan:
     """How to shard a training step on a cluster, how fast it will be, whether it fits.
 
-    Nothing is run and no array is made, but for a trial. Either a whole step, `plan(step=, state=,
-    batch=)`, run with `.jit(step)`; or a loss, `plan(loss=, optimizer=, params=,
-    batch=)`, run with `dtft.train.make_step`, which may also accumulate gradients over
-    microbatches and compute parts of the loss again.
+    Nothing is run and no array is made, but for a trial. Either a whole step,
+    `plan(step=, state=, batch=)`, run with `.jit(step)`; or a loss, `plan(loss=,
+    optimizer=, params=, batch=)`, run with `dtft.train.make_step`, which may also
+    accumulate gradients over microbatches and compute parts of the loss again.
 
     Args:
         step: `step(state, batch) -> (state, anything)`.
