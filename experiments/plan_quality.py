@@ -163,7 +163,7 @@ def targets(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def spread(made: Sequence[Mapping[str, Any]]) -> float:
-    """How far the turns of one plan lie apart, by their median; of half of the plans."""
+    """How far the turns of a plan lie apart, by their median; the median of plans."""
     rows = [row for world in made for one in world["models"] for row in one["rows"]]
     turns = [np.array(row["turns_s"]) for row in rows if "turns_s" in row]
     return float(np.median([np.ptp(each) / np.median(each) for each in turns]))
