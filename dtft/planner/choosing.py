@@ -29,12 +29,15 @@ Tables = dict[tuple[int, ...], dict[tuple[int, ...], list[Way]]]
 
 
 def candidates(question: Question) -> tuple[int, ...]:
-    """Dims that an axis could divide with gain: those of matmuls and convolutions.
+    """Dims that an axis could divide with gain: weights', of matmuls and convolutions.
 
     Without those along which examples go, or loops: other axes are for them, or none.
+    Nor what only values inside have, such as positions cut from those of the batch.
     """
     graph, alias = question.graph, question.alias
-    others = {*question.batch_dims, *question.sequence_dims}
+    allowed = question.weight_dims.difference(
+        question.batch_dims, question.sequence_dims
+    )
     found: dict[int, None] = {}
     for group in question.groups:
         if group.operator.kind not in ("matmul", "convolution"):
@@ -42,7 +45,7 @@ def candidates(question: Question) -> tuple[int, ...]:
         for index in (*group.operator.inputs, *group.operator.outputs):
             for dim in graph.values[index].dims:
                 root = alias.get(dim, dim)
-                if not graph.dims[dim].loop and root not in others:
+                if not graph.dims[dim].loop and root in allowed:
                     found[root] = None
     return tuple(found)
 

@@ -7,12 +7,12 @@ run anything.
 from collections.abc import Container, Mapping
 from typing import Any
 
-from dtft.planner.amounts import Sizes
+from dtft.planner.amounts import Sizes, parts
 from dtft.planner.bound import lower_bound_s
 from dtft.planner.cluster import Cluster
 from dtft.planner.cost import Speeds, runs
-from dtft.planner.graph import Graph
-from dtft.planner.groups import CHEAP
+from dtft.planner.graph import Graph, Value
+from dtft.planner.groups import CHEAP, region
 from dtft.planner.partition import MICRO, Division
 from dtft.planner.plan import Alternative, Collective, Plan, Prediction, Spec
 from dtft.planner.search import MEMORY, TERMS, Priced, Search
@@ -70,16 +70,38 @@ def real(spec: Spec, mesh: Container[str]) -> Spec:
 
 
 def constraints(
-    graph: Graph, division: Division, mesh: Container[str]
+    graph: Graph, division: Division, mesh: Mapping[str, int]
 ) -> dict[int, Spec]:
-    """Operators whose result is to be divided as planned: all that a compiler keeps."""
+    """Operators whose result is to be divided as planned: all that a compiler keeps.
+
+    Gradients that a user's own step makes of arrays which `fsdp` divides at rest are
+    divided alike at once.
+    """
     found = {}
     for number, operator in enumerate(graph.operators):
         value = graph.values[operator.outputs[0]] if operator.outputs else None
         if operator.kind in CHEAP or value is None or not value.shape:
             continue
-        found[number] = real(division.spec(value), mesh)
+        spec = real(division.spec(value), mesh)
+        if operator.summed and region(operator) == "backward":
+            spec = _divided_further(value, spec, division, mesh)
+        found[number] = spec
     return found
+
+
+def _divided_further(
+    value: Value, spec: Spec, division: Division, mesh: Mapping[str, int]
+) -> Spec:
+    """The spec of a gradient that is wanted divided as its array is at rest."""
+    extra = dict(division.rest.get(frozenset(map(division.root, value.dims)), {}))
+    found = []
+    for dim, size, axes in zip(value.dims, value.shape, spec, strict=True):
+        more = tuple(a for a in extra.get(division.root(dim), ()) if a in mesh)
+        if more and size % parts((*axes, *more), mesh) == 0:
+            extra.pop(division.root(dim))  # a square array has the dim twice
+            axes = (*axes, *more)
+        found.append(axes)
+    return tuple(found)
 
 
 def collectives(

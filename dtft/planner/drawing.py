@@ -4,7 +4,7 @@ Turns numbers into shapes. Decides no number; must not know how plans are found.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from dtft.planner.plan import Spec
@@ -13,7 +13,9 @@ COLORS = (
     "#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2",
     "#97bbf5", "#9c6b4e", "#9498a0",
 )  # fmt: skip
-_BAR, _GAP, _LABEL, _WIDTH = 18, 6, 330, 420
+_BAR, _GAP, _WIDTH, _RIGHT = 18, 6, 420, 190
+_LETTER = 6.6
+"""Width of a letter, a little more than the widest of usual fonts at 12 px."""
 
 
 def stacked(
@@ -30,22 +32,24 @@ def stacked(
     """
     names = list(dict.fromkeys(name for _, terms in rows for name in terms))
     most = max([limit, *(sum(terms.values()) for _, terms in rows)]) or 1.0
-    parts = []
+    begin, parts = _margin(label for label, _ in rows), []
+    line = begin + _WIDTH * limit / most
     for row, (label, terms) in enumerate(rows):
-        top, left = row * (_BAR + _GAP), float(_LABEL)
-        parts.append(_text(_LABEL - 8, top, label, anchor="end"))
+        top, left = row * (_BAR + _GAP), begin
+        parts.append(_text(begin - 8, top, label, anchor="end"))
         for name, value in terms.items():
             width = _WIDTH * value / most
             title = f"{label}: {name}"
             parts.append(_rect(left, top, width, _color(names, name), title))
             left += width
-        parts.append(_text(left + 6, top, words[row]))
+        # Words that the line would cross stand behind it.
+        is_crossed = left <= line < left + 12 + _LETTER * len(words[row])
+        parts.append(_text((line if is_crossed else left) + 6, top, words[row]))
     height = len(rows) * (_BAR + _GAP)
-    line = _LABEL + _WIDTH * limit / most
     parts.append(
         f'<line x1="{line:.1f}" x2="{line:.1f}" y1="0" y2="{height}" class="limit"/>'
     )
-    return legend(names) + _svg(_LABEL + _WIDTH + 160, height, parts)
+    return legend(names) + _svg(begin + _WIDTH + _RIGHT, height, parts)
 
 
 def waterfall(terms: Mapping[str, float], words: Sequence[str]) -> str:
@@ -56,15 +60,20 @@ def waterfall(terms: Mapping[str, float], words: Sequence[str]) -> str:
         words: what stands behind each bar.
     """
     total, start, parts = sum(terms.values()) or 1.0, 0.0, []
-    names = list(terms)
+    names, begin = list(terms), _margin(terms)
     for row, (name, value) in enumerate(terms.items()):
         top = row * (_BAR + _GAP)
-        left, width = _LABEL + _WIDTH * start / total, _WIDTH * value / total
-        parts.append(_text(_LABEL - 8, top, name, anchor="end"))
+        left, width = begin + _WIDTH * start / total, _WIDTH * value / total
+        parts.append(_text(begin - 8, top, name, anchor="end"))
         parts.append(_rect(left, top, width, _color(names, name), name))
         parts.append(_text(left + width + 6, top, words[row]))
         start += value
-    return _svg(_LABEL + _WIDTH + 160, len(terms) * (_BAR + _GAP), parts)
+    return _svg(begin + _WIDTH + _RIGHT, len(terms) * (_BAR + _GAP), parts)
+
+
+def _margin(labels: Iterable[str]) -> float:
+    """Where bars begin, so that the longest label has room before them."""
+    return 16 + _LETTER * max(map(len, labels), default=0)
 
 
 def divided(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
@@ -82,8 +91,8 @@ def divided(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
     width, height = _sides(([1, 1, *shape])[-2:] if shape else (1, 1))
     parts = [f'<rect width="{width}" height="{height}" class="whole"/>']
     parts.append(
-        f'<rect width="{width / columns:.1f}" height="{height / rows:.1f}" '
-        'class="part"/>'
+        f'<rect width="{max(1.0, width / columns):.1f}" '
+        f'height="{max(1.0, height / rows):.1f}" class="part"/>'
     )
     for count, along in ((columns, "x"), (rows, "y")):
         step = (width if along == "x" else height) / count

@@ -13,6 +13,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,14 @@ def assigned(text: str) -> dict[str, int]:
     ...          "allocation 2: size 64, preallocated-temp:")
     {'arguments': 12, 'outputs': 8, 'temporaries': 64, 'aliased': 8}
     """
-    found = dict.fromkeys(("arguments", "outputs", "temporaries", "aliased"), 0)
+    found: Counter[str] = Counter(arguments=0, outputs=0, temporaries=0, aliased=0)
     for size, kind in _ALLOCATION.findall(text):
         is_argument, is_output = ", parameter " in kind, "maybe-live-out" in kind
         found["arguments"] += int(size) * is_argument
         found["outputs"] += int(size) * is_output
         found["aliased"] += int(size) * (is_argument and is_output)
         found["temporaries"] += int(size) * ("preallocated-temp" in kind)
-    return found
+    return dict(found)
 
 
 def _compile(compiled: Callable[[Mapping[str, Any]], Any], folder: Path) -> None:

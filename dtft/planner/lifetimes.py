@@ -1,29 +1,33 @@
 """When each value of a program takes memory: from where it is made to its last reader.
 
-Decides which values a compiler keeps in memory at all (results of matmuls, what they
-read, what loops stack; not what it fuses into its readers), and in which order they
-come and go. Pure; must not know shardings, devices or bytes.
+Decides in which order values come and go, and which take the place of another
+(`in_memory` says which there are). Pure; must not know shardings, devices or bytes.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from dtft.planner.graph import Graph, Operator
-from dtft.planner.groups import CHEAP
+from dtft.planner.graph import Graph, Loop, Operator
+from dtft.planner.groups import CHEAP, region
+from dtft.planner.in_memory import InMemory
+from dtft.planner.layouts import laid_anew
 
-ALIASES = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier")
-"""Operators whose result is their operand by another name, or folded into readers."""
-_READS_FUSED = (*CHEAP, "reduction")
-"""Kinds that compute their operands where they need them, if those are cheap."""
+_Going = dict[int, list[int]]
+"""For operators to come by number: the values that go after each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """A value comes into memory, or goes."""
+    """Something happens to a value in memory."""
 
     value: int
-    comes: bool
+    kind: Literal["comes", "made", "goes", "copied", "runs"]
+    """It is given memory; it is complete (after its loop, if that makes it part by
+    part); its memory is free again; there is a copy of it for a moment. Or (`runs`) an
+    operator that may need operands gathered, whose number is `value`, is carried out.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,63 +41,33 @@ class Lifetimes:
     """For each value that operators make: the values in memory that readers read."""
 
 
-def follow(graph: Graph) -> Lifetimes:
-    """Lifetimes of a program's values."""
-    walk = _Walk(graph)
-    return Lifetimes(events=tuple(walk.walk()), roots=walk.roots)
+def follow(graph: Graph, *, keeps_all: bool = False) -> Lifetimes:
+    """Lifetimes of a program's values.
+
+    Args:
+        graph: the program.
+        keeps_all: whether the backward pass has all that it reads from the forward
+            pass, elementwise operators too, as `jax.checkpoint` with a policy has them.
+    """
+    walk = _Walk(graph, InMemory(graph, keeps_all=keeps_all))
+    return Lifetimes(events=tuple(walk.walk()), roots=walk.memory.roots)
 
 
 class _Walk:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.roots: dict[int, frozenset[int]] = {}
+    def __init__(self, graph: Graph, memory: InMemory) -> None:
+        self.graph, self.memory = graph, memory
         self._outer = set(graph.inputs.values())
         self._outer |= {v for p, v in graph.outputs.items() if p in graph.inputs}
-        self._kept = self._find_kept()
-        self._resolve()
         self._last = self._find_last()
+        self._whole_rows = {
+            value
+            for operator in graph.operators
+            if operator.kind in ("reduction", "scatter")
+            for value in operator.outputs
+        }
 
     def walk(self) -> Iterable[Event]:
         yield from self._scope((), 0, len(self.graph.operators))
-
-    def _find_kept(self) -> set[int]:
-        """Values that have memory of their own wherever they are made."""
-        kept = set(self.graph.outputs.values())
-        for operator in self.graph.operators:
-            if operator.kind not in CHEAP:
-                kept.update(operator.outputs)
-            if operator.kind not in _READS_FUSED:
-                kept.update(operator.inputs)
-        for loop in self.graph.loops:
-            kept.update(outer for _, outer in loop.stacked)
-            kept.update(inner for _, inner in loop.sliced)
-            for before, _, _, after in loop.carried:
-                kept.update((before, after))
-        return kept
-
-    def _resolve(self) -> None:
-        """For every value those in memory from which readers have it."""
-        for loop in self.graph.loops:
-            for outer, inner in loop.sliced:
-                self.roots[inner] = frozenset((inner, outer))
-            for _, inside, _, after in loop.carried:
-                self.roots[inside] = frozenset((after,))
-                self.roots[after] = frozenset((after,))
-            for _, outer in loop.stacked:
-                self.roots[outer] = frozenset((outer,))
-        for operator in self.graph.operators:
-            for value in operator.outputs:
-                self.roots[value] = self._roots_of(operator, value)
-
-    def _roots_of(self, operator: Operator, value: int) -> frozenset[int]:
-        if operator.primitive in ALIASES and operator.inputs:
-            return self.root(operator.inputs[0])
-        if value in self._kept:
-            return frozenset((value,))
-        return frozenset(r for index in operator.inputs for r in self.root(index))
-
-    def root(self, value: int) -> frozenset[int]:
-        return self.roots.get(value, frozenset((value,)))
 
     def _find_last(self) -> dict[int, int]:
         """Number of the last operator that reads each value, loops to their end."""
@@ -105,21 +79,45 @@ class _Walk:
         for number, loop in enumerate(self.graph.loops):
             for _, inner in loop.sliced:
                 made[inner] = self._within(number)
+        after = self._next_products()
         for number, operator in enumerate(self.graph.operators):
             for index in operator.inputs:
-                for root in self.root(index):
+                for root in self.memory.root(index):
                     where = made.get(root, ())
                     inside = [n for n in operator.within if n not in where]
                     read = ends[inside[0]] if inside else number
+                    if not inside and not self._again(root):
+                        read = after.get(number, number)
                     last[root] = max(last[root], read)
         for loop in self.graph.loops:
             for before, _, _, _ in loop.carried:
-                for root in self.root(before):
+                for root in self.memory.root(before):
                     last[root] = max(last[root], loop.operators[0])
         for value in self.graph.outputs.values():
-            for root in self.root(value):
+            for root in self.memory.root(value):
                 last[root] = len(self.graph.operators)
         return last
+
+    def _again(self, value: int) -> bool:
+        maker = self.memory.makers.get(value)
+        return maker is not None and maker.again
+
+    def _next_products(self) -> dict[int, int]:
+        """For each product of the backward pass the next one.
+
+        Two products of one cotangent can run in either order: XLA may let the second
+        wait until the first has been worked on, so its operands stay until then.
+        """
+        found: dict[int, int] = {}
+        waiting: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for number, operator in enumerate(self.graph.operators):
+            if region(operator) != "backward":
+                continue
+            if operator.kind == "matmul":
+                for before in waiting.pop(operator.within, ()):
+                    found[before] = number
+                waiting[operator.within].append(number)
+        return found
 
     def _within(self, number: int) -> tuple[int, ...]:
         first = self.graph.loops[number].operators[0]
@@ -139,42 +137,92 @@ class _Walk:
             if len(operator.within) > len(within):
                 inner = operator.within[len(within)]
                 loop = self.graph.loops[inner]
-                for _, outer in loop.stacked:
-                    yield from self._come(outer, number, going)
-                for before, _, _, after in loop.carried:
-                    if self._takes_place(before, loop.operators[0]):
-                        _forget(going, before)
-                        yield Event(value=before, comes=False)
-                    yield from self._come(after, number, going)
-                yield from self._scope((*within, inner), *loop.operators)
+                yield from self._loop((*within, inner), loop, number, going)
                 number = loop.operators[1] - 1
             else:
-                for value in operator.outputs:
-                    if self.roots[value] == frozenset((value,)):
-                        yield from self._come(value, number, going)
+                yield from self._operator(operator, number, going)
             for value in going.pop(number, ()):
-                yield Event(value=value, comes=False)
+                yield Event(value=value, kind="goes")
             number += 1
         for values in going.values():
             for value in values:
-                yield Event(value=value, comes=False)
+                yield Event(value=value, kind="goes")
+
+    def _loop(
+        self, within: tuple[int, ...], loop: Loop, number: int, going: _Going
+    ) -> Iterable[Event]:
+        for value in laid_anew(self.graph, self.memory, loop):
+            if value not in self._outer:
+                yield Event(value=value, kind="copied")
+        for _, outer in loop.stacked:
+            yield from self._come(outer, number, going)
+        for before, _, _, after in loop.carried:
+            # One value may begin several of what the loop carries: it goes once.
+            if self._takes_place(before, loop.operators[0]) and _forget(going, before):
+                yield Event(value=before, kind="goes")
+            yield from self._come(after, number, going)
+        yield from self._scope(within, *loop.operators)
+        made = [outer for _, outer in loop.stacked]
+        made += [after for *_, after in loop.carried]
+        yield from (Event(value=v, kind="made") for v in made if v not in self._outer)
+
+    def _operator(
+        self, operator: Operator, number: int, going: _Going
+    ) -> Iterable[Event]:
+        if operator.kind not in CHEAP:
+            yield Event(value=number, kind="runs")
+        for value in operator.outputs:
+            if self.memory.root(value) != frozenset((value,)) or value in self._outer:
+                continue
+            replaced = self._replaced(operator, value, number)
+            if replaced is not None and replaced in going.get(number, ()):
+                going[number].remove(replaced)
+                yield Event(value=replaced, kind="goes")
+            yield from self._come(value, number, going)
+            yield Event(value=value, kind="made")
 
     def _takes_place(self, before: int, first: int) -> bool:
         """Whether what a loop starts with is not read afterwards: reused in place."""
-        alone = self.root(before) == frozenset((before,))
+        alone = self.memory.root(before) == frozenset((before,))
         return alone and before not in self._outer and self._last[before] <= first
 
-    def _come(
-        self, value: int, number: int, going: dict[int, list[int]]
-    ) -> Iterable[Event]:
+    def _replaced(self, operator: Operator, value: int, number: int) -> int | None:
+        """The operand whose place a result takes: as large, and read for the last time.
+
+        Only of operators that go element by element. What also reads a sum over the
+        operand (softmax and its gradient) is one kernel that goes row by row, and has
+        a result of its own.
+        """
+        if operator.kind == "scatter":
+            into = operator.inputs[0]
+            return into if self._last.get(into) == number else None
+        if operator.kind not in CHEAP:
+            return None
+        size = self.graph.values[value].num_bytes
+        roots = self.memory.all_roots(operator)
+        if not roots.isdisjoint(self._whole_rows):
+            return None
+        return next(
+            (
+                root
+                for root in roots
+                if self.graph.values[root].num_bytes == size
+                and self._last.get(root) == number
+            ),
+            None,
+        )
+
+    def _come(self, value: int, number: int, going: _Going) -> Iterable[Event]:
         if value in self._outer:
             return
-        yield Event(value=value, comes=True)
+        yield Event(value=value, kind="comes")
         going[max(number, self._last.get(value, number))].append(value)
 
 
-def _forget(going: dict[int, list[int]], value: int) -> None:
-    """A value that has gone already: what takes its place has its memory."""
+def _forget(going: _Going, value: int) -> bool:
+    """Takes a value out of those that are still to go; whether it was among them."""
     for values in going.values():
         if value in values:
             values.remove(value)
+            return True
+    return False

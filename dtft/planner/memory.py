@@ -1,26 +1,22 @@
-"""Bytes on each device, term by term, for many candidates at once.
+"""What a program keeps beside its arguments, in the order in which that happens.
 
-What is there throughout a step (parameters, optimizer state, the batch) and the most
-that is alive at any time beside it (activations, gradients), from lifetimes of values
-and how each is divided. Pure; must not know seconds or how candidates are found.
+Decides what counts as a gradient and what a ZeRO level changes in what is kept;
+`moments` makes bytes of it. Pure; must not know shardings, seconds or how candidates
+are found.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-import numpy as np
-
-from dtft.planner.amounts import Sizes, parts
 from dtft.planner.graph import Graph
 from dtft.planner.groups import region
 from dtft.planner.lifetimes import Event, Lifetimes, follow
-from dtft.planner.partition import Division
-from dtft.planner.plan import Spec
+from dtft.planner.run_order import scheduled
 
-RESERVE = 0.04
-"""Share of a device's memory that no plan may count on: fragmentation, the runtime."""
+RESERVE = 0.08
+"""Share of a device's memory that no plan may count on: what the count of bytes misses
+where XLA runs what the plan says (up to 7 % of compiled steps that the rules were made
+with, `experiments/results/plan_memory.md`), fragmentation, the runtime."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,20 +24,37 @@ class Timeline:
     """What comes into memory and goes during one step of a program."""
 
     graph: Graph
+    gathers: bool = False
+    """Whether at ZeRO level 3 the step is one of `dtft.train.gathered`, which keeps all
+    of the forward pass but gathered parameters."""
+    keeps_all: bool = False
+    """Whether this is the timeline of that."""
+
+    @cached_property
+    def at_level_3(self) -> "Timeline":
+        """That of the same program at ZeRO level 3."""
+        again = any(operator.again for operator in self.graph.operators)
+        if not self.gathers or again or self.keeps_all:
+            return self
+        return Timeline(graph=self.graph, gathers=True, keeps_all=True)
+
+    @cached_property
+    def scheduled(self) -> Graph:
+        """The program in the order in which XLA runs it."""
+        return scheduled(self.graph)
 
     @cached_property
     def _lifetimes(self) -> Lifetimes:
-        return follow(self.graph)
+        return follow(self.scheduled, keeps_all=self.keeps_all)
 
-    @property
+    @cached_property
     def events(self) -> tuple[Event, ...]:
-        """In the order of the program."""
-        return self._lifetimes.events
-
-    def divisors(self, division: Division) -> set[tuple[str, ...]]:
-        """The axes that divide its values, together: what their bytes depend on."""
-        values = {event.value for event in self.events}
-        return {_flat(division.spec(self.graph.values[index])) for index in values}
+        """In the order in which they happen; of gradients also when they are made."""
+        return tuple(
+            event
+            for event in self._lifetimes.events
+            if event.kind != "made" or event.value in self.gradients
+        )
 
     @cached_property
     def gradients(self) -> frozenset[int]:
@@ -55,54 +68,30 @@ class Timeline:
             elif where == "update":
                 for index in operator.inputs:
                     read |= self._lifetimes.roots.get(index, frozenset())
-        made |= {o for loop in self.graph.loops for i, o in loop.stacked if i in made}
+        for loop in self.graph.loops:
+            made |= {outer for inner, outer in loop.stacked if inner in made}
+            made |= {after for _, _, out, after in loop.carried if out in made}
         return frozenset(made & read)
 
+    @cached_property
+    def of_gradients(self) -> frozenset[int]:
+        """Gradients, and those of one turn of a loop."""
+        turns = {
+            inner
+            for loop in self.graph.loops
+            for inner, outer in loop.stacked
+            if outer in self.gradients
+        }
+        return self.gradients | turns
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Peak:
-    """The most that is alive at one time, by term; bytes, one entry per candidate."""
+    @cached_property
+    def from_loops(self) -> frozenset[int]:
+        """Values that a loop makes part by part."""
+        loops = self.graph.loops
+        found = {outer for loop in loops for _, outer in loop.stacked}
+        return frozenset(found | {v for loop in loops for *_, v in loop.carried})
 
-    activations: Any
-    gradients: Any
-
-
-def peak(
-    timeline: Timeline,
-    division: Division,
-    sizes: Sizes,
-    gradient_specs: Mapping[int, Spec],
-) -> Peak:
-    """The fullest moment between the first operator and the last.
-
-    Args:
-        timeline: of the program.
-        division: which axes divide which dims; `MICRO` among them.
-        sizes: axis to size, one entry per candidate.
-        gradient_specs: gradients that are divided otherwise.
-    """
-    alive: Any = 0.0
-    gradients: Any = 0.0
-    most: Any = 0.0
-    of_gradients: Any = 0.0
-    known: dict[int, Any] = {}
-    for event in timeline.events:
-        num_bytes = known.get(event.value)
-        if num_bytes is None:
-            spec = gradient_specs.get(event.value)
-            value = timeline.graph.values[event.value]
-            axes = _flat(division.spec(value) if spec is None else spec)
-            num_bytes = known[event.value] = value.num_bytes / parts(axes, sizes)
-        sign = 1 if event.comes else -1
-        alive = alive + sign * num_bytes
-        if event.value in timeline.gradients:
-            gradients = gradients + sign * num_bytes
-        if event.comes:
-            higher = alive > most
-            of_gradients = np.where(higher, gradients, of_gradients)
-            most = np.where(higher, alive, most)
-    return Peak(activations=most - of_gradients, gradients=of_gradients)
-
-
-def _flat(spec: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(axis for part in spec for axis in part)
+    @cached_property
+    def loop_dims(self) -> frozenset[int]:
+        """Dims that a loop goes along."""
+        return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)

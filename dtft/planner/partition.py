@@ -18,6 +18,7 @@ from dtft.planner.plan import Spec
 from dtft.planner.products import convolution_columns, product_sizes
 
 Axes = tuple[str, ...]
+PRODUCTS = ("matmul", "convolution")
 MICRO = "microbatches"
 """Divides the batch like an axis, but in time: results add up and nothing is sent."""
 
@@ -36,7 +37,10 @@ class Division:
     scatters: bool = False
     """Whether the backend sums and divides in one collective (reduce-scatter): GPU and
     TPU do; XLA's CPU backend sums everywhere, and each device keeps its part. It also
-    sums over the axes of one dim after those of another, where others sum at once."""
+    sums over the axes of one dim after those of another, where others sum at once, and
+    gathers what it looks for the largest of (`top_k`)."""
+    spare: Axes = ()
+    """Axes of the mesh for the dims of weights, whether they lie on any or not."""
 
     def of(self, dim: int) -> Axes:
         """The axes that divide a dim."""
@@ -78,8 +82,10 @@ class _Placed:
         self.out_specs = [division.spec(value) for value in self.outputs]
         self.summed = set(map(division.root, operator.summed))
         self.whole = set(map(division.root, operator.whole))
+        self.alone = operator.primitive == "top_k" and not division.scatters
         self.made = {division.root(d) for value in self.outputs for d in value.dims}
         self.kept = {axis: self._keep(axis) for axis in self._axes()}
+        self.spare = tuple(a for a in division.spare if a not in self.kept)
         self.sent: list[Sent] = []
 
     def work(self) -> Work:
@@ -112,6 +118,8 @@ class _Placed:
     def _keep(self, axis: str) -> int | None:
         """The dim along which this axis divides the work; None: all do all of it."""
         dims: dict[int, None] = {}
+        if self.alone and axis != MICRO:
+            return None
         for value in (*self.inputs, *self.outputs):
             for dim in map(self.division.root, value.dims):
                 if axis in self.division.of(dim) and dim not in self.whole:
@@ -212,8 +220,11 @@ class _Placed:
             for axis, dim in self.kept.items()
             if dim is not None and self._is_partial(dim) and axis != MICRO
         )
-        if partial:
-            self._add_up(value, (*flat(spec), *self._further(value)), partial)
+        further = self._further(value)
+        if partial and further and self.spare and self.op.kind == "scatter":
+            self._add_up_spread(value, flat(spec), partial, further)
+        elif partial:
+            self._add_up(value, (*flat(spec), *further), partial)
         moved = tuple(
             axis
             for axis, dim in self.kept.items()
@@ -227,11 +238,21 @@ class _Placed:
             local = Amount(total=value.num_bytes, axes=flat(spec))
             self._add("all_to_all", moved, local)
 
+    def _add_up_spread(
+        self, value: Value, kept: Axes, partial: Axes, further: Axes
+    ) -> None:
+        """Of what all would make alike each makes some rows, and moves them then."""
+        part = Amount(total=value.num_bytes, axes=(*kept, *self.spare))
+        self._add("all_reduce", partial, part)
+        moved = Amount(total=value.num_bytes, axes=(*kept, *further))
+        self._add("permute", (*partial, *self.spare), moved)
+
     def _add_up(self, value: Value, wanted: Axes, partial: Axes) -> None:
         """Partial sums become sums, divided at once where that is wanted."""
         rest = tuple(axis for axis in wanted if axis not in partial)
         scattered = tuple(axis for axis in partial if axis in wanted)
-        if self.op.kind != "matmul" and not self.division.scatters:
+        one_by_one = self.op.kind in PRODUCTS and not self.spare
+        if not (one_by_one or self.division.scatters):
             scattered = ()
         added = tuple(axis for axis in partial if axis not in scattered)
         if scattered:

@@ -15,6 +15,7 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 
 from dtft.planner import blocks
+from dtft.planner.aligning import same_dims
 from dtft.planner.graph import Graph
 from dtft.planner.groups import Group, group, region
 from dtft.planner.partition import Division
@@ -55,6 +56,13 @@ class Question:
         """Dims along which an example goes: the second of the batch leaves' dims."""
         known = set(self.batch_dims)
         return tuple(dim for dim in self._of_batch(1) if dim not in known)
+
+    @cached_property
+    def weight_dims(self) -> frozenset[int]:
+        """Dims that parameters have, not only what is computed with them."""
+        graph = self.graph
+        values = (graph.values[graph.inputs[p]] for p in self.paths("parameter"))
+        return frozenset(self.alias.get(d, d) for value in values for d in value.dims)
 
     @property
     def batch_size(self) -> int:
@@ -112,18 +120,15 @@ class Question:
         return {}
 
     def aligned(self, division: Division) -> Division:
-        """A division of `graph` as one of `program`: their arguments are the same."""
+        """A division of `graph` as one of `program`: what is the same is divided so."""
         if self.program is self.graph:
             return division
-        axes: dict[int, tuple[str, ...]] = {}
-        for path, index in self.program.inputs.items():
-            ours = self.graph.values[self.graph.inputs[path]]
-            for dim, other in zip(
-                self.program.values[index].dims, ours.dims, strict=True
-            ):
-                if division.of(other):
-                    axes[dim] = division.of(other)
-        return Division(axes=axes)
+        axes = {dim: division.of(other) for dim, other in self._same_dims.items()}
+        return Division(axes={dim: found for dim, found in axes.items() if found})
+
+    @cached_property
+    def _same_dims(self) -> Mapping[int, int]:
+        return same_dims(self.program, self.graph)
 
     def paths(self, role: Role) -> tuple[str, ...]:
         """Leaves of a role, in the order of the arguments."""
@@ -240,13 +245,15 @@ def _question(
 def _passes(graph: Graph) -> dict[int, int]:
     """For each argument, by how many passes (forward, backward) it is read.
 
-    Reading it converted, transposed or slice by slice counts as reading it.
+    Reading it converted, transposed or slice by slice counts as reading it. What a loop
+    reads as it is, in every turn, is kept for the loop of the backward pass.
     """
     source = {index: index for index in graph.inputs.values()}
     sliced = {inner: outer for loop in graph.loops for outer, inner in loop.sliced}
     carried = {inside: a for loop in graph.loops for a, inside, _, _ in loop.carried}
     stacked = {inner: outer for loop in graph.loops for inner, outer in loop.stacked}
     read: dict[int, set[str]] = {index: set() for index in source}
+    by_turns: set[int] = set()
     for operator in graph.operators:
         for index in operator.inputs:
             outer = index
@@ -255,13 +262,15 @@ def _passes(graph: Graph) -> dict[int, int]:
             if outer not in source:
                 continue
             source[index] = source[outer]
+            if outer != index:
+                by_turns.add(index)
             if operator.kind == "layout":
-                for made in operator.outputs:
-                    source |= dict.fromkeys(
-                        (made, stacked.get(made, made)), source[outer]
-                    )
+                made = {v for o in operator.outputs for v in (o, stacked.get(o, o))}
+                source |= dict.fromkeys(made, source[outer])
+                by_turns |= made if index in by_turns else set()
             elif region(operator) != "update":
-                read[source[outer]].add(region(operator))
+                kept = operator.within and index not in by_turns
+                read[source[outer]].add("forward" if kept else region(operator))
     return {index: len(regions) for index, regions in read.items()}
 
 

@@ -9,7 +9,9 @@ is not wrapped: its backward pass comes at once. Must not know meshes or optimiz
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -51,7 +53,11 @@ POLICIES: Mapping[Remat, Policy] = {"dots": keep_matmuls, "full": keep_nothing}
 
 
 def rematerialized(
-    program: ClosedJaxpr, policy: Policy, *, last: bool = False
+    program: ClosedJaxpr,
+    policy: Policy,
+    *,
+    last: bool = False,
+    joined: Callable[[JaxprEqn], bool] | None = None,
 ) -> ClosedJaxpr:
     """The program with its blocks wrapped, to be differentiated.
 
@@ -62,12 +68,22 @@ def rematerialized(
         program: a traced loss.
         policy: what is kept of a block beside its inputs.
         last: whether the last block is wrapped too.
+        joined: says of an equation whether it is in one block with that after it.
     """
-    changed = _container(program.jaxpr, policy, wrap_last=last)
+    blocks = _Blocks(policy=policy, joined=joined or (lambda _: False))
+    changed = _container(program.jaxpr, blocks, wrap_last=last)
     return ClosedJaxpr(changed, program.consts)
 
 
-def _container(jaxpr: Jaxpr, policy: Policy, *, wrap_last: bool) -> Jaxpr:
+@dataclass(frozen=True, kw_only=True)
+class _Blocks:
+    """What is asked of all blocks."""
+
+    policy: Policy
+    joined: Callable[[JaxprEqn], bool]
+
+
+def _container(jaxpr: Jaxpr, asked: _Blocks, *, wrap_last: bool) -> Jaxpr:
     """A program whose equations are blocks, or hold blocks."""
     last_use = _last_uses(jaxpr)
     own = _num_operators(jaxpr)
@@ -78,11 +94,11 @@ def _container(jaxpr: Jaxpr, policy: Policy, *, wrap_last: bool) -> Jaxpr:
         at_end = numbered[-1][0] == len(jaxpr.eqns) - 1
         wrap = wrap_last or not at_end
         if role == "stretch":
-            eqns += _stretch(jaxpr, numbered, last_use, policy, wrap_last=wrap)
+            eqns += _stretch(jaxpr, numbered, last_use, asked, wrap_last=wrap)
             continue
         for index, eqn in numbered:
             inner = wrap_last or index < len(jaxpr.eqns) - 1
-            eqns.append(_changed(eqn, role, policy, wrap_last=inner))
+            eqns.append(_changed(eqn, role, asked, wrap_last=inner))
     return jaxpr.replace(eqns=eqns)
 
 
@@ -99,13 +115,13 @@ def _role(eqn: JaxprEqn, num_around: int) -> str:
     return "stretch"
 
 
-def _changed(eqn: JaxprEqn, role: str, policy: Policy, *, wrap_last: bool) -> JaxprEqn:
+def _changed(eqn: JaxprEqn, role: str, asked: _Blocks, *, wrap_last: bool) -> JaxprEqn:
     if role == "container":
         return with_bodies(
-            eqn, lambda body: _container(body, policy, wrap_last=wrap_last)
+            eqn, lambda body: _container(body, asked, wrap_last=wrap_last)
         )
     return (
-        with_bodies(eqn, lambda body: _loop_body(body, policy))
+        with_bodies(eqn, lambda body: _loop_body(body, asked.policy))
         if (role == "loop")
         else eqn
     )
@@ -127,20 +143,25 @@ def _stretch(
     jaxpr: Jaxpr,
     numbered: Sequence[tuple[int, JaxprEqn]],
     last_use: Mapping[Var, int],
-    policy: Policy,
+    asked: _Blocks,
     *,
     wrap_last: bool,
 ) -> Iterator[JaxprEqn]:
     """A run of equations as blocks."""
     first = numbered[0][0]
     eqns = [eqn for _, eqn in numbered]
-    cuts = best_cuts([_inside(eqn) for eqn in eqns], _crossing(eqns, first, last_use))
+    crossing = [
+        math.inf if asked.joined(eqn) else num_bytes
+        for eqn, num_bytes in zip(eqns, _crossing(eqns, first, last_use), strict=False)
+    ]
+    cuts = best_cuts([_inside(eqn) for eqn in eqns], crossing)
     ends = [0, *(cut + 1 for cut in cuts), len(eqns)]
     for start, end in itertools.pairwise(ends):
         if end == len(eqns) and not wrap_last:
             yield from eqns[start:end]
         else:
-            yield from _block(jaxpr, eqns[start:end], first + end, last_use, policy)
+            block, after = eqns[start:end], first + end
+            yield from _block(jaxpr, block, after, last_use, asked.policy)
 
 
 def _block(

@@ -34,13 +34,16 @@ svg { display: block; max-width: 100% } svg text { font-size: 12px; fill: #333 }
 """
 
 
-def html(plan: Plan, decision: Decision | None = None) -> str:
+def html(
+    plan: Plan, decision: Decision | None = None, checked: Iterable[Section] = ()
+) -> str:
     """The report.
 
     Args:
         plan: what is reported.
         decision: what it was chosen from; without it (a plan from a file) the terms of
             alternatives, the shapes of arrays and the lints are left out.
+        checked: what a compiler made of it.
     """
     title = f"Plan for {plan.cluster}"
     parts = [
@@ -48,6 +51,7 @@ def html(plan: Plan, decision: Decision | None = None) -> str:
         _block("Step time", _waterfall(plan), _table(explain.waterfall(plan))),
         _block("Memory of a device", _bars(plan, decision)),
         _table(explain.memory(plan)),
+        *(_section(section) for section in checked),
         _section(explain.bound(plan)),
         _section(explain.alternatives(plan)),
         _baselines(plan, decision),

@@ -124,13 +124,16 @@ class Resting:
         placed = [self._placed(value, division) for value in values.values()]
         if not placed:
             return [division], np.zeros(len(self._columns), np.int64)
-        first, of = distinct([place[cases.of] + 1 for cases, _, place in placed])
+        by_weights = self._columns.sizes[shards.BESIDE] > 1
+        places = [place[cases.of] + 1 for cases, _, place in placed]
+        first, of = distinct([by_weights.astype(np.int64), *places])
         divisions = []
         for point in first:
             sizes = {axis: int(c[point]) for axis, c in self._columns.sizes.items()}
             leaves = shards.leaves(values, division, sizes, True, self._loops)
             rest = shards.further(leaves, division, self._loops)
-            divisions.append(replace(division, rest=rest))
+            spare = (shards.BESIDE,) if by_weights[point] else ()
+            divisions.append(replace(division, rest=rest, spare=spare))
         return divisions, of
 
     def _placed(

@@ -26,7 +26,8 @@ from dtft.planner.columns import Columns
 from dtft.planner.compute_cost import added_s, launch_s
 from dtft.planner.cost import Moved
 from dtft.planner.groups import Group
-from dtft.planner.memory import RESERVE, Timeline, peak
+from dtft.planner.memory import RESERVE, Timeline
+from dtft.planner.moments import Moments
 from dtft.planner.partition import MICRO, Division
 from dtft.planner.pricing import Prices
 from dtft.planner.question import Question, Role
@@ -126,7 +127,9 @@ class Search:
             scatters: whether the backend has reduce-scatter (`Division.scatters`).
         """
         self.question, self.pool, self.scatters = question, pool, scatters
-        self._timeline = Timeline(graph=question.graph)
+        self._timeline = Timeline(
+            graph=question.graph, gathers=question.entry == "loss"
+        )
 
     def price(self, space: Space, columns: Columns | None = None) -> Priced:
         """Time and memory of every candidate.
@@ -246,10 +249,19 @@ class Search:
             divided = resting.num_bytes(role, division, True).at(points)
             found[name] = np.where(zero >= least, divided, whole)
         found["batch"] = resting.num_bytes("batch", division, False).at(points)
-        alike = columns.divided(self._timeline.divisors(division))
-        highest = peak(self._timeline, division, alike.sizes, {})
-        found["activations"] = highest.activations[alike.of[points]]
-        found["gradients"] = highest.gradients[alike.of[points]]
+        found |= {name: np.zeros(len(rows)) for name in ("activations", "gradients")}
+        known: dict[Timeline, Moments] = {}
+        for level in np.unique(zero):
+            timeline = self._timeline if level < 3 else self._timeline.at_level_3
+            if timeline not in known:
+                known[timeline] = Moments(timeline, division)
+            moments, some = known[timeline], np.flatnonzero(zero == level)
+            alike = columns.divided(moments.divisors())
+            cases, of = np.unique(alike.of[points[some]], return_inverse=True)
+            sizes = {axis: column[cases] for axis, column in alike.sizes.items()}
+            highest = moments.peak(sizes, int(level))
+            found["activations"][some] = highest.activations[of]
+            found["gradients"][some] = highest.gradients[of]
         return found
 
 

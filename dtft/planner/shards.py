@@ -16,6 +16,8 @@ from dtft.planner.partition import Division
 from dtft.planner.plan import Spec
 
 AXIS = "fsdp"
+BESIDE = "tensor"
+"""The axis for dims of weights, whether it lies on any of an array or not."""
 _UNDIVIDED = 2**60
 """Dims that no axis divides are larger than all others."""
 

@@ -46,7 +46,8 @@ class Works:
             if dims in division.rest
         )
         axes = division.axes
-        return number, division.scatters, tuple([axes.get(d, ()) for d in dims]), rest
+        backend = division.scatters, division.spare if rest else ()
+        return number, backend, tuple([axes.get(d, ()) for d in dims]), rest
 
     def of(self, number: int, division: Division) -> Work:
         """What one execution of a group's operator takes."""

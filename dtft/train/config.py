@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,10 @@ _SHAPE_RELEVANT = (
 )
 _ELSEWHERE = ("data.path", "data.threads")
 """Where data lies and how fast it is read; what it is, data_identity says."""
+
+
+_PLAN = re.compile(r"^--mesh(?==|$)")
+"""`--mesh auto` and `--mesh FILE` are another way to say `--plan`."""
 
 
 class ConfigError(ValueError):
@@ -67,12 +72,13 @@ def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experime
     import tyro
 
     default = _default(find(config))
+    overrides = [_PLAN.sub("--plan", argument) for argument in overrides]
     _refuse_unknown(overrides, list(keys(default)))
     try:
         experiment = tyro.cli(
             Experiment,
             default=default,
-            args=list(overrides),
+            args=overrides,
             prog=prog,
             config=(tyro.conf.FlagConversionOff,),
         )

@@ -213,7 +213,8 @@ class Experiment:
     """Sizes of the mesh axes."""
     plan: str = ""
     """Instead of `mesh`: `auto` for the best plan that the planner finds, or the path
-    of a plan file (`dtft plan --json`). Decided once, and recorded in checkpoints."""
+    of a plan file (`dtft plan --json`). Decided once, and recorded in checkpoints;
+    for another number of devices `auto` is decided again."""
     calibration: str = ""
     """What `dtft calibrate --out` wrote on such devices: the figures of `plan=auto`."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

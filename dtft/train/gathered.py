@@ -37,6 +37,7 @@ class Gathering:
 
     mesh: Mesh
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
+    _results: set[Var] = field(default_factory=set)
 
     def apply(self, program: ClosedJaxpr, specs: Mapping[int, Spec]) -> ClosedJaxpr:
         """The program with its divided arguments gathered where they are used.
@@ -58,6 +59,10 @@ class Gathering:
         if primitive.name == "sharding_constraint":
             return (avals[0].shape, params["sharding"]) not in self._seen
         return primitive.name not in _LAYOUT
+
+    def gathers(self, eqn: JaxprEqn) -> bool:
+        """Whether it is one of the equations that gather for the one after them."""
+        return any(var in self._results for var in eqn.outvars)
 
     def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
         """One of its programs, given the variables that are still divided."""
@@ -85,6 +90,7 @@ class Gathering:
 
         gather.defvjp(forward, backward)
         result = Var(var.aval)
+        self._results.add(result)
         read, eqn = insertable(gather, result)
         return result, eqn.replace(
             invars=[var if atom is read else atom for atom in eqn.invars]
@@ -98,7 +104,6 @@ class _Level:
     gathering: Gathering
     divided: dict[Var, Spec]
     eqns: list[JaxprEqn] = field(default_factory=list)
-    _whole: dict[Var, Var] = field(default_factory=dict)
 
     def add(self, eqn: JaxprEqn) -> None:
         """Appends an equation; what it computes with is gathered before."""
@@ -156,10 +161,11 @@ class _Level:
         spec = self.divided.get(atom) if is_var(atom) else None
         if spec is None:
             return atom
-        if atom not in self._whole:
-            self._whole[atom], eqn = self.gathering.gather(atom, spec)
-            self.eqns.append(eqn)
-        return self._whole[atom]
+        # Anew for every reader: one that all share is kept until the last of them has
+        # been differentiated. In the forward pass the compiler makes them one.
+        whole, eqn = self.gathering.gather(atom, spec)
+        self.eqns.append(eqn)
+        return whole
 
 
 def _still_divided(eqn: JaxprEqn, spec: Spec | None) -> Spec | None:

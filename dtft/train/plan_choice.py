@@ -1,10 +1,13 @@
 """Which plan a run has: decided once, recorded in every commit, replayed afterwards.
 
 One process decides and all others are told, so that they agree whatever files each of
-them sees. Must not know how a plan is searched for, or what it does to a program.
+them sees. Where the number of devices has changed since, `auto` is decided again, and a
+file's plan gets more or fewer replicas, or is refused. Must not know how a plan is
+searched for, or what it does to a program.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +21,8 @@ from dtft.planner.plan import Plan
 from dtft.train.config import ConfigError
 from dtft.train.experiment import Experiment
 
+AUTO = "auto"
+"""What is asked for where the planner decides."""
 ITEM = "plan"
 """Its name among what a checkpoint holds beside arrays."""
 
@@ -33,6 +38,8 @@ class Choice:
     """`auto`, or the path of a plan file."""
     plan: Plan
     """What is run."""
+    before: str = ""
+    """The recorded plan's mesh, if another number of devices has taken its place."""
 
     @cached_property
     def items(self) -> dict[str, Any]:
@@ -49,11 +56,16 @@ class Choice:
     def words(self) -> str:
         """One line for the banner."""
         plan, knobs = self.plan, self.plan.knobs
-        sizes = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
         expected = plan.prediction
+        changed = ""
+        if self.before:
+            how = "decided again" if self.asked == AUTO else "replicas changed"
+            num_devices = math.prod(plan.mesh.values())
+            changed = f" ({how} for {num_devices} devices; was {self.before})"
         return (
-            f"plan {self.asked}: {sizes}, microbatches {knobs.microbatches}, remat "
-            f"{knobs.remat}, zero {knobs.zero}; predicted "
+            f"plan {self.asked}{changed}: {_sizes(plan)}, "
+            f"microbatches {knobs.microbatches}, remat {knobs.remat}, "
+            f"zero {knobs.zero}; predicted "
             f"{1e3 * expected.step_s:.3g} ms a step ({1e3 * expected.low_s:.3g} to "
             f"{1e3 * expected.high_s:.3g}, {expected.source}), "
             f"{plan.memory_bytes / 2**20:.1f} MiB per device"
@@ -69,7 +81,7 @@ def choose(
     """The plan of a run; None where the config's own mesh decides.
 
     All processes call it together. What a checkpoint recorded is replayed as long as
-    the config asks for the same.
+    the config asks for the same and there are as many devices.
 
     Args:
         experiment: its field `plan` says what is asked for.
@@ -78,20 +90,51 @@ def choose(
         decide: answers `auto`; by default the planner.
 
     Raises:
-        ConfigError: there is no such plan file, or it holds no plan.
+        ConfigError: there is no such plan file, it holds no plan, or its plan does not
+            fit so many devices.
     """
     asked = experiment.plan
     if not asked:
         return None
-    recorded, text = items.get(ITEM, {}), ""
+    recorded, known, text = items.get(ITEM, {}), None, ""
     if recorded.get("asked") == asked:
-        text = json.dumps(recorded["plan"])
+        known = Plan.from_json(json.dumps(recorded["plan"]))
+    is_same = known is not None and math.prod(known.mesh.values()) == len(devices)
+    if known is not None and (is_same or asked != AUTO):
+        text = known.to_json()
     elif jax.process_index() == 0:
         answer = decide or _automatic
-        plan = answer(experiment, devices) if asked == "auto" else read(asked)
+        plan = answer(experiment, devices) if asked == AUTO else read(asked)
         text = plan.to_json()
     agreed = told_by_first("dtft/plan", text, experiment.timeouts.start)
-    return Choice(asked=asked, plan=Plan.from_json(agreed))
+    return Choice(
+        asked=asked,
+        plan=with_replicas(Plan.from_json(agreed), len(devices)),
+        before="" if known is None or is_same else _sizes(known),
+    )
+
+
+def with_replicas(plan: Plan, num_devices: int) -> Plan:
+    """The plan with as many replicas as there are devices for.
+
+    Raises:
+        ConfigError: no number of replicas fits the devices.
+    """
+    others = math.prod(size for axis, size in plan.mesh.items() if axis != "replica")
+    if num_devices == math.prod(plan.mesh.values()):
+        return plan
+    if num_devices % others or "replica" not in plan.mesh:
+        allowed = f"multiples of {others}" if "replica" in plan.mesh else str(others)
+        raise ConfigError(
+            f"the plan's mesh {_sizes(plan)} does not fit {num_devices} devices. "
+            f"Allowed: {allowed}. Use another number of hosts, another --plan, or "
+            "--plan auto, which is decided again when the number changes."
+        )
+    return replace(plan, mesh={**plan.mesh, "replica": num_devices // others})
+
+
+def _sizes(plan: Plan) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
 
 
 def read(path: str) -> Plan:

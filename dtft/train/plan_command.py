@@ -56,11 +56,16 @@ def run(options: Namespace, experiment: Experiment) -> int:
         taken = first_fitting(results).decision
         found = RunnablePlan.of(taken.plan, taken)
     show(found, checked)
-    for path, text in ((options.json, found.to_json), (options.html, found.html)):
-        if path:
-            Path(path).write_text(text())
-            print(f"written: {path}")
+    if options.json:
+        _write(options.json, found.to_json())
+    if options.html:
+        _write(options.html, report.html(found, found.decision, checked))
     return 0
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).write_text(text)
+    print(f"written: {path}")
 
 
 def planned(

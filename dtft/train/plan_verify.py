@@ -84,7 +84,7 @@ def verified(
     target = target_of(decision)
     found = _compiled(next_best(decision, num), asked, target, end)
     while not any(one.verdict.fits for one in found) and time.monotonic() < end:
-        more = _leaner(decision, found, num)
+        more = leaner(decision, found, num)
         if not more:
             break
         share = _excess(found) - 1
@@ -131,13 +131,21 @@ def _excess(found: Sequence[Verified]) -> float:
     return max(ratios, default=0.0)
 
 
-def _leaner(
+def leaner(
     decision: Decision, found: Sequence[Verified], num: int
 ) -> tuple[Decision, ...]:
     """The best plans that would fit if all programs exceeded predictions alike.
 
     Asked of a cluster whose devices have so much less memory; what is held back counts
     to the reserve of the plans.
+
+    Args:
+        decision: what was verified first.
+        found: what was compiled, and does not fit.
+        num: how many at most.
+
+    Returns:
+        Plans that were not compiled yet, fastest first; none if nothing could help.
     """
     pool, excess = decision.cluster.uniform, _excess(found)
     if excess <= 1:  # they do not fit for another reason

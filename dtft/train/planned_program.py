@@ -5,7 +5,6 @@ and how gradients are computed and applied, is the plan's. Decides nothing that 
 decides; must not know how it was found, hosts, checkpoints or the loop.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,21 +23,14 @@ def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
     """The plan's mesh, with axes of size 1 for those that every program names.
 
     Args:
-        plan: its replicas become more or fewer, if the devices do.
+        plan: of `plan_choice.choose`.
         devices: in slot order.
 
     Raises:
-        ValueError: no number of replicas fits the devices.
+        ValueError: the plan is for another number of devices.
     """
     sizes = {axis: 1 for axis in AXES if axis not in plan.mesh} | dict(plan.mesh)
-    others = math.prod(size for axis, size in sizes.items() if axis != "replica")
-    if len(devices) % others:
-        text = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
-        raise ValueError(
-            f"the plan's mesh {text} does not fit {len(devices)} devices. Allowed: "
-            f"multiples of {others}. Use another number of hosts, or another --plan."
-        )
-    return mesh_of({**sizes, "replica": len(devices) // others}, devices)
+    return mesh_of(sizes, devices)
 
 
 class PlannedProgram(Program):

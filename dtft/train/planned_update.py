@@ -111,16 +111,16 @@ class Update:
         """The loss's program with constraints, gathers and blocks."""
         plan = self.plan
         program = insert(program, plan.constraints, self.mesh)
-        policy, last = POLICIES.get(plan.knobs.remat), False
+        policy, last, joined = POLICIES.get(plan.knobs.remat), False, None
         if plan.knobs.zero == 3:
             gathering = Gathering(mesh=self.mesh)
             specs = {index: plan.state[path] for index, path in enumerate(paths)}
-            program = gathering.apply(program, specs)
+            program, joined = gathering.apply(program, specs), gathering.gathers
             if policy is None:
                 policy, last = gathering.policy, True
         if policy is None:
             return program
-        return rematerialized(program, policy, last=last)
+        return rematerialized(program, policy, last=last, joined=joined)
 
 
 def update_specs(

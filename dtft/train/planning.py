@@ -16,11 +16,13 @@ from jax.sharding import Mesh
 
 from dtft.checkpoint import tree
 from dtft.planner import comparing, explain, lints, report, sensitivity, why_not
+from dtft.planner.axis_rules import AxisRules, axis_rules
 from dtft.planner.capabilities import check_runnable
 from dtft.planner.deciding import Decision
 from dtft.planner.lints import Lint
 from dtft.planner.plan import Plan
 from dtft.train.constrained import constrained
+from dtft.train.logical_names import logical_names
 from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -123,6 +125,27 @@ class RunnablePlan(Plan):
             sharding_tree("state", state, self.state, mesh),
             sharding_tree("batch", batch, self.batch, mesh),
         )
+
+    def axis_rules(self, params: Any) -> AxisRules:
+        """The plan as Flax's rules from logical names to axes of the mesh.
+
+        `flax.core.spmd.logical_axis_rules(plan.axis_rules(params).rules)` then shards a
+        model that was written with logical names. A rule gives a name the same axes
+        everywhere; arrays that the plan divides otherwise are the `exceptions`.
+
+        Args:
+            params: what the plan was made for, with its NNX variables
+                (`nnx.state(model)`) or Linen boxes; entry step: the state.
+
+        Raises:
+            ValueError: no array has logical names, or one that has is not planned.
+        """
+        names = logical_names(params, self.state)
+        shapes = {
+            path.removesuffix("/value") if path not in names else path: leaf.shape
+            for path, leaf in tree.to_paths(params).items()
+        }
+        return axis_rules(self.state, names, shapes)
 
     def jit(self, step: Step, devices: Sequence[Any] | None = None) -> "PlannedStep":
         """As `jit_plan`."""

@@ -1,13 +1,14 @@
 """Kills real processes; `make test` runs three drills, `make drills` all of them."""
 
 import random
+import re
 
 import pytest
 
 from dtft.elastic.faults import PHASES
 from dtft.elastic.journal import read_events
 from tests.checkpoint.test_stream import certificate
-from tests.drills.harness import DIGITS, FSDP, HYBRID, drill
+from tests.drills.harness import DIGITS, FSDP, HYBRID, drill, dtft
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
 every = pytest.mark.drill_all
@@ -239,3 +240,22 @@ def test_any_moment(tmp_path, control, seed):
     )
     assert record["recoveries"], record["output"]
     assert record["bytes_from_storage"] == 0
+
+
+@every
+@pytest.mark.parametrize("given", ["auto", "file"])
+def test_a_planned_job_replays_its_plan(tmp_path, control, given):
+    plan = "auto"
+    if given == "file":
+        plan = str(tmp_path / "plan.json")
+        pins = ("--pin", "replica=3", "--pin", "microbatches=2")
+        made = ("plan", "digits_cnn", "--cluster", "3xcpu", *pins, "--json", plan)
+        done = dtft(*made, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+    record = drill(
+        *(tmp_path, *DIGITS, *control(f"digits-plan-{given}"), "--plan", plan),
+        *("--spares", "1", "--fault", "kill-host:1@30"),
+    )
+    assert only(record)["rung"] == 2 and only(record)["bytes_from_storage"] == 0
+    said = re.findall(r"plan \S+: (.*); predicted", record["output"])
+    assert len(said) >= 2 and len(set(said)) == 1

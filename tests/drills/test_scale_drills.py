@@ -1,6 +1,7 @@
 """Jobs that grow and shrink while they train; `make test` runs the first drill."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,20 @@ def test_the_leader_lost_while_the_job_grows(tmp_path, control):
     assert record["faults"][0]["reply"]["replicas"] == 3
     assert record["resized"][-1]["hosts"][-1] == 3
     assert record["bytes_from_storage"] == 0
+
+
+@every
+def test_a_planned_job_shrinks_and_grows_again(tmp_path, control):
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits-planned"), "--plan", "auto"),
+        *("--fault", "scale:1@20", "--fault", "scale:3@40"),
+    )
+    assert sizes(record) == [[3, 1], [1, 3]] and record["bytes_from_storage"] == 0
+    plans = re.findall(r"plan auto \((.*?)\): ", record["output"])
+    assert [text.split(";")[0] for text in plans[-2:]] == [
+        "decided again for 1 devices",
+        "decided again for 3 devices",
+    ]
 
 
 @every

@@ -135,3 +135,17 @@ def test_the_tracer_numbers_operators_alike(fn: Callable[..., Any]) -> None:
     program = jax.make_jaxpr(jax.grad(fn))(weights(), jnp.ones((4, 8)))
     names = [eqn.primitive.name for eqn in operators(program.jaxpr)]
     assert names == [op.primitive for op in graph.operators]
+
+
+def test_joined_equations_are_in_the_block_of_what_comes_after_them() -> None:
+    def ends(joined: Callable[[Any], bool] | None) -> list[str]:
+        changed = rematerialized(
+            program_of(unrolled), POLICIES["full"], last=True, joined=joined
+        )
+        blocks = [eqn for eqn in changed.jaxpr.eqns if eqn.primitive.name in REMAT]
+        return [one.params["jaxpr"].eqns[-1].primitive.name for one in blocks[:-1]]
+
+    assert "add" in ends(None)
+    apart = ends(lambda eqn: eqn.primitive.name == "add")
+    assert apart
+    assert "add" not in apart

@@ -1,7 +1,10 @@
 """The report is one file that needs nothing, with the numbers of the plan."""
 
 import io
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -9,6 +12,7 @@ from rich.console import Console
 
 from dtft.planner import drawing, explain, report
 from dtft.planner.lints import lints
+from dtft.planner.wording import Section
 from tests.planner.deciding_zoo import decision
 
 
@@ -95,11 +99,46 @@ def test_a_divided_array_has_its_cuts_and_one_part() -> None:
     assert "dim 0 in 2" in words and 'class="cut"' not in words
 
 
+def _numbers(tag: str, attributes: str) -> Iterator[dict[str, float]]:
+    """Attributes that are numbers, of each element of a kind."""
+    for found in re.findall(rf"<{tag} ([^>]*)>", attributes):
+        pairs = re.findall(r'([\w-]+)="(-?[\d.]+)"', found)
+        yield {name: float(value) for name, value in pairs}
+
+
 def test_a_bar_reaches_the_limit_where_the_terms_do() -> None:
     bars = drawing.stacked([("full", {"x": 3.0, "y": 1.0})], 4.0, ["4"])
-    line = bars.split('<line x1="')[1].split('"')[0]
-    end = [float(part.split('"')[0]) for part in bars.split('width="')[1:]]
-    assert float(line) == pytest.approx(330 + end[1] + end[2], abs=0.2)
+    (line,) = _numbers("line", bars)
+    first, second = _numbers("rect", bars)
+    assert second["x"] == pytest.approx(first["x"] + first["width"], abs=0.2)
+    assert line["x1"] == pytest.approx(second["x"] + second["width"], abs=0.2)
+    (_, words) = _numbers("text", bars)
+    assert words["x"] > line["x1"]
+
+
+@pytest.mark.parametrize("pins", [{"tensor": 2, "fsdp": 4}, {"replica": 8}])
+def test_everything_is_drawn_within_its_picture(pins: dict[str, int]) -> None:
+    found = decision(**pins)
+    html = report.html(found.plan, found)
+    for picture in re.findall(r"<svg .*?</svg>", html):
+        (size,) = _numbers("svg", picture)
+        for box in _numbers("rect", picture):
+            left, top = box.get("x", 0.0), box.get("y", 0.0)
+            assert min(left, top, box["width"], box["height"]) >= 0
+            assert left + box["width"] <= size["width"] + 0.2
+            assert top + box["height"] <= size["height"] + 0.2
+        texts = re.findall(
+            r'<text x="([\d.]+)" .*?anchor="(\w+)">(.*?)</text>', picture
+        )
+        for at, anchor, words in texts:
+            reach = 6 * len(unescape(words)) * (-1 if anchor == "end" else 1)
+            assert 0 <= float(at) + reach <= size["width"]
+
+
+def test_what_was_compiled_is_part_of_it() -> None:
+    found = decision(tensor=2, fsdp=4)
+    checked = Section(title="Verified", columns=("mesh",), rows=(("<a>",),))
+    assert "<h2>Verified</h2>" in report.html(found.plan, found, [checked])
 
 
 def test_the_terminal_shows_the_same_tables() -> None:

@@ -23,8 +23,9 @@ from dtft.planner.compute_cost import added_s, launch_s
 from dtft.planner.cost import Speeds, computing_s, runs
 from dtft.planner.enumeration import enumerate_space
 from dtft.planner.groups import CHEAP
-from dtft.planner.memory import RESERVE, Timeline, peak
+from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.meshes import divisors
+from dtft.planner.moments import Moments
 from dtft.planner.partition import MICRO, Division, work
 from dtft.planner.question import Question, of_loss
 from dtft.planner.search import Priced, Search, memory_floor
@@ -93,12 +94,13 @@ class Everything:
     def __init__(self, question: Question, pool: Pool, scatters: bool) -> None:
         self.question, self.pool, self.graph = question, pool, question.graph
         self.search = Search(question, pool, scatters=scatters)
-        self.timeline = Timeline(graph=question.graph)
+        self.timeline = Timeline(graph=question.graph, gathers=True)
         data = dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
         self.base = Division(axes=data, scatters=scatters, alias=question.alias)
         self.dims = candidates(question)
         self._known: dict[object, tuple[float, float, float]] = {}
         self._works: dict[object, Work] = {}
+        self._moments: dict[object, Moments] = {}
 
     @cached_property
     def points(self) -> list[Point]:
@@ -222,8 +224,13 @@ class Everything:
         for leaf in arrays:
             axes = [axis for part in leaf.rest for axis in part]
             there += leaf.value.num_bytes / math.prod(mesh.get(a, 1) for a in axes)
-        highest = peak(self.timeline, division, sizes, {})
-        return there + float(highest.activations) + float(highest.gradients)
+        timeline = self.timeline.at_level_3 if zero == 3 else self.timeline
+        key = timeline, frozenset(division.axes.items())
+        if key not in self._moments:
+            self._moments[key] = Moments(timeline, division)
+        one = {axis: np.array([sizes.get(axis, 1)]) for axis in (*AXES, MICRO)}
+        highest = self._moments[key].peak(one, zero)
+        return there + float(highest.activations[0]) + float(highest.gradients[0])
 
 
 def slots(mesh: Mapping[str, int]) -> int:

@@ -14,7 +14,9 @@ def near(value: float) -> object:
     return pytest.approx(value, rel=reading.PRECISION, abs=1e-9)
 
 
-@pytest.mark.parametrize("pins", [{"replica": 8}, {"tensor": 2, "zero": 3}])
+@pytest.mark.parametrize(
+    "pins", [{"replica": 8}, {"tensor": 8}, {"tensor": 2, "zero": 3}]
+)
 def test_what_is_slower_says_by_how_much_in_every_term(pins: dict[str, int]) -> None:
     found = decision()
     plan = found.plan

@@ -43,6 +43,16 @@ def _shipped(name: str, folder: Path) -> Experiment:
     return parse(name, ["--data.path", str(make_folder(folder, train=1, val=1))])
 
 
+@pytest.mark.parametrize("flags", [["--mesh", "auto"], ["--mesh=auto"]])
+def test_a_mesh_may_be_left_to_the_planner(flags: list[str], tmp_path: Path) -> None:
+    assert parse("digits_cnn", flags).plan == "auto"
+    path = tmp_path / "mine.py"
+    text = (find("digits_cnn")).read_text()
+    path.write_text(text.replace("name=", 'plan="auto", name=', 1))
+    assert parse(str(path), []).plan == "auto"
+    assert parse(str(path), ["--plan", ""]).plan == ""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_resolved_config_is_golden(name: str, tmp_path: Path) -> None:
     """To accept a change: `dtft config NAME > tests/train/golden/NAME.json`."""

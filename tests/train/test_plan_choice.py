@@ -1,7 +1,7 @@
 """A config with a plan: chosen once, recorded, replayed, run as planned."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,10 @@ def planned(
     return plan_of(asked.params, asked.batch, asked.optimizer, mesh, knobs)
 
 
+def two() -> list[Any]:
+    return jax.devices()[:2]
+
+
 def never(*_: Any) -> Plan:
     raise AssertionError("asked to decide")
 
@@ -44,16 +48,16 @@ def a_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 def test_without_a_plan_the_config_decides(tmp_path: Path) -> None:
-    assert choose(tiny(tmp_path), jax.devices(), {}, never) is None
+    assert choose(tiny(tmp_path), two(), {}, never) is None
 
 
 def test_auto_is_decided_once_and_replayed(tmp_path: Path, plan: Plan) -> None:
     experiment = tiny(tmp_path, plan="auto")
-    first = choose(experiment, jax.devices(), {}, lambda *_: plan)
+    first = choose(experiment, two(), {}, lambda *_: plan)
     assert first is not None
     assert first.plan == plan
     items = json.loads(json.dumps(first.items))  # as a checkpoint keeps them
-    again = choose(experiment, jax.devices(), items, never)
+    again = choose(experiment, two(), items, never)
     assert again is not None
     assert again.items == first.items
 
@@ -62,10 +66,10 @@ def test_a_plan_file_is_replayed_though_it_has_gone(tmp_path: Path, plan: Plan) 
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json())
     experiment = tiny(tmp_path, plan=str(path))
-    first = choose(experiment, jax.devices(), {}, never)
+    first = choose(experiment, two(), {}, never)
     assert first is not None
     path.unlink()
-    again = choose(experiment, jax.devices(), first.items, never)
+    again = choose(experiment, two(), first.items, never)
     assert again is not None
     assert again.plan == plan
 
@@ -73,7 +77,8 @@ def test_a_plan_file_is_replayed_though_it_has_gone(tmp_path: Path, plan: Plan) 
 def test_another_wish_is_decided_anew(tmp_path: Path, plan: Plan) -> None:
     items = Choice(asked="old.json", plan=plan).items
     other = replace(plan, mesh={"replica": 4})
-    found = choose(tiny(tmp_path, plan="auto"), jax.devices(), items, lambda *_: other)
+    devices = jax.devices()[:4]
+    found = choose(tiny(tmp_path, plan="auto"), devices, items, lambda *_: other)
     assert found is not None
     assert found.plan.mesh == {"replica": 4}
 
@@ -89,7 +94,7 @@ def test_what_is_no_plan_is_refused(
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=words):
-        choose(tiny(tmp_path, plan=str(path)), jax.devices(), {}, never)
+        choose(tiny(tmp_path, plan=str(path)), two(), {}, never)
 
 
 def test_a_plan_and_a_mesh_contradict_each_other(tmp_path: Path) -> None:
@@ -97,15 +102,48 @@ def test_a_plan_and_a_mesh_contradict_each_other(tmp_path: Path) -> None:
         tiny(tmp_path, plan="auto", mesh=MeshConfig(fsdp=2))
 
 
-def test_a_plan_follows_the_number_of_devices(plan: Plan) -> None:
-    three = replace(plan, mesh={"replica": 2, "tensor": 2})
-    assert dict(planned_mesh(three, jax.devices()).shape) == {
-        "fsdp": 1,
-        "replica": 4,
-        "tensor": 2,
-    }
-    with pytest.raises(ValueError, match="does not fit 3 devices. Allowed: multiples"):
-        planned_mesh(three, jax.devices()[:3])
+def test_auto_is_decided_again_for_another_number_of_devices(
+    tmp_path: Path, plan: Plan
+) -> None:
+    items = Choice(asked="auto", plan=plan).items
+    other = replace(plan, mesh={"fsdp": 3})
+    asked = []
+
+    def decide(_: Experiment, devices: Sequence[Any]) -> Plan:
+        asked.append(len(devices))
+        return other
+
+    experiment, three = tiny(tmp_path, plan="auto"), jax.devices()[:3]
+    found = choose(experiment, three, items, decide)
+    assert found is not None
+    assert asked == [3]
+    assert found.plan == other
+    assert "plan auto (decided again for 3 devices; was replica=2): fsdp=3" in (
+        found.words
+    )
+    again = choose(experiment, three, found.items, never)
+    assert again is not None
+    assert again.plan.mesh == {"fsdp": 3}
+    assert not again.before
+
+
+def test_a_files_plan_gets_more_replicas_or_is_refused(
+    tmp_path: Path, plan: Plan
+) -> None:
+    experiment = tiny(tmp_path, plan="x.json")
+    items = Choice(asked="x.json", plan=replace(plan, mesh={"replica": 2, "tensor": 2}))
+    found = choose(experiment, jax.devices(), items.items, never)
+    assert found is not None
+    assert found.plan.mesh == {"replica": 4, "tensor": 2}
+    assert "(replicas changed for 8 devices; was replica=2 x tensor=2)" in found.words
+    assert dict(planned_mesh(found.plan, jax.devices()).shape) == {
+        "fsdp": 1, "replica": 4, "tensor": 2,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="does not fit 3 devices. Allowed: multiples"):
+        choose(experiment, jax.devices()[:3], items.items, never)
+    alone = Choice(asked="x.json", plan=replace(plan, mesh={"fsdp": 2})).items
+    with pytest.raises(ConfigError, match=r"fsdp=2 does not fit 8 devices.*Allowed: 2"):
+        choose(experiment, jax.devices(), alone, never)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A plan is taken only if what the compiler made of it fits."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -13,9 +14,10 @@ from dtft.planner.deciding import Decision, decide, next_best
 from dtft.planner.plan import Collective
 from dtft.planner.question import of_loss
 from dtft.planner.verify import Compiled, Failure, Memory, gate
-from dtft.train.plan_verify import Verified, verified
+from dtft.train.plan_verify import Verified, leaner, verified
 from dtft.train.verify_words import first_fitting, sections
 from tests.planner import reading
+from tests.planner.deciding_zoo import question, with_memory
 
 PARAMS = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
 BATCH = jax.ShapeDtypeStruct((32, 64), jnp.float32)
@@ -26,6 +28,7 @@ def _loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(batch @ params["w"]))
 
 
+SIZE = re.compile(r"[\d.]+ [KMG]iB")
 ASKED = {"loss": _loss, "optimizer": OPTIMIZER, "params": PARAMS, "batch": BATCH}
 
 
@@ -82,6 +85,50 @@ def test_predicted_and_compiled_bytes_stand_side_by_side(decision: Decision) -> 
     kind, _, predicted, found, difference, _ = collectives.rows[0]
     assert (kind, difference) == ("all_reduce", "not there")
     assert reading.value(predicted) == 8192 and reading.value(found) == 0
+
+
+def _tight() -> tuple[Decision, Verified]:
+    """A plan that just fits as predicted, and needs half as much again compiled."""
+    found = decide(question(), Cluster.parse("8xH100")).plan
+    state = found.memory_bytes - found.memory["reserve"]
+    tight = decide(question(), with_memory("8xH100", round(state / 0.9)))
+    predicted = tight.plan.memory_bytes - tight.plan.memory["reserve"]
+    one = _made(tight, round(1.5 * predicted) - 100)
+    assert not one.verdict.fits
+    return tight, one
+
+
+def test_where_none_fits_leaner_plans_are_looked_for() -> None:
+    tight, one = _tight()
+    has = tight.plan.capacity_bytes
+    found = leaner(tight, [one], 3)
+    assert 1 <= len(found) <= 3
+    for other in found:
+        plan = other.plan
+        assert plan.capacity_bytes == has
+        assert plan.fits
+        assert plan.cluster == tight.plan.cluster
+        predicted = plan.memory_bytes - plan.memory["reserve"]
+        assert 1.5 * predicted <= 0.96 * has
+    times = [other.plan.prediction.step_s for other in found]
+    assert times == sorted(times) and times[0] >= tight.plan.prediction.step_s
+
+
+def test_another_plan_that_is_taken_and_none_are_said_in_words() -> None:
+    tight, one = _tight()
+    other = leaner(tight, [one], 1)[0]
+    needs = other.plan.memory_bytes - other.plan.memory["reserve"]
+    small = replace(_made(other, needs - 100), held_back=0.5)
+    (memory, _) = sections((one, small))
+    assert "1 faster plan did not fit as compiled" in memory.notes[0]
+    assert "needed up to 50 % more than predicted" in memory.notes[1]
+    with pytest.raises(ValueError, match=r"does not fit on 8xH100") as caught:
+        first_fitting((one,))
+    has, needed = tight.plan.capacity_bytes, one.verdict.needed_bytes
+    numbers = [reading.value(text) for text in SIZE.findall(str(caught.value))]
+    wanted = (needed, needed - has, has, needed)
+    assert numbers == [pytest.approx(n, rel=reading.PRECISION) for n in wanted]
+    assert re.search(r"about \d+ devices of this type instead of 8", str(caught.value))
 
 
 def test_plans_are_compiled_for_devices_that_do_not_exist(decision: Decision) -> None:

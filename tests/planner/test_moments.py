@@ -1,0 +1,151 @@
+"""What is alive when: order of operators, what is kept, bytes on many meshes."""
+
+from collections import Counter
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dtft.planner.graph import Graph
+from dtft.planner.groups import region
+from dtft.planner.memory import Timeline
+from dtft.planner.moments import Moments
+from dtft.planner.partition import MICRO, Division
+from dtft.planner.question import Question, of_loss
+from dtft.planner.run_order import scheduled
+from tests.planner.zoo import MODELS
+from tests.planner.zoo_parts import ADAM
+
+SIZES = {
+    "mlp": {"batch": 64, "widths": (16, 32, 32, 8)},
+    "gpt_scan": {"batch": 8, "time": 16, "width": 32, "layers": 2, "heads": 4,
+                 "vocabulary": 64},
+    "rnn": {"batch": 8, "time": 4, "width": 16, "vocabulary": 32},
+}  # fmt: skip
+
+
+@cache
+def question(name: str) -> Question:
+    model = MODELS[name](**SIZES[name])
+    return of_loss(model.loss, ADAM, model.params, model.batch)
+
+
+def division(asked: Question) -> Division:
+    axes = dict.fromkeys(asked.batch_dims, ("replica", "fsdp", MICRO))
+    return Division(axes=axes, alias=asked.alias, scatters=True)
+
+
+def sizes(replica=(1,), fsdp=(1,), micro=(1,)) -> dict[str, np.ndarray]:
+    columns = {"replica": replica, "fsdp": fsdp, MICRO: micro}
+    return {axis: np.array(column) for axis, column in columns.items()}
+
+
+def made_before_read(graph: Graph) -> bool:
+    made = {index: -1 for index in graph.inputs.values()}
+    for number, operator in enumerate(graph.operators):
+        made.update(dict.fromkeys(operator.outputs, number))
+    return all(
+        made.get(index, -1) < number
+        for number, operator in enumerate(graph.operators)
+        for index in operator.inputs
+    )
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_order_is_one_in_which_the_program_can_run(name: str) -> None:
+    before = question(name).graph
+    after = scheduled(before)
+    assert made_before_read(after)
+    assert Counter(after.operators) == Counter(before.operators)
+    for old, new in zip(before.loops, after.loops, strict=True):
+        assert Counter(before.operators[slice(*old.operators)]) == Counter(
+            after.operators[slice(*new.operators)]
+        )
+
+
+def test_products_that_only_the_update_reads_come_last() -> None:
+    graph = scheduled(question("mlp").graph)
+    kernels = {(16, 32), (32, 32), (32, 8), (32, 16), (8, 32)}
+    backward = [
+        graph.values[operator.outputs[0]].shape in kernels
+        for operator in graph.operators
+        if operator.kind == "matmul" and region(operator) == "backward"
+    ]
+    assert backward == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_comes_goes(name: str) -> None:
+    timeline = Timeline(graph=question(name).graph, gathers=True)
+    for one in (timeline, timeline.at_level_3):
+        there: set[int] = set()
+        for event in one.events:
+            if event.kind == "comes":
+                assert event.value not in there
+                there.add(event.value)
+            elif event.kind == "goes":
+                there.remove(event.value)
+        assert not there
+
+
+def test_a_rectifier_has_no_memory_of_its_own_but_at_level_3() -> None:
+    timeline = Timeline(graph=question("mlp").graph, gathers=True)
+
+    def kept(one: Timeline) -> int:
+        """Results of rectifiers in memory."""
+        values = one.graph.values
+        maxima = {
+            operator.outputs[0]
+            for operator in one.graph.operators
+            if operator.primitive == "max"
+            and len(values[operator.outputs[0]].shape) == 2
+        }
+        return len(maxima & {e.value for e in one.events if e.kind == "comes"})
+
+    assert kept(timeline) == 0 and kept(timeline.at_level_3) == 2
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("zero", range(4))
+def test_many_meshes_at_once_are_each_by_itself(name: str, zero: int) -> None:
+    asked = question(name)
+    moments = Moments(Timeline(graph=asked.graph, gathers=True), division(asked))
+    columns = [(1, 2, 4, 1, 2), (1, 1, 2, 4, 2), (1, 2, 1, 2, 1)]
+    together = moments.peak(sizes(*columns), zero)
+    for at, (replica, fsdp, micro) in enumerate(zip(*columns, strict=True)):
+        alone = moments.peak(sizes((replica,), (fsdp,), (micro,)), zero)
+        assert together.activations[at] == pytest.approx(alone.activations[0])
+        assert together.gradients[at] == pytest.approx(alone.gradients[0])
+
+
+def test_levels_and_microbatches_change_what_they_should() -> None:
+    asked = question("gpt_scan")
+    moments = Moments(Timeline(graph=asked.graph, gathers=True), division(asked))
+    total = sum(
+        asked.graph.values[i].num_bytes for i in Timeline(graph=asked.graph).gradients
+    )
+    whole, parts = (moments.peak(sizes(fsdp=(4,)), zero) for zero in (0, 2))
+    assert parts.gradients[0] < whole.gradients[0] <= total
+    many = moments.peak(sizes(micro=(8,)), 0)
+    once = moments.peak(sizes(), 0)
+    assert many.gradients[0] >= total  # a sum of each is there all the time
+    assert many.activations[0] < once.activations[0] / 4
+
+
+def test_operands_that_must_be_gathered_have_memory_then() -> None:
+    def loss(params, batch):
+        return jnp.sum((batch["x"] @ params["w"]) ** 2)
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    asked = of_loss(loss, ADAM, {"w": array(1024, 8)}, {"x": array(4, 1024)})
+    columns = asked.graph.values[asked.graph.inputs["params/w"]].dims[1]
+    timeline, rows = Timeline(graph=asked.graph, gathers=True), division(asked)
+    across = Division(axes={**rows.axes, columns: ("replica",)}, scatters=True)
+    found = Moments(timeline, across).peak(sizes((4,)), 0)
+    # Rows and columns want the same axis: the smaller, the examples, is gathered. The
+    # gradient, which is half of that, is all there is otherwise.
+    assert found.activations[0] + found.gradients[0] >= 4 * 1024 * 4
