@@ -18,6 +18,10 @@ from dtft.planner.links import CollectiveKind, Curve, Link
 from dtft.planner.scalar_fit import Fit, fit
 
 
+_PLAIN = 0.2
+"""Relative error up to which bytes over bandwidth explain how long a stream takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MatmulTime:
     """One (m, k) by (k, n) on every device at once; seconds of one."""
@@ -83,10 +87,13 @@ def fit_memory(
 
     Apart from the start of an operator. Small arrays that are used again and again stay
     in a cache; the rest goes through the memory. The cache is as large as one of the
-    sizes measured, whichever explains them best.
+    sizes measured, whichever explains them best; where bandwidth alone explains them,
+    there is none.
     """
-    tries = [_fit_memory(device, times, float(time.num_bytes)) for time in times]
-    cache_bytes, found = min(tries, key=lambda one: one[1].worst)
+    cache_bytes, found = _fit_memory(device, times, 0.0)
+    if found.worst > _PLAIN:
+        tries = [_fit_memory(device, times, float(time.num_bytes)) for time in times]
+        cache_bytes, found = min(tries, key=lambda one: one[1].worst)
     reached = found.values["bandwidth"]
     bandwidth = max(device.memory_bandwidth, reached)
     if device.platform == "cpu":  # what the catalog has is an order of magnitude
@@ -95,7 +102,7 @@ def fit_memory(
         device.efficiency,
         memory=reached / bandwidth,
         cache_bytes=cache_bytes,
-        cache_gain=found.values["cache_gain"],
+        cache_gain=found.values["cache_gain"] if cache_bytes else 1.0,
     )
     return replace(device, memory_bandwidth=bandwidth, efficiency=made), found
 

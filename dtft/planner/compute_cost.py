@@ -84,7 +84,7 @@ def memory_s(device: DeviceType, num_bytes: Any, *, cold: bool = False) -> Any:
     >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1, source="",
     ...     memory_bandwidth=1e9, peak_flops={"float32": 1}, efficiency=Efficiency(
     ...     memory=1.0, cache_bytes=1e6, cache_gain=10.0))
-    >>> [round(1e3 * memory_s(device, n), 3) for n in (1e6, 3e6)]
+    >>> [round(float(1e3 * memory_s(device, n)), 3) for n in (1e6, 3e6)]
     [0.1, 2.1]
     """
     efficiency = device.efficiency
