@@ -17,7 +17,6 @@ from dtft.planner.device import DeviceType, Efficiency
 from dtft.planner.links import CollectiveKind, Curve, Link
 from dtft.planner.scalar_fit import Fit, fit
 
-
 _PLAIN = 0.2
 """Relative error up to which bytes over bandwidth explain how long a stream takes."""
 
