@@ -16,7 +16,7 @@ from dtft.train.planned_step import make_step
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import Model
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+pytestmark = pytest.mark.usefixtures("fast_programs")
 LAYERS = 1
 
 
@@ -38,7 +38,7 @@ def test_each_device_has_the_weights_of_its_own_experts(found: Decision) -> None
     plan = found.plan
     assert plan.runnable
     assert plan.state["layers/0/up"][0] == ("expert",)
-    assert plan.optimizer["0/mu/layers/1/down"][0] == ("expert",)
+    assert plan.optimizer["0/mu/layers/0/down"][0] == ("expert",)
     assert plan.batch["tokens"][0] == ("replica", "expert")
     assert not any(plan.state["embed"])
 

@@ -11,12 +11,11 @@ from dtft.checkpoint import tree
 from dtft.planner import gpu_targets
 from dtft.planner.compiling import compile_all
 from dtft.planner.plan import Knobs, Plan
-from dtft.planner.verify import Compiled
+from dtft.planner.verify import Compiled, gate
 from dtft.train import verifying
 from dtft.train.planned_step import make_step
 from tests.train.plans import layers_batch, layers_loss, layers_params, plan_of
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 OPTIMIZER = optax.adam(0.1)
 
 
@@ -45,7 +44,7 @@ def test_training_is_the_same_bit_for_bit() -> None:
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-def test_a_compiled_step_has_so_much_less_on_the_gpu() -> None:
+def test_a_program_for_a_gpu_has_it_in_host_memory() -> None:
     if not gpu_targets.installed():
         pytest.skip("needs XLA's GPU compiler: `make test` installs it")
     params, batch = layers_params(), layers_batch()
@@ -55,10 +54,10 @@ def test_a_compiled_step_has_so_much_less_on_the_gpu() -> None:
         for plan in plans()
     )
     assert isinstance(there, Compiled) and isinstance(away, Compiled)
-    state = tree.to_paths(jax.eval_shape(OPTIMIZER.init, params))
-    plan = plans()[1]
-    moved = sum(
-        state[path].size * 4 // (2 if any(plan.optimizer[path]) else 1)
-        for path in plan.host
-    )
-    assert there.memory.arguments - away.memory.arguments == moved
+    # Arguments are counted wherever they are: `verify.gate` takes these off again.
+    assert there.memory.arguments == away.memory.arguments
+    assert away.memory.temporaries > there.memory.temporaries  # copies on their way
+    plan = replace(plans()[1], host_bytes=9216)
+    capacity = away.memory.total - 9216
+    assert gate(plan, away, capacity, reserve=0.0).fits
+    assert not gate(plan, away, capacity - 1, reserve=0.0).fits
