@@ -128,7 +128,7 @@ def replanned(record: dict[str, Any]) -> list[str]:
 def test_a_plan_is_decided_again_when_the_job_grows(tmp_path, control):
     record = drill(
         *(tmp_path, *TWO, *control("digits-2-auto"), "--plan", "auto"),
-        *("--spares", "2", "--fault", "scale:2@20"),  # a replica of fsdp=2 has two
+        *("--spares", "2", "--fault", "scale:2@20"),  # both hosts are one replica
     )
     assert sizes(record) == [[2, 4]] and record["bytes_from_storage"] == 0
     assert replanned(record)[-1] == "decided again for 4 devices"
