@@ -36,62 +36,34 @@ MESHES: tuple[Mapping[str, int], ...] = (
 AGREES = 0.01
 WHY: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (
-        ("gpt",),
-        "tensor=8",
-        "tensor",
-        "presumably: the plan divides the dim of time, which tokens [batch, time + "
-        "1] do not have and constraints therefore do not name, so that the program "
-        "divides less",
-    ),
-    (
-        ("gpt", "gpt_scan", "llama", "rnn", "moe"),
-        "tensor=4 zero=3",
-        "all_reduce over fsdp",
-        "presumably the gradient of the embedding: the difference is three quarters "
-        "of it, as if XLA summed it divided by tensor",
-    ),
-    (
-        ("gpt_scan",),
-        "zero=3",
-        "all_gather over fsdp",
-        "the tied embedding is gathered for the lookup and for the head: XLA's CPU "
-        "backend makes one gather of two; its GPU backend does as predicted",
-    ),
-    (
-        ("rnn",),
-        "zero=3",
-        "all_gather over fsdp",
-        "weights that every step of the scan reads are gathered before the loop, and "
-        "what the backward loop gathers again is the same: XLA makes one of two",
-    ),
-    (
-        ("resnet", "unet", "vit"),
-        "replica=4 fsdp=8 zero=3",
-        "all_reduce over",
-        "by the numbers, a sum over replica and fsdp whose result fsdp divides is "
-        "made over fsdp, cut, and its eighth summed over replica; the plan has one "
-        "sum over both",
-    ),
-    (
-        ("moe",),
-        "",
-        "all_gather over",
-        "XLA gathers the whole operand of top_k, although its rows are independent",
-    ),
-    (
         ("lora",),
-        "zero=1",
-        "all_gather over fsdp",
-        "presumably frozen weights: they do not change, so that XLA has nothing of "
-        "them to gather after the update",
+        "tensor=4 zero=3",
+        "",
+        "the user's own step is not rebuilt (no gathers are put into it), and nothing "
+        "lies on tensor: for the lookup XLA gathers a quarter of the table on each, "
+        "and adds up what they find",
+    ),
+    (
+        ("user_step",),
+        "tensor=4",
+        "",
+        "nothing of this step lies on tensor; by the numbers, XLA divides the scores "
+        "and the tables' gradients over it on the way, where the plan has all alike",
+    ),
+    (
+        ("user_step",),
+        "zero=3",
+        "",
+        "the user's own step is not rebuilt (no gathers are put into it), and it has "
+        "fewer rows per device than its tables: XLA moves rows and their gradients "
+        "where the plan gathers tables and adds up their gradients",
     ),
     (
         ("user_step",),
         "",
-        "",
-        "the user's own step is not rebuilt (no gathers are put into it), and it has "
-        "fewer rows per device than its tables: XLA moves rows and partial sums where "
-        "the plan gathers tables, and gathers the rows of one tower once, not twice",
+        "all_gather",
+        "the rows of one tower are gathered for the scores and for their gradient: "
+        "XLA keeps the first, the plan counts two",
     ),
 )
 """Models, words of the mesh, words of the kind and axes; and why XLA does otherwise."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from dtft.planner.amounts import Sizes, parts
 from dtft.planner.bound import lower_bound_s
-from dtft.planner.calibration import interval_s, source_of
 from dtft.planner.cluster import Cluster
 from dtft.planner.cost import Speeds, runs
 from dtft.planner.graph import Graph, Value
@@ -185,12 +184,14 @@ def _count(
 def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
     terms = {name: float(priced.terms[name][at]) for name in TERMS}
     terms = {n: s for n, s in terms.items() if s or n not in ("bubble", "offload")}
-    low_s, high_s = interval_s(terms)
+    trust = cluster.uniform.trust
+    low_s, high_s = trust.interval_s(terms)
     return Prediction(
         terms=terms,
         low_s=low_s,
         high_s=high_s,
-        source=f"{source_of(None)}: {cluster.pools[0].device.source}",
+        source=trust.source,
+        scales=dict(trust.scales),
     )
 
 

@@ -14,6 +14,8 @@ COLORS = (
     "#97bbf5", "#9c6b4e", "#9498a0",
 )  # fmt: skip
 _BAR, _GAP, _WIDTH, _RIGHT = 18, 6, 420, 190
+_FAR = 4
+"""Times the longest bar from which on a limit is not drawn."""
 _LETTER = 6.6
 """Width of a letter, a little more than the widest of usual fonts at 12 px."""
 
@@ -22,16 +24,22 @@ def stacked(
     rows: Sequence[tuple[str, Mapping[str, float]]],
     limit: float,
     words: Sequence[str],
+    limit_words: str,
 ) -> str:
     """Horizontal bars made of terms, and a line where the limit is.
+
+    Where the limit is far beyond all bars it is only said, so that terms can be seen.
 
     Args:
         rows: label of each bar, and its terms.
         limit: where the line is, in the unit of the terms.
         words: what stands behind each bar.
+        limit_words: what the limit is.
     """
     names = list(dict.fromkeys(name for _, terms in rows for name in terms))
-    most = max([limit, *(sum(terms.values()) for _, terms in rows)]) or 1.0
+    longest = max([sum(terms.values()) for _, terms in rows], default=0.0) or 1.0
+    is_near = limit <= _FAR * longest
+    most = max(limit, longest) if is_near else longest
     begin, parts = _margin(label for label, _ in rows), []
     line = begin + _WIDTH * limit / most
     for row, (label, terms) in enumerate(rows):
@@ -46,10 +54,14 @@ def stacked(
         is_crossed = left <= line < left + 12 + _LETTER * len(words[row])
         parts.append(_text((line if is_crossed else left) + 6, top, words[row]))
     height = len(rows) * (_BAR + _GAP)
-    parts.append(
-        f'<line x1="{line:.1f}" x2="{line:.1f}" y1="0" y2="{height}" class="limit"/>'
-    )
-    return legend(names) + _svg(begin + _WIDTH + _RIGHT, height, parts)
+    if is_near:
+        parts.append(
+            f'<line x1="{line:.1f}" x2="{line:.1f}" y1="0" y2="{height}" '
+            'class="limit"/>'
+        )
+    how = "dashed" if is_near else f"{limit / longest:.0f} times the longest bar"
+    note = f"<p>{escape(limit_words)}: {how}</p>"
+    return legend(names) + _svg(begin + _WIDTH + _RIGHT, height, parts) + note
 
 
 def waterfall(terms: Mapping[str, float], words: Sequence[str]) -> str:

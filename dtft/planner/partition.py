@@ -15,7 +15,7 @@ from dtft.planner.amounts import Amount, Sent, Work
 from dtft.planner.graph import Graph, Operator, Value
 from dtft.planner.links import CollectiveKind
 from dtft.planner.plan import Spec
-from dtft.planner.products import product_sizes
+from dtft.planner.products import convolution_columns, product_sizes
 
 Axes = tuple[str, ...]
 PRODUCTS = ("matmul", "convolution")
@@ -118,6 +118,9 @@ class _Placed:
                 for value, spec in zip(self.outputs, self.out_specs, strict=True)
             ),
             sent=tuple(self.sent),
+            columns=convolution_columns(
+                self.op, self.inputs, self.outputs, self.division.root, self.kept
+            ),
         )
 
     def _axes(self) -> list[str]:

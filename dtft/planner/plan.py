@@ -68,6 +68,8 @@ class Prediction:
     """The interval that the calibration supports."""
     source: str
     """Where the constants come from, such as `catalog (uncalibrated)`."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """Term to the factor, in `terms` already, that past runs gave."""
 
     @property
     def step_s(self) -> float:

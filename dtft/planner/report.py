@@ -106,8 +106,8 @@ def _bars(plan: Plan, decision: Decision | None) -> str:
         if (one.mesh, one.knobs) != (plan.mesh, plan.knobs):
             rows.append((_label(one), _memory_of(one, decision)))
     words = [size(sum(terms.values())) for _, terms in rows]
-    line = f"<p>dashed: the capacity, {size(plan.capacity_bytes)}</p>"
-    return drawing.stacked(rows, plan.capacity_bytes, words) + line
+    limit = f"the capacity, {size(plan.capacity_bytes)}"
+    return drawing.stacked(rows, plan.capacity_bytes, words, limit)
 
 
 def _label(one: Alternative) -> str:

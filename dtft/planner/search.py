@@ -205,12 +205,14 @@ class Search:
             sending[some] += gathers.at(points[some])
         compute, device = sums.compute.at(points), self.pool.device
         parts = np.where(zero > 0, space.columns["fsdp"][rows], 1)
-        return {
+        terms = {
             "compute": compute,
             "collectives": np.asarray(added_s(device.efficiency, sending, compute)),
             "optimizer": sums.optimizer.at(points) / parts,
             "launch": np.asarray(launch_s(device, sums.starts.at(points))),
         }
+        trust = self.pool.trust
+        return {name: seconds * trust.scale(name) for name, seconds in terms.items()}
 
     def _memory(
         self, resting: Resting, division: Division, space: Space, rows: np.ndarray

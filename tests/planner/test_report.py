@@ -68,7 +68,7 @@ def test_it_has_its_pictures(page: _Checked) -> None:
     arrays = sum("blocks/*" in text for text in page.text)
     assert page.tags.count("svg") >= 2 + arrays > 2
     assert "this plan" in page.text
-    assert any(text.startswith("dashed: the capacity") for text in page.text)
+    assert any(text.startswith("the capacity, 79.1 GiB: ") for text in page.text)
     assert all(name in page.text for name in plan.memory)
 
 
@@ -107,13 +107,15 @@ def _numbers(tag: str, attributes: str) -> Iterator[dict[str, float]]:
 
 
 def test_a_bar_reaches_the_limit_where_the_terms_do() -> None:
-    bars = drawing.stacked([("full", {"x": 3.0, "y": 1.0})], 4.0, ["4"])
+    bars = drawing.stacked([("full", {"x": 3.0, "y": 1.0})], 4.0, ["4"], "all")
     (line,) = _numbers("line", bars)
     first, second = _numbers("rect", bars)
     assert second["x"] == pytest.approx(first["x"] + first["width"], abs=0.2)
     assert line["x1"] == pytest.approx(second["x"] + second["width"], abs=0.2)
     (_, words) = _numbers("text", bars)
     assert words["x"] > line["x1"]
+    far = drawing.stacked([("small", {"x": 1.0})], 9.0, ["1"], "all")
+    assert "<line" not in far and "all: 9 times the longest bar" in far
 
 
 @pytest.mark.parametrize("pins", [{"tensor": 2, "fsdp": 4}, {"replica": 8}])

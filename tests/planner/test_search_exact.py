@@ -185,7 +185,8 @@ class Everything:
         done, sizes = self._works[way], {**mesh, MICRO: parts}
         times = group.times * runs(done, sizes)
         speeds = Speeds(pool=self.pool, mesh=mesh)
-        computing = computing_s(graph, self.pool.device, done, sizes)
+        cold = group.region == "update"
+        computing = computing_s(graph, self.pool.device, done, sizes, cold=cold)
         sending = sum(speeds.sending_s(sent, sizes) for sent in done.sent)
         starts = 0.0 if group.operator.kind in CHEAP else times
         found = float(times * computing), float(times * sending), float(starts)
