@@ -67,7 +67,15 @@ def batch_text(decision: Decision) -> tuple[str, float]:
     nearby batch is faster for each of its examples.
     """
     asked, there = max(1, decision.question.batch_size), decision.cluster.num_devices
-    plan, known = decision.plan, batches(decision)
+    plan, rows = decision.plan, decision.candidate.batch
+    if rows > asked:  # a pin leaves no mesh that divides it
+        more_s = plan.prediction.step_s * (rows / asked - 1)
+        return (
+            f"the mesh does not divide the batch of {asked}: give it {rows} rows, "
+            f"{rows - asked} of them padding, which take up to {seconds(more_s)} of a "
+            f"step ({percent(rows / asked - 1)}) on top of what is predicted"
+        ), more_s
+    known = batches(decision)
     used = math.prod(plan.mesh.values())
     here_s = plan.prediction.step_s / asked
     faster = [one for one in known if one.plan.fits and one.sample_s < here_s]

@@ -39,9 +39,9 @@ def pipeline_s(
         chunks: parts of its layers that each stage has; a microbatch goes round as
             often.
 
-    >>> pipeline_s(1.0, 1.0, 1.0, stages=4, microbatches=8, chunks=1)
+    >>> float(pipeline_s(1.0, 1.0, 1.0, stages=4, microbatches=8, chunks=1))
     11.0
-    >>> pipeline_s(1.0, 1.0, 1.5, stages=4, microbatches=8, chunks=2)
+    >>> float(pipeline_s(1.0, 1.0, 1.5, stages=4, microbatches=8, chunks=2))
     13.5
     """
     longest = np.maximum(np.maximum(first_s, last_s), np.where(stages > 2, middle_s, 0))
