@@ -210,6 +210,10 @@ def _plan(commands: Any) -> None:
     made.add_argument(
         "--verify", nargs="?", type=int, const=4, default=0, metavar="N", help=text
     )
+    text = "figures of such devices, as `dtft calibrate --out FILE` wrote them"
+    made.add_argument("--calibration", metavar="FILE", help=text)
+    text = "run the best N on the devices here, and take the fastest"
+    made.add_argument("--trial", type=_count, default=0, metavar="N", help=text)
 
 
 def _predict(commands: Any) -> None:
@@ -233,15 +237,17 @@ def _calibrate(commands: Any) -> None:
         "calibrate", help="measure this machine for the planner", allow_abbrev=False
     )
     made.add_argument("--out", metavar="FILE", help="write the calibration here")
+    text = "begin with this calibration, and measure nothing"
+    made.add_argument("--from", dest="given", metavar="FILE", help=text)
+    text = "correct it by the steps of past runs: plan_times.jsonl of their directories"
+    made.add_argument("--runs", nargs="+", default=[], metavar="LOG", help=text)
     text = "how many (CPU: as many are made; default: all)"
     made.add_argument("--devices", type=int, metavar="N", help=text)
 
 
 def _count(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of hosts, 0 or more"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
     return int(text)
 
 

@@ -69,8 +69,15 @@ class Work:
     writes: tuple[Amount, ...]
     """Bytes of each result."""
     sent: tuple[Sent, ...]
+    columns: Amount | None = None
+    """Of a convolution: what each patch is multiplied by."""
 
     @property
     def flops(self) -> Amount:
         """Floating-point operations of one execution."""
         return Amount(total=self.operator.flops, axes=self.divided_by)
+
+    @property
+    def special(self) -> Amount:
+        """Of these, functions such as exp."""
+        return Amount(total=self.operator.special, axes=self.divided_by)

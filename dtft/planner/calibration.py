@@ -1,22 +1,21 @@
 """Calibrations: measured scalars of a device type and fabric, their file, their use.
 
-Decides what a calibration may be applied to and what interval it supports. Must not
-know how anything is measured (`dtft.train.calibrate`) or fitted (`calibration_fit`).
+Decides what a calibration may be applied to and how exact it is. Must not know how
+anything is measured (`dtft.train.calibrate`) or fitted (`calibration_fit`).
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from dtft.planner.accuracy import UNCALIBRATED, Accuracy
 from dtft.planner.cluster import Cluster, Level, Pool
 from dtft.planner.device import Efficiency
 from dtft.planner.links import Curve, Link
 
 SCHEMA = 1
-
-UNCALIBRATED: Mapping[str, float] = {"compute": 0.25, "collectives": 0.5}
-"""Relative errors expected of the catalog (level 0), by term; `other` as compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class Calibration:
 
     @property
     def term_errors(self) -> Mapping[str, float]:
-        """Relative error of a prediction's terms; see `interval_s`.
+        """Relative error of a prediction's terms; see `Accuracy.interval_s`.
 
         Past runs, where there are some, say it of the whole step.
         """
@@ -79,6 +78,21 @@ class Calibration:
     def to_json(self) -> str:
         """The calibration as JSON, versioned."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Calibration":
+        """The calibration of a file that `dtft calibrate --out` wrote.
+
+        Raises:
+            ValueError: it cannot be read, or is not a calibration.
+        """
+        try:
+            return cls.from_json(Path(path).read_text())
+        except OSError as error:
+            raise ValueError(
+                f"calibration {path} cannot be read ({error.strerror}). Allowed: a "
+                "file that `dtft calibrate --out` wrote."
+            ) from None
 
     @classmethod
     def from_json(cls, text: str) -> "Calibration":
@@ -172,42 +186,14 @@ def _pool(pool: Pool, calibration: Calibration) -> Pool:
         source=calibration.source,
     )
     levels = tuple(_level(level, calibration) for level in pool.levels)
-    return replace(pool, device=device, levels=levels)
+    accuracy = Accuracy(
+        source=calibration.source,
+        errors=dict(calibration.term_errors),
+        scales=dict(calibration.scales),
+    )
+    return replace(pool, device=device, levels=levels, accuracy=accuracy)
 
 
 def _level(level: Level, calibration: Calibration) -> Level:
     link = calibration.links.get(link_key(level.link), level.link)
     return replace(level, link=link)
-
-
-def source_of(calibration: Calibration | None) -> str:
-    """What a prediction says of its constants."""
-    return "catalog (uncalibrated)" if calibration is None else calibration.source
-
-
-def scaled(terms: Mapping[str, float], calibration: Calibration) -> dict[str, float]:
-    """A prediction's terms, corrected by what past runs gave (level 2)."""
-    return {key: s * calibration.scales.get(key, 1.0) for key, s in terms.items()}
-
-
-def interval_s(
-    terms: Mapping[str, float], calibration: Calibration | None = None
-) -> tuple[float, float]:
-    """The interval of a step's time that the constants support.
-
-    Errors of different terms are taken as independent, those within a term as common.
-
-    Args:
-        terms: seconds by term.
-        calibration: None for the catalog's constants.
-
-    >>> low, high = interval_s({"compute": 3.0, "collectives": 1.0})
-    >>> round(low, 2), round(high, 2)
-    (3.1, 4.9)
-    """
-    errors = UNCALIBRATED if calibration is None else calibration.term_errors
-    total = sum(terms.values())
-    common = sum(s for key, s in terms.items() if key != "collectives")
-    apart = terms.get("collectives", 0.0)
-    off = (common * errors["compute"]) ** 2 + (apart * errors["collectives"]) ** 2
-    return max(0.0, total - off**0.5), total + off**0.5

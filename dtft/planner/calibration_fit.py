@@ -1,28 +1,24 @@
 """From measured times to the few scalars of the cost model, with their errors.
 
-Every fit is of logarithms, by soft-L1 least squares: outliers count little, and a fit
-is as good for short times as for long ones (reference section 7, Calibration). Pure.
-Must not know how anything is measured (`dtft.train.calibrate`).
+Pure. Must not know how anything is measured (`dtft.train.calibrate`) or how a fit is
+made (`scalar_fit`).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from dtft.planner.collective_cost import Group, collective_s
 from dtft.planner.compute_cost import added_s, matmul_s
 from dtft.planner.device import DeviceType, Efficiency
 from dtft.planner.links import CollectiveKind, Curve, Link
+from dtft.planner.scalar_fit import Fit, fit
 
-NOISE = 0.05
-"""Relative error of one measurement above which it counts as an outlier."""
-_WEAK = 3.0
-"""Standard deviation, as a logarithm, within which a scalar is expected of its start:
-it decides only where the measurements do not (latency against half_bytes)."""
+_PLAIN = 0.2
+"""Relative error up to which bytes over bandwidth explain how long a stream takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +36,27 @@ class MemoryTime:
     """Bytes read and written by every device at once."""
 
     num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementTime:
+    """Operations on every element of an array, on every device at once."""
+
+    simple: float
+    """All of them."""
+    special: float
+    """Of these, functions such as exp."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionTime:
+    """One convolution on every device at once."""
+
+    flops: float
+    channels: int
+    """On either side."""
     seconds: float
 
 
@@ -62,99 +79,68 @@ class OverlapTime:
     together_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """Scalars with their errors, and how well they explain what was measured."""
-
-    values: Mapping[str, float]
-    errors: Mapping[str, float]
-    """Standard error of each, relative (of its logarithm)."""
-    residual: float
-    """Median of |predicted / measured - 1|."""
-    worst: float
-    """Maximum of the same."""
-    num: int
-    """Measurements."""
-
-
-def fit(
-    predict: Callable[[Mapping[str, float]], Any],
-    start: Mapping[str, float],
-    measured: Sequence[float],
-    bounds: Mapping[str, tuple[float, float]] | None = None,
-    spread: float = _WEAK,
-) -> Fit:
-    """Positive scalars with which predictions are closest to measurements.
-
-    Args:
-        predict: seconds for values of the scalars, as many as measured.
-        start: scalars to begin with, above 0; those that the measurements do not
-            decide stay there.
-        measured: seconds.
-        bounds: least and greatest value of some scalars.
-        spread: standard deviation, as a logarithm, expected of the start.
-
-    Raises:
-        ValueError: nothing was measured, or times that are not above 0.
-    """
-    seconds = np.asarray(measured, float)
-    if seconds.size == 0 or not (seconds > 0).all():
-        raise ValueError(
-            f"measured={list(measured)}. Allowed: one time or more, all above 0 s."
-        )
-    names = list(start)
-    first = np.array([start[name] for name in names])
-
-    def values(theta: np.ndarray) -> dict[str, float]:
-        return dict(zip(names, (first * np.exp(theta)).tolist(), strict=True))
-
-    def residuals(theta: np.ndarray) -> np.ndarray:
-        predicted = np.asarray(predict(values(theta)), float)
-        return np.concatenate([np.log(predicted / seconds) / NOISE, theta / spread])
-
-    wide = {name: (1e-300, 1e300) for name in names} | dict(bounds or {})
-    low, high = (
-        np.log([wide[name][end] / start[name] for name in names]) for end in (0, 1)
-    )
-    begin = np.clip(np.zeros(len(names)), low + 1e-9, high - 1e-9)
-    found = least_squares(
-        residuals, begin, bounds=(low, high), loss="soft_l1", x_scale=1.0
-    )
-    off = residuals(found.x)[: seconds.size]
-    relative = np.abs(np.expm1(off * NOISE))
-    return Fit(
-        values=values(found.x),
-        errors=dict(zip(names, _errors(found.jac, off), strict=True)),
-        residual=float(np.median(relative)),
-        worst=float(relative.max()),
-        num=seconds.size,
-    )
-
-
-def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
-    """Standard errors: the inverse of the Hessian, by how far the residuals spread."""
-    spread = max(1.4826 * float(np.median(np.abs(off))), 1e-3)
-    covariance = np.linalg.pinv(jacobian.T @ jacobian) * spread**2
-    return np.sqrt(np.diag(covariance)).tolist()
-
-
 def fit_memory(
     device: DeviceType, times: Sequence[MemoryTime]
 ) -> tuple[DeviceType, Fit]:
-    """The bandwidth of a device's memory, apart from the start of an operator."""
-    num_bytes = np.array([time.num_bytes for time in times], float)
-    found = fit(
-        lambda v: v["launch_s"] + num_bytes / v["bandwidth"],
-        {"bandwidth": device.memory_bandwidth, "launch_s": device.efficiency.launch_s},
-        [time.seconds for time in times],
-        {"launch_s": (1e-9, 1.0)},
-    )
+    """The bandwidth of a device's memory and of its cache, and the size of the latter.
+
+    Apart from the start of an operator. Small arrays that are used again and again stay
+    in a cache; the rest goes through the memory. The cache is as large as one of the
+    sizes measured, whichever explains them best; where bandwidth alone explains them,
+    there is none.
+    """
+    cache_bytes, found = _fit_memory(device, times, 0.0)
+    if found.worst > _PLAIN:
+        tries = [_fit_memory(device, times, float(time.num_bytes)) for time in times]
+        cache_bytes, found = min(tries, key=lambda one: one[1].worst)
     reached = found.values["bandwidth"]
     bandwidth = max(device.memory_bandwidth, reached)
     if device.platform == "cpu":  # what the catalog has is an order of magnitude
         bandwidth = reached
-    share = replace(device.efficiency, memory=reached / bandwidth)
-    return replace(device, memory_bandwidth=bandwidth, efficiency=share), found
+    made = replace(
+        device.efficiency,
+        memory=reached / bandwidth,
+        cache_bytes=cache_bytes,
+        cache_gain=found.values["cache_gain"] if cache_bytes else 1.0,
+    )
+    return replace(device, memory_bandwidth=bandwidth, efficiency=made), found
+
+
+def _fit_memory(
+    device: DeviceType, times: Sequence[MemoryTime], cache_bytes: float
+) -> tuple[float, Fit]:
+    """The fit with a cache of a given size."""
+    num_bytes = np.array([time.num_bytes for time in times], float)
+    near = np.minimum(num_bytes, cache_bytes)
+
+    def predict(values: Mapping[str, float]) -> Any:
+        moved = num_bytes - near * (1 - 1 / values["cache_gain"])
+        return values["launch_s"] + moved / values["bandwidth"]
+
+    found = fit(
+        predict,
+        {
+            "bandwidth": min(time.num_bytes / time.seconds for time in times),
+            "cache_gain": 4.0,
+            "launch_s": device.efficiency.launch_s,
+        },
+        [time.seconds for time in times],
+        {"launch_s": (1e-9, 1.0), "cache_gain": (1.0, 1e3)},
+    )
+    return cache_bytes, found
+
+
+def fit_elements(
+    device: DeviceType, times: Sequence[ElementTime]
+) -> tuple[DeviceType, Fit]:
+    """What operations cost that are no products, apart from the bytes they move."""
+    simple, special = np.array([(t.simple, t.special) for t in times], float).T
+    found = fit(
+        lambda v: simple * v["simple_s"] + special * v["special_s"],
+        {"simple_s": 1e-10, "special_s": 1e-9},
+        [time.seconds for time in times],
+    )
+    return replace(device, efficiency=replace(device.efficiency, **found.values)), found
 
 
 def fit_matmuls(
@@ -181,6 +167,21 @@ def fit_matmuls(
     bounds = {"e0": (1e-3, 1.0), "x0": (1e-2, 1e5), "launch_s": (1e-9, 1.0)}
     found = fit(predict, start, [t.seconds for t in times], bounds)
     return replace(device, efficiency=replace(given, **found.values)), found
+
+
+def fit_convolutions(
+    device: DeviceType, dtype: str, times: Sequence[ConvolutionTime]
+) -> tuple[DeviceType, Fit]:
+    """Channels at which convolutions are half as fast as large matmuls."""
+    flops, channels = np.array([(t.flops, t.channels) for t in times], float).T
+    alone = flops / (device.peak(dtype) * device.efficiency.e0)
+    found = fit(
+        lambda v: alone * (1 + v["c0"] / channels),
+        {"c0": 32.0},
+        [time.seconds for time in times],
+        {"c0": (1e-3, 1e5)},
+    )
+    return replace(device, efficiency=replace(device.efficiency, **found.values)), found
 
 
 def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> DeviceType:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from dtft.planner.meshes import AXES
 from dtft.planner.plan import Knobs, Plan, Remat
 
 Entry = Literal["step", "loss"]
@@ -28,9 +29,11 @@ class Capabilities:
     """ZeRO levels."""
     constraints: bool = True
     """Whether values inside the program can be given shardings."""
+    offload: bool = False
+    """Whether optimizer state can be kept in host memory between updates."""
 
 
-_AXES = frozenset({"replica", "fsdp", "tensor", "sequence", "expert"})
+_AXES = frozenset(AXES) - {"stage"}
 _STEP = Capabilities(
     axes=_AXES,
     microbatches=False,
@@ -43,6 +46,7 @@ _LOSS = Capabilities(
     microbatches=True,
     remat=frozenset({"none", "dots", "full"}),
     zero=frozenset({0, 1, 2, 3}),
+    offload=True,
 )
 CAPABILITIES: Mapping[tuple[Entry, Backend], Capabilities] = {
     ("step", "cpu"): _STEP,
@@ -58,6 +62,21 @@ PLATFORMS: Mapping[str, Backend] = {
     "cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",
 }  # fmt: skip
 """JAX's names of platforms."""
+
+
+def everything(rematerializes: bool) -> Capabilities:
+    """All knobs that can be priced, whether or not anything runs them.
+
+    Args:
+        rematerializes: whether programs with parts computed again can be traced.
+    """
+    return Capabilities(
+        axes=frozenset(AXES),
+        microbatches=True,
+        remat=_LOSS.remat if rematerializes else _STEP.remat,
+        zero=frozenset({0, 1, 2, 3}),
+        offload=True,
+    )
 
 
 def unsupported(
@@ -79,6 +98,8 @@ def unsupported(
         reasons.append(f"remat={knobs.remat}: {where} {_listed(can.remat)}")
     if knobs.zero not in can.zero:
         reasons.append(f"zero={knobs.zero}: {where} {_listed(can.zero)}")
+    if knobs.offload and not can.offload:
+        reasons.append(f"offload=True: {where} offload=False")
     return tuple(reasons)
 
 

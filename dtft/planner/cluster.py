@@ -8,9 +8,10 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from dtft.planner.accuracy import CATALOG, Accuracy
 from dtft.planner.device import DeviceType, Efficiency
 from dtft.planner.links import Curve, Link, LinkKind
 
@@ -45,6 +46,15 @@ class Pool:
     """From a device to its host's memory; None: the planner may not use that memory."""
     host_memory_bytes: int = 0
     """Host memory that each device may use for itself."""
+    accuracy: Accuracy | None = None
+    """Of its figures, where they were measured; None: as the catalog's."""
+
+    @property
+    def trust(self) -> Accuracy:
+        """How far predictions with its figures can be trusted."""
+        if self.accuracy is not None:
+            return self.accuracy
+        return replace(CATALOG, source=f"{CATALOG.source}: {self.device.source}")
 
     @property
     def num_devices(self) -> int:
@@ -101,12 +111,7 @@ class Cluster:
                 f"such as {first.words}."
             )
         outer = Level(size=len(self.pools), link=self.between, name="pools")
-        return Pool(
-            device=first.device,
-            levels=(*first.levels, outer),
-            host_link=first.host_link,
-            host_memory_bytes=first.host_memory_bytes,
-        )
+        return replace(first, levels=(*first.levels, outer))
 
     @property
     def fingerprint(self) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from dtft.planner import catalog, shorthand
+from dtft.planner.accuracy import Accuracy
 from dtft.planner.cluster import Cluster, Level, Pool
 from dtft.planner.device import DeviceType, Efficiency
 from dtft.planner.links import Curve, Link
@@ -132,6 +133,9 @@ def _pool(items: Any, where: str) -> Pool:
     )
     if found.get("host_link") is not None:
         found["host_link"] = _link(found["host_link"], f"{where}.host_link")
+    if "accuracy" in found:
+        given = _checked(found["accuracy"], Accuracy, f"{where}.accuracy")
+        found["accuracy"] = _built(Accuracy, given, f"{where}.accuracy")
     return _built(Pool, found, where)
 
 

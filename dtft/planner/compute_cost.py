@@ -71,20 +71,52 @@ def matmul_s(
     return np.maximum(flops / (device.peak(dtype) * share), memory_s(device, num_bytes))
 
 
-def memory_s(device: DeviceType, num_bytes: Any) -> Any:
-    """Seconds in which bytes pass through the device's memory, read or written."""
-    speed = device.memory_bandwidth * device.efficiency.memory
-    return np.asarray(num_bytes, float)[()] / speed
+def memory_s(device: DeviceType, num_bytes: Any, *, cold: bool = False) -> Any:
+    """Seconds in which bytes pass through the device's memory, read or written.
+
+    The first `cache_bytes` of an operator come from a cache that is faster.
+
+    Args:
+        device: its memory and cache.
+        num_bytes: of one operator.
+        cold: whether they were not used just now, so that no cache has them.
+
+    >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1, source="",
+    ...     memory_bandwidth=1e9, peak_flops={"float32": 1}, efficiency=Efficiency(
+    ...     memory=1.0, cache_bytes=1e6, cache_gain=10.0))
+    >>> [round(float(1e3 * memory_s(device, n)), 3) for n in (1e6, 3e6)]
+    [0.1, 2.1]
+    """
+    efficiency = device.efficiency
+    moved = np.asarray(num_bytes, float)[()]
+    near = 0.0 if cold else np.minimum(moved, efficiency.cache_bytes)
+    moved = moved - near * (1 - 1 / efficiency.cache_gain)
+    return moved / (device.memory_bandwidth * efficiency.memory)
 
 
-def unfused_s(device: DeviceType, num_bytes: Any) -> Any:
-    """Seconds of element-wise operators.
+def unfused_s(
+    device: DeviceType,
+    num_bytes: Any,
+    simple: Any = 0.0,
+    special: Any = 0.0,
+    *,
+    cold: bool = False,
+) -> Any:
+    """Seconds of element-wise operators: their bytes, or what they compute.
 
     Args:
         device: its memory, and the share of bytes that fusion leaves.
-        num_bytes: what each operator by itself reads and writes, added up.
+        num_bytes: what each operator by itself reads and writes, added up; of an
+            update, what all of it together does.
+        simple: operations of one step each.
+        special: of these, functions such as exp.
+        cold: whether it is an update: its state was not used just now.
     """
-    return memory_s(device, num_bytes) * device.efficiency.fuse
+    efficiency = device.efficiency
+    share = 1.0 if cold else efficiency.fuse
+    moving = memory_s(device, num_bytes * share, cold=cold)
+    computing = simple * efficiency.simple_s + special * efficiency.special_s
+    return np.maximum(moving, computing)
 
 
 def launch_s(device: DeviceType, num_operators: Any) -> Any:

@@ -20,6 +20,9 @@ from dtft.planner.graph import Graph
 from dtft.planner.groups import CHEAP
 from dtft.planner.partition import MICRO
 
+_ELEMENT_BY_ELEMENT = ("reduction", "gather", "scatter", "sort")
+"""Kinds that matmul units do not compute."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
@@ -48,18 +51,33 @@ class Moved:
     per_microbatch: bool
 
 
-def computing_s(graph: Graph, device: DeviceType, work: Work, sizes: Sizes) -> Any:
-    """Seconds that one device computes one execution of an operator."""
+def computing_s(
+    graph: Graph, device: DeviceType, work: Work, sizes: Sizes, *, cold: bool = False
+) -> Any:
+    """Seconds that one device computes one execution of an operator.
+
+    Args:
+        graph: has the operator.
+        device: computes.
+        work: what of it.
+        sizes: of the axes.
+        cold: whether its bytes were not used just now: the state in an update.
+    """
     operator = work.operator
     dtype = graph.values[operator.inputs[0]].dtype if operator.inputs else "float32"
     if work.sizes:
         rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
         return matmul_s(device, rows, columns, depth, batch, dtype)
     moved = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
+    simple, special = work.flops.at(sizes), work.special.at(sizes)
     if operator.kind in CHEAP:
-        return unfused_s(device, moved)
-    speed = device.peak(dtype) * device.efficiency.e0
-    return np.maximum(work.flops.at(sizes) / speed, memory_s(device, moved))
+        return unfused_s(device, moved, simple, special, cold=cold)
+    each = 1 / (device.peak(dtype) * device.efficiency.e0)
+    if work.columns is not None:
+        each = each * (1 + device.efficiency.c0 / work.columns.at(sizes))
+    if operator.kind in _ELEMENT_BY_ELEMENT:
+        each = device.efficiency.simple_s
+    return np.maximum(simple * each, memory_s(device, moved, cold=cold))
 
 
 def runs(work: Work, sizes: Sizes) -> Any:

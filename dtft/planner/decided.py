@@ -4,20 +4,24 @@ Decides nothing any more; writes down what the search found. Pure; must not comp
 run anything.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from dtft.planner.amounts import Sizes, parts
 from dtft.planner.bound import lower_bound_s
-from dtft.planner.calibration import interval_s, source_of
 from dtft.planner.cluster import Cluster
 from dtft.planner.cost import Speeds, runs
 from dtft.planner.graph import Graph, Value
 from dtft.planner.groups import CHEAP, region
-from dtft.planner.partition import MICRO, Division
+from dtft.planner.offload import LEAST_BYTES
+from dtft.planner.partition import MICRO, Division, flat
 from dtft.planner.plan import Alternative, Collective, Plan, Prediction, Spec
-from dtft.planner.search import MEMORY, TERMS, Priced, Search
+from dtft.planner.priced import MEMORY, TERMS, Priced
+from dtft.planner.search import Search
+from dtft.planner.shards import Leaf
 from dtft.planner.space import Candidate
+from dtft.planner.staged import handed_on, layers_of
+from dtft.planner.stages import transfers
 
 
 def write(
@@ -52,6 +56,8 @@ def write(
         state={names[p]: specs[p] for p in question.roles if p in set(in_state)},
         batch={names[leaf.path]: real(leaf.rest, mesh) for leaf in batch},
         optimizer={names[o.path]: specs[o.path] for o in optimizer} if is_loss else {},
+        host=_on_host(optimizer, names, mesh) if candidate.knobs.offload else (),
+        host_bytes=round(priced.host[at]),
         constraints=constraints(question.program, question.aligned(division), mesh),
         prediction=_prediction(priced, at, cluster),
         memory={name: round(priced.memory[name][at]) for name in MEMORY},
@@ -62,6 +68,17 @@ def write(
         model_hash=question.fingerprint,
         cluster_hash=cluster.fingerprint,
         cluster=cluster.words,
+    )
+
+
+def _on_host(
+    optimizer: Sequence[Leaf], names: Mapping[str, str], mesh: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Paths of the leaves that are worth a copy (`offload`)."""
+    return tuple(
+        names[leaf.path]
+        for leaf in optimizer
+        if leaf.value.num_bytes / parts(flat(leaf.rest), mesh) >= LEAST_BYTES
     )
 
 
@@ -108,7 +125,10 @@ def _divided_further(
 def collectives(
     search: Search, candidate: Candidate, division: Division
 ) -> tuple[Collective, ...]:
-    """Every collective of a step, largest first; alike ones of one place together."""
+    """Every collective of a step, largest first; alike ones of one place together.
+
+    Of a pipeline those of a stage, on the average, and what it hands on.
+    """
     graph = search.question.graph
     speeds = Speeds(pool=search.pool, mesh=candidate.mesh)
     sizes: Sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
@@ -123,6 +143,13 @@ def collectives(
     for one in search.moved(division, candidate.mesh, candidate.knobs.zero):
         repeats = candidate.knobs.microbatches if one.per_microbatch else 1
         _count(found, speeds, sizes, one.sent, one.times * repeats, one.where)
+    stages = candidate.mesh.get("stage", 1)
+    if stages > 1:
+        found = {key: [part / stages for part in one] for key, one in found.items()}
+        layers = layers_of(search.question, search.pool.device)
+        times = transfers(candidate.knobs.virtual_stages) * sizes[MICRO]
+        for sent in handed_on(search.question, layers, division) if layers else ():
+            _count(found, speeds, sizes, sent, times, "between stages")
     made = [
         Collective(
             kind=kind,
@@ -156,19 +183,22 @@ def _count(
 
 def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
     terms = {name: float(priced.terms[name][at]) for name in TERMS}
-    low_s, high_s = interval_s(terms)
+    terms = {n: s for n, s in terms.items() if s or n not in ("bubble", "offload")}
+    trust = cluster.uniform.trust
+    low_s, high_s = trust.interval_s(terms)
     return Prediction(
         terms=terms,
         low_s=low_s,
         high_s=high_s,
-        source=f"{source_of(None)}: {cluster.pools[0].device.source}",
+        source=trust.source,
+        scales=dict(trust.scales),
     )
 
 
 def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
     """The best, and every baseline, in the order of the ranking."""
     ranking = priced.ranking
-    shown = priced.space.columns["baseline"][ranking] > 0
+    shown = (priced.space.columns["baseline"] > 0)[ranking] & ~priced.idle[ranking]
     shown[:num_ranked] = True
     return tuple(_alternative(priced, int(at)) for at in ranking[shown])
 

@@ -12,21 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from dtft.planner import decided
+from dtft.planner import decided, unfit
 from dtft.planner.capabilities import (
     CAPABILITIES,
     Backend,
     Capabilities,
+    everything,
     unsupported,
 )
 from dtft.planner.cluster import Cluster, Pool
 from dtft.planner.columns import Columns
 from dtft.planner.enumeration import enumerate_space
-from dtft.planner.meshes import AXES
 from dtft.planner.plan import Plan, Remat
+from dtft.planner.priced import Priced
 from dtft.planner.question import Question
-from dtft.planner.search import Priced, Search, memory_floor
+from dtft.planner.search import Search, memory_floor
 from dtft.planner.space import REMATS, Candidate, Choices, Space
+from dtft.planner.staged import layers_of
 
 BACKENDS: Mapping[str, Backend] = {
     "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",
@@ -60,6 +62,11 @@ class Decision:
     """Position of the plan among those of its remat."""
 
     @property
+    def idle(self) -> bool:
+        """Whether it has devices that repeat the work of others."""
+        return bool(self.found[self.plan.knobs.remat].priced.idle[self.at])
+
+    @property
     def candidate(self) -> Candidate:
         """What the plan was written from."""
         return self.found[self.plan.knobs.remat].priced.space[self.at]
@@ -87,7 +94,11 @@ def decide(
     """
     decision = best_of(question, cluster, pins, what_if=what_if)
     if not decision.plan.fits:
-        raise ValueError(_unfit(decision.found, cluster.uniform))
+
+        def best(cluster: Cluster, pins: Mapping[str, Any], anything: bool) -> Plan:
+            return best_of(question, cluster, pins, what_if=what_if or anything).plan
+
+        raise ValueError(unfit.text(decision.plan, cluster, decision.pins, best))
     return decision
 
 
@@ -97,8 +108,17 @@ def best_of(
     pins: Mapping[str, Any] | None = None,
     *,
     what_if: bool = False,
+    batch: int | None = None,
 ) -> Decision:
     """As `decide`, but where nothing fits: what lacks least.
+
+    Args:
+        question: the step.
+        cluster: of like devices.
+        pins: knobs that are given.
+        what_if: as for `decide`.
+        batch: what meshes have to divide, if not the batch of the question; what is
+            computed is priced as it is there.
 
     Raises:
         ValueError: pins that cannot be met.
@@ -106,14 +126,25 @@ def best_of(
     pins = dict(pins or {})
     pool = cluster.uniform
     backend = _backend(pool)
-    can = _everything(question) if what_if else CAPABILITIES[question.entry, backend]
+    can = (
+        everything(question.again is not None)
+        if what_if
+        else CAPABILITIES[question.entry, backend]
+    )
     order = _order(can, pins)
-    choices = replace(_choices(question, pool, can), remat=order[:1])
-    with_room = replace(choices, memory=memory_floor(question, pool))
-    found = _found(question, pool, enumerate_space(with_room, pins), order)
+    choices = _choices(question, pool, can, batch or max(1, question.batch_size))
+    choices = replace(choices, remat=order[:1])
+    _check_offload(pins, can, pool)
+    floor = memory_floor(question, pool)
+    if pins.get("offload"):
+        floor = replace(floor, optimizer=0)
+    space = _enumerated(replace(choices, memory=floor), pins)
+    found = _found(question, pool, space, order)
     if not any(one.priced.fits.any() for one in found.values()):
         # What lacks least may be among those that have no room even for their state.
         found = _found(question, pool, _all(choices, pins), order)
+    if can.offload and pool.host_link is not None and _worth(found.values()):
+        found = _with_offload(found)
     best = min(found.values(), key=_first)
     at = int(best.priced.ranking[0])
     return Decision(
@@ -127,16 +158,26 @@ def best_of(
     )
 
 
+def _with_offload(found: Mapping[Remat, Priority]) -> dict[Remat, Priority]:
+    """The same, with what would be faster if its optimizer state were elsewhere."""
+    unfit, idle, least = min(map(_first, found.values()))
+    best_s = math.inf if unfit or idle else least
+    return {
+        remat: replace(one, priced=one.search.with_offload(one.priced, best_s))
+        for remat, one in found.items()
+    }
+
+
 def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
     """The plan and those after it that fit, fastest first, each as what was decided."""
     ranked = sorted(
-        (float(one.priced.step_s[at]), place, number)
+        (*_order_of(one, at), place, number)
         for number, one in enumerate(decision.found.values())
         for place, at in enumerate(one.priced.ranking[:num].tolist())
         if one.priced.fits[at]
     )
     made = []
-    for _, place, number in ranked[:num]:
+    for *_, place, number in ranked[:num]:
         one = list(decision.found.values())[number]
         at = int(one.priced.ranking[place])
         plan = _written(one, at, decision.cluster)
@@ -152,17 +193,6 @@ def _written(one: Priority, at: int, cluster: Cluster) -> Plan:
     return plan
 
 
-def _everything(question: Question) -> Capabilities:
-    """All knobs that can be priced for a question."""
-    remats = REMATS if question.again is not None else REMATS[:1]
-    return Capabilities(
-        axes=frozenset(AXES),
-        microbatches=True,
-        remat=frozenset(remats),
-        zero=frozenset({0, 1, 2, 3}),
-    )
-
-
 def _backend(pool: Pool) -> Backend:
     platform = pool.device.platform
     if platform not in BACKENDS:
@@ -173,20 +203,36 @@ def _backend(pool: Pool) -> Backend:
     return BACKENDS[platform]
 
 
-def _choices(question: Question, pool: Pool, can: Capabilities) -> Choices:
+def _choices(question: Question, pool: Pool, can: Capabilities, batch: int) -> Choices:
     divides: dict[str, tuple[int, ...]] = {"replica": (), "fsdp": (), "tensor": ()}
     if "sequence" in can.axes and question.sequence_dims:
         sizes = (question.graph.dims[d].sizes[0] for d in question.sequence_dims)
         divides["sequence"] = tuple(sizes)
-    batch = max(1, question.batch_size)
+    if "expert" in can.axes and question.expert_arrays:
+        dims = {question.graph.dims[d] for d in question.expert_arrays.values()}
+        divides["expert"] = tuple({size for dim in dims for size in dim.sizes})
+    layers = layers_of(question, pool.device) if "stage" in can.axes else None
+    if layers is not None:
+        divides["stage"] = (layers.count,)
     return Choices(
         num_devices=pool.num_devices,
         batch=batch,
         divides={axis: sizes for axis, sizes in divides.items() if axis in can.axes},
+        data_axes=("replica", "fsdp", "expert"),
         levels=tuple(level.size for level in pool.levels),
         max_microbatches=min(batch, MAX_MICROBATCHES) if can.microbatches else 1,
         zero=tuple(sorted(can.zero)),
     )
+
+
+def _check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> None:
+    """Refuses a pinned offload that there is no way to do."""
+    if pins.get("offload") and (not can.offload or pool.host_link is None):
+        lacks = "this entry point cannot" if not can.offload else "no link to the host"
+        raise ValueError(
+            f"offload=True cannot be met on {pool.words}: {lacks}. Plan with loss= and "
+            "optimizer=, for devices whose `host_link` is known (`Pool.host_link`)."
+        )
 
 
 def _order(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:
@@ -199,20 +245,33 @@ def _order(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:
 def _worth(found: Any) -> bool:
     """Whether computing again could help: only where something faster does not fit."""
     best = min(found, key=_first)
-    fastest = float(best.priced.step_s.min())
-    return _first(best) > (0, fastest)
+    priced = best.priced
+    busy = priced.step_s[~priced.idle] if not priced.idle.all() else priced.step_s
+    return _first(best) > (False, bool(priced.idle.all()), float(busy.min()))
 
 
-def _first(one: Priority) -> tuple[int, float]:
-    """The best candidate: whether it does not fit, then seconds (or bytes)."""
-    at = int(one.priced.ranking[0])
-    if one.priced.fits[at]:
-        return 0, float(one.priced.step_s[at])
-    return 1, float(one.priced.memory_bytes[at])
+def _first(one: Priority) -> tuple[bool, bool, float]:
+    """As `_order_of`, of the best candidate."""
+    return _order_of(one, int(one.priced.ranking[0]))
+
+
+def _order_of(one: Priority, at: int) -> tuple[bool, bool, float]:
+    """A candidate: does it not fit, has it idle devices, seconds (or bytes)."""
+    priced = one.priced
+    first = priced.step_s if priced.fits[at] else priced.memory_bytes
+    return not priced.fits[at], bool(priced.idle[at]), float(first[at])
+
+
+def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
+    """Candidates; pipelines with every number of virtual stages."""
+    space = enumerate_space(choices, pins)
+    if num_layers := choices.divides.get("stage"):
+        return space.with_chunks(num_layers[0], pins.get("virtual_stages"))
+    return space
 
 
 def _all(choices: Choices, pins: Mapping[str, Any]) -> Space:
-    space = enumerate_space(choices, pins)
+    space = _enumerated(choices, pins)
     if not len(space):
         reasons = "; ".join(str(reason) for reason in space.reasons)
         raise ValueError(f"there is no candidate for this cluster: {reasons}.")
@@ -237,25 +296,3 @@ def _found(
             priced = search.price(space.with_remat(remat), columns)
             found[remat] = Priority(search=search, priced=priced)
     return found
-
-
-def _unfit(found: Mapping[Remat, Priority], pool: Pool) -> str:
-    """Says by how much the leanest candidate does not fit, and what would help."""
-    remat, leanest = min(found.items(), key=lambda item: _first(item[1]))
-    at = int(leanest.priced.ranking[0])
-    terms = {name: values[at] for name, values in leanest.priced.memory.items()}
-    needed, has = float(leanest.priced.memory_bytes[at]), leanest.priced.capacity
-    mesh = {a: n for a, n in leanest.priced.space[at].mesh.items() if n > 1}
-    shown = ", ".join(
-        f"{name} {value / GIB:.2f}" for name, value in terms.items() if value
-    )
-    reserve = terms["reserve"]
-    devices = math.ceil(pool.num_devices * (needed - reserve) / (has - reserve))
-    return (
-        f"the model does not fit on {pool.words}: the leanest plan (mesh={mesh}, "
-        f"remat={remat}) needs {needed / GIB:.2f} GiB per device ({shown}), "
-        f"{(needed - has) / GIB:.2f} GiB more than the {has / GIB:.2f} GiB there are. "
-        f"What would help: about {devices} devices of this type instead of "
-        f"{pool.num_devices}, a smaller batch if activations are the largest term, or "
-        "an optimizer with less state."
-    )

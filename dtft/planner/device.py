@@ -23,8 +23,20 @@ class Efficiency:
     """Share of the peak that large matmuls reach."""
     x0: float = 0.0
     """Rows at which half of that is reached."""
+    c0: float = 0.0
+    """Channels at which a convolution reaches half the speed of a matmul: patches are
+    laid out first, which pays by the channels that they are used for."""
     memory: float = 0.85
     """Share of the memory's bandwidth that a stream reaches."""
+    cache_bytes: float = 0.0
+    """Bytes of an operator that are at hand in a cache, if they were used just now."""
+    cache_gain: float = 1.0
+    """How many times as fast as the memory that cache is."""
+    simple_s: float = 0.0
+    """Seconds of one addition or product of an element-wise operator; 0: they cost
+    nothing beside moving the bytes."""
+    special_s: float = 0.0
+    """Seconds of one exponential or similar function, beyond `simple_s`."""
     fuse: float = 0.5
     """Share of the bytes of unfused element-wise operators that is really moved."""
     launch_s: float = 5e-6
@@ -41,12 +53,14 @@ class Efficiency:
     def __post_init__(self) -> None:
         shares = (self.e0, self.memory, self.fuse, self.misaligned)
         fine = all(0 < share <= 1 for share in shares)
-        fine = fine and min(self.x0, self.launch_s, self.dispatch_s) >= 0
-        if not (fine and self.overlap_kappa >= 1 and 0 <= self.overlap_fraction <= 1):
+        least = (self.x0, self.c0, self.launch_s, self.dispatch_s, self.cache_bytes)
+        fine = fine and min(*least, self.simple_s, self.special_s) >= 0
+        fine = fine and min(self.overlap_kappa, self.cache_gain) >= 1
+        if not (fine and 0 <= self.overlap_fraction <= 1):
             raise ValueError(
                 f"{self}: no device is so. Allowed: e0, memory, fuse and misaligned "
-                "above 0 and at most 1; x0, launch_s and dispatch_s 0 or more; "
-                "overlap_kappa 1 or more; overlap_fraction 0 to 1."
+                "above 0 and at most 1; x0, c0, cache_bytes and all seconds 0 or more; "
+                "overlap_kappa and cache_gain 1 or more; overlap_fraction 0 to 1."
             )
 
 

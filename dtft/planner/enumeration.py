@@ -15,6 +15,7 @@ from dtft.planner.baselines import Baseline, baselines
 from dtft.planner.meshes import AXES, Meshes, MeshRules, divisors, num_factorisations
 from dtft.planner.pins import check, nearest, why_not
 from dtft.planner.space import REMATS, Choices, MemoryFloor, Reason, Space
+from dtft.planner.stages import SCHEDULES
 
 _Columns = dict[str, np.ndarray]
 
@@ -159,6 +160,14 @@ def _with_knobs(
         "microbatches": microbatches[row],
         "zero": zero[row],
         "remat": np.tile(remat, len(microbatches)),
+        **{
+            name: np.full(len(row), value)
+            for name, value in (
+                ("offload", int(pins.get("offload", False))),
+                ("virtual_stages", pins.get("virtual_stages", 1)),
+                ("schedule", SCHEDULES.index(pins.get("schedule", SCHEDULES[0]))),
+            )
+        },
         "batch": meshes.batch,
         "devices_used": meshes.devices_used,
     }

@@ -6,6 +6,7 @@ questions, clusters or how a plan is found.
 """
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from dtft.planner import wording
 from dtft.planner.plan import Alternative, Collective, Knobs, Plan
@@ -37,12 +38,17 @@ def sections(plan: Plan) -> tuple[Section, ...]:
 
 
 def knobs_text(knobs: Knobs) -> str:
-    """The knobs beside the mesh.
+    """The knobs beside the mesh; those that few plans have where they are set.
 
     >>> knobs_text(Knobs(microbatches=4, zero=1))
     'microbatches=4, remat=none, zero=1'
     """
-    return f"microbatches={knobs.microbatches}, remat={knobs.remat}, zero={knobs.zero}"
+    usual = Knobs(microbatches=knobs.microbatches, remat=knobs.remat, zero=knobs.zero)
+    text = f"microbatches={knobs.microbatches}, remat={knobs.remat}, zero={knobs.zero}"
+    for name, value in asdict(knobs).items():
+        if value != getattr(usual, name):
+            text += f", {name}={value}"
+    return text
 
 
 def name_of(alternative: Alternative) -> str:
@@ -62,6 +68,11 @@ def summary(plan: Plan) -> Section:
         f"{size(plan.memory_bytes)} of {size(plan.capacity_bytes)} on each device: "
         f"{fits}",
     ]
+    if plan.host:
+        notes.append(
+            f"optimizer state ({len(plan.host)} arrays) rests in host memory, "
+            f"{size(plan.host_bytes)} for each device, and comes for each update"
+        )
     if not plan.runnable:
         notes.append("a what-if plan: it cannot be run here")
     title = f"Plan for {plan.cluster}: {wording.mesh(plan.mesh)}; "

@@ -52,6 +52,16 @@ PER_ELEMENT: Mapping[str, float] = {
 }  # fmt: skip
 """Operations per element of the result, of elementwise primitives on floats."""
 
+SPECIAL = frozenset(
+    ("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sin", "cos", "tan",
+     "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "pow",
+     "cbrt", "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "igamma",
+     "igammac", "igamma_grad_a", "zeta", "bessel_i0e", "bessel_i1e",
+     "regularized_incomplete_beta")
+)  # fmt: skip
+"""Elementwise functions that processors evaluate as a series: one operation in the
+convention, several times the work of an addition."""
+
 _LAYOUT = (
     "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
     "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "rev", "iota",

@@ -93,6 +93,8 @@ class Operator:
     """Values written."""
     flops: float
     """Floating-point operations of one execution (multiply and add are two)."""
+    special: float = 0.0
+    """Of these, evaluations of functions such as exp, which cost more than one."""
     trips: int
     """How often it runs in a step: the lengths of the scans around it, multiplied."""
     summed: tuple[int, ...] = ()

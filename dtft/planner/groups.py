@@ -62,8 +62,31 @@ def group(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]:
         Group(operator=first[key], times=count, region=region(first[key]))
         for key, count in times.items()
     ]
-    found += [_merged(graph, operators) for operators in cheap.values()]
+    readers = Counter(index for op in graph.operators for index in set(op.inputs))
+    readers.update(graph.outputs.values())
+    found += [
+        _merged(graph, operators, _moved(graph, operators, readers))
+        for operators in cheap.values()
+    ]
     return tuple(found)
+
+
+def _moved(
+    graph: Graph, operators: list[Operator], readers: Mapping[int, int]
+) -> float:
+    """Bytes that cheap operators over the same dims read and write, all together.
+
+    An update is one fused loop per array: only what comes from outside of it and what
+    is used outside is moved. Elsewhere others stand between, so that each operator
+    counts by itself (`Efficiency.fuse`).
+    """
+    if region(operators[0]) != "update":
+        return sum(graph.bytes_of(op) * op.trips for op in operators)
+    made = {index for op in operators for index in op.outputs}
+    read = Counter(index for op in operators for index in set(op.inputs))
+    kept = {index for index in made if readers[index] > read[index]}
+    outside = (read.keys() - made) | kept
+    return float(sum(graph.values[index].num_bytes for index in outside))
 
 
 def _key(graph: Graph, operator: Operator, alias: Mapping[int, int]) -> object:
@@ -82,12 +105,13 @@ def _roots(dims: tuple[int, ...], alias: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(alias.get(dim, dim) for dim in dims)
 
 
-def _merged(graph: Graph, operators: list[Operator]) -> Group:
-    """The largest of them, with the bytes and operations of all."""
+def _merged(graph: Graph, operators: list[Operator], total: float) -> Group:
+    """The largest of them, with the bytes (`total`) and operations of all."""
     largest = max(operators, key=graph.bytes_of)
     own = graph.bytes_of(largest)
-    total = sum(graph.bytes_of(operator) * operator.trips for operator in operators)
     flops = sum(operator.flops * operator.trips for operator in operators)
     times = total / own if own else float(sum(op.trips for op in operators))
-    stands = replace(largest, flops=flops / times if times else 0.0)
+    special = sum(operator.special * operator.trips for operator in operators)
+    each = times or 1.0
+    stands = replace(largest, flops=flops / each, special=special / each)
     return Group(operator=stands, times=times, region=region(largest))

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dtft.planner import nearby
 from dtft.planner.amounts import Work
 from dtft.planner.comparing import layered
 from dtft.planner.compute_cost import matmul_s, shape_factor
@@ -251,28 +252,11 @@ def _spec(plan: Plan, path: str) -> Spec:
 
 
 def batch(decision: Decision) -> tuple[Lint, ...]:
-    """Rows that only fill up the batch, and devices that it leaves idle."""
-    plan, asked = decision.plan, max(1, decision.question.batch_size)
-    there, used = decision.cluster.num_devices, math.prod(plan.mesh.values())
-    step_s, rows = plan.prediction.step_s, decision.candidate.batch
-    found = []
-    if rows > asked:
-        more = step_s * (rows / asked - 1)
-        text = (
-            f"the mesh does not divide the batch of {asked}: give it {rows} rows, "
-            f"{rows - asked} of them padding, which take up to {seconds(more)} of a "
-            f"step ({percent(rows / asked - 1)}) on top of what is predicted"
-        )
-        found.append(Lint(kind="batch", text=text, cost_s=more))
-    if used < there:
-        idle = (there - used) / there
-        text = (
-            f"{used} of {there} devices are used, as no mesh of {there} divides the "
-            f"batch of {asked}; all would save at most {seconds(step_s * idle)} of a "
-            f"step ({percent(idle)}): take a batch of {-(-asked // there) * there}"
-        )
-        found.append(Lint(kind="batch", text=text, cost_s=step_s * idle))
-    return tuple(found)
+    """Batches that the devices do not divide, steps too small for them."""
+    known = (nearby.batch_text(decision), nearby.alone_text(decision))
+    return tuple(
+        Lint(kind="batch", text=text, cost_s=cost_s) for text, cost_s in known if text
+    )
 
 
 def repeated(plan: Plan) -> tuple[Lint, ...]:
@@ -292,5 +276,5 @@ def repeated(plan: Plan) -> tuple[Lint, ...]:
             "work of one",
         )
         for axis, number in plan.mesh.items()
-        if number > 1 and axis not in used
+        if number > 1 and axis not in used and axis != "stage"
     )

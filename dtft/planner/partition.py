@@ -15,7 +15,7 @@ from dtft.planner.amounts import Amount, Sent, Work
 from dtft.planner.graph import Graph, Operator, Value
 from dtft.planner.links import CollectiveKind
 from dtft.planner.plan import Spec
-from dtft.planner.products import product_sizes
+from dtft.planner.products import convolution_columns, product_sizes
 
 Axes = tuple[str, ...]
 PRODUCTS = ("matmul", "convolution")
@@ -34,6 +34,9 @@ class Division:
     rest: Mapping[frozenset[int], Mapping[int, Axes]] = field(default_factory=dict)
     """Dims of arrays whose sums are wanted divided further, and the axes that do it
     along which of them: gradients at ZeRO levels 2 and 3."""
+    first: Mapping[frozenset[int], int] = field(default_factory=dict)
+    """Dims of an array, and the one of them that has its axes before the others have
+    theirs: of experts, in what they work on (`experts`)."""
     scatters: bool = False
     """Whether the backend sums and divides in one collective (reduce-scatter): GPU and
     TPU do; XLA's CPU backend sums everywhere, and each device keeps its part. It also
@@ -54,11 +57,20 @@ class Division:
         """How a value is divided; of dims that want the same axis the first has it."""
         used: set[str] = set()
         spec: list[Axes] = []
-        for dim, size in zip(value.dims, value.shape, strict=True):
-            free = tuple(a for a in self.of(dim) if a not in used and size > 1)
+        early = self._early(value) if self.first else None
+        taken = set() if early is None else set(self.of(value.dims[early]))
+        for place, (dim, size) in enumerate(zip(value.dims, value.shape, strict=True)):
+            gone = used if place == early else used | taken
+            free = tuple(a for a in self.of(dim) if a not in gone and size > 1)
             used.update(free)
             spec.append(free)
         return tuple(spec)
+
+    def _early(self, value: Value) -> int | None:
+        """The place of the dim that has its axes before the others."""
+        roots = [self.root(dim) for dim in value.dims]
+        dim = self.first.get(frozenset(roots))
+        return None if dim is None else roots.index(dim)
 
 
 def flat(spec: Sequence[Axes]) -> Axes:
@@ -106,6 +118,9 @@ class _Placed:
                 for value, spec in zip(self.outputs, self.out_specs, strict=True)
             ),
             sent=tuple(self.sent),
+            columns=convolution_columns(
+                self.op, self.inputs, self.outputs, self.division.root, self.kept
+            ),
         )
 
     def _axes(self) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from dtft.planner.calibration import Calibration
-from dtft.planner.calibration_fit import Fit, fit
+from dtft.planner.scalar_fit import Fit, fit
 
 SPREAD = 0.3
 """Standard deviation, as a logarithm, expected of a term's factor before any run."""

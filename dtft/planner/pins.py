@@ -11,11 +11,12 @@ import numpy as np
 
 from dtft.planner.meshes import AXES
 from dtft.planner.space import REMATS, Choices
+from dtft.planner.stages import SCHEDULES
 
-COUNTS = (*AXES, "microbatches", "zero")
+COUNTS = (*AXES, "microbatches", "zero", "virtual_stages")
 """Pins that are numbers."""
 
-PINS = (*COUNTS, "remat", "order")
+PINS = (*COUNTS, "remat", "offload", "schedule", "order")
 """What can be pinned."""
 
 
@@ -40,6 +41,10 @@ def _allowed(name: str, value: Any) -> str:
     """What a pin may be, in words, if it is not that; '' if it is."""
     if name == "remat":
         return "" if value in REMATS else ", ".join(REMATS)
+    if name == "schedule":
+        return "" if value in SCHEDULES else ", ".join(SCHEDULES)
+    if name == "offload":
+        return "" if isinstance(value, bool) else "True, False"
     if name == "order":
         axes = f"different axes out of {', '.join(AXES)}, outermost on the fabric first"
         fits = not isinstance(value, str) and set(value) <= set(AXES)

@@ -17,6 +17,10 @@ Spec = tuple[tuple[str, ...], ...]
 Remat = Literal["none", "dots", "full"]
 """What of the forward pass is kept: all; the results of matmuls; block inputs only."""
 
+Schedule = Literal["1f1b", "gpipe", "circular"]
+"""In which order stages of a pipeline take microbatches: forward and backward in turn;
+all forward, then all backward; the same, going round as often as there are chunks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
@@ -28,6 +32,12 @@ class Knobs:
     zero: Literal[0, 1, 2, 3] = 0
     """What is divided over data parallel devices: 1 optimizer state, 2 also gradients,
     3 also parameters (the axis `fsdp`)."""
+    offload: bool = False
+    """Whether optimizer state is kept in host memory between updates (`Plan.host`)."""
+    virtual_stages: int = 1
+    """Parts of its layers that each pipeline stage has, one after another."""
+    schedule: Schedule = "1f1b"
+    """Of a pipeline; what plans without an axis `stage` have means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +61,15 @@ class Prediction:
     """Seconds of one step, by term."""
 
     terms: Mapping[str, float]
-    """compute, collectives (exposed), bubble, optimizer, launch; seconds."""
+    """compute, collectives (exposed), bubble, optimizer, offload, launch; seconds.
+    Bubble and offload only where there are stages, or state in host memory."""
     low_s: float
     high_s: float
     """The interval that the calibration supports."""
     source: str
     """Where the constants come from, such as `catalog (uncalibrated)`."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """Term to the factor, in `terms` already, that past runs gave."""
 
     @property
     def step_s(self) -> float:
@@ -92,6 +105,11 @@ class Plan:
     """Path of each leaf of the batch to its spec."""
     optimizer: Mapping[str, Spec] = field(default_factory=dict)
     """Entry loss: path of each leaf of the optimizer state to its spec."""
+    host: tuple[str, ...] = ()
+    """Entry loss: paths of the leaves of the optimizer state that are kept in host
+    memory between updates; empty without the knob `offload`."""
+    host_bytes: int = 0
+    """Bytes of host memory that each device needs for them."""
     constraints: Mapping[int, Spec] = field(default_factory=dict)
     """Number of an operator to the spec of its first output. Entry step: of the step's
     program; entry loss: of the program of `loss(params, batch)` alone, which is what
@@ -166,6 +184,7 @@ def _plan(items: dict[str, Any]) -> Plan:
         int(number): _spec(spec) for number, spec in items.pop("constraints").items()
     }
     return Plan(
+        host=tuple(items.pop("host", ())),
         knobs=knobs,
         prediction=prediction,
         collectives=collectives,

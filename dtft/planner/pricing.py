@@ -103,10 +103,12 @@ class Prices:
     def _way(self, group: Group, done: Work, sending: tuple[Table, ...]) -> Way:
         columns, repeats = self.columns, _repeats(done)
         amounts = done.sizes or (*done.reads, *done.writes, done.flops)
+        amounts += (done.columns,) if done.columns is not None else ()
         cases = columns.divided({*repeats, *(amount.axes for amount in amounts)})
         times = group.times * runs(done, cases.sizes)
-        device = columns.pool.device
-        seconds = times * computing_s(self.question.graph, device, done, cases.sizes)
+        graph, device = self.question.graph, columns.pool.device
+        cold = group.region == "update"
+        seconds = times * computing_s(graph, device, done, cases.sizes, cold=cold)
         often = columns.divided(repeats)
         starts = 0.0 if group.operator.kind in CHEAP else group.times
         starts = starts * runs(done, often.sizes) * np.ones(len(often.first))

@@ -1,9 +1,10 @@
-"""Sizes of matmuls: rows, columns, depth and batch of each device's part.
+"""Sizes of matmuls and convolutions: of each device's part.
 
 Pure; must not know how the division was found or what a matmul costs.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 from dtft.planner.amounts import Amount
 from dtft.planner.graph import Operator, Value
@@ -35,3 +36,30 @@ def product_sizes(
     return tuple(
         Amount(total=total, axes=divides[name]) for name, total in totals.items()
     )
+
+
+def convolution_columns(
+    operator: Operator,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    root: Callable[[int], int],
+    kept: Mapping[str, int | None],
+) -> Amount | None:
+    """Columns of a convolution, seen as a product of patches: the kernel's results.
+
+    In the backward pass the array in the kernel's place counts.
+
+    Args:
+        operator: of any kind; None for what is no convolution.
+        inputs: its operands.
+        outputs: its results.
+        root: dim to the dim that stands for it.
+        kept: axis to the dim along which it divides the work.
+    """
+    if operator.kind != "convolution" or len(inputs) < 2:
+        return None
+    right, made = inputs[1], outputs[0]
+    sizes = dict(zip(map(root, right.dims), right.shape, strict=True))
+    shared = sizes.keys() & set(map(root, made.dims))
+    axes = tuple(axis for axis, dim in kept.items() if dim in shared)
+    return Amount(total=math.prod(sizes[dim] for dim in shared), axes=axes)

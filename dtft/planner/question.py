@@ -16,6 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from dtft.planner import blocks
 from dtft.planner.aligning import same_dims
+from dtft.planner.experts import Arrays, arrays_of_experts
 from dtft.planner.graph import Graph
 from dtft.planner.groups import Group, group, region
 from dtft.planner.partition import Division
@@ -56,6 +57,15 @@ class Question:
         """Dims along which an example goes: the second of the batch leaves' dims."""
         known = set(self.batch_dims)
         return tuple(dim for dim in self._of_batch(1) if dim not in known)
+
+    @cached_property
+    def expert_arrays(self) -> Arrays:
+        """Arrays that experts work on and make, each with its dim of experts."""
+        known = {*self.batch_dims, *self.sequence_dims}
+        parameters = [self.graph.inputs[path] for path in self.paths("parameter")]
+        return arrays_of_experts(
+            self.graph, parameters, lambda dim: self.alias.get(dim, dim), known
+        )
 
     @cached_property
     def weight_dims(self) -> frozenset[int]:
@@ -124,7 +134,20 @@ class Question:
         if self.program is self.graph:
             return division
         axes = {dim: division.of(other) for dim, other in self._same_dims.items()}
-        return Division(axes={dim: found for dim, found in axes.items() if found})
+        axes = {dim: found for dim, found in axes.items() if found}
+        return Division(axes=axes, first=self._first(division))
+
+    def _first(self, division: Division) -> Arrays:
+        """`Division.first` of the program."""
+        if not division.first:
+            return {}
+        program = self.program
+        values = {path: program.values[at] for path, at in program.inputs.items()}
+        batch = (values[path] for path in self.paths("batch") if path in values)
+        examples = {value.dims[0] for value in batch if value.dims}
+        known = [path for path in self.paths("parameter") if path in values]
+        parameters = [program.inputs[path] for path in known]
+        return arrays_of_experts(program, parameters, lambda dim: dim, examples)
 
     @cached_property
     def _same_dims(self) -> Mapping[int, int]:

@@ -16,7 +16,7 @@ from dtft.planner import comparing, drawing, explain, wording
 from dtft.planner.deciding import Decision
 from dtft.planner.lints import Lint, lints
 from dtft.planner.plan import Alternative, Plan, Spec
-from dtft.planner.search import MEMORY
+from dtft.planner.priced import MEMORY
 from dtft.planner.wording import Section, seconds, size
 
 _STYLE = """

@@ -6,7 +6,7 @@ operators, or what is best.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -76,14 +76,21 @@ class Resting:
             divided: whether `fsdp` divides them at rest.
         """
         total = Total()
+        for cases, count, each in self.each(role, division, divided):
+            total.add(cases, count * each)
+        return total
+
+    def each(
+        self, role: Role, division: Division, divided: bool
+    ) -> Iterator[tuple[Cases, int, np.ndarray]]:
+        """As `num_bytes`, by array: how many are alike, bytes of each by case."""
         for alike, count in self.arrays[role].items():
             cases, used, place = self._placed(alike.value, division)
             axes = tuple(axis for axis in used if axis != MICRO)
             there = parts(axes, cases.sizes) * np.ones(len(cases.first))
             if divided:
                 there = there * np.where(place >= 0, cases.sizes[shards.AXIS], 1)
-            total.add(cases, count * alike.value.num_bytes / there)
-        return total
+            yield cases, count, alike.value.num_bytes / there
 
     def gathers_s(self, division: Division, zero: int) -> Total:
         """Seconds of a step in which divided parameters are brought together."""

@@ -12,8 +12,6 @@ one that changes only what is kept, gathered or updated is read from the space i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,76 +25,19 @@ from dtft.planner.compute_cost import added_s, launch_s
 from dtft.planner.cost import Moved
 from dtft.planner.groups import Group
 from dtft.planner.memory import RESERVE, Timeline
+from dtft.planner.meshes import AXES
 from dtft.planner.moments import Moments
+from dtft.planner.offload import NOTHING, Away, away
 from dtft.planner.partition import MICRO, Division
-from dtft.planner.pricing import Prices
+from dtft.planner.priced import MEMORY, TERMS, Priced, joined
+from dtft.planner.pricing import Prices, Way
 from dtft.planner.question import Question, Role
 from dtft.planner.resting import Resting
 from dtft.planner.space import MemoryFloor, Space
+from dtft.planner.staged import Staged
 from dtft.planner.works import works_of
 
-TERMS = ("compute", "collectives", "optimizer", "launch")
-MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "reserve")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Priced:
-    """Every candidate of a space with its time and memory."""
-
-    space: Space
-    terms: Mapping[str, np.ndarray]
-    """Seconds by term; each one entry per candidate."""
-    memory: Mapping[str, np.ndarray]
-    """Bytes of a device by term."""
-    divisions: Sequence[Division]
-    """Which axes divide which dims, for all candidates."""
-    division: np.ndarray
-    """For each candidate which of the divisions it has."""
-    capacity: int
-
-    def division_of(self, at: int) -> Division:
-        """Which axes divide which dims in a candidate."""
-        return self.divisions[self.division[at]]
-
-    @cached_property
-    def step_s(self) -> np.ndarray:
-        """Seconds of a step; of a rounded-up batch the part that was asked for."""
-        return np.sum([self.terms[name] for name in TERMS], axis=0)
-
-    @cached_property
-    def memory_bytes(self) -> np.ndarray:
-        """Bytes of a device."""
-        return np.sum([self.memory[name] for name in MEMORY], axis=0)
-
-    @cached_property
-    def fits(self) -> np.ndarray:
-        """Which candidates have room."""
-        return self.memory_bytes <= self.capacity
-
-    @cached_property
-    def ranking(self) -> np.ndarray:
-        """Candidates that fit before those that do not; faster before slower.
-
-        What does not fit is ordered by how little it lacks. Ties: fewer bytes, then
-        fewer microbatches, then the order of the space.
-        """
-        first = np.where(self.fits, self.step_s, self.memory_bytes)
-        keys = (
-            np.arange(len(first)),
-            self.space.columns["microbatches"],
-            np.round(self.memory_bytes),
-            _rounded(first),
-            ~self.fits,
-        )
-        return np.lexsort(keys)
-
-
-def _rounded(values: np.ndarray) -> np.ndarray:
-    """To nine digits: sums in another order must not decide a ranking."""
-    with np.errstate(divide="ignore"):
-        digits = np.floor(np.log10(np.maximum(values, 1e-300)))
-    scale = 10.0 ** (digits - 9)
-    return np.round(values / scale) * scale
+_HEAVY = ("matmul", "convolution")
 
 
 def memory_floor(question: Question, pool: Pool) -> MemoryFloor:
@@ -146,10 +87,24 @@ class Search:
         memory["reserve"][:] = RESERVE * self.pool.device.memory_bytes
         divisions: list[Division] = []
         which = np.zeros(len(space), np.int64)
+        idle, host = np.zeros(len(space), bool), np.zeros(len(space))
+        staged = Staged(prices) if (space.columns["stage"] > 1).any() else None
         for layout, rows in self._layouts(prices, space):
-            _put(memory, rows, self._memory(resting, layout, space, rows))
+            busy = _busy(prices.ways(layout))
+            for axis in set(AXES) - busy - {"stage"}:
+                idle[rows] |= space.columns[axis][rows] > 1
+            needs = self._memory(resting, layout, space, rows)
+            moved = self._away(resting, layout, space, rows)
+            host[rows], terms["offload"][rows] = moved.host_bytes, moved.seconds
+            needs["optimizer"] += moved.device_bytes - moved.host_bytes
+            if staged is not None:
+                needs = staged.memory(space, rows, needs)
+            _put(memory, rows, needs)
             for division, part in _with_sums(resting, layout, space, rows):
-                _put(terms, part, self._terms(resting, division, space, part))
+                took = self._terms(resting, division, space, part)
+                if staged is not None:
+                    took = staged.terms(division, space, part, took)
+                _put(terms, part, took)
                 which[part] = len(divisions)
                 divisions.append(division)
         return Priced(
@@ -158,8 +113,27 @@ class Search:
             memory=memory,
             divisions=divisions,
             division=which,
+            idle=idle,
+            host=host,
+            host_capacity=self.pool.host_memory_bytes,
             capacity=self.pool.device.memory_bytes,
         )
+
+    def with_offload(self, priced: Priced, best_s: float) -> Priced:
+        """The same, and candidates whose optimizer state rests in host memory.
+
+        Only those that could be the best: what fits without is slower with it.
+
+        Args:
+            priced: of this search.
+            best_s: seconds of the best that fits; infinite without one.
+        """
+        lean = priced.memory_bytes - priced.memory["optimizer"] <= priced.capacity
+        worth = lean & ~priced.fits & ~priced.idle & (priced.step_s < best_s)
+        if not worth.any():
+            return priced
+        space = priced.space.where(np.flatnonzero(worth)).with_offload()
+        return joined(priced, self.price(space))
 
     def works(self, division: Division) -> tuple[tuple[Group, Work], ...]:
         """What each group of operators takes under a division."""
@@ -195,11 +169,18 @@ class Search:
 
     def _base(self, space: Space) -> Division:
         """What all axes but `tensor` divide."""
-        question = self.question
-        axes = dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
+        question, first = self.question, {}
+        by_expert = bool((space.columns["expert"] > 1).any())
+        of_batch = ("replica", "fsdp", *(("expert",) if by_expert else ()), MICRO)
+        axes: dict[int, tuple[str, ...]] = dict.fromkeys(question.batch_dims, of_batch)
         if (space.columns["sequence"] > 1).any():
             axes |= dict.fromkeys(question.sequence_dims, ("sequence",))
-        return Division(axes=axes, scatters=self.scatters, alias=question.alias)
+        if by_expert:
+            first = question.expert_arrays
+            axes |= dict.fromkeys(first.values(), ("expert",))
+        return Division(
+            axes=axes, scatters=self.scatters, alias=question.alias, first=first
+        )
 
     def _layouts(
         self, prices: Prices, space: Space
@@ -224,12 +205,14 @@ class Search:
             sending[some] += gathers.at(points[some])
         compute, device = sums.compute.at(points), self.pool.device
         parts = np.where(zero > 0, space.columns["fsdp"][rows], 1)
-        return {
+        terms = {
             "compute": compute,
             "collectives": np.asarray(added_s(device.efficiency, sending, compute)),
             "optimizer": sums.optimizer.at(points) / parts,
             "launch": np.asarray(launch_s(device, sums.starts.at(points))),
         }
+        trust = self.pool.trust
+        return {name: seconds * trust.scale(name) for name, seconds in terms.items()}
 
     def _memory(
         self, resting: Resting, division: Division, space: Space, rows: np.ndarray
@@ -261,6 +244,34 @@ class Search:
             found["activations"][some] = highest.activations[of]
             found["gradients"][some] = highest.gradients[of]
         return found
+
+    def _away(
+        self, resting: Resting, division: Division, space: Space, rows: np.ndarray
+    ) -> Away:
+        """Optimizer state of candidates of one layout that rests in host memory."""
+        offload = space.columns["offload"][rows] > 0
+        if not offload.any() or self.pool.host_link is None:
+            return NOTHING
+        points = resting.prices.columns.of[rows]
+        zero = space.columns["zero"][rows]
+        whole, divided = (
+            [
+                (count, each[cases.of[points]])
+                for cases, count, each in resting.each("optimizer", division, part)
+            ]
+            for part in (False, True)
+        )
+        arrays = [
+            (count, np.where(offload, np.where(zero >= 1, part, every), 0.0))
+            for (count, every), (_, part) in zip(whole, divided, strict=True)
+        ]
+        return away(self.pool.host_link, arrays)
+
+
+def _busy(ways: Sequence[Way]) -> set[str]:
+    """Axes that divide what is computed: products, or all where there are none."""
+    heavy = [way for way in ways if way.group.operator.kind in _HEAVY] or ways
+    return {axis for way in heavy for axis in way.work.divided_by}
 
 
 def _with_sums(

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dtft.planner.baselines import BASELINES
-from dtft.planner.meshes import AXES
+from dtft.planner.meshes import AXES, divisors
 from dtft.planner.plan import Knobs, Remat
+from dtft.planner.stages import SCHEDULES
 
 REMATS: tuple[Remat, ...] = ("none", "dots", "full")
 """What numbers in the column `remat` stand for."""
@@ -119,7 +120,8 @@ class Space:
 
     columns: Mapping[str, np.ndarray]
     """int64, one entry per candidate: each of `AXES`, `microbatches`, `zero`, `remat`
-    (position in `REMATS`), `order` (position in `orders`), `batch`, `devices_used`,
+    (position in `REMATS`), `offload`, `virtual_stages`, `schedule` (position in
+    `SCHEDULES`), `order` (position in `orders`), `batch`, `devices_used`,
     `baseline` (position in `BASELINES`) and `mesh` (from 0 on, one number for each pair
     of sizes and order: candidates that share it differ in knobs only)."""
     orders: tuple[tuple[str, ...], ...]
@@ -140,6 +142,9 @@ class Space:
                 microbatches=row["microbatches"],
                 remat=REMATS[row["remat"]],
                 zero=zero,
+                offload=bool(row["offload"]),
+                virtual_stages=row["virtual_stages"],
+                schedule=SCHEDULES[row["schedule"]],
             ),
             batch=row["batch"],
             devices_used=row["devices_used"],
@@ -155,6 +160,40 @@ class Space:
         """The same candidates, all with one remat."""
         numbers = np.full(len(self), REMATS.index(remat))
         return replace(self, columns={**self.columns, "remat": numbers})
+
+    def with_offload(self) -> "Space":
+        """The same candidates, all with optimizer state in host memory."""
+        columns = {**self.columns, "offload": np.ones(len(self), np.int64)}
+        return replace(self, columns=columns)
+
+    def with_chunks(self, num_layers: int, pinned: int | None) -> "Space":
+        """Pipelines with every number of virtual stages that their layers allow.
+
+        Args:
+            num_layers: of the model; whole chunks of them.
+            pinned: the number of virtual stages, if it is given.
+        """
+        stage, parts = self.columns["stage"], self.columns["microbatches"]
+        found = []
+        for chunks in divisors(num_layers) if pinned is None else (pinned,):
+            fits = num_layers % (stage * chunks) == 0
+            fits &= (chunks == 1) | ((stage > 1) & (parts % stage == 0))
+            part = self.where(fits)
+            numbers = np.full(len(part), chunks)
+            found.append({**part.columns, "virtual_stages": numbers})
+        columns = {
+            name: np.concatenate([part[name] for part in found])
+            for name in self.columns
+        }
+        return replace(self, columns=columns)
+
+    def joined(self, other: "Space") -> "Space":
+        """These candidates, then others of the same orders."""
+        columns = {
+            name: np.concatenate([column, other.columns[name]])
+            for name, column in self.columns.items()
+        }
+        return replace(self, columns=columns)
 
     def where(self, mask: np.ndarray) -> "Space":
         """The candidates that a mask or indices select."""

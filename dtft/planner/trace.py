@@ -15,6 +15,7 @@ import jax
 
 from dtft.planner.dims import Dims
 from dtft.planner.drafts import Drafts
+from dtft.planner.flops import SPECIAL
 from dtft.planner.graph import Dim, Graph, Loop, Operator, Value
 from dtft.planner.walk import Frame, Walk
 
@@ -92,6 +93,7 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
             inputs=step.inputs,
             outputs=step.outputs,
             flops=step.flops,
+            special=step.flops if step.primitive in SPECIAL else 0.0,
             trips=step.trips,
             summed=numbers.of(step.summed),
             contracted=step.contracted,

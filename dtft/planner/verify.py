@@ -144,9 +144,9 @@ def gate(
     if compiled is not None:
         kept = int(reserve * capacity)
         memory = compiled.memory
-        needs[f"compiled for {compiled.target}"] = kept + (
-            memory.total if compiled.exact_memory else memory.floor
-        )
+        total = memory.total if compiled.exact_memory else memory.floor
+        # What the compiler says of arguments includes those in host memory.
+        needs[f"compiled for {compiled.target}"] = kept + total - plan.host_bytes
     source, needed = max(needs.items(), key=lambda item: item[1])
     fits = needed <= capacity
     verb = "fits" if fits else "does not fit"

@@ -11,6 +11,7 @@ from typing import Any
 
 from dtft.planner import comparing, wording
 from dtft.planner.deciding import Decision, best_of
+from dtft.planner.explain import knobs_text
 from dtft.planner.lints import batch, repeated, undivided_text
 from dtft.planner.meshes import AXES
 from dtft.planner.plan import Plan
@@ -55,7 +56,8 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
     other, notes = found.plan, _notes(found, pins)
     if not other.fits:
         return (_too_large(asked, other, notes), comparing.memory(plan, other))
-    return (_slower(asked, plan, other, notes), *_details(plan, other))
+    slower = _slower(asked, plan, other, notes, idle=found.idle)
+    return (slower, *_details(plan, other))
 
 
 def _has(plan: Plan, name: str, value: Any) -> bool:
@@ -69,6 +71,11 @@ def _has(plan: Plan, name: str, value: Any) -> bool:
 def _notes(found: Decision, pins: Mapping[str, Any]) -> list[str]:
     """Rows and devices that go unused, and what `tensor` leaves undivided."""
     notes = [one.text for one in (*batch(found), *repeated(found.plan))]
+    if found.idle:
+        notes.append(
+            "an axis of it divides no product: its devices repeat the work of others, "
+            "as idle as if they were not there, and plans that use them all come first"
+        )
     if pins.get("tensor", 1) > 1:
         notes.append(undivided_text(found.question, pins["tensor"]))
     return [note for note in notes if note]
@@ -84,7 +91,9 @@ def _too_large(asked: str, other: Plan, notes: list[str]) -> Section:
     return Section(title=title, notes=tuple(notes))
 
 
-def _slower(asked: str, plan: Plan, other: Plan, notes: list[str]) -> Section:
+def _slower(
+    asked: str, plan: Plan, other: Plan, notes: list[str], *, idle: bool
+) -> Section:
     here, there = plan.prediction.step_s, other.prediction.step_s
     much = f"{seconds(abs(there - here))} ({wording.change(there, here)})"
     how = "slower" if there > here else "faster" if there < here else "as fast"
@@ -104,7 +113,7 @@ def _slower(asked: str, plan: Plan, other: Plan, notes: list[str]) -> Section:
             f"this is within the interval of the prediction (up to "
             f"{seconds(plan.prediction.high_s)}): only a measurement can order the two"
         )
-    if there <= here:
+    if there <= here and not idle:
         notes.append(
             "the plan was found with other pins, or needs fewer bytes for the same time"
         )
@@ -114,8 +123,7 @@ def _slower(asked: str, plan: Plan, other: Plan, notes: list[str]) -> Section:
 
 
 def _shown(plan: Plan) -> str:
-    knobs = ", ".join(f"{name}={value}" for name, value in asdict(plan.knobs).items())
-    return f"{wording.mesh(plan.mesh)}, {knobs}"
+    return f"{wording.mesh(plan.mesh)}, {knobs_text(plan.knobs)}"
 
 
 def _details(plan: Plan, other: Plan) -> tuple[Section, ...]:

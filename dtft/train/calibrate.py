@@ -1,26 +1,26 @@
-"""`dtft calibrate`: measures this machine in under a minute, writes the planner's file.
+"""Measures the devices at hand in under a minute: which sizes of what.
 
-What is measured is in `measuring`, what it means in `planner.calibration_fit`; here is
-which sizes, and the table. Sets no target.
+How it is measured is in `measuring`, what it means in `planner.calibration_fit`. Must
+not know files or commands (`calibrate_command`).
 """
 
 import math
-import os
 import sys
-import time
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, get_args
 
 from dtft.planner.calibration import Calibration, link_key
 from dtft.planner.calibration_fit import (
     CollectiveTime,
+    ConvolutionTime,
+    ElementTime,
     Fit,
     MatmulTime,
     MemoryTime,
     OverlapTime,
+    fit_convolutions,
+    fit_elements,
     fit_link,
     fit_matmuls,
     fit_memory,
@@ -44,10 +44,15 @@ class Sizes:
     """(n, k) of matmuls."""
     streams: tuple[int, ...]
     """Bytes read and written."""
+    convolutions: tuple[tuple[int, int, int], ...]
+    """Rows, side and channels of convolutions."""
+    elements: int
+    """Side of a square array, small enough to stay at hand."""
     collectives: tuple[int, ...]
     """Bytes."""
-    overlap: tuple[int, tuple[int, ...]]
-    """Side of a matmul, and bytes of the all-reduces beside it."""
+    overlap: tuple[int, tuple[int, ...]] | None
+    """Side of a matmul, and bytes of the all-reduces beside it; None: nothing overlaps,
+    a device computes and communicates in one thread."""
     pace: Pace = Pace()
 
 
@@ -61,59 +66,22 @@ CPU = Sizes(
     dtypes=("float32",),
     rows=(8, 32, 128, 512),
     dims=((64, 64), (256, 256), (128, 512), (512, 512), (1024, 256)),
-    streams=_powers(2**18, 2**24, 5),
-    collectives=_powers(2**12, 2**22, 8),
-    overlap=(256, (2**14, 2**18, 2**20)),
+    streams=_powers(2**18, 2**27, 7),
+    convolutions=((8, 16, 8), (8, 8, 32), (4, 8, 128)),
+    elements=128,
+    collectives=_powers(2**12, 2**24, 8),
+    overlap=None,
 )
 ACCELERATOR = Sizes(
     dtypes=("bfloat16", "float32"),
     rows=(128, 512, 2048, 8192),
     dims=((512, 512), (1024, 4096), (2048, 2048), (4096, 4096), (8192, 4096)),
     streams=_powers(2**22, 2**30, 5),
+    convolutions=((64, 32, 32), (64, 32, 128), (64, 16, 512)),
+    elements=2048,
     collectives=_powers(2**14, 2**28, 8),
     overlap=(4096, (2**20, 2**24, 2**26)),
 )
-
-
-def run(options: Namespace) -> int:
-    """Runs the command.
-
-    Raises:
-        ValueError: more devices than there are, or no folder for the file.
-    """
-    if options.out and not Path(options.out).absolute().parent.is_dir():
-        raise ValueError(
-            f"--out {options.out}: the folder {Path(options.out).parent} does not "
-            "exist. Make it, or name another."
-        )
-    devices = _devices(options.devices)
-    begin = time.perf_counter()
-    found = measure(devices)
-    print(table(found))
-    print(f"measured in {time.perf_counter() - begin:.0f} s")
-    if options.out:
-        Path(options.out).write_text(found.to_json() + "\n")
-        print(f"written to {options.out}")
-    return 0
-
-
-def _devices(number: int | None) -> list[Any]:
-    """The devices to measure; on CPU as many as wanted are made."""
-    import jax
-
-    if number is not None and number < 1:
-        raise ValueError(f"--devices {number}: give 1 or more.")
-    settings: Any = jax.config
-    given = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if number is not None and not given and settings.jax_num_cpu_devices < 1:
-        jax.config.update("jax_num_cpu_devices", number)
-    devices = jax.devices()
-    if number is not None and number > len(devices):
-        raise ValueError(
-            f"--devices {number}: this machine has {len(devices)}. Allowed: 1 to "
-            f"{len(devices)}; CPU devices are made with JAX_PLATFORMS=cpu."
-        )
-    return devices[:number]
 
 
 def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
@@ -140,8 +108,11 @@ def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
         fits |= {f"collectives on {key}, {name}": f for name, f in found.items()}
         inner *= level.size
     residuals = {name: found.residual for name, found in fits.items()}
-    if pool.levels:
+    if pool.levels and sizes.overlap is not None:
         device, residuals["overlap"] = _overlap(devices, device, sizes)
+    elif sizes.overlap is None:
+        alone = replace(device.efficiency, overlap_kappa=1.0, overlap_fraction=0.0)
+        device = replace(device, efficiency=alone)
     return Calibration(
         device=device.name,
         fabric=tuple(link_key(level.link) for level in pool.levels),
@@ -178,6 +149,8 @@ def _compute(
     ]
     fits: dict[str, Fit] = {}
     device, fits["memory"] = fit_memory(device, streams)
+    _say("element-wise operators ...")
+    device, fits["elements"] = fit_elements(device, _elements(mesh, sizes))
     for number, dtype in enumerate(sizes.dtypes):
         _say(f"matmuls of {dtype} ...")
         times, dispatch = _matmuls(mesh, dtype, sizes)
@@ -187,7 +160,37 @@ def _compute(
         device, fits["matmul"] = fit_matmuls(device, dtype, times)
         made = replace(device.efficiency, dispatch_s=dispatch)
         device = replace(device, efficiency=made)
+    _say("convolutions ...")
+    device, fits["convolutions"] = fit_convolutions(
+        device, "float32", _convolutions(mesh, sizes)
+    )
     return device, fits
+
+
+def _elements(mesh: Any, sizes: Sizes) -> list[ElementTime]:
+    """Every function of `measuring.ELEMENT_WISE`."""
+    num = sizes.elements**2
+    return [
+        ElementTime(
+            simple=num * simple,
+            special=num * special,
+            seconds=measuring.element_wise_s(
+                mesh, name, sizes.elements, sizes.pace
+            ).seconds,
+        )
+        for name, (_, simple, special) in measuring.ELEMENT_WISE.items()
+    ]
+
+
+def _convolutions(mesh: Any, sizes: Sizes) -> list[ConvolutionTime]:
+    return [
+        ConvolutionTime(
+            flops=2.0 * rows * side**2 * 9 * channels**2,
+            channels=channels,
+            seconds=measuring.convolution_s(mesh, rows, side, channels, sizes.pace),
+        )
+        for rows, side, channels in sizes.convolutions
+    ]
 
 
 def _matmuls(mesh: Any, dtype: str, sizes: Sizes) -> tuple[list[MatmulTime], float]:
@@ -240,6 +243,7 @@ def _overlap(
     """A matmul beside all-reduces of several sizes."""
     _say("overlap ...")
     mesh = measuring.make_mesh(devices, 1, len(devices))
+    assert sizes.overlap is not None
     side, all_bytes = sizes.overlap
     dtype, pace = sizes.dtypes[0], sizes.pace
     compute = measuring.matmul_s(mesh, side, side, side, dtype, pace).seconds
@@ -253,44 +257,3 @@ def _overlap(
     ]
     efficiency, off = fit_overlap(device.efficiency, times)
     return replace(device, efficiency=efficiency), off
-
-
-def table(found: Calibration) -> str:
-    """What was found, with errors, for people."""
-    efficiency = found.efficiency
-    lines = [f"{found.num_devices} x {found.device}, {found.software}", ""]
-    lines += [f"{'scalar':<44}{'value':>16}{'error':>9}"]
-
-    def row(name: str, value: str, error: str = "") -> None:
-        of = found.errors.get(error)
-        lines.append(f"{name:<44}{value:>16}{'' if of is None else f'{of:>8.1%}'}")
-
-    for dtype, peak in found.peak_flops.items():
-        row(f"peak {dtype}", f"{peak / 1e9:.1f} GFLOP/s")
-    row("e0, share of the peak", f"{efficiency.e0:.3f}", "matmul: e0")
-    row("x0, rows at half of it", f"{efficiency.x0:.1f}", "matmul: x0")
-    row("start of an operator", _us(efficiency.launch_s), "matmul: launch_s")
-    row("start of a step", _us(efficiency.dispatch_s))
-    reached = found.memory_bandwidth * efficiency.memory
-    row("memory", f"{reached / 1e9:.1f} GB/s", "memory: bandwidth")
-    for key, link in found.links.items():
-        for kind, curves in link.measured.items():
-            for n, curve in curves.items():
-                of = f"collectives on {key}, {kind} of {n}"
-                row(
-                    f"{kind} of {n}, {key}: latency",
-                    _us(curve.latency_s),
-                    f"{of}: latency_s",
-                )
-                rate = f"{curve.bandwidth / 1e9:.3f} GB/s"
-                row("    bandwidth", rate, f"{of}: bandwidth")
-    if found.links:
-        row("overlap: computing slowed by", f"{efficiency.overlap_kappa:.2f}")
-        row("overlap: share of computing", f"{efficiency.overlap_fraction:.2f}")
-    lines += ["", f"{'fit':<44}{'median error':>16}"]
-    lines += [f"{name:<44}{off:>16.1%}" for name, off in found.residuals.items()]
-    return "\n".join(lines)
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:.2f} us"

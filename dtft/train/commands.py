@@ -161,10 +161,10 @@ def _plan(options: Namespace, overrides: list[str]) -> int:
 
 
 def _calibrate(options: Namespace, overrides: list[str]) -> int:
-    from dtft.train import calibrate
+    from dtft.train import calibrate_command
 
     _refuse_unknown("calibrate", overrides)
-    return calibrate.run(options)
+    return calibrate_command.run(options)
 
 
 def _refuse_unknown(command: str, overrides: list[str]) -> None:

@@ -215,6 +215,8 @@ class Experiment:
     """Instead of `mesh`: `auto` for the best plan that the planner finds, or the path
     of a plan file (`dtft plan --json`). Decided once, and recorded in checkpoints;
     for another number of devices `auto` is decided again."""
+    calibration: str = ""
+    """What `dtft calibrate --out` wrote on such devices: the figures of `plan=auto`."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """How many hosts take part."""
     stop: StopConfig = field(default_factory=StopConfig)
@@ -241,6 +243,11 @@ class Experiment:
             raise ValueError(
                 f"plan={self.plan!r}: replicas that exchange moments themselves "
                 "(optim.sync) are not planned. Set --plan '' or leave optim.sync out."
+            )
+        if self.calibration and self.plan != "auto":
+            raise ValueError(
+                f"calibration={self.calibration!r} is for plan='auto', but plan="
+                f"{self.plan!r}. Set --plan auto, or leave --calibration out."
             )
         if not 0 <= self.seed < 2**31:
             raise ValueError(

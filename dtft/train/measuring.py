@@ -8,7 +8,7 @@ several processes all of them call this alike. Decides nothing about models or p
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -99,6 +99,7 @@ def timed(
     each = median((long - short) / (turns - 1) for short, long in pairs)
     if each <= 0:  # lost in the noise of starting a program
         each = min(long for _, long in pairs) / turns
+    each, one = agreed(each), agreed(one)  # or processes would plan differently
     return Timed(seconds=each, dispatch_s=max(0.0, one - each))
 
 
@@ -106,14 +107,14 @@ def _turns(run: Callable[[int], float], budget_s: float) -> int:
     """Turns that take about `budget_s`; every process comes to the same number."""
     turns = 2
     while True:
-        seconds = _agreed(run(turns))
+        seconds = agreed(run(turns))
         if seconds >= budget_s or turns >= MOST_TURNS:
             return turns
         growth = min(16.0, 1.2 * budget_s / max(seconds, 1e-9))
         turns = min(MOST_TURNS, math.ceil(turns * max(1.5, growth)))
 
 
-def _agreed(seconds: float) -> float:
+def agreed(seconds: float) -> float:
     """The time that process 0 saw."""
     if jax.process_count() == 1:
         return seconds
@@ -149,12 +150,74 @@ def matmul_s(mesh: Mesh, m: int, n: int, k: int, dtype: Any, pace: Pace) -> Time
 
 
 def stream_s(mesh: Mesh, num_bytes: int, pace: Pace) -> Timed:
-    """Reading and writing: num_bytes together."""
+    """Reading four arrays and writing three, as Adam does: num_bytes together."""
 
-    def body(x: jax.Array, by: jax.Array) -> tuple[jax.Array, ...]:
-        return x * by[0] + by[1], by
+    def body(
+        x: jax.Array, mean: jax.Array, square: jax.Array, by: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        mean = 0.9 * mean + 0.1 * by
+        square = 0.99 * square + 0.01 * by * by
+        return x - 1e-3 * mean / (jnp.sqrt(square) + 1e-8), mean, square, by
 
-    return timed(mesh, body, [(num_bytes // 8,), (2,)], jnp.float32, pace)
+    return timed(mesh, body, [(num_bytes // 28,)] * 4, jnp.float32, pace)
+
+
+ELEMENT_WISE: Mapping[str, tuple[Callable[[jax.Array], jax.Array], float, float]] = {
+    "norm": (lambda x: _norm(x), 8, 0),
+    "exp": (lambda x: jnp.exp(0.1 * x), 2, 1),
+    "gelu": (lambda x: 1.1 * jax.nn.gelu(x), 10, 1),
+    "softmax": (lambda x: jax.nn.softmax(1.1 * x, axis=-1), 6, 1),
+}
+"""What is timed to learn what operations cost that are no products: a function, its
+operations per element (`planner.flops`), and those among them that are like exp."""
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    off = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
+    return 1.1 * (x - mean) * lax.rsqrt(off + 1e-5)
+
+
+def element_wise_s(mesh: Mesh, name: str, side: int, pace: Pace) -> Timed:
+    """One of `ELEMENT_WISE` of (side, side) numbers."""
+    function, _, _ = ELEMENT_WISE[name]
+    return timed(mesh, lambda x: (function(x),), [(side, side)], jnp.float32, pace)
+
+
+def convolution_s(mesh: Mesh, rows: int, side: int, channels: int, pace: Pace) -> float:
+    """Seconds of one 3 by 3 convolution of (rows, side, side, channels), as in a step.
+
+    Both passes of a few in a row, and no loop: XLA's CPU backend computes convolutions
+    inside of loops many times slower.
+    """
+    num = 6
+    everywhere = PartitionSpec(("outer", "group", "inner"))
+
+    def loss(kernels: jax.Array, x: jax.Array) -> jax.Array:
+        for kernel in kernels:
+            x = lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        return jnp.sum(x * x)
+
+    program = jax.jit(
+        jax.shard_map(
+            lambda kernels, x: jax.grad(loss)(kernels[0], x)[None],
+            mesh=mesh,
+            in_specs=(everywhere, everywhere),
+            out_specs=everywhere,
+            check_vma=False,
+        )
+    )
+    shapes = [(1, num, 3, 3, channels, channels), (rows, side, side, channels)]
+    arrays = _arrays(mesh, shapes, [everywhere] * 2, jnp.float32)
+    jax.block_until_ready(program(*arrays))
+    times = []
+    for _ in range(max(pace.repeats, 1)):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(*arrays))
+        times.append(time.perf_counter() - begin)
+    return agreed(median(times)) / (3 * num - 1)  # the first needs no gradient of x
 
 
 def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: Pace) -> Timed:

@@ -6,6 +6,7 @@ Must not know how plans are recorded or run.
 from collections.abc import Sequence
 from typing import Any
 
+from dtft.planner.calibration import Calibration, apply
 from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
 from dtft.planner.plan import Plan
@@ -22,8 +23,12 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
         devices: in slot order.
 
     Raises:
-        ValueError: it fits in no way, or the planner does not know the devices.
+        ValueError: it fits in no way, the planner does not know the devices, or the
+            calibration is of others.
     """
     asked = asked_of(experiment)
     question = of_loss(asked.loss, asked.optimizer, asked.params, asked.batch)
-    return decide(question, Cluster.from_devices(devices)).plan
+    cluster = Cluster.from_devices(devices)
+    if experiment.calibration:
+        cluster = apply(cluster, Calibration.read(experiment.calibration))
+    return decide(question, cluster).plan

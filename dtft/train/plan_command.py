@@ -1,7 +1,7 @@
 """`dtft plan CONFIG`: the plan of a config for a cluster, in words, as JSON and HTML.
 
-Asks and writes; decides nothing of the plan. Runs no step: a plan for a cluster that is
-elsewhere needs none of its devices.
+Asks and writes; decides nothing of the plan. Runs no step but for a trial: a plan for a
+cluster that is elsewhere needs none of its devices.
 """
 
 import sys
@@ -16,6 +16,7 @@ from dtft.planner import explain, report, wording
 from dtft.planner.lints import lints
 from dtft.planner.pins import COUNTS
 from dtft.planner.wording import Section
+from dtft.train import trial
 from dtft.train.experiment import Experiment
 from dtft.train.plan_entry import plan
 from dtft.train.plan_question import Asked, asked_of
@@ -31,9 +32,24 @@ def run(options: Namespace, experiment: Experiment) -> int:
         ValueError: a config that cannot be planned, pins that cannot be met, an unknown
             cluster; or nothing fits, predicted or compiled.
     """
+    if options.trial and options.verify:
+        raise ValueError(
+            f"--trial {options.trial} and --verify {options.verify}: what is run here "
+            "needs no proof that it fits. Give one of them."
+        )
     asked = asked_of(experiment)
-    found = planned(asked, options.cluster, options.pin, what_if=options.what_if)
+    found = planned(
+        asked,
+        options.cluster,
+        options.pin,
+        calibration=options.calibration,
+        what_if=options.what_if,
+    )
     checked: tuple[Section, ...] = ()
+    if options.trial and found.decision is not None:
+        tried = trial.trial(found.decision, vars(asked), options.trial)
+        checked = (trial.section(tried),)
+        found = RunnablePlan.of(tried[0].plan, tried[0].decision)
     if options.verify and found.decision is not None:
         results = verified(found.decision, vars(asked), num=options.verify)
         checked = sections(results)
@@ -57,6 +73,7 @@ def planned(
     cluster: str | None,
     given: Sequence[str],
     *,
+    calibration: str | None = None,
     what_if: bool = False,
 ) -> RunnablePlan:
     """The plan of a config.
@@ -65,6 +82,7 @@ def planned(
         asked: its loss, optimizer, parameters and batch.
         cluster: in words, or a file; None for the devices that JAX has.
         given: pins, as NAME=VALUE.
+        calibration: a file that `dtft calibrate` wrote.
         what_if: looks also at knobs that cannot be run here.
 
     Raises:
@@ -76,6 +94,7 @@ def planned(
         params=asked.params,
         batch=asked.batch,
         cluster=cluster,
+        calibration=calibration,
         what_if=what_if,
         **pins_of(given),
     )
@@ -100,6 +119,8 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
             )
         if name == "order":
             found[name] = tuple(value.split(","))
+        elif name == "offload":
+            found[name] = value.lower() in ("true", "1", "yes")
         else:
             found[name] = int(value) if value.isdigit() else value
     return found

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import optax
 
+from dtft.planner.calibration import Calibration, apply
 from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
 from dtft.planner.pins import PINS
 from dtft.planner.question import Question, of_loss, of_step
+from dtft.train import trial as trials
 from dtft.train.plan_verify import verified
 from dtft.train.planning import RunnablePlan, Step
 from dtft.train.verify_words import first_fitting
@@ -28,16 +30,18 @@ def plan(
     params: Any = None,
     batch: Any = None,
     cluster: Cluster | str | None = None,
+    calibration: Calibration | str | None = None,
     what_if: bool = False,
+    trial: int = 0,
     verify: int = 0,
     **pins: Any,
 ) -> RunnablePlan:
     """How to shard a training step on a cluster, how fast it will be, whether it fits.
 
-    Nothing is run and no array is made. Either a whole step, `plan(step=, state=,
-    batch=)`, run with `.jit(step)`; or a loss, `plan(loss=, optimizer=, params=,
-    batch=)`, run with `dtft.train.make_step`, which may also accumulate gradients over
-    microbatches and compute parts of the loss again.
+    Nothing is run and no array is made, but for a trial. Either a whole step,
+    `plan(step=, state=, batch=)`, run with `.jit(step)`; or a loss, `plan(loss=,
+    optimizer=, params=, batch=)`, run with `dtft.train.make_step`, which may also
+    accumulate gradients over microbatches and compute parts of the loss again.
 
     Args:
         step: `step(state, batch) -> (state, anything)`.
@@ -48,25 +52,34 @@ def plan(
         batch: the same; the first dim of each leaf is that of examples.
         cluster: such as `64x8xH100`, the path of a description, a Cluster, or None for
             the devices that JAX has.
+        calibration: what `dtft calibrate` measured on such devices, or the path of its
+            file; its figures replace those of the catalog.
         what_if: looks also at knobs that cannot be run here.
+        trial: runs so many of the best on the devices here, and takes the fastest.
         verify: how many of the best plans are compiled, for devices that need not
             exist; the first whose compiled memory fits is taken.
         **pins: knobs that are given: sizes of axes (`tensor=8`), `microbatches`,
-            `remat`, `zero`, `order` of the axes on the fabric.
+            `remat`, `zero`, `offload`, `order` of the axes on the fabric; what-if:
+            `virtual_stages` and `schedule` of a pipeline.
 
     Returns:
         The best plan.
 
     Raises:
         ValueError: arguments of neither or both entries, pins that cannot be met, an
-            unknown device type; or nothing fits: by how much, and what would make it
-            fit.
+            unknown device type, a calibration of another one; or nothing fits: by how
+            much, and what would make it fit.
     """
     if unknown := [name for name in pins if name not in PINS]:
         raise ValueError(
             f"{unknown[0]}= is neither an argument nor a knob. Knobs: "
             f"{', '.join(PINS)}; arguments: step, state, batch, or loss, optimizer, "
-            "params, batch; and cluster, what_if, verify."
+            "params, batch; and cluster, calibration, what_if, trial, verify."
+        )
+    if trial and verify:
+        raise ValueError(
+            f"trial={trial} and verify={verify}: what is run here needs no proof that "
+            "it fits. Give one of them."
         )
     given = {
         "step": step, "state": state, "loss": loss, "optimizer": optimizer,
@@ -78,7 +91,13 @@ def plan(
         where = Cluster.from_devices(jax.devices())
     else:
         where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if isinstance(calibration, str):
+        calibration = Calibration.read(calibration)
+    if calibration is not None:
+        where = apply(where, calibration)
     decision = decide(question, where, pins, what_if=what_if)
+    if trial:
+        decision = trials.trial(decision, given, trial)[0].decision
     if verify:
         found = verified(decision, given, num=verify)
         decision = first_fitting(found).decision

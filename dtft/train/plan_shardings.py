@@ -5,7 +5,7 @@ Decides no sharding; must not know steps, losses or how plans are found.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +49,17 @@ def partition_spec(spec: Spec) -> PartitionSpec:
     )
 
 
-def sharding_tree(what: str, like: Any, specs: Mapping[str, Spec], mesh: Mesh) -> Any:
+HOST = "pinned_host"
+"""JAX's name of host memory that devices read and write themselves."""
+
+
+def sharding_tree(
+    what: str,
+    like: Any,
+    specs: Mapping[str, Spec],
+    mesh: Mesh,
+    host: Container[str] = (),
+) -> Any:
     """A NamedSharding for every leaf of a tree.
 
     Args:
@@ -57,6 +67,7 @@ def sharding_tree(what: str, like: Any, specs: Mapping[str, Spec], mesh: Mesh) -
         like: arrays or ShapeDtypeStructs.
         specs: path of each leaf to its spec.
         mesh: the plan's mesh.
+        host: paths of leaves that are kept in host memory.
 
     Raises:
         ValueError: names the first path that does not fit the plan.
@@ -67,6 +78,9 @@ def sharding_tree(what: str, like: Any, specs: Mapping[str, Spec], mesh: Mesh) -
         path: _sharding(f"{what} {path!r}", leaf, specs[path], mesh)
         for path, leaf in leaves.items()
     }
+    for path, sharding in shardings.items():
+        if path in host:
+            shardings[path] = sharding.with_memory_kind(HOST)
     return tree.from_paths(like, shardings)
 
 

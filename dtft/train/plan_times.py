@@ -34,6 +34,7 @@ def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
         pool = Cluster.from_devices(list(mesh.devices.flat)).uniform
     except ValueError:
         return None
+    expected = plan.prediction
     sizes = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     knobs = " ".join(f"{name}={value}" for name, value in vars(plan.knobs).items())
     return PastRun(
@@ -41,7 +42,10 @@ def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
         fabric=tuple(link_key(level.link) for level in pool.levels),
         software=f"jax {jax.__version__}",
         plan=f"{plan.model_hash} {sizes} {knobs}".strip(),
-        terms=dict(plan.prediction.terms),
+        terms={
+            name: s / expected.scales.get(name, 1.0)
+            for name, s in expected.terms.items()
+        },
         step_s=median(step_s),
     )
 

@@ -67,7 +67,7 @@ class PlannedProgram(Program):
         return {
             **jax.tree.map(lambda _: everywhere, abstract),
             "params": self._update.of_params,
-            "opt_state": sharding_tree("optimizer", opt_state, plan.optimizer, mesh),
+            "opt_state": self._update.of_optimizer(opt_state),
         }
 
     def _whole(self, read: State, *, training: bool) -> State:

@@ -90,10 +90,10 @@ class Step:
 
     def _state_shardings(self, state: State) -> State:
         plan, mesh = self.plan, self.mesh
-        opt_state = state["opt_state"]
+        update = Update.of(plan, mesh, state["params"])
         return {
-            "params": sharding_tree("params", state["params"], plan.state, mesh),
-            "opt_state": sharding_tree("optimizer", opt_state, plan.optimizer, mesh),
+            "params": update.of_params,
+            "opt_state": update.of_optimizer(state["opt_state"]),
         }
 
     def _jitted(self, state: State, batch: Any) -> Any:

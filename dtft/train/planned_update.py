@@ -34,6 +34,8 @@ class Update:
     """A NamedSharding per parameter."""
     divisions: Any
     """A NamedSharding per parameter: where its update is computed."""
+    of_optimizer: Callable[[Any], Any]
+    """From an optimizer state to a NamedSharding per leaf, kept where it rests."""
 
     @classmethod
     def of(cls, plan: Plan, mesh: Mesh, params: Any) -> "Update":
@@ -46,7 +48,17 @@ class Update:
         if plan.knobs.zero in (1, 2):
             specs = update_specs(plan.state, plan.optimizer)
             divisions = sharding_tree("params", params, specs, mesh)
-        return cls(plan=plan, mesh=mesh, of_params=of_params, divisions=divisions)
+
+        def of_optimizer(state: Any) -> Any:
+            return sharding_tree("optimizer", state, plan.optimizer, mesh, plan.host)
+
+        return cls(
+            plan=plan,
+            mesh=mesh,
+            of_params=of_params,
+            divisions=divisions,
+            of_optimizer=of_optimizer,
+        )
 
     def gradients(
         self, loss: Callable[..., Any], weight: Weight | None = None, *fixed: Any
@@ -77,14 +89,30 @@ class Update:
     ) -> tuple[Any, Any]:
         """The parameters and optimizer state after an update.
 
-        Each parameter is updated where its optimizer state is, and gathered then.
+        Each parameter is updated where its optimizer state is, and gathered then. State
+        that rests in host memory comes to the device; what it becomes goes back as the
+        step's result, whose sharding says so.
         """
+        opt_state = self._on_device(opt_state)
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
             gradients = self._constrain(gradients, self.divisions)
             updates, opt_state = optimizer.update(gradients, opt_state, params)
             after = optax.apply_updates(params, updates)
         after = self._constrain(after, self.divisions)
         return self._constrain(after, self.of_params), opt_state
+
+    def _on_device(self, opt_state: Any) -> Any:
+        if not self.plan.host:
+            return opt_state
+        specs, mesh = self.plan.optimizer, self.mesh
+        here = sharding_tree("optimizer", opt_state, specs, mesh)
+        leaves = tree.to_paths(opt_state)
+        moved = {
+            path: jax.device_put(leaves[path], sharding.with_memory_kind("device"))
+            for path, sharding in tree.to_paths(here).items()
+            if path in self.plan.host
+        }
+        return tree.from_paths(opt_state, {**leaves, **moved})
 
     def gathered(self, params: Any) -> Any:
         """Parameters that are whole over `fsdp`, for what is not differentiated."""

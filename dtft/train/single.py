@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtft.train import config as configs
 from dtft.train.experiment import Experiment
+from dtft.train.heap import keep_freed
 
 if TYPE_CHECKING:
     from dtft.train.plan_choice import Choice
@@ -245,4 +246,7 @@ def local_devices(experiment: Experiment) -> list[Any]:
     if not chosen and settings.jax_num_cpu_devices < 1:
         jax.config.update("jax_num_cpu_devices", wanted)
     devices = jax.local_devices()
-    return devices[:wanted] if devices[0].platform == "cpu" else devices
+    if devices[0].platform != "cpu":
+        return devices
+    keep_freed()
+    return devices[:wanted]

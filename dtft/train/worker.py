@@ -22,6 +22,7 @@ from dtft.checkpoint.interval import Experience, Window
 from dtft.checkpoint.link import Link, LinkClosed
 from dtft.train.config import load, refuse_other, to_json
 from dtft.train.experiment import Experiment
+from dtft.train.heap import keep_freed
 from dtft.train.stop import NonFinite
 
 if TYPE_CHECKING:
@@ -300,6 +301,7 @@ def _import_everything(experiment: Any) -> None:
     if experiment.cluster.devices_per_host > 0:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", experiment.cluster.devices_per_host)
+        keep_freed()
     cache = os.environ.get("DTFT_COMPILATION_CACHE")
     if cache:
         jax.config.update("jax_compilation_cache_dir", cache)

@@ -119,17 +119,35 @@ def test_the_leader_lost_while_the_job_grows(tmp_path, control):
     assert record["bytes_from_storage"] == 0
 
 
+def replanned(record: dict[str, Any]) -> list[str]:
+    """What the log says of plans that another number of devices changed."""
+    return re.findall(r"plan \S+ \((.*?); was .*?\): ", record["output"])
+
+
 @every
-def test_a_planned_job_shrinks_and_grows_again(tmp_path, control):
+def test_a_plan_is_decided_again_when_the_job_grows(tmp_path, control):
     record = drill(
-        *(tmp_path, *DIGITS, *control("digits-planned"), "--plan", "auto"),
+        *(tmp_path, *TWO, *control("digits-2-auto"), "--plan", "auto"),
+        *("--spares", "2", "--fault", "scale:2@20"),  # both hosts are one replica
+    )
+    assert sizes(record) == [[2, 4]] and record["bytes_from_storage"] == 0
+    assert replanned(record)[-1] == "decided again for 4 devices"
+
+
+@every
+def test_a_files_plan_has_fewer_replicas_and_more_again(tmp_path, control):
+    plan = str(tmp_path / "plan.json")
+    made = ("plan", "digits_cnn", "--cluster", "3xcpu", "--pin", "replica=3")
+    done = dtft(*made, "--json", plan, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = drill(
+        *(tmp_path, *DIGITS, *control("digits-file"), "--plan", plan),
         *("--fault", "scale:1@20", "--fault", "scale:3@40"),
     )
     assert sizes(record) == [[3, 1], [1, 3]] and record["bytes_from_storage"] == 0
-    plans = re.findall(r"plan auto \((.*?)\): ", record["output"])
-    assert [text.split(";")[0] for text in plans[-2:]] == [
-        "decided again for 1 devices",
-        "decided again for 3 devices",
+    assert replanned(record)[-2:] == [
+        "replicas changed for 1 devices",
+        "replicas changed for 3 devices",
     ]
 
 

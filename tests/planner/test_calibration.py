@@ -6,20 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dtft.planner.calibration import (
-    Calibration,
-    apply,
-    interval_s,
-    link_key,
-    scaled,
-    source_of,
-)
+from dtft.planner import cluster_file
+from dtft.planner.accuracy import CATALOG
+from dtft.planner.calibration import Calibration, apply, link_key
 from dtft.planner.calibration_fit import (
     CollectiveTime,
+    ConvolutionTime,
+    ElementTime,
     MatmulTime,
     MemoryTime,
     OverlapTime,
-    fit,
+    fit_convolutions,
+    fit_elements,
     fit_link,
     fit_matmuls,
     fit_memory,
@@ -29,10 +27,11 @@ from dtft.planner.calibration_fit import (
 from dtft.planner.catalog import device_type, link
 from dtft.planner.cluster import Cluster, Curve
 from dtft.planner.collective_cost import Group, collective_s
-from dtft.planner.compute_cost import added_s, matmul_s
+from dtft.planner.compute_cost import added_s, matmul_s, memory_s
 from dtft.planner.device import Efficiency
 from dtft.planner.links import CollectiveKind
 from dtft.planner.past_runs import PastRun, fit_terms, learn, read_log
+from dtft.planner.scalar_fit import fit
 
 KINDS: tuple[CollectiveKind, ...] = (
     "all_reduce",
@@ -96,6 +95,52 @@ def test_memory_gives_back_its_bandwidth() -> None:
     assert reached == pytest.approx(2.5e12, rel=0.05) and found.residual < 0.05
     cpu, _ = fit_memory(device_type("cpu"), times)
     assert cpu.memory_bandwidth == pytest.approx(2.5e12, rel=0.05)
+
+
+def test_small_arrays_stay_in_a_cache() -> None:
+    """What half a machine's memory streams and its cache gave, with noise."""
+    rng = np.random.default_rng(0)
+    planted = Efficiency(memory=1.0, cache_bytes=2e6, cache_gain=6.0)
+    known = replace(device_type("cpu"), memory_bandwidth=3e9, efficiency=planted)
+    times = [
+        MemoryTime(num_bytes=size, seconds=noisy(float(memory_s(known, size)), rng))
+        for size in (250_000, 500_000, 1_000_000, 2_000_000, 8_000_000, 128_000_000)
+    ]
+    device, found = fit_memory(device_type("cpu"), times)
+    assert device.efficiency.cache_bytes == 2e6 and found.worst < 0.15
+    assert device.efficiency.cache_gain == pytest.approx(6, rel=0.2)
+    assert device.memory_bandwidth == pytest.approx(3e9, rel=0.1)
+
+
+def test_operations_that_are_no_products_give_back_their_time() -> None:
+    rng = np.random.default_rng(0)
+    times = [
+        ElementTime(
+            simple=simple,
+            special=special,
+            seconds=noisy(simple * 2e-10 + special * 3e-9, rng),
+        )
+        for simple, special in ((8e4, 0.0), (2e4, 1e4), (1e5, 1e4), (6e4, 1e4))
+    ]
+    device, found = fit_elements(device_type("cpu"), times)
+    assert device.efficiency.simple_s == pytest.approx(2e-10, rel=0.15)
+    assert device.efficiency.special_s == pytest.approx(3e-9, rel=0.15)
+    assert found.residual < 0.1
+
+
+def test_convolutions_give_back_the_channels_that_halve_their_speed() -> None:
+    rng = np.random.default_rng(0)
+    device = device_type("cpu")
+    fast = device.peak("float32") * device.efficiency.e0
+    times = [
+        ConvolutionTime(
+            flops=1e8, channels=n, seconds=noisy(1e8 / fast * (1 + 60 / n), rng)
+        )
+        for n in (8, 32, 128)
+    ]
+    fitted, found = fit_convolutions(device, "float32", times)
+    assert fitted.efficiency.c0 == pytest.approx(60, rel=0.15)
+    assert found.residual < 0.1
 
 
 @pytest.mark.parametrize("sizes", [(2, 8), (2, 4, 8), (4,)])
@@ -218,6 +263,8 @@ def test_a_calibration_replaces_what_was_measured_and_nothing_else() -> None:
     assert mixed.pools[0].device.efficiency.e0 == 0.7
     assert mixed.pools[1] == Cluster.parse("8xa100").uniform
     assert apply(Cluster.parse("h100"), calibration()).uniform.levels == ()
+    kept = cluster_file.from_text(cluster.to_json())
+    assert kept.uniform.trust == pool.trust
 
 
 def test_a_calibration_is_not_carried_elsewhere() -> None:
@@ -260,15 +307,21 @@ def test_a_file_that_is_no_calibration_is_refused(
 
 def test_the_source_and_the_interval_say_what_supports_them() -> None:
     terms = {"compute": 2.0, "collectives": 1.0, "launch": 0.1}
-    wide = interval_s(terms)
-    measured = interval_s(terms, calibration())
-    learnt = interval_s(terms, calibration(num_runs=9, residuals={"runs": 0.02}))
+    wide = CATALOG.interval_s(terms)
+    trusts = [
+        apply(H100, made).uniform.trust
+        for made in (
+            calibration(),
+            calibration(num_runs=9, residuals={"runs": 0.02}, scales={"compute": 1.1}),
+        )
+    ]
+    measured, learnt = (trust.interval_s(terms) for trust in trusts)
     for low, high in (wide, measured, learnt):
         assert low < 3.1 < high
     widths = [high - low for low, high in (wide, measured, learnt)]
     assert widths == sorted(widths, reverse=True)
-    assert source_of(None) == "catalog (uncalibrated)"
-    assert source_of(calibration()) == "calibration level 1 (8 x h100, jax 0.10.2)"
+    assert H100.uniform.trust.source.startswith("catalog (uncalibrated): ")
+    assert trusts[0].source == "calibration level 1 (8 x h100, jax 0.10.2)"
     levelled = calibration(scales={"compute": 1.1}, num_runs=3)
     assert "level 2" in levelled.source and "3 past runs" in levelled.source
 
@@ -323,8 +376,9 @@ def test_only_runs_of_the_same_cluster_and_software_are_learnt_from() -> None:
     assert learnt == learn(calibration(), own)
     assert learnt.num_runs == 10 and learnt.level == 2
     assert learn(calibration(), foreign) == calibration()
-    terms = scaled({"compute": 1.0, "launch": 2.0}, learnt)
-    assert terms["compute"] == pytest.approx(1.3, rel=0.1) and terms["launch"] == 2.0
+    trust = apply(H100, learnt).uniform.trust
+    assert trust.scale("compute") == pytest.approx(1.3, rel=0.1)
+    assert trust.scale("launch") == 1
 
 
 def test_the_log_of_runs_is_read_back() -> None:

@@ -138,3 +138,18 @@ def test_overlap_of_the_reference() -> None:
     assert added_s(none, 2.0, 8.0) == 2.0
     free = Efficiency(overlap_kappa=1.0)
     assert added_s(free, 2.0, 8.0) == 0 and added_s(free, 9.0, 8.0) == 1
+
+
+def test_what_is_in_the_cache_is_fast_unless_it_was_not_used_just_now() -> None:
+    near = replace(PLAIN.efficiency, cache_bytes=1e6, cache_gain=4.0)
+    cached = replace(PLAIN, efficiency=near)
+    assert memory_s(cached, 1e6) == pytest.approx(memory_s(PLAIN, 1e6) / 4)
+    assert memory_s(cached, 1e6, cold=True) == pytest.approx(memory_s(PLAIN, 1e6))
+    beyond = memory_s(cached, 5e6) - memory_s(cached, 1e6)
+    assert beyond == pytest.approx(memory_s(PLAIN, 4e6))
+
+
+def test_functions_cost_more_than_the_bytes_they_move() -> None:
+    slow = replace(PLAIN, efficiency=replace(PLAIN.efficiency, special_s=1e-9))
+    assert unfused_s(slow, 4e3, simple=1e3) == unfused_s(PLAIN, 4e3)
+    assert unfused_s(slow, 4e3, simple=1e3, special=1e3) == pytest.approx(1e-6)

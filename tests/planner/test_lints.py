@@ -1,11 +1,15 @@
 """Lints find what costs, and say how much."""
 
+import math
+import re
+
 import pytest
 
 from dtft.planner.cluster import Cluster
 from dtft.planner.compute_cost import matmul_s
 from dtft.planner.deciding import best_of
 from dtft.planner.lints import lints, products, replicated, undivided
+from dtft.planner.nearby import batches
 from tests.planner import reading
 from tests.planner.deciding_zoo import decision, mlp, question
 
@@ -67,10 +71,15 @@ def test_a_large_array_that_is_whole_beside_an_axis_for_it() -> None:
 
 
 def test_devices_that_a_batch_leaves_idle_have_a_price() -> None:
-    found = best_of(mlp(batch=7), Cluster.parse("5x1xH100"), {"tensor": 1, "fsdp": 1})
-    texts = [str(one) for one in lints(found) if one.kind == "batch"]
-    assert "of 5 devices are used" in texts[0]
-    assert "take a batch of 10" in texts[0]
+    model, spec = mlp(batch=4099, widths=(4096, 16_384, 4096)), "5x1xH100"
+    found = best_of(model, Cluster.parse(spec), {"tensor": 1, "sequence": 1})
+    (text,) = (one.text for one in lints(found) if one.kind == "batch")
+    assert "5 devices do not divide the batch of 4099: 1 of 5 devices are used" in text
+    near = batches(found)
+    assert [one.batch for one in near] == [4095, 4100]
+    assert [math.prod(one.plan.mesh.values()) for one in near] == [5, 5]
+    shown = [reading.value(part) for part in re.findall(r"takes ([\d.]+ \w+)", text)]
+    assert shown == [pytest.approx(o.step_s, rel=reading.PRECISION) for o in near]
 
 
 def test_an_axis_that_divides_nothing() -> None:
@@ -80,7 +89,8 @@ def test_an_axis_that_divides_nothing() -> None:
 
 
 def test_a_model_without_faults_has_no_lints_of_these_kinds() -> None:
-    found = best_of(mlp(), Cluster.parse("8xH100"), {"replica": 8})
+    model = mlp(batch=65_536, widths=(2048, 8192, 2048))
+    found = best_of(model, Cluster.parse("8xH100"), {"replica": 8})
     assert not {"batch", "repeated", "replicated", "alignment"} & set(
         _kinds(lints(found))
     )

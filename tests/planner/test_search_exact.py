@@ -27,8 +27,9 @@ from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.meshes import divisors
 from dtft.planner.moments import Moments
 from dtft.planner.partition import MICRO, Division, work
+from dtft.planner.priced import Priced
 from dtft.planner.question import Question, of_loss
-from dtft.planner.search import Priced, Search, memory_floor
+from dtft.planner.search import Search, memory_floor
 from dtft.planner.shards import further
 from dtft.planner.space import Choices
 from tests.planner.zoo_parts import ADAM
@@ -86,6 +87,8 @@ class Point:
     microbatches: int
     seconds: float
     num_bytes: float
+    idle: bool
+    """Whether an axis divides no product."""
 
 
 class Everything:
@@ -101,6 +104,7 @@ class Everything:
         self._known: dict[object, tuple[float, float, float]] = {}
         self._works: dict[object, Work] = {}
         self._moments: dict[object, Moments] = {}
+        self._divides: dict[object, tuple[str, ...]] = {}
 
     @cached_property
     def points(self) -> list[Point]:
@@ -111,6 +115,18 @@ class Everything:
             for chosen in self.best(mesh, parts)
             for zero in ((1, 2, 3) if mesh.get("fsdp", 1) > 1 else (0,))
             for point in [self.point(mesh, parts, zero, chosen)]
+        ]
+
+    @cached_property
+    def _here(self) -> list[set[int]]:
+        """The dims that each group of operators has."""
+        return [
+            {
+                self.base.root(dim)
+                for index in (*group.operator.inputs, *group.operator.outputs)
+                for dim in self.graph.values[index].dims
+            }
+            for group in self.question.groups
         ]
 
     def meshes(self) -> Iterator[dict[str, int]]:
@@ -159,9 +175,7 @@ class Everything:
     ) -> tuple[float, float, float]:
         """Seconds that some operators compute and send, and how many are started."""
         group, graph = self.question.groups[number], self.graph
-        values = (*group.operator.inputs, *group.operator.outputs)
-        here = {self.base.root(d) for i in values for d in graph.values[i].dims}
-        way = number, chosen & here, repr(rest)
+        way = number, chosen & self._here[number], repr(rest)
         key = *way, tuple(mesh.items()), parts
         if key in self._known:
             return self._known[key]
@@ -171,10 +185,13 @@ class Everything:
         done, sizes = self._works[way], {**mesh, MICRO: parts}
         times = group.times * runs(done, sizes)
         speeds = Speeds(pool=self.pool, mesh=mesh)
-        computing = computing_s(graph, self.pool.device, done, sizes)
+        cold = group.region == "update"
+        computing = computing_s(graph, self.pool.device, done, sizes, cold=cold)
         sending = sum(speeds.sending_s(sent, sizes) for sent in done.sent)
         starts = 0.0 if group.operator.kind in CHEAP else times
         found = float(times * computing), float(times * sending), float(starts)
+        heavy = group.operator.kind == "matmul"
+        self._divides[way[:2]] = done.divided_by if heavy else ()
         self._known[key] = found
         return found
 
@@ -188,8 +205,10 @@ class Everything:
             parameters = search.leaves("parameter", division, mesh, True)
             rest = further(parameters, division, question.loop_dims)
         compute = sending = update = starts = 0.0
+        idle = {axis for axis, size in mesh.items() if size > 1}
         for number, group in enumerate(question.groups):
             found = self.group(number, chosen, mesh, parts, rest)
+            idle.difference_update(self._divides[number, chosen & self._here[number]])
             updates = group.region == "update"
             update += found[0] / (fsdp if zero else 1) if updates else 0.0
             compute += 0.0 if updates else found[0]
@@ -203,7 +222,7 @@ class Everything:
         num_bytes = self.num_bytes(division, mesh, zero, sizes)
         return Point(
             mesh=mesh, zero=zero, microbatches=parts,
-            seconds=seconds, num_bytes=num_bytes,
+            seconds=seconds, num_bytes=num_bytes, idle=bool(idle),
         )  # fmt: skip
 
     def num_bytes(
@@ -292,19 +311,35 @@ def check(everything: Everything, priced: Priced, room: float) -> None:
     alike: dict[object, list[Point]] = defaultdict(list)
     for point in everything.points:
         alike[tuple(point.mesh.items()), point.zero, point.microbatches].append(point)
-    lucky = min(p.seconds for p in everything.points if p.num_bytes <= room)
-    unlucky = min(
-        max(point.seconds for point in points)
-        if all(point.num_bytes <= room for point in points)
-        else math.inf
-        for points in alike.values()
-    )
+    fitting = [point for point in everything.points if point.num_bytes <= room]
     at = int(priced.ranking[0])
-    assert priced.fits[at] or unlucky == math.inf
+    assert priced.fits[at] or surely(alike, room, idle=None) == math.inf
     if priced.fits[at]:
+        idle = bool(priced.idle[at])
+        assert not idle or surely(alike, room, idle=False) == math.inf
+        lucky = min(p.seconds for p in fitting if p.idle == idle)
+        unlucky = surely(alike, room, idle=idle)
         assert lucky * (1 - CLOSE) <= priced.step_s[at] <= unlucky * (1 + CLOSE)
         candidate = priced.space[at]
         key = tuple(candidate.mesh.items()), candidate.knobs.zero
         same = alike[*key, candidate.knobs.microbatches]
         seconds = [point.seconds for point in same]
         assert np.isclose(priced.step_s[at], seconds, rtol=CLOSE).any()
+
+
+def surely(
+    alike: Mapping[object, list[Point]], room: float, idle: bool | None
+) -> float:
+    """Seconds of the best candidate by its unluckiest layout; infinite without one.
+
+    Args:
+        alike: layouts of each candidate.
+        room: bytes that there are.
+        idle: only candidates that have idle devices, or none, in all layouts.
+    """
+    return min(
+        max(point.seconds for point in points)
+        if all(p.num_bytes <= room and idle in (None, p.idle) for p in points)
+        else math.inf
+        for points in alike.values()
+    )

@@ -55,7 +55,7 @@ def test_no_faster_part_makes_the_plan_slower(
 ) -> None:
     decision, changed = found
     for effect in changed:
-        if "half" not in effect.change:
+        if "hosts" not in effect.change:  # so small a model gains nothing from more
             assert effect.plan is not None
             assert (
                 effect.plan.prediction.step_s

@@ -3,25 +3,33 @@
 What the fits make of the times is in tests/planner/test_calibration.py.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+import dtft
 from dtft.cli import main
 from dtft.planner.calibration import Calibration, apply, link_key
 from dtft.planner.cluster import Cluster
 from dtft.planner.links import CollectiveKind
-from dtft.train.calibrate import ACCELERATOR, CPU, Sizes, measure, table
+from dtft.planner.past_runs import PastRun
+from dtft.train.calibrate import ACCELERATOR, CPU, Sizes, measure
+from dtft.train.calibrate_command import table
 from dtft.train.measuring import Pace, collective, make_mesh, matmul_s
 
 TINY = Sizes(
     dtypes=("float32", "bfloat16"),
     rows=(8,),
     dims=((16, 32),),
-    streams=(2**12,),
+    streams=(2**12, 2**14),
+    convolutions=((1, 4, 4),),
+    elements=16,
     collectives=(2**10,),
     overlap=(16, (2**10,)),
     pace=Pace(budget_s=1e-4, repeats=1),
@@ -102,6 +110,46 @@ def test_a_time_is_above_zero_and_starting_the_program_is_not_in_it() -> None:
     assert timed.seconds > 0 and timed.dispatch_s >= 0
 
 
+def test_past_runs_make_it_level_2(
+    found: Calibration, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a plan made with it says so, with terms that are larger by the factor."""
+    paths = {name: tmp_path / name for name in ("given", "log", "learnt")}
+    paths["given"].write_text(found.to_json())
+    run = PastRun(
+        device=found.device,
+        fabric=found.fabric,
+        software=found.software,
+        plan="x",
+        terms={"compute": 1.0},
+        step_s=2.0,
+    )
+    other = replace(run, software="jax 0.1", step_s=9.0)
+    lines = [run.to_json()] * 20 + [other.to_json()]
+    paths["log"].write_text("\n".join(lines) + "\n")
+    words = ["--from", paths["given"], "--runs", paths["log"], "--out", paths["learnt"]]
+    assert main(["calibrate", *map(str, words)]) == 0
+    assert "20 of 21 past runs are of this cluster" in capsys.readouterr().out
+    learnt = Calibration.read(paths["learnt"])
+    assert learnt.level == 2 and learnt.scales["compute"] == pytest.approx(2, rel=0.05)
+    asked = {
+        "loss": lambda params, batch: jnp.mean(batch @ params),
+        "optimizer": optax.sgd(0.1),
+        "params": jax.ShapeDtypeStruct((16, 16), jnp.float32),
+        "batch": jax.ShapeDtypeStruct((8, 16), jnp.float32),
+        "cluster": Cluster.from_devices(jax.devices()[:2]),
+        "replica": 2,
+    }
+    first, second = (
+        dtft.plan(**asked, calibration=str(paths[name])).prediction
+        for name in ("given", "learnt")
+    )
+    assert first.source == found.source and second.source == learnt.source
+    factor = second.terms["compute"] / first.terms["compute"]
+    assert factor == pytest.approx(learnt.scales["compute"])
+    assert second.scales == learnt.scales and not first.scales
+
+
 @pytest.mark.parametrize("sizes", [CPU, ACCELERATOR])
 def test_sizes_are_those_of_the_reference(sizes: Sizes) -> None:
     assert len(sizes.rows) * len(sizes.dims) == 20
@@ -116,6 +164,8 @@ def test_sizes_are_those_of_the_reference(sizes: Sizes) -> None:
         (["--devices", "9"], "this machine has 8. Allowed: 1 to 8"),
         (["--fast"], "unknown arguments: --fast. See `dtft calibrate --help`"),
         (["--out", "/nothing/there.json"], "/nothing"),
+        (["--from", "/nothing/there.json"], "calibration /nothing/there.json cannot"),
+        (["--runs", "/nothing/there.jsonl"], "--runs /nothing/there.jsonl"),
     ],
 )
 def test_wrong_words_end_before_anything_is_measured(

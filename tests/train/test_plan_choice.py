@@ -18,6 +18,8 @@ from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.loop import program_of, run
 from dtft.train.plan_choice import Choice, choose
 from dtft.train.plan_question import asked_of
+from dtft.train.plan_shardings import mesh_of
+from dtft.train.plan_times import past_run
 from dtft.train.planned_program import PlannedProgram, planned_mesh
 from dtft.train.single import LocalRuntime
 from tests.train.helpers import MemoryRuntime, tiny
@@ -187,6 +189,10 @@ def test_a_run_writes_its_plan_and_what_a_step_took(
     (past,) = read_log((folder / "plan_times.jsonl").read_text())
     assert past.step_s > 0
     assert past.terms == {"compute": 1.0}
+    scaled = replace(plan.prediction, scales={"compute": 2.0})
+    mesh = mesh_of(plan.mesh, jax.devices()[:2])
+    again = past_run(replace(plan, prediction=scaled), mesh, [1.0])
+    assert again is not None and again.terms == {"compute": 0.5}  # before level 2
     assert "replica=2 microbatches=1" in past.plan
     # Resumed, the recorded plan is in force, whatever the file says now.
     path.write_text(replace(plan, knobs=Knobs()).to_json())

@@ -1,0 +1,130 @@
+"""`dtft calibrate`: measures this machine, writes the planner's file, shows a table.
+
+With the logs of past runs it also corrects the terms of predictions by what steps
+really took. Must not know what is measured (`calibrate`). Sets no target.
+"""
+
+import os
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from dtft.planner.calibration import Calibration
+from dtft.planner.past_runs import PastRun, learn, read_log
+from dtft.train.calibrate import measure
+from dtft.train.heap import keep_freed
+
+
+def run(options: Namespace) -> int:
+    """Runs the command.
+
+    Raises:
+        ValueError: more devices than there are, no folder for the file, or a file that
+            is no calibration or no log of runs.
+    """
+    if options.out and not Path(options.out).absolute().parent.is_dir():
+        raise ValueError(
+            f"--out {options.out}: the folder {Path(options.out).parent} does not "
+            "exist. Make it, or name another."
+        )
+    runs = [run for path in options.runs for run in _runs(Path(path))]
+    begin = time.perf_counter()
+    found = Calibration.read(options.given) if options.given else _measured(options)
+    learnt = learn(found, runs)
+    print(table(learnt))
+    if not options.given:
+        print(f"measured in {time.perf_counter() - begin:.0f} s")
+    if options.runs:
+        print(f"{learnt.num_runs} of {len(runs)} past runs are of this cluster")
+    found = learnt
+    if options.out:
+        Path(options.out).write_text(found.to_json() + "\n")
+        print(f"written to {options.out}")
+    return 0
+
+
+def _measured(options: Namespace) -> Calibration:
+    devices = _devices(options.devices)
+    if devices[0].platform == "cpu":  # as trainers do
+        keep_freed()
+    return measure(devices)
+
+
+def _runs(path: Path) -> list[PastRun]:
+    try:
+        return read_log(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--runs {path}: {error}") from None
+
+
+def _devices(number: int | None) -> list[Any]:
+    """The devices to measure; on CPU as many as wanted are made."""
+    import jax
+
+    if number is not None and number < 1:
+        raise ValueError(f"--devices {number}: give 1 or more.")
+    settings: Any = jax.config
+    given = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if number is not None and not given and settings.jax_num_cpu_devices < 1:
+        jax.config.update("jax_num_cpu_devices", number)
+    devices = jax.devices()
+    if number is not None and number > len(devices):
+        raise ValueError(
+            f"--devices {number}: this machine has {len(devices)}. Allowed: 1 to "
+            f"{len(devices)}; CPU devices are made with JAX_PLATFORMS=cpu."
+        )
+    return devices[:number]
+
+
+def table(found: Calibration) -> str:
+    """What was found, with errors, for people."""
+    efficiency = found.efficiency
+    lines = [f"{found.num_devices} x {found.device}, {found.software}", ""]
+    lines += [f"{'scalar':<44}{'value':>16}{'error':>9}"]
+
+    def row(name: str, value: str, error: str = "") -> None:
+        of = found.errors.get(error)
+        lines.append(f"{name:<44}{value:>16}{'' if of is None else f'{of:>8.1%}'}")
+
+    for dtype, peak in found.peak_flops.items():
+        row(f"peak {dtype}", f"{peak / 1e9:.1f} GFLOP/s")
+    row("e0, share of the peak", f"{efficiency.e0:.3f}", "matmul: e0")
+    row("x0, rows at half of it", f"{efficiency.x0:.1f}", "matmul: x0")
+    row("c0, channels at half of it", f"{efficiency.c0:.1f}", "convolutions: c0")
+    row("start of an operator", _us(efficiency.launch_s), "matmul: launch_s")
+    row("start of a step", _us(efficiency.dispatch_s))
+    reached = found.memory_bandwidth * efficiency.memory
+    row("memory", f"{reached / 1e9:.1f} GB/s", "memory: bandwidth")
+    cached = reached * efficiency.cache_gain
+    row("cache", f"{cached / 1e9:.1f} GB/s", "memory: cache_gain")
+    row("    up to", f"{efficiency.cache_bytes / 2**20:.2f} MiB")
+    row("element-wise operation", _ns(efficiency.simple_s), "elements: simple_s")
+    row("    one like exp", _ns(efficiency.special_s), "elements: special_s")
+    for key, link in found.links.items():
+        for kind, curves in link.measured.items():
+            for n, curve in curves.items():
+                of = f"collectives on {key}, {kind} of {n}"
+                row(
+                    f"{kind} of {n}, {key}: latency",
+                    _us(curve.latency_s),
+                    f"{of}: latency_s",
+                )
+                rate = f"{curve.bandwidth / 1e9:.3f} GB/s"
+                row("    bandwidth", rate, f"{of}: bandwidth")
+    if found.links:
+        row("overlap: computing slowed by", f"{efficiency.overlap_kappa:.2f}")
+        row("overlap: share of computing", f"{efficiency.overlap_fraction:.2f}")
+    for term, factor in found.scales.items():
+        row(f"past runs: {term} takes", f"{factor:.3f} times", f"scale {term}")
+    lines += ["", f"{'fit':<44}{'median error':>16}"]
+    lines += [f"{name:<44}{off:>16.1%}" for name, off in found.residuals.items()]
+    return "\n".join(lines)
+
+
+def _ns(seconds: float) -> str:
+    return f"{seconds * 1e9:.3f} ns"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.2f} us"

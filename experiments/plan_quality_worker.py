@@ -1,0 +1,142 @@
+"""One process of `plan_quality.py`: calibrates, then runs every plan of three models.
+
+    python -m experiments.plan_quality_worker RANK PROCESSES ADDRESS QUICK
+
+Alone it has eight CPU devices, in a world of several processes one each. Must not know
+what becomes of the figures.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
+if int(sys.argv[2]) == 1:
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax  # noqa: E402
+import worlds  # noqa: E402
+
+from dtft.planner.calibration import Calibration, apply  # noqa: E402
+from dtft.planner.cluster import Cluster  # noqa: E402
+from dtft.planner.deciding import Decision, decide, next_best  # noqa: E402
+from dtft.planner.plan import Plan  # noqa: E402
+from dtft.planner.question import of_loss  # noqa: E402
+from dtft.train.calibrate import measure  # noqa: E402
+from dtft.train.heap import keep_freed  # noqa: E402
+from dtft.train.trial import Runner, in_turns  # noqa: E402
+from tests.planner.zoo import MODELS  # noqa: E402
+
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "mlp": {"batch": 256, "widths": (512, 1024, 1024, 1024, 512)},
+    "gpt_scan": {"batch": 16, "time": 64, "width": 256, "layers": 4, "heads": 8,
+                 "vocabulary": 1024},
+    "resnet": {"batch": 64, "size": 32, "depths": (1, 1), "width": 32, "classes": 64},
+}  # fmt: skip
+FIRST_S, BEST, ROUNDS = 0.6, 10, 5
+"""Seconds of steps of every plan at first; plans measured again; turns of each."""
+ONE_PASS = {"microbatches": 1, "remat": "none"}
+
+
+def main() -> None:
+    """Measures, and answers with all figures (rank 0)."""
+    rank, num, address, quick = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
+    if num > 1:
+        worlds.join(rank, num, address)
+    else:
+        jax.config.update("jax_platforms", "cpu")
+    keep_freed()
+    begin = time.monotonic()
+    calibration = measure(jax.devices())
+    calibrated_s = time.monotonic() - begin
+    names = list(SIZES)[:1] if quick == "quick" else list(SIZES)
+    models = [of_model(name, calibration) for name in names]
+    made = {
+        "processes": num,
+        "devices": jax.device_count(),
+        "calibration": calibration.to_json(),
+        "calibrated_s": calibrated_s,
+        "models": models,
+    }
+    worlds.answer(made if rank == 0 else None)
+
+
+def of_model(name: str, calibration: Calibration) -> dict[str, Any]:
+    """Every mesh and ZeRO level of one model, measured; the best again, in turns."""
+    model = MODELS[name](**SIZES[name])
+    given = {
+        "loss": model.loss, "optimizer": model.optimizer,
+        "params": model.params, "batch": model.batch,
+    }  # fmt: skip
+    asked = of_loss(**given)
+    catalog = Cluster.from_devices(jax.devices())
+    cluster = apply(catalog, calibration)
+    chosen = decide(asked, cluster).plan
+    found = _plans(decide(asked, cluster, ONE_PASS))
+    found.setdefault(_name(chosen), chosen)
+    before = _plans(decide(asked, catalog, ONE_PASS))
+    rows = []
+    runners = {}
+    for text, plan in found.items():
+        runner = runners[text] = Runner(plan, given)
+        begin = time.monotonic()
+        runner.start()
+        compiled_s = time.monotonic() - begin
+        times = [runner.step_s(1) for _ in range(max(3, runner.num_steps(FIRST_S)))]
+        runner.stop()
+        known = before.get(text)
+        rows.append(
+            {
+                "plan": text,
+                "step_s": median(times),
+                "predicted_s": plan.prediction.step_s,
+                "terms": dict(plan.prediction.terms),
+                "catalog_s": known and known.prediction.step_s,
+                "chosen": text == _name(chosen),
+                "compiled_s": compiled_s,
+            }
+        )
+        _say(rows[-1])
+    _again(rows, runners)
+    return {"model": name, "sizes": dict(SIZES[name]), "rows": rows}
+
+
+def _plans(decision: Decision) -> dict[str, Plan]:
+    """All that fit, in the order of their predictions."""
+    return {_name(one.plan): one.plan for one in next_best(decision, 10_000)}
+
+
+def _name(plan: Plan) -> str:
+    """Mesh and knobs in words; an order of axes that says nothing is left out."""
+    axes = [f"{axis}={size}" for axis, size in plan.mesh.items()]
+    knobs = plan.knobs
+    more = [f"zero={knobs.zero}"] if knobs.zero else []
+    more += [f"microbatches={knobs.microbatches}"] if knobs.microbatches > 1 else []
+    more += [f"remat={knobs.remat}"] if knobs.remat != "none" else []
+    return " ".join([*axes, *more])
+
+
+def _again(rows: list[dict[str, Any]], runners: Mapping[str, Runner]) -> None:
+    """The ten best, the chosen one and the three predicted best, in turns."""
+    best = sorted(rows, key=lambda row: row["step_s"])[:BEST]
+    best += sorted(rows, key=lambda row: row["predicted_s"])[:3]
+    best += [row for row in rows if row["chosen"]]
+    again = {row["plan"]: row for row in best}
+    turns = in_turns([runners[text] for text in again], ROUNDS, FIRST_S / 2)
+    for row, times in zip(again.values(), turns, strict=True):
+        row["turns_s"], row["again_s"] = times, median(times)
+
+
+def _say(row: Mapping[str, Any]) -> None:
+    if jax.process_index() == 0:
+        seconds = f"{1e3 * row['step_s']:8.1f} ms {1e3 * row['predicted_s']:8.1f}"
+        print(f"{row['plan']:40} {seconds}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Operators that cost alike: what an update moves, what functions cost."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from dtft.planner.amounts import Amount
+from dtft.planner.groups import Group
+from dtft.planner.partition import Division, work
+from dtft.planner.question import Question, of_loss
+
+SIDE = 64
+
+
+def _question(optimizer: optax.GradientTransformation) -> Question:
+    def loss(params: jax.Array, batch: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(batch @ params))
+
+    weight = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+    rows = jax.ShapeDtypeStruct((32, SIDE), jnp.float32)
+    return of_loss(loss, optimizer, weight, rows)
+
+
+def _bytes(question: Question, group: Group) -> float:
+    return group.times * question.graph.bytes_of(group.operator)
+
+
+def _updates(question: Question) -> list[Group]:
+    return [
+        group
+        for group in question.groups
+        if group.region == "update" and group.operator.kind == "elementwise"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arrays"), [(optax.adam(1e-3), 7), (optax.sgd(0.1), 3)]
+)
+def test_an_update_moves_its_state_once(
+    optimizer: optax.GradientTransformation, arrays: int
+) -> None:
+    """Adam reads weight, gradient and two moments, and writes all but the gradient."""
+    question = _question(optimizer)
+    largest = max(_bytes(question, group) for group in _updates(question))
+    assert largest == pytest.approx(arrays * 4 * SIDE**2, rel=0.01)
+
+
+def test_functions_are_counted_apart() -> None:
+    question = _question(optax.sgd(0.1))
+    found = {
+        group.region: group.times * group.operator.special
+        for group in question.groups
+        if group.operator.special
+    }
+    assert found == {"forward": 32 * SIDE}
+
+
+def test_a_convolution_has_the_columns_that_each_device_keeps() -> None:
+    def loss(kernel: jax.Array, image: jax.Array) -> jax.Array:
+        made = jax.lax.conv_general_dilated(
+            image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.mean(made * made)
+
+    kernel = jax.ShapeDtypeStruct((3, 3, 8, 16), jnp.float32)
+    image = jax.ShapeDtypeStruct((4, 8, 8, 8), jnp.float32)
+    question = of_loss(loss, optax.sgd(0.1), kernel, image)
+    graph = question.graph
+    channels = graph.values[graph.inputs["params"]].dims[3]
+    divided = Division(axes={channels: ("tensor",)}, alias=question.alias)
+    found = [
+        work(graph, op, divided).columns
+        for op in graph.operators
+        if op.kind == "convolution"
+    ]
+    assert found == [Amount(total=16, axes=("tensor",))] * 2
+    matmuls = [op for op in graph.operators if op.kind == "matmul"]
+    assert all(work(graph, op, divided).columns is None for op in matmuls)

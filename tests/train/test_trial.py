@@ -1,0 +1,68 @@
+"""Trials: the best few plans run here, the fastest measured is taken."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import dtft
+from dtft.cli import main
+from dtft.train.trial import Runner, in_turns, section, trial
+
+WIDTH = 16
+PARAMS = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
+BATCH = jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
+
+
+def _loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.square(batch @ params["w"] - batch))
+
+
+def _step(state: dict[str, jax.Array], batch: jax.Array) -> tuple[Any, jax.Array]:
+    value, gradients = jax.value_and_grad(_loss)(state, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+
+LOSS = {"loss": _loss, "optimizer": optax.sgd(0.1), "params": PARAMS, "batch": BATCH}
+STEP = {"step": _step, "state": PARAMS, "batch": BATCH}
+
+
+def test_the_fastest_measured_is_the_first() -> None:
+    plan = dtft.plan(**LOSS, microbatches=1)
+    assert plan.decision is not None
+    tried = trial(plan.decision, LOSS, 2)
+    assert len(tried) == 2 and tried[0].step_s <= tried[1].step_s
+    assert {one.plan.to_json() for one in tried} >= {plan.to_json()}
+    shown = section(tried)
+    assert len(shown.rows) == 2 and shown.rows[0][0].startswith(
+        next(iter(tried[0].plan.mesh))
+    )
+
+
+@pytest.mark.parametrize("given", [LOSS, STEP], ids=["loss", "step"])
+def test_a_plan_of_either_entry_is_run_from_shapes(given: dict[str, Any]) -> None:
+    plan = dtft.plan(**given, trial=1, replica=8)
+    assert plan.mesh == {"replica": 8}
+    runner = Runner(plan, given)
+    (times,) = in_turns([runner], rounds=3, turn_s=0.0)
+    assert len(times) == 3 and min(times) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"trial": -1}, "trial=-1: give the number of plans to run, 1 or more"),
+        ({"trial": 1, "cluster": "4xh100"}, "4 devices"),
+        ({"trial": 1, "verify": 1}, "trial=1 and verify=1"),
+    ],
+)
+def test_a_trial_that_cannot_be(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        dtft.plan(**LOSS, **words)
+
+
+def test_the_command_refuses_two_proofs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "digits_cnn", "--trial", "2", "--verify"]) == 2
+    assert "--trial 2 and --verify 4" in capsys.readouterr().err
