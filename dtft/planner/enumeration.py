@@ -249,13 +249,13 @@ def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
         near = _values_near(_enumerated(choices, others), name, value)
         if near:
             beside = ", the other pins as they are" if others else ""
-            text.append(f"Values of {name} that work{beside}: {near}.")
+            text.append(f"Nearest values of {name} that work{beside}: {near}.")
     if len(text) == alone:
         text.append("No change of one pin alone makes the others work.")
     fewer = _rules(choices, pins).fewer()
     if len(fewer):
         used = int(fewer.devices_used[0])
-        text.append(f"As pinned, {used} devices can be used: set num_devices={used}.")
+        text.append(f"As pinned, {used} devices can be used: plan for these alone.")
     return ValueError(" ".join(text))
 
 

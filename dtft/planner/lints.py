@@ -49,14 +49,15 @@ class Lint:
 
 
 def lints(decision: Decision) -> tuple[Lint, ...]:
-    """All findings; the dearest of each kind first."""
-    return (
+    """All findings, each once: repeated work first, the dearest of each kind first."""
+    found = (
+        *repeated(decision.plan),
+        *batch(decision),
         *products(decision),
         *indivisible(decision),
         *replicated(decision),
-        *batch(decision),
-        *repeated(decision.plan),
     )
+    return tuple(dict.fromkeys(found))
 
 
 # ----------------------------------------------------------------- sizes of matmuls

@@ -19,6 +19,13 @@ COUNTS = (*AXES, "microbatches", "zero", "virtual_stages")
 PINS = (*COUNTS, "remat", "offload", "schedule", "order")
 """What can be pinned."""
 
+_ABSENT = {
+    "stage": "; it needs layers that are alike, and what_if",
+    "expert": "; it needs arrays with a dim of experts",
+    "sequence": "; it needs a batch with a dim of positions",
+}
+"""What an axis needs that is not searched."""
+
 
 def check(pins: Mapping[str, Any]) -> None:
     """Refuses what is not a pin.
@@ -69,9 +76,11 @@ def why_not(choices: Choices, name: str, value: Any) -> str:
 def _why_not_axis(choices: Choices, axis: str, size: int) -> str:
     if axis not in choices.divides:
         searched = ", ".join(choices.divides)
-        return f"this axis is not searched here, only {searched}" if size > 1 else ""
+        why = _ABSENT.get(axis, "")
+        text = f"this axis is not searched here, only {searched}{why}"
+        return text if size > 1 else ""
     if choices.num_devices % size:
-        return f"{size} does not divide num_devices={choices.num_devices}"
+        return f"{size} does not divide {choices.num_devices} devices"
     for number in choices.divides[axis]:
         if number % size:
             return f"{size} does not divide {number}, which {axis} has to divide"

@@ -37,6 +37,8 @@ def run(options: Namespace, experiment: Experiment) -> int:
             f"--trial {options.trial} and --verify {options.verify}: what is run here "
             "needs no proof that it fits. Give one of them."
         )
+    for name, path in (("--json", options.json), ("--html", options.html)):
+        _check_writable(name, path)
     asked = asked_of(experiment)
     found = planned(
         asked,
@@ -61,6 +63,15 @@ def run(options: Namespace, experiment: Experiment) -> int:
     if options.html:
         _write(options.html, report.html(found, found.decision, checked))
     return 0
+
+
+def _check_writable(name: str, path: str | None) -> None:
+    """Before the work that would be lost."""
+    if path and (not Path(path).parent.is_dir() or Path(path).is_dir()):
+        raise ValueError(
+            f"{name} {path}: no file can be written there. Allowed: the path of a file "
+            "in a folder that exists. Make the folder first, or name another."
+        )
 
 
 def _write(path: str, text: str) -> None:
@@ -117,6 +128,8 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
                 f"--pin {text}: a pin is NAME=VALUE, such as tensor=8, microbatches=4, "
                 "zero=3, remat=dots or order=replica,tensor."
             )
+        if name in found:
+            raise ValueError(f"--pin {text}: {name} is pinned twice. Give it once.")
         if name == "order":
             found[name] = tuple(value.split(","))
         elif name == "offload":

@@ -87,10 +87,7 @@ def plan(
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     question = _question(given)
-    if cluster is None:
-        where = Cluster.from_devices(jax.devices())
-    else:
-        where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    where = _cluster(cluster)
     if isinstance(calibration, str):
         calibration = Calibration.read(calibration)
     if calibration is not None:
@@ -102,6 +99,19 @@ def plan(
         found = verified(decision, given, num=verify)
         decision = first_fitting(found).decision
     return RunnablePlan.of(decision.plan, decision)
+
+
+def _cluster(cluster: Any) -> Cluster:
+    if cluster is None:
+        return Cluster.from_devices(jax.devices())
+    if isinstance(cluster, str):
+        return Cluster.parse(cluster)
+    if not isinstance(cluster, Cluster):
+        raise ValueError(
+            f"cluster={cluster!r}. Allowed: text such as '64x8xH100', the path of a "
+            "description, a dtft.planner.cluster.Cluster, or None for the devices here."
+        )
+    return cluster
 
 
 def _question(given: dict[str, Any]) -> Question:

@@ -67,7 +67,7 @@ def test_what_has_no_plan_says_why() -> None:
     tight = decide(mlp(), Cluster.parse("4xH100"), {"replica": 4})
     rows = section(tight.plan, effects(tight)).rows
     halved = next(row for row in rows if row[0].startswith("half"))
-    assert "4 does not divide num_devices=2" in halved[-1]
+    assert "4 does not divide 2 devices" in halved[-1]
 
 
 def _faster(pool: Pool) -> Pool:

@@ -311,8 +311,8 @@ def test_pins_select_from_the_space(pins: dict) -> None:
 @pytest.mark.parametrize(
     ("pins", "words"),
     [
-        ({"tensor": 8}, ["8 does not divide num_devices=12", "tensor that work: 4, 6"]),
-        ({"tensor": 9}, ["9 does not divide num_devices=12"]),
+        ({"tensor": 8}, ["8 does not divide 12 devices", "tensor that work: 4, 6"]),
+        ({"tensor": 9}, ["9 does not divide 12 devices"]),
         ({"stage": 3}, ["3 does not divide 8, which stage has to divide", "2, 4"]),
         ({"sequence": 2}, ["not searched here, only replica, fsdp, tensor, stage"]),
         ({"microbatches": 8}, ["at most 4 are possible", "work: 2, 3, 4"]),

@@ -89,7 +89,7 @@ def test_overrides_reach_the_subclass() -> None:
         ("--optim.lr", "Did you mean --optim.learning_rate"),
         ("--learning-rate", "Did you mean --optim.learning_rate"),
         ("--optim.zzz=1", "Keys of optim: --optim.learning_rate"),
-        ("--mesh", "It is a section with the keys --mesh.replica"),
+        ("--data", "It is a section with the keys --data."),
     ],
 )
 def test_unknown_key_gets_one_error_and_a_hint(key: str, hint: str) -> None:

@@ -39,9 +39,12 @@ def test_a_plan_is_printed_and_written(
         (["--cluster", "8xH100", "--pin", "tensor"], "a pin is NAME=VALUE"),
         (
             ["--cluster", "8xH100", "--pin", "tensor=3"],
-            "3 does not divide num_devices=8",
+            "3 does not divide 8 devices",
         ),
         (["--cluster", "8xH100", "--pin", "tensr=3"], "Knobs: replica"),
+        (["--pin", "zero=1", "--pin", "zero=3"], "zero is pinned twice"),
+        (["--html", "/nowhere/r.html"], "--html /nowhere/r.html: no file can be"),
+        (["--json", "/tmp"], "Allowed: the path of a file in a folder that exists"),
         (["--cluster", "8xH100", "--optim.learning_rat", "1"], "learning_rat"),
     ],
 )

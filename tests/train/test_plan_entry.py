@@ -122,6 +122,11 @@ def test_arguments_of_neither_entry_are_named() -> None:
         dtft.plan(step=_step, stat=PARAMS, batch=_batch(8), cluster="h100")
 
 
+def test_a_cluster_that_is_none_says_what_is() -> None:
+    with pytest.raises(ValueError, match="cluster=8. Allowed: text such as"):
+        _planned(8)  # pyright: ignore[reportArgumentType]
+
+
 def test_an_unknown_device_type_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"(?i)'?h1000'?.*a100.*h100.*v5e"):
         _planned("8xH1000")
