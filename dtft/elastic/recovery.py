@@ -14,7 +14,7 @@ from dtft.checkpoint.restore import RestorePlan, plan_restore
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.tables import size_text
 from dtft.elastic.roles import Source
-from dtft.elastic.sizing import resized
+from dtft.elastic.sizing import REPLICA_AXIS, resized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,8 @@ def layout_on(layout: Layout, num_slots: int) -> Layout:
     before = layout.mesh.num_slots
     if num_slots == before:
         return layout
-    return resized(layout, num_slots * layout.mesh.axis_sizes[0] // before)
+    sizes = dict(zip(layout.mesh.axis_names, layout.mesh.axis_sizes, strict=True))
+    return resized(layout, num_slots * sizes.get(REPLICA_AXIS, 1) // before)
 
 
 @dataclass(frozen=True, kw_only=True)

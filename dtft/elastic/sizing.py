@@ -154,25 +154,37 @@ def resized(layout: Layout, replicas: int) -> Layout:
     """
     mesh = layout.mesh
     per_slot = len(mesh.slots) // mesh.num_slots
-    if mesh.axis_names[:1] != (REPLICA_AXIS,) or mesh.slots != _in_order(
-        mesh.num_slots, per_slot
-    ):
+    before = _outermost(mesh)
+    if before == 0 or mesh.slots != _in_order(mesh.num_slots, per_slot):
+        sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
         raise ValueError(
-            f"mesh axes {mesh.axis_names} over slots {mesh.slots[:8]}: a job grows and "
-            f"shrinks only where {REPLICA_AXIS!r} is the first axis and devices are in "
-            "the order of the slots."
+            f"mesh axes {sizes} over slots {mesh.slots[:8]}: a job grows and shrinks "
+            f"only where {REPLICA_AXIS!r} is the first axis that divides anything, and "
+            "devices are in the order of the slots."
         )
-    before = mesh.axis_sizes[0]
     slots = replicas * mesh.num_slots // before
     return Layout(
         mesh=MeshLayout(
             axis_names=mesh.axis_names,
-            axis_sizes=(replicas, *mesh.axis_sizes[1:]),
+            axis_sizes=tuple(
+                replicas if name == REPLICA_AXIS else size
+                for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+            ),
             slots=_in_order(slots, per_slot),
         ),
         leaves=tuple(_with_rows(leaf, before, replicas) for leaf in layout.leaves),
         config=layout.config,
     )
+
+
+def _outermost(mesh: MeshLayout) -> int:
+    """The number of replicas if no larger axis lies before theirs, or else 0."""
+    for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
+        if name == REPLICA_AXIS:
+            return size
+        if size > 1:
+            break
+    return 0
 
 
 def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.elastic.recovery import layout_on
 from dtft.elastic.sizing import (
     Groups,
     SizeLimits,
@@ -147,6 +148,19 @@ def test_a_size_that_cannot_be_is_refused(state, replicas, least, hint):
     limits = dataclasses.replace(BATCH, min_replicas=least)
     with pytest.raises(ValueError, match=hint):
         size_for(replicas, state, limits)
+
+
+def test_axes_that_divide_nothing_may_lie_before_the_replicas():
+    mesh = MeshLayout(
+        axis_names=("fsdp", "replica", "tensor"), axis_sizes=(1, 3, 1), slots=(0, 1, 2)
+    )
+    one = resized(Layout(mesh=mesh, leaves=()), 1)
+    assert (one.mesh.axis_sizes, one.mesh.slots) == ((1, 1, 1), (0,))
+    two = layout_on(Layout(mesh=mesh, leaves=()), 2)
+    assert (two.mesh.axis_sizes, two.mesh.slots) == ((1, 2, 1), (0, 1))
+    inner = dataclasses.replace(mesh, axis_sizes=(3, 1, 1))
+    with pytest.raises(ValueError, match="'fsdp': 3, .*first axis that divides"):
+        resized(Layout(mesh=inner, leaves=()), 2)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
