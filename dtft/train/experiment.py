@@ -214,7 +214,8 @@ class Experiment:
     plan: str = ""
     """Instead of `mesh`: `auto` for the best plan that the planner finds, or the path
     of a plan file (`dtft plan --json`). Decided once, and recorded in checkpoints;
-    for another number of devices `auto` is decided again."""
+    for another number of devices `auto` is decided again. A running job grows only onto
+    the same axes with other replicas: where `auto` finds others it stays as it is."""
     calibration: str = ""
     """What `dtft calibrate --out` wrote on such devices: the figures of `plan=auto`."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -125,16 +125,6 @@ def replanned(record: dict[str, Any]) -> list[str]:
 
 
 @every
-def test_a_plan_is_decided_again_when_the_job_grows(tmp_path, control):
-    record = drill(
-        *(tmp_path, *TWO, *control("digits-2-auto"), "--plan", "auto"),
-        *("--spares", "2", "--fault", "scale:2@20"),  # both hosts are one replica
-    )
-    assert sizes(record) == [[2, 4]] and record["bytes_from_storage"] == 0
-    assert replanned(record)[-1] == "decided again for 4 devices"
-
-
-@every
 def test_a_files_plan_has_fewer_replicas_and_more_again(tmp_path, control):
     plan = str(tmp_path / "plan.json")
     made = ("plan", "digits_cnn", "--cluster", "3xcpu", "--pin", "replica=3")
