@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import importlib.util
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +26,8 @@ _ELSEWHERE = ("data.path", "data.threads")
 """Where data lies and how fast it is read; what it is, data_identity says."""
 
 
-_PLAN = re.compile(r"^--mesh(?==|$)")
-"""`--mesh auto` and `--mesh FILE` are another way to say `--plan`."""
+_SHORT = {"mesh": "plan", "balance": "balance.policy"}
+"""Other ways to say a key: `--mesh auto`, `--mesh FILE` and `--balance exact`."""
 
 
 class ConfigError(ValueError):
@@ -72,7 +71,7 @@ def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experime
     import tyro
 
     default = _default(find(config))
-    overrides = [_PLAN.sub("--plan", argument) for argument in overrides]
+    overrides = [_in_full(argument) for argument in overrides]
     _refuse_unknown(overrides, list(keys(default)))
     try:
         experiment = tyro.cli(
@@ -192,6 +191,17 @@ def refuse_other(saved: str, now: str, where: str | Path) -> None:
             + "\nNothing was changed. Undo these differences, or set --log.run_dir "
             "to a new directory."
         )
+
+
+def _in_full(argument: str) -> str:
+    """A flag by its key.
+
+    >>> [_in_full(it) for it in ("--mesh=auto", "--mesh.fsdp", "--balance", "exact")]
+    ['--plan=auto', '--mesh.fsdp', '--balance.policy', 'exact']
+    """
+    flag, equals, value = argument.partition("=")
+    key = _SHORT.get(flag.removeprefix("--")) if flag.startswith("--") else None
+    return f"--{key}{equals}{value}" if key else argument
 
 
 def _default(path: Path) -> Experiment:
