@@ -56,6 +56,12 @@ def scaled_mesh(
     return resolve_mesh(replace(mesh, replica=-1), slots, devices_per_host)
 
 
+def row_parts(experiment: Experiment) -> int:
+    """Equal parts that the rows of one part of the mesh are divided into again."""
+    stages = experiment.mesh.stage
+    return experiment.pipeline.row_parts(stages) if stages > 1 else 1
+
+
 def check(
     experiment: Experiment,
     hosts: int | None = None,
@@ -182,10 +188,11 @@ def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) ->
         ValueError: says which are allowed.
     """
     least, batch = experiment.cluster.min_replicas, experiment.data.global_batch
+    parts = mesh.fsdp * row_parts(experiment)
     fitting = [
         replicas
         for replicas in range(1, mesh.replica + 1)
-        if replicas * hosts % mesh.replica == 0 and batch % (replicas * mesh.fsdp) == 0
+        if replicas * hosts % mesh.replica == 0 and batch % (replicas * parts) == 0
     ]
     if least not in fitting:
         raise ValueError(

@@ -4,6 +4,7 @@ Decides which options fit together and how the layers of a model are shared out.
 stay free of jax imports.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,6 +75,14 @@ class PipelineConfig:
                 f"virtual_stages) with the sum {num_layers}. Set --pipeline.layers."
             )
         return self.layers
+
+    def row_parts(self, stages: int) -> int:
+        """What the rows of a replica must be a multiple of.
+
+        >>> PipelineConfig(microbatches=4).row_parts(stages=6)
+        12
+        """
+        return math.lcm(self.microbatches, stages)
 
     def check_rows(self, stages: int, rows: int) -> None:
         """Refuses a batch that the schedule cannot pass on in equal parts.
