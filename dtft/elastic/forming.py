@@ -222,6 +222,7 @@ def report_of(
         corrupt_copies=tuple(sorted(set(round_.corrupt))),
         slots=len(assignment.slots),
         slots_before=len(previous.slots) if previous else 0,
+        senders=round_.decision.sent if round_.decision else {},
     )
 
 

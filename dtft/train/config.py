@@ -22,6 +22,8 @@ _SHAPE_RELEVANT = (
     *("schema", "data_identity", "seed", "model.", "data."),
     *("optim.class", "optim.sync."),
 )
+_STAGES = ("pipeline.virtual_stages", "pipeline.layers")
+"""Which stage has which layers: it decides the state's shape where there are stages."""
 _ELSEWHERE = ("data.path", "data.threads")
 """Where data lies and how fast it is read; what it is, data_identity says."""
 
@@ -125,7 +127,7 @@ def keys(config: Any, prefix: str = "") -> Iterator[str]:
 
     >>> from dtft.train.experiment import MeshConfig
     >>> list(keys(MeshConfig()))
-    ['replica', 'fsdp', 'tensor']
+    ['replica', 'stage', 'fsdp', 'tensor']
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -163,8 +165,9 @@ def shape_relevant(resolved: str) -> str:
     """The part of a resolved config that must be the same when a run is resumed.
 
     These are the model, the data with its identity and batch, the kind of optimizer,
-    what its replicas exchange, and the seed. The mesh is not: a state can be restored
-    onto another one, as long as no part of it belongs to one replica.
+    what its replicas exchange, the seed, and which stage has which layers. The rest of
+    the mesh is not: a state can be restored onto another one, as long as no part of it
+    belongs to one replica.
     """
     flat = _flat(json.loads(resolved))
     kept = {
@@ -174,6 +177,9 @@ def shape_relevant(resolved: str) -> str:
     }
     if flat.get("optim.sync.moments", "none") == "none":
         kept = {key: kept[key] for key in kept if not key.startswith("optim.sync.")}
+    kept["mesh.stage"] = flat.get("mesh.stage", 1)
+    if kept["mesh.stage"] > 1:
+        kept |= {key: flat[key] for key in _STAGES}
     return json.dumps(kept, indent=1, sort_keys=True)
 
 

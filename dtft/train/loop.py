@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 
+from dtft.train import pipelined
 from dtft.train.config import ConfigError
 from dtft.train.data import make_datasets
 from dtft.train.experiment import Experiment
 from dtft.train.feed import Feed, evaluate
 from dtft.train.logs import Record, RunLog
+from dtft.train.pipelined_program import PipelinedProgram
 from dtft.train.planned_program import PlannedProgram
 from dtft.train.runtime import Items, Runtime
 from dtft.train.step import Metrics, Program, State
@@ -80,11 +82,13 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
 
 
 def program_of(experiment: Experiment, runtime: Runtime) -> Program:
-    """What is run: by the config's own mesh, or as planned."""
+    """What is run: by the config's own mesh, with stages or without, or as planned."""
     mesh = runtime.mesh(experiment)
-    if runtime.choice is None:
-        return Program(experiment, mesh)
-    return PlannedProgram(experiment, mesh, runtime.choice.plan)
+    if runtime.choice is not None:
+        return PlannedProgram(experiment, mesh, runtime.choice.plan)
+    if mesh.shape[pipelined.AXIS] > 1:
+        return PipelinedProgram(experiment, mesh)
+    return Program(experiment, mesh)
 
 
 class Watch:
