@@ -119,7 +119,7 @@ class Balance(Generic[Division]):
     def after(
         self, busy_s: ArrayLike, *, remaining_steps: float = np.inf, cost_s: float = 0.0
     ) -> "Balance[Division]":
-        """With one more round.
+        """With one more round. A settled division changes only if a node drifted.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
@@ -135,7 +135,8 @@ class Balance(Generic[Division]):
         policy = _proportional if self.rules.policy == "proportional" else _exact
         division, weights, gain, threshold = policy(self, times, busy)
         saved = gain * float(busy.max(1).mean()) * remaining_steps
-        changed = gain > threshold and not saved <= cost_s
+        is_open = bool(gone) or not self.settled
+        changed = is_open and gain > threshold and not saved <= cost_s
         waited = waits(busy)
         return replace(
             self,
