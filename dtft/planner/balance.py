@@ -113,13 +113,14 @@ class Balance(Generic[Division]):
 
     @property
     def settled(self) -> bool:
-        """The division is final until a node drifts, joins or leaves."""
+        """Nothing is left to find: it stays so until a node drifts, joins or leaves, or
+        more steps have made the noise smaller than a gain."""
         return self.unchanged >= self.rules.patience
 
     def after(
         self, busy_s: ArrayLike, *, remaining_steps: float = np.inf, cost_s: float = 0.0
     ) -> "Balance[Division]":
-        """With one more round. A settled division changes only if a node drifted.
+        """With one more round.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
@@ -135,8 +136,7 @@ class Balance(Generic[Division]):
         policy = _proportional if self.rules.policy == "proportional" else _exact
         division, weights, gain, threshold = policy(self, times, busy)
         saved = gain * float(busy.max(1).mean()) * remaining_steps
-        is_open = bool(gone) or not self.settled
-        changed = is_open and gain > threshold and not saved <= cost_s
+        changed = gain > threshold and not saved <= cost_s
         waited = waits(busy)
         return replace(
             self,
