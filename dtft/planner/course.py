@@ -5,8 +5,10 @@ is counted once here, for all divisions that `moments` is asked for. Must not kn
 seconds or how large meshes are.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -77,6 +79,17 @@ class Course:
     def kinds(self) -> Mapping[Kind, int]:
         """Kinds in the order of `alive`, and of each a value."""
         return dict(zip(self._kinds, self._stands, strict=True))
+
+    @cached_property
+    def gradients(self) -> tuple[tuple[int, int], ...]:
+        """Gradients unlike in division or bytes, and how many there are of each."""
+        first: dict[object, int] = {}
+        counts: Counter[int] = Counter()
+        for index in self.timeline.gradients:
+            num_bytes = self._graph.values[index].num_bytes
+            key = self._gradient(index, "sums"), num_bytes
+            counts[first.setdefault(key, index)] += 1
+        return tuple(counts.items())
 
     def _begin(self) -> None:
         """With microbatches: a sum of each gradient, and the part of the batch that is

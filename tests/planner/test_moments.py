@@ -118,9 +118,9 @@ def test_many_meshes_at_once_are_each_by_itself(name: str, zero: int) -> None:
     asked = question(name)
     moments = Moments(course(asked), division(asked))
     columns = [(1, 2, 4, 1, 2), (1, 1, 2, 4, 2), (1, 2, 1, 2, 1)]
-    together = moments.peak(sizes(*columns), zero)
+    together = moments.on(sizes(*columns)).peak(zero)
     for at, (replica, fsdp, micro) in enumerate(zip(*columns, strict=True)):
-        alone = moments.peak(sizes((replica,), (fsdp,), (micro,)), zero)
+        alone = moments.on(sizes((replica,), (fsdp,), (micro,))).peak(zero)
         assert together.activations[at] == pytest.approx(alone.activations[0])
         assert together.gradients[at] == pytest.approx(alone.gradients[0])
 
@@ -131,10 +131,10 @@ def test_levels_and_microbatches_change_what_they_should() -> None:
     total = sum(
         asked.graph.values[i].num_bytes for i in Timeline(graph=asked.graph).gradients
     )
-    whole, parts = (moments.peak(sizes(fsdp=(4,)), zero) for zero in (0, 2))
+    whole, parts = (moments.on(sizes(fsdp=(4,))).peak(zero) for zero in (0, 2))
     assert parts.gradients[0] < whole.gradients[0] <= total
-    many = moments.peak(sizes(micro=(8,)), 0)
-    once = moments.peak(sizes(), 0)
+    many = moments.on(sizes(micro=(8,))).peak(0)
+    once = moments.on(sizes()).peak(0)
     assert many.gradients[0] >= total  # a sum of each is there all the time
     assert many.activations[0] < once.activations[0] / 4
 
@@ -150,7 +150,7 @@ def test_operands_that_must_be_gathered_have_memory_then() -> None:
     columns = asked.graph.values[asked.graph.inputs["params/w"]].dims[1]
     rows = division(asked)
     across = Division(axes={**rows.axes, columns: ("replica",)}, scatters=True)
-    found = Moments(course(asked), across).peak(sizes((4,)), 0)
+    found = Moments(course(asked), across).on(sizes((4,))).peak(0)
     # Rows and columns want the same axis: the smaller, the examples, is gathered. The
     # gradient, which is half of that, is all there is otherwise.
     assert found.activations[0] + found.gradients[0] >= 4 * 1024 * 4

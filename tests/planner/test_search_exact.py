@@ -249,7 +249,7 @@ class Everything:
         if key not in self._moments:
             self._moments[key] = Moments(Course(timeline), division)
         one = {axis: np.array([sizes.get(axis, 1)]) for axis in (*AXES, MICRO)}
-        highest = self._moments[key].peak(one, zero)
+        highest = self._moments[key].on(one).peak(zero)
         return there + float(highest.activations[0]) + float(highest.gradients[0])
 
 
