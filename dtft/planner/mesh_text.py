@@ -1,4 +1,4 @@
-"""The axes of a plan's mesh in words: where each lies, what it divides, if it is little.
+"""Axes of a plan's mesh in words: where each lies, what it divides, if that is little.
 
 Every number comes from the plan. Must not know clusters or how a plan is found.
 """

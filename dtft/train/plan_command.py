@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dtft.planner import explain, report, wording
-from dtft.planner.lints import lints
+from dtft.planner import report, wording
 from dtft.planner.pins import COUNTS
 from dtft.planner.wording import Section
 from dtft.train import trial
@@ -146,10 +145,7 @@ def show(found: RunnablePlan, checked: Sequence[Section]) -> None:
         found: what is shown.
         checked: what the compiler made of it, shown last.
     """
-    parts = list(explain.sections(found))
-    if found.decision is not None:
-        parts.append(report.lint_section(lints(found.decision)))
-    parts += checked
+    parts = (*found.sections(), *checked)
     if sys.stdout.isatty():
         report.show(parts, Console())
     else:
