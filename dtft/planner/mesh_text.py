@@ -1,4 +1,4 @@
-"""Axes of a plan's mesh in words: where each lies, what it divides, if that is little.
+"""A mesh in words: where each axis lies, what it divides, and if that is little.
 
 Every number comes from the plan. Must not know clusters or how a plan is found.
 """
