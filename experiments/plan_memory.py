@@ -113,10 +113,10 @@ def compile_more(kept: dict[str, Any], seconds: float) -> None:
     for case in cases(COUNT, SEED):
         if time.monotonic() > end:
             return
-        known = kept.get(str(case.number), {})
-        model, plan, tensor = planned(case, known.get("tensor"))
-        if known.get("layout") == layout(plan):
+        known = kept.get(str(case.number))
+        if known and known["layout"] == layout(planned(case, known["tensor"])[1]):
             continue
+        model, plan, tensor = planned(case)
         candidate = plan_zoo.candidate_of(model, plan, TARGET, case.words)
         (result,) = compile_all([candidate], deadline_s=300)
         found: dict[str, Any] = {"layout": layout(plan), "tensor": tensor}

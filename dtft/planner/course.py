@@ -46,6 +46,17 @@ class Run:
     """Whether it runs beside the one before it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Yielded:
+    """An array that is gone a moment sooner where an axis divides a dim of `rows`."""
+
+    moment: int
+    """The moment at which it is gone then."""
+    kind: int
+    num_bytes: int
+    rows: tuple[int, ...]
+
+
 class Course:
     """The moments of a program that may be the fullest."""
 
@@ -67,6 +78,9 @@ class Course:
         self.runs: list[Run] = []
         self.copied: list[tuple[int, int]] = []
         """Moments at which there is a copy of an array; which."""
+        self.yielded: list[Yielded] = []
+        """Arrays whose place others may take; at most one for each moment."""
+        self._yields: Event | None = None
         self._begin()
         for event in timeline.events:
             self._follow(event)
@@ -106,13 +120,28 @@ class Course:
             self._run(event.value)
         elif event.kind == "copied":
             self.copied.append((self._note(), event.value))
+        elif event.kind == "yields":
+            self._yields = event
         elif event.value in self.timeline.gradients:
             self._follow_gradient(event)
         elif event.kind == "comes":
             self._change(self._kind(event.value), event.value)
             self._tops.append(self._note())
+            if self._yields:
+                self._note_yielded(self._yields)
         else:
             self._change(self._kind(event.value), event.value, -1)
+
+    def _note_yielded(self, event: Event) -> None:
+        """What has come takes the place of another array, which goes only after it."""
+        yielded = Yielded(
+            moment=self._tops[-1],
+            kind=self._kind(event.value),
+            num_bytes=self._graph.values[event.value].num_bytes,
+            rows=event.rows,
+        )
+        self.yielded.append(yielded)
+        self._yields = None
 
     def _follow_gradient(self, event: Event) -> None:
         """A gradient is whole until it is made, then as it is kept (ZeRO 2 and 3).
@@ -145,10 +174,7 @@ class Course:
         self.runs.append(Run(moment=self._note(), instance=place, beside=beside))
 
     def _gradient(self, index: int, what: What) -> int:
-        # A step of the user's own has no constraint that divides what no loop makes.
-        timeline = self.timeline
-        divides = timeline.gathers or index in timeline.from_loops
-        return self._kind(index, what, divides and what != "gradient")
+        return self._kind(index, what, divides=what != "gradient")
 
     def _kind(self, index: int, what: What = "plain", divides: bool = False) -> int:
         value = self._graph.values[index]

@@ -5,7 +5,7 @@ moments are a matrix, and the bytes of many meshes its product with what each me
 leaves of a byte. Pure; must not know seconds or how candidates are found.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -120,6 +120,16 @@ class Moments:
         for row, (_, more) in enumerate(rows):
             for total, num_bytes in more:
                 moments[row, total] += num_bytes
+        divided = self.division.of
+        yielded = {
+            one.moment: one
+            for one in self.course.yielded
+            if any(map(divided, one.rows))
+        }
+        for row, (moment, _) in enumerate(rows) if yielded else ():
+            if moment in yielded:
+                one = yielded[moment]
+                moments[row, columns[one.kind]] -= one.num_bytes
         return moments
 
     def _total(self, total: _Total) -> int:
@@ -147,7 +157,7 @@ class Highest:
         Args:
             zero: the ZeRO level.
         """
-        most, held = self._divided if zero >= 2 else self._whole
+        most, held = (self._whole, self._sums_divided, self._divided)[min(zero, 2)]
         if zero in (1, 2):
             update = self._update
             held = np.where(update > most, update, held)
@@ -158,18 +168,31 @@ class Highest:
 
     @cached_property
     def _whole(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of the fullest moment, and of gradients then, below ZeRO level 2."""
+        """Bytes of the fullest moment, and of gradients then, at ZeRO level 0."""
         return self._fullest(self._shares)
+
+    @cached_property
+    def _sums_divided(self) -> tuple[np.ndarray, np.ndarray]:
+        """The same at level 1, at which sums over microbatches are divided.
+
+        No constraint says so: XLA keeps what a loop carries divided as the optimizer
+        state is that reads it.
+        """
+        return self._fullest(self._shares_divided(("sums",)))
 
     @cached_property
     def _divided(self) -> tuple[np.ndarray, np.ndarray]:
         """The same from level 2 on."""
+        return self._fullest(self._shares_divided(_OF_GRADIENTS))
+
+    def _shares_divided(self, kinds: Container[What]) -> np.ndarray:
+        """What each device has of a byte, of some kinds divided as at rest."""
         shares, fsdp = self._shares.copy(), np.asarray(self._sizes[AXIS])
-        for (_, _, index), row in self._moments.totals.items():
-            if index >= 0:
+        for (kind, _, index), row in self._moments.totals.items():
+            if index >= 0 and kind in kinds:
                 place = self._place(index)[1]
                 shares[row] = np.where(place >= 0, shares[row] / fsdp, shares[row])
-        return self._fullest(shares)
+        return shares
 
     def _fullest(self, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         matrix = self._moments.matrix
