@@ -170,6 +170,7 @@ def _result(
         weights=weights,
         baselines=found.baselines,
         dropped=found.dropped,
+        speeds=found.speeds,
         memory_bytes=tuple(round(most) for most in schedule.memory_bytes),
         capacity_bytes=tuple(int(has) for has in problem.capacity),
         how=found.how,
