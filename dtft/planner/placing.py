@@ -179,15 +179,19 @@ class Search:
                 return self.see(found, "a random node for each task")
         return None
 
+    def best_on(self, node_of: Sequence[int], how: str) -> float | None:
+        """Seconds of a step of the best schedule of tasks on given nodes."""
+        found = [self.see(self.on(node_of), how)]
+        for _, order in self._orders():
+            found.append(self.see(schedule(self.problem, order, node_of), how))
+        return min((s for s in found if s is not None), default=None)
+
     def improve(self, moves: int) -> None:
         """Moves tasks while the step gets faster, from the best candidates."""
         ranked = sorted(self.seen.items(), key=lambda item: item[1])
         climb = Climb(self.problem, self._step_on, moves)
         node_of = climb.best_from([node_of for node_of, _ in ranked[:_STARTS]])
-        how = f"{self.how}, then tasks moved"
-        self.see(self.on(node_of), how)
-        for _, order in self._orders():
-            self.see(schedule(self.problem, order, node_of), how)
+        self.best_on(node_of, f"{self.how}, then tasks moved")
 
     def _step_on(self, node_of: Sequence[int]) -> float:
         found = self.on(node_of)
