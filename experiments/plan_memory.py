@@ -8,8 +8,9 @@ fitting on a device of some size although it is not: those are `could mislead`. 
 the gate of `dtft.planner.verify` leaves of them is beside it.
 
 Compiling takes most of an hour, so what was found is kept in
-`results/plan_memory_programs.json` with the plan it is of: `--compile SECONDS` adds to
-it, and a changed model is compared again without compiling. Every second configuration
+`results/plan_memory_programs.json` with the plan it is of, what `tensor` divides among
+it: `--compile SECONDS` adds to it, and a changed model is compared again without
+compiling, whatever costs least by then. Every second configuration
 was left aside while the model was mended; the reserve is judged by those.
 """
 
@@ -79,12 +80,22 @@ def _capacity(case: Case, assigned: int) -> int:
     return int(case.capacity_ratio * assigned)
 
 
-def planned(case: Case) -> tuple[Any, Plan]:
-    """The model of a configuration, and its plan."""
+def planned(
+    case: Case, tensor: Sequence[int] | None = None
+) -> tuple[Any, Plan, list[int]]:
+    """The model of a configuration, its plan, and the dims that `tensor` divides.
+
+    Args:
+        case: the configuration.
+        tensor: these dims, of a program that there is; None: those of least cost.
+    """
     model = plan_zoo.MODELS[case.family](**case.sizes)
     cluster = Cluster.parse(f"{case.num_devices // 8}x8xH100")
     asked = plan_zoo.question_of(model)
-    return model, plan_zoo.plan_of(asked, case.pins, cluster, scatters=True)
+    plan, divided = plan_zoo.plan_of(
+        asked, case.pins, cluster, scatters=True, tensor=tensor
+    )
+    return model, plan, divided
 
 
 def layout(plan: Plan) -> str:
@@ -102,13 +113,13 @@ def compile_more(kept: dict[str, Any], seconds: float) -> None:
     for case in cases(COUNT, SEED):
         if time.monotonic() > end:
             return
-        model, plan = planned(case)
-        known = kept.get(str(case.number))
-        if known and known["layout"] == layout(plan):
+        known = kept.get(str(case.number), {})
+        model, plan, tensor = planned(case, known.get("tensor"))
+        if known.get("layout") == layout(plan):
             continue
         candidate = plan_zoo.candidate_of(model, plan, TARGET, case.words)
         (result,) = compile_all([candidate], deadline_s=300)
-        found: dict[str, Any] = {"layout": layout(plan)}
+        found: dict[str, Any] = {"layout": layout(plan), "tensor": tensor}
         if isinstance(result, Compiled):
             memory = result.memory
             found["memory"] = {
@@ -132,7 +143,7 @@ def rows(kept: Mapping[str, Any]) -> Iterator[Row | str]:
         if "failure" in known:
             yield f"not compiled: {case.words}: {known['failure']}"
             continue
-        _, plan = planned(case)
+        _, plan, _ = planned(case, known["tensor"])
         if layout(plan) != known["layout"]:
             yield f"compiled for another plan than today's: {case.words}"
         else:

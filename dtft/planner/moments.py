@@ -5,20 +5,21 @@ moments are a matrix, and the bytes of many meshes its product with what each me
 leaves of a byte. Pure; must not know seconds or how candidates are found.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dtft.planner.amounts import Sizes, parts
-from dtft.planner.graph import Operator
-from dtft.planner.lifetimes import Event
-from dtft.planner.memory import Timeline
-from dtft.planner.partition import MICRO, Axes, Division, flat, work
+from dtft.planner.course import Course, What
+from dtft.planner.partition import MICRO, Axes, Division, flat
+from dtft.planner.patterns import Instance
 from dtft.planner.shards import AXIS, rest_place
 
-_Total = tuple[str, Axes, int]
+_Beside = tuple[int, Sequence[tuple[int, float]]]
+"""A moment, and totals of which so many bytes more are there."""
+_Total = tuple[What, Axes, int]
 """What bytes are of, the axes that divide them, and of gradients that are kept divided
 further a value that stands for all that are so alike; otherwise -1."""
 _OF_GRADIENTS = ("gradient", "kept", "waiting", "sums")
@@ -35,24 +36,17 @@ class Peak:
 class Moments:
     """The moments that may be the fullest, under one division."""
 
-    def __init__(self, timeline: Timeline, division: Division) -> None:
-        """Follows the program.
+    def __init__(self, course: Course, division: Division) -> None:
+        """Divides what is alive.
 
         Args:
-            timeline: of the program.
+            course: of the program.
             division: which axes divide which dims; `MICRO` among them.
         """
-        self._timeline, self._graph = timeline, timeline.scheduled
-        self._division = division
+        self._course, self._timeline = course, course.timeline
+        self._graph, self._division = course.timeline.scheduled, division
         self._totals: dict[_Total, int] = {}
-        self._changes: list[tuple[int, float]] = []
-        self._at: list[int] = []
-        self._beside: list[list[tuple[int, float]]] = []
-        self._gathers: dict[object, list[tuple[int, float]]] = {}
-        self._alike: dict[object, int] = {}
-        self._begin()
-        self._follow()
-        self._matrix = self._moments()
+        self._matrix = self._moments(self._columns(), list(self._beside()))
 
     def divisors(self) -> set[Axes]:
         """Axes that divide something together: what the bytes depend on."""
@@ -100,81 +94,56 @@ class Moments:
             return np.where(alone, share, 0.0)
         return np.where(alone, 0.0, share) if kind in ("sums", "part") else share
 
-    def _begin(self) -> None:
-        """With microbatches: a sum of each gradient, and the part of the batch that is
-        worked on, taken out of it.
-        """
-        for index in self._timeline.gradients:
-            self._change(*self._gradient(index, "sums"))
-        for index in self._graph.inputs.values():
-            axes = self._axes(index)
-            if MICRO in axes:
-                self._change(("part", axes, -1), self._num_bytes(index))
-        self._note([])
+    def _columns(self) -> list[int]:
+        """For each kind of array its total; -1 for what is not there."""
+        found: list[int] = []
+        alike: dict[object, int] = {}
+        loops = self._timeline.loop_dims
+        for kind, index in self._course.kinds.items():
+            value = self._graph.values[index]
+            spec = self._division.spec(value)
+            axes, stands = flat(spec), -1
+            if kind.divides:
+                key = value.shape, spec, tuple(dim in loops for dim in value.dims)
+                stands = alike.setdefault(key, index)
+            there = kind.what != "part" or MICRO in axes
+            found.append(self._total((kind.what, axes, stands)) if there else -1)
+        return found
 
-    def _follow(self) -> None:
+    def _beside(self) -> Iterator[_Beside]:
+        """Moments at which something is there beside what is alive: totals and bytes.
+
+        Copies, and what operands are brought together in.
+        """
+        for moment, index in self._course.copied:
+            value = self._graph.values[index]
+            axes = flat(self._division.spec(value))
+            yield moment, [(self._total(("plain", axes, -1)), value.num_bytes)]
+        gathered = [list(self._gathered(one)) for one in self._course.instances]
         before: list[tuple[int, float]] = []
-        for event in self._timeline.events:
-            if event.kind == "runs":
-                operator = self._graph.operators[event.value]
-                # Those of products that make gradients all run beside each other.
-                beside = not self._timeline.of_gradients.isdisjoint(operator.outputs)
-                before = self._gathered(operator) + (before if beside else [])
-                if before:
-                    self._note(before)
-            elif event.kind == "copied":
-                total = self._total(("plain", self._axes(event.value), -1))
-                self._note([(total, self._num_bytes(event.value))])
-            elif event.value in self._timeline.gradients:
-                self._follow_gradient(event)
-            else:
-                sign = 1 if event.kind == "comes" else -1
-                total = ("plain", self._axes(event.value), -1)
-                self._change(total, sign * self._num_bytes(event.value))
-                if event.kind == "comes":
-                    self._note([])
+        for run in self._course.runs if any(gathered) else ():
+            before = gathered[run.instance] + (before if run.beside else [])
+            if before:
+                yield run.moment, before
 
-    def _follow_gradient(self, event: Event) -> None:
-        """A gradient is whole until it is made, then as it is kept (ZeRO 2 and 3).
+    def _gathered(self, operator: Instance) -> Iterator[tuple[int, float]]:
+        for sent in operator.pattern.work(operator.key(self._division)).sent:
+            if sent.kind in ("all_gather", "all_to_all"):
+                yield self._total(("plain", sent.amount.axes, -1)), sent.amount.total
 
-        A microbatch's own goes into the sum as soon as it is made.
-        """
-        part_by_part = event.value in self._timeline.from_loops
-        first = self._gradient(event.value, "kept" if part_by_part else "gradient")
-        after = self._gradient(event.value, "waiting")
-        if event.kind == "comes":
-            self._change(*first)
-            self._note([])
-        elif event.kind == "made":
-            self._change(first[0], -first[1])
-            self._change(*after)
-        else:
-            self._change(after[0], -after[1])
-
-    def _gradient(self, index: int, kind: str) -> tuple[_Total, float]:
-        value, timeline = self._graph.values[index], self._timeline
-        spec = self._division.spec(value)
-        # A step of the user's own has no constraint that divides what no loop makes.
-        divides = timeline.gathers or index in timeline.from_loops
-        loops = tuple(dim in timeline.loop_dims for dim in value.dims)
-        stands = self._alike.setdefault((value.shape, spec, loops), index)
-        divided = divides and kind != "gradient"
-        return (kind, flat(spec), stands if divided else -1), value.num_bytes
-
-    def _gathered(self, operator: Operator) -> list[tuple[int, float]]:
-        """What an operator's operands are brought together in."""
-        values = [self._graph.values[i] for i in (*operator.inputs, *operator.outputs)]
-        root = self._division.root
-        dims = tuple(tuple(map(root, value.dims)) for value in values)
-        shapes = tuple(value.shape for value in values)
-        key = operator.primitive, dims, shapes, operator.contracted
-        if key not in self._gathers:
-            self._gathers[key] = [
-                (self._total(("plain", sent.amount.axes, -1)), sent.amount.total)
-                for sent in work(self._graph, operator, self._division).sent
-                if sent.kind in ("all_gather", "all_to_all")
-            ]
-        return self._gathers[key]
+    def _moments(self, columns: Sequence[int], beside: Sequence[_Beside]) -> np.ndarray:
+        """Bytes before division; float [moments, totals]."""
+        into = np.zeros((len(columns), len(self._totals)))
+        for kind, total in enumerate(columns):
+            if total >= 0:
+                into[kind, total] = 1
+        full = [(moment, ()) for moment in self._course.full]
+        rows = sorted([*full, *beside], key=lambda row: row[0])
+        moments = self._course.alive[[moment for moment, _ in rows]] @ into
+        for row, (_, more) in enumerate(rows):
+            for total, num_bytes in more:
+                moments[row, total] += num_bytes
+        return moments
 
     def _update(self, sizes: Sizes) -> Any:
         """Where each device updates a part: new parameters beside old ones, gathered.
@@ -211,22 +180,3 @@ class Moments:
 
     def _total(self, total: _Total) -> int:
         return self._totals.setdefault(total, len(self._totals))
-
-    def _change(self, total: _Total, num_bytes: float) -> None:
-        self._changes.append((self._total(total), num_bytes))
-
-    def _note(self, beside: Iterable[tuple[int, float]]) -> None:
-        """A moment that may be the fullest, with what is there beside what is alive."""
-        self._at.append(len(self._changes))
-        self._beside.append(list(beside))
-
-    def _moments(self) -> np.ndarray:
-        """Bytes before division; float [moments, totals]."""
-        changes = np.zeros((len(self._changes) + 1, len(self._totals)))
-        for row, (total, num_bytes) in enumerate(self._changes, start=1):
-            changes[row, total] = num_bytes
-        moments = changes.cumsum(axis=0)[self._at]
-        for row, beside in enumerate(self._beside):
-            for total, num_bytes in beside:
-                moments[row, total] += num_bytes
-        return moments

@@ -57,6 +57,19 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AxisUse:
+    """Where the devices of a mesh axis lie, and how much of the work it divides."""
+
+    levels: tuple[tuple[float, str], ...]
+    """Of each level of the fabric that it goes along, the fastest first: the devices
+    (or groups of the level before) that it joins there, and the kind of link. A
+    fraction where it does not fill the groups evenly."""
+    work: float
+    """Share of the operations of matmuls and convolutions (of all, where there are
+    none) that it divides. What it does not divide its devices do alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Seconds of one step, by term."""
 
@@ -97,6 +110,8 @@ class Plan:
     """Which entry point it was made by, and can be run by."""
     mesh: Mapping[str, int]
     """Axis name to size, slowest-varying (outermost on the fabric) first."""
+    axes: Mapping[str, AxisUse] = field(default_factory=dict)
+    """What each axis of the mesh is there for; empty in plans of older files."""
     knobs: Knobs
     state: Mapping[str, Spec]
     """Path of each leaf of the state (entry loss: of the parameters) to its spec; the
@@ -179,12 +194,19 @@ def _plan(items: dict[str, Any]) -> Plan:
         Alternative(**{**item, "knobs": Knobs(**item["knobs"])})
         for item in items.pop("alternatives")
     )
+    axes = {
+        axis: AxisUse(
+            levels=tuple((n, kind) for n, kind in use["levels"]), work=use["work"]
+        )
+        for axis, use in items.pop("axes", {}).items()
+    }
     specs = {name: _specs(items.pop(name)) for name in ("state", "batch", "optimizer")}
     constraints = {
         int(number): _spec(spec) for number, spec in items.pop("constraints").items()
     }
     return Plan(
         host=tuple(items.pop("host", ())),
+        axes=axes,
         knobs=knobs,
         prediction=prediction,
         collectives=collectives,

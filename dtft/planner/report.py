@@ -12,7 +12,7 @@ from html import escape
 from rich.console import Console
 from rich.table import Table
 
-from dtft.planner import comparing, drawing, explain, wording
+from dtft.planner import comparing, drawing, explain, mesh_text, wording
 from dtft.planner.deciding import Decision
 from dtft.planner.lints import Lint, lints
 from dtft.planner.plan import Alternative, Plan, Spec
@@ -48,6 +48,7 @@ def html(
     title = f"Plan for {plan.cluster}"
     parts = [
         _section(explain.summary(plan), level=1),
+        *(_section(section) for section in mesh_text.sections(plan)),
         _block("Step time", _waterfall(plan), _table(explain.waterfall(plan))),
         _block("Memory of a device", _bars(plan, decision)),
         _table(explain.memory(plan)),

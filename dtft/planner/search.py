@@ -12,6 +12,7 @@ one that changes only what is kept, gathered or updated is read from the space i
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from dtft.planner.cluster import Pool
 from dtft.planner.columns import Columns
 from dtft.planner.compute_cost import added_s, launch_s
 from dtft.planner.cost import Moved
+from dtft.planner.course import Course
 from dtft.planner.groups import Group
 from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.meshes import AXES
@@ -69,7 +71,9 @@ class Search:
         """
         self.question, self.pool, self.scatters = question, pool, scatters
         self._timeline = Timeline(
-            graph=question.graph, gathers=question.entry == "loss"
+            graph=question.graph,
+            gathers=question.entry == "loss",
+            alias=question.alias,
         )
 
     def price(self, space: Space, columns: Columns | None = None) -> Priced:
@@ -231,12 +235,12 @@ class Search:
             found[name] = np.where(zero >= least, divided, whole)
         found["batch"] = resting.num_bytes("batch", division, False).at(points)
         found |= {name: np.zeros(len(rows)) for name in ("activations", "gradients")}
-        known: dict[Timeline, Moments] = {}
+        known: dict[Course, Moments] = {}
         for level in np.unique(zero):
-            timeline = self._timeline if level < 3 else self._timeline.at_level_3
-            if timeline not in known:
-                known[timeline] = Moments(timeline, division)
-            moments, some = known[timeline], np.flatnonzero(zero == level)
+            course = self._course if level < 3 else self._course_at_level_3
+            if course not in known:
+                known[course] = Moments(course, division)
+            moments, some = known[course], np.flatnonzero(zero == level)
             alike = columns.divided(moments.divisors())
             cases, of = np.unique(alike.of[points[some]], return_inverse=True)
             sizes = {axis: column[cases] for axis, column in alike.sizes.items()}
@@ -244,6 +248,16 @@ class Search:
             found["activations"][some] = highest.activations[of]
             found["gradients"][some] = highest.gradients[of]
         return found
+
+    @cached_property
+    def _course(self) -> Course:
+        """What is alive when."""
+        return Course(self._timeline)
+
+    @cached_property
+    def _course_at_level_3(self) -> Course:
+        timeline = self._timeline.at_level_3
+        return self._course if timeline is self._timeline else Course(timeline)
 
     def _away(
         self, resting: Resting, division: Division, space: Space, rows: np.ndarray

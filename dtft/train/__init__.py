@@ -23,5 +23,12 @@ __all__ = ["jit_plan", "make_placed_step", "make_step"]
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'dtft.train' has no attribute {name!r}.")
+        raise AttributeError(
+            f"module 'dtft.train' has no attribute {name!r}. It has: "
+            f"{', '.join(__all__)}."
+        )
     return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

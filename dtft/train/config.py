@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import importlib.util
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,12 +22,14 @@ _SHAPE_RELEVANT = (
     *("schema", "data_identity", "seed", "model.", "data."),
     *("optim.class", "optim.sync."),
 )
+_STAGES = ("pipeline.virtual_stages", "pipeline.layers")
+"""Which stage has which layers: it decides the state's shape where there are stages."""
 _ELSEWHERE = ("data.path", "data.threads")
 """Where data lies and how fast it is read; what it is, data_identity says."""
 
 
-_PLAN = re.compile(r"^--mesh(?==|$)")
-"""`--mesh auto` and `--mesh FILE` are another way to say `--plan`."""
+_SHORT = {"mesh": "plan", "balance": "balance.policy"}
+"""Other ways to say a key: `--mesh auto`, `--mesh FILE` and `--balance exact`."""
 
 
 class ConfigError(ValueError):
@@ -72,7 +73,7 @@ def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experime
     import tyro
 
     default = _default(find(config))
-    overrides = [_PLAN.sub("--plan", argument) for argument in overrides]
+    overrides = [_in_full(argument) for argument in overrides]
     _refuse_unknown(overrides, list(keys(default)))
     try:
         experiment = tyro.cli(
@@ -126,7 +127,7 @@ def keys(config: Any, prefix: str = "") -> Iterator[str]:
 
     >>> from dtft.train.experiment import MeshConfig
     >>> list(keys(MeshConfig()))
-    ['replica', 'fsdp', 'tensor']
+    ['replica', 'stage', 'fsdp', 'tensor']
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -164,8 +165,9 @@ def shape_relevant(resolved: str) -> str:
     """The part of a resolved config that must be the same when a run is resumed.
 
     These are the model, the data with its identity and batch, the kind of optimizer,
-    what its replicas exchange, and the seed. The mesh is not: a state can be restored
-    onto another one, as long as no part of it belongs to one replica.
+    what its replicas exchange, the seed, and which stage has which layers. The rest of
+    the mesh is not: a state can be restored onto another one, as long as no part of it
+    belongs to one replica.
     """
     flat = _flat(json.loads(resolved))
     kept = {
@@ -175,6 +177,9 @@ def shape_relevant(resolved: str) -> str:
     }
     if flat.get("optim.sync.moments", "none") == "none":
         kept = {key: kept[key] for key in kept if not key.startswith("optim.sync.")}
+    kept["mesh.stage"] = flat.get("mesh.stage", 1)
+    if kept["mesh.stage"] > 1:
+        kept |= {key: flat[key] for key in _STAGES}
     return json.dumps(kept, indent=1, sort_keys=True)
 
 
@@ -192,6 +197,17 @@ def refuse_other(saved: str, now: str, where: str | Path) -> None:
             + "\nNothing was changed. Undo these differences, or set --log.run_dir "
             "to a new directory."
         )
+
+
+def _in_full(argument: str) -> str:
+    """A flag by its key.
+
+    >>> [_in_full(it) for it in ("--mesh=auto", "--mesh.fsdp", "--balance", "exact")]
+    ['--plan=auto', '--mesh.fsdp', '--balance.policy', 'exact']
+    """
+    flag, equals, value = argument.partition("=")
+    key = _SHORT.get(flag.removeprefix("--")) if flag.startswith("--") else None
+    return f"--{key}{equals}{value}" if key else argument
 
 
 def _default(path: Path) -> Experiment:

@@ -100,7 +100,7 @@ def make_placed_step(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedStep:
-    """`state = placed.init(params)`, then `placed.step(state, batch)` again and again."""
+    """First `state = placed.init(params)`, then `placed.step(state, batch)`."""
 
     cut: Cut
     """The loss in segments."""

@@ -26,7 +26,7 @@ from dtft.train.fitting import resolve_mesh
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
-AXES = ("replica", "fsdp", "tensor")
+AXES = ("replica", "stage", "fsdp", "tensor")
 BATCH_AXES = ("replica", "fsdp")
 _READ = ("params", "statistics")
 """The parts of the state that the model reads."""
@@ -189,7 +189,7 @@ class Program:
 
     def _init_replica(self) -> State:
         model = self._model.build(nnx.Rngs(self._seed))
-        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        params = self._arranged(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
             opt_state = self._optimizer.init(params)
         return {
@@ -198,6 +198,10 @@ class Program:
             "opt_state": opt_state,
             "step": jnp.zeros([], jnp.int32),
         }
+
+    def _arranged(self, params: Any) -> Any:
+        """The model's parameters as the state has them."""
+        return params
 
     def _losses(
         self, read: State, batch: dict[str, jax.Array], *, training: bool
@@ -232,16 +236,24 @@ class Program:
         gradients, (metrics, statistics) = jax.grad(self.mean_loss, has_aux=True)(
             state["params"], state["statistics"], batch
         )
+        return self._updated(state, gradients, statistics), metrics, gradients
+
+    def _updated(self, state: State, gradients: Any, statistics: Any) -> State:
+        """What the optimizer makes of a gradient, beside the new statistics."""
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self._optimizer.update(
                 gradients, state["opt_state"], state["params"]
             )
             params = optax.apply_updates(state["params"], updates)
-        parts = {"params": params, "statistics": statistics, "opt_state": opt_state}
-        return parts, metrics, gradients
+        return {"params": params, "statistics": statistics, "opt_state": opt_state}
 
     def _step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
-        parts, metrics, gradients = self._descend(state, batch)
+        return self._after(state, *self._descend(state, batch))
+
+    def _after(
+        self, state: State, parts: State, metrics: Metrics, gradients: Any
+    ) -> tuple[State, Metrics]:
+        """The next state and all metrics, from what `_descend` found."""
         with jax.numpy_dtype_promotion("standard"):
             metrics["grad_norm"] = optax.tree.norm(gradients)
         rate = jnp.asarray(self._learning_rate(state["step"]), jnp.float32)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dtft.planner.course import Course
 from dtft.planner.graph import Graph
 from dtft.planner.groups import region
 from dtft.planner.memory import Timeline
@@ -30,6 +31,10 @@ SIZES = {
 def question(name: str) -> Question:
     model = MODELS[name](**SIZES[name])
     return of_loss(model.loss, ADAM, model.params, model.batch)
+
+
+def course(asked: Question) -> Course:
+    return Course(Timeline(graph=asked.graph, gathers=True, alias=asked.alias))
 
 
 def division(asked: Question) -> Division:
@@ -111,7 +116,7 @@ def test_a_rectifier_has_no_memory_of_its_own_but_at_level_3() -> None:
 @pytest.mark.parametrize("zero", range(4))
 def test_many_meshes_at_once_are_each_by_itself(name: str, zero: int) -> None:
     asked = question(name)
-    moments = Moments(Timeline(graph=asked.graph, gathers=True), division(asked))
+    moments = Moments(course(asked), division(asked))
     columns = [(1, 2, 4, 1, 2), (1, 1, 2, 4, 2), (1, 2, 1, 2, 1)]
     together = moments.peak(sizes(*columns), zero)
     for at, (replica, fsdp, micro) in enumerate(zip(*columns, strict=True)):
@@ -122,7 +127,7 @@ def test_many_meshes_at_once_are_each_by_itself(name: str, zero: int) -> None:
 
 def test_levels_and_microbatches_change_what_they_should() -> None:
     asked = question("gpt_scan")
-    moments = Moments(Timeline(graph=asked.graph, gathers=True), division(asked))
+    moments = Moments(course(asked), division(asked))
     total = sum(
         asked.graph.values[i].num_bytes for i in Timeline(graph=asked.graph).gradients
     )
@@ -143,9 +148,9 @@ def test_operands_that_must_be_gathered_have_memory_then() -> None:
 
     asked = of_loss(loss, ADAM, {"w": array(1024, 8)}, {"x": array(4, 1024)})
     columns = asked.graph.values[asked.graph.inputs["params/w"]].dims[1]
-    timeline, rows = Timeline(graph=asked.graph, gathers=True), division(asked)
+    rows = division(asked)
     across = Division(axes={**rows.axes, columns: ("replica",)}, scatters=True)
-    found = Moments(timeline, across).peak(sizes((4,)), 0)
+    found = Moments(course(asked), across).peak(sizes((4,)), 0)
     # Rows and columns want the same axis: the smaller, the examples, is gathered. The
     # gradient, which is half of that, is all there is otherwise.
     assert found.activations[0] + found.gradients[0] >= 4 * 1024 * 4

@@ -74,6 +74,15 @@ def test_shipped_configs_fit_their_clusters(name: str, tmp_path: Path) -> None:
         check(experiment, hosts=hosts, memory_tier=False)
 
 
+def test_balance_is_short_for_its_policy() -> None:
+    experiment = parse("digits_cnn", ["--balance", "exact", "--balance.every=10"])
+    assert (experiment.balance.policy, experiment.balance.every) == ("exact", 10)
+    check(experiment)
+    sharded = parse("chars_transformer", ["--balance", "proportional"])
+    with pytest.raises(ValueError, match=r"mesh\.fsdp=4 .* --balance off"):
+        check(sharded)
+
+
 def test_overrides_reach_the_subclass() -> None:
     arguments = ["--optim.b2", "0.99", "--model.channels", "4", "8", "--log.every=5"]
     experiment = parse("digits_cnn", [*arguments, "--log.tensorboard", "False"])
