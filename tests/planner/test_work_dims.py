@@ -1,4 +1,4 @@
-"""Along which dims products are divided, as XLA's partitioner does it; weights alike."""
+"""Along which dims products are divided, as XLA does it; weights alike."""
 
 from functools import cache
 
