@@ -13,10 +13,15 @@ from typing import Literal
 
 import numpy as np
 
+from dtft.planner.graph import Operator
+from dtft.planner.groups import region
 from dtft.planner.lifetimes import Event
 from dtft.planner.memory import Timeline
 from dtft.planner.patterns import Instance, instance
 
+SOON = 5
+"""Products after one for which a gather made for it is kept for another: with so many
+the compiled steps that the rules were made with agree best."""
 What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 """What bytes are of: an array; a gradient while it is made, the same in a loop, and
 until it is used; the sum of one over microbatches; of an argument what a microbatch
@@ -44,6 +49,18 @@ class Run:
     """Its place in `Course.instances`."""
     beside: bool
     """Whether it runs beside the one before it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reread:
+    """Two products that read one array: where both need it gathered, it is so once."""
+
+    instances: tuple[int, int]
+    """Their places in `Course.instances`."""
+    num_bytes: int
+    """Of the whole array."""
+    moments: range
+    """Those between them at which it stays gathered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +93,9 @@ class Course:
         self.instances: list[Instance] = []
         """Operators that may need operands gathered, each with its own dims."""
         self.runs: list[Run] = []
+        self.rereads: list[Reread] = []
+        self._reads: dict[int, int] = {}
+        self._products: list[Run] = []
         self.copied: list[tuple[int, int]] = []
         """Moments at which there is a copy of an array; which."""
         self.yielded: list[Yielded] = []
@@ -171,7 +191,34 @@ class Course:
         )
         if place == len(self.instances):
             self.instances.append(made)
-        self.runs.append(Run(moment=self._note(), instance=place, beside=beside))
+        run = Run(moment=self._note(), instance=place, beside=beside)
+        self.runs.append(run)
+        if operator.kind == "matmul":
+            self._note_reads(operator, run)
+
+    def _note_reads(self, operator: Operator, run: Run) -> None:
+        """What the last product of the forward pass and all of the backward pass read.
+
+        XLA shares a gather between products that come soon after each other (its pass
+        `ScheduleAwareCollectiveOpsCSE`): of a cotangent by the two products that read
+        it, and of what the last layer reads by that and by the gradient of its weights.
+        """
+        if region(operator) == "forward":
+            self._reads.clear()
+        number = len(self._products)
+        self._products.append(run)
+        for index in operator.inputs:
+            for root in self.timeline.read_from(index):
+                before = self._reads.get(root)
+                self._reads[root] = number
+                if before is not None:
+                    first, end = self._products[before], min(before + SOON, number)
+                    reread = Reread(
+                        instances=(first.instance, run.instance),
+                        num_bytes=self._graph.values[index].num_bytes,
+                        moments=range(first.moment + 1, self._products[end].moment),
+                    )
+                    self.rereads.append(reread)
 
     def _gradient(self, index: int, what: What) -> int:
         return self._kind(index, what, divides=what != "gradient")

@@ -51,6 +51,7 @@ class Moments:
         self._graph = course.timeline.scheduled
         self.totals: dict[_Total, int] = {}
         """The number of each."""
+        self._gathers = [list(self._gathered(one)) for one in course.instances]
         self.matrix = self._moments(self._columns(), list(self._beside()))
         """Bytes before division; float [moments, totals]."""
 
@@ -96,10 +97,9 @@ class Moments:
             value = self._graph.values[index]
             axes = flat(self.division.spec(value))
             yield moment, [(self._total(("plain", axes, -1)), value.num_bytes)]
-        gathered = [list(self._gathered(one)) for one in self.course.instances]
         before: list[tuple[int, float]] = []
-        for run in self.course.runs if any(gathered) else ():
-            before = gathered[run.instance] + (before if run.beside else [])
+        for run in self.course.runs if any(self._gathers) else ():
+            before = self._gathers[run.instance] + (before if run.beside else [])
             if before:
                 yield run.moment, before
 
@@ -116,21 +116,28 @@ class Moments:
                 into[kind, total] = 1
         full = [(moment, ()) for moment in self.course.full]
         rows = sorted([*full, *beside], key=lambda row: row[0])
-        moments = _product(self.course.alive[[moment for moment, _ in rows]], into)
+        at = np.array([moment for moment, _ in rows])
+        moments = _product(self.course.alive[at], into)
         for row, (_, more) in enumerate(rows):
             for total, num_bytes in more:
                 moments[row, total] += num_bytes
-        divided = self.division.of
-        yielded = {
-            one.moment: one
-            for one in self.course.yielded
-            if any(map(divided, one.rows))
-        }
-        for row, (moment, _) in enumerate(rows) if yielded else ():
-            if moment in yielded:
-                one = yielded[moment]
-                moments[row, columns[one.kind]] -= one.num_bytes
+        for within, total, num_bytes in self._shared():
+            rows_of = slice(*np.searchsorted(at, (within.start, within.stop)))
+            moments[rows_of, total] += num_bytes
+        for one in self.course.yielded:
+            if any(map(self.division.of, one.rows)):
+                moments[at == one.moment, columns[one.kind]] -= one.num_bytes
         return moments
+
+    def _shared(self) -> Iterator[tuple[range, int, float]]:
+        """Moments at which something stays gathered for another product, its total and
+        bytes.
+        """
+        for reread in self.course.rereads if any(self._gathers) else ():
+            one, other = (self._gathers[instance] for instance in reread.instances)
+            for total, num_bytes in one:
+                if num_bytes == reread.num_bytes and (total, num_bytes) in other:
+                    yield reread.moments, total, num_bytes
 
     def _total(self, total: _Total) -> int:
         return self.totals.setdefault(total, len(self.totals))

@@ -200,6 +200,19 @@ def test_what_a_loop_reads_transposed_is_laid_out_anew_before_it() -> None:
     assert copied == [(3, 4, 16, 8)]
 
 
+def test_what_two_products_need_gathered_stays_so_between_them() -> None:
+    asked = question("mlp")
+    along, rows = course(asked), division(asked)
+    wide = asked.weight_dims.difference(asked.batch_dims)
+    axes = {**rows.axes, **dict.fromkeys(wide, ("tensor",))}
+    across = replace(rows, axes=axes)
+    gathered = Moments(along, across).matrix
+    along.rereads.clear()
+    more = gathered - Moments(along, across).matrix
+    hidden = 4 * 64 * 32  # of the second layer, and two cotangents like it
+    assert (more >= 0).all() and more.max() == 3 * hidden
+
+
 def test_operands_that_must_be_gathered_have_memory_then() -> None:
     def loss(params, batch):
         return jnp.sum((batch["x"] @ params["w"]) ** 2)
