@@ -1,34 +1,59 @@
 """dtft: distributed training, fault tolerant.
 
-Importing this package is light: public names load on first use. It decides nothing.
+Importing this package is light: public names and packages load on first use. It decides
+nothing.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtft import checkpoint as checkpoint
+    from dtft import collectives as collectives
+    from dtft import optim as optim
+    from dtft import planner as planner
+    from dtft import train as train
     from dtft.optim.max_adabelief import max_adabelief as max_adabelief
     from dtft.train.experiment import Experiment as Experiment
     from dtft.train.plan_entry import plan as plan
+    from dtft.train.planning import RunnablePlan as Plan
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "Experiment": "dtft.train.experiment",
-    "max_adabelief": "dtft.optim.max_adabelief",
-    "plan": "dtft.train.plan_entry",
+    "Experiment": "dtft.train.experiment:Experiment",
+    "Plan": "dtft.train.planning:RunnablePlan",
+    "max_adabelief": "dtft.optim.max_adabelief:max_adabelief",
+    "plan": "dtft.train.plan_entry:plan",
 }
+_PACKAGES = ("checkpoint", "collectives", "optim", "planner", "train")
+"""Those with public names, so that `import dtft` is enough for `dtft.train.make_step`.
+"""
 
-__all__ = ["Experiment", "__version__", "max_adabelief", "plan"]
+__all__ = [
+    "Experiment",
+    "Plan",
+    "__version__",
+    "checkpoint",
+    "collectives",
+    "max_adabelief",
+    "optim",
+    "plan",
+    "planner",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"dtft.{name}")
     if name not in _PUBLIC:
         raise AttributeError(
             f"module 'dtft' has no attribute {name!r}. It has: {', '.join(__all__)}."
         )
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    module, _, found = _PUBLIC[name].partition(":")
+    return getattr(importlib.import_module(module), found)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *__all__})

@@ -114,7 +114,8 @@ def rows(names: list[str], target: str) -> Iterator[Row]:
             # What `tensor` divides is decided for GPUs: all of these programs are.
             cluster = Cluster.parse(f"{max(1, count // 8)}x8xH100")
             try:
-                plan = plan_zoo.plan_of(asked, pins, cluster, scatters=target != "cpu")
+                scatters = target != "cpu"
+                plan, _ = plan_zoo.plan_of(asked, pins, cluster, scatters=scatters)
                 made = plan_zoo.candidate_of(model, plan, target, _words(pins))
             except ValueError as error:
                 yield Row(model=name, mesh=_words(pins), failure=f"no plan: {error}")

@@ -6,6 +6,11 @@ compiled and timed; then the ten best, the chosen one and the three that are pre
 best once more, in turns. Reported: how much slower than the best the chosen plan is,
 with a trial of the first three and without; and how many pairs of plans, more than 5 %
 apart, the prediction orders rightly, with the calibration and with the catalog.
+
+    python experiments/plan_quality.py                        # all six rows
+    python experiments/plan_quality.py --only gpt_scan@1x8    # one; the others are kept
+
+What was measured is kept in `results/plan_quality.json`, from which the table is made.
 """
 
 import argparse
@@ -14,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +33,53 @@ import matplotlib.pyplot as plt  # noqa: E402
 import report  # noqa: E402
 import worlds  # noqa: E402
 
-APART = 0.05
-WORLDS = (1, 4)
-"""Processes: one with eight devices, four with one each."""
+APART, ALIKE = 0.05, 1e-5
+"""Measured so far apart, a pair counts; predicted so close, neither comes first."""
+MODELS = ("mlp", "gpt_scan", "resnet")
+WORLDS = {"1x8": (1, 8), "4x1": (4, 1)}
+"""Processes, and CPU devices of each."""
+ROWS = tuple(f"{model}@{world}" for world in WORLDS for model in MODELS)
+KEPT = report.RESULTS / "plan_quality.json"
 DEADLINE_S = 900.0
 """Of each world."""
 
 
-def measured(processes: int, quick: bool) -> dict[str, Any]:
-    """What the processes of one world found; they are ended when it returns."""
+def measured(world: str, models: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What the processes of one world found, by row; they end before it returns.
+
+    Args:
+        world: of `WORLDS`.
+        models: which are run there, one after another, with one calibration.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    arguments = [["quick" if quick else "all"]] * processes
     begin = time.monotonic()
     answers = worlds.run_world(
         "experiments.plan_quality_worker",
-        arguments,
+        [[",".join(models)]] * WORLDS[world][0],
         address=address,
         deadline_s=DEADLINE_S,
     )
-    return {**answers[0], "took_s": time.monotonic() - begin}
+    found = answers[0]
+    more = {
+        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        "calibration": found["calibration"],
+        "calibrated_s": found["calibrated_s"],
+        "took_s": (time.monotonic() - begin) / len(models),
+    }
+    return {f"{one['model']}@{world}": {**one, **more} for one in found["models"]}
 
 
 def concordance(measured_s: Sequence[float], predicted_s: Sequence[float]) -> float:
     """Share of pairs, measured more than 5 % apart, that are predicted in that order.
 
+    A pair that is predicted alike counts half.
+
     >>> concordance([1.0, 2.0, 2.01], [1.0, 3.0, 2.0])
     1.0
+    >>> concordance([1.0, 2.0], [3.0, 3.0])
+    0.5
     """
     found, told = np.array(measured_s), np.array(predicted_s)
     one, other = np.triu_indices(len(found), 1)
@@ -63,12 +88,14 @@ def concordance(measured_s: Sequence[float], predicted_s: Sequence[float]) -> fl
         np.maximum(found[one], found[other]),
     )
     apart = high > (1 + APART) * low
-    right = np.sign(found[one] - found[other]) == np.sign(told[one] - told[other])
+    alike = np.isclose(told[one], told[other], rtol=ALIKE)
+    order = np.sign(found[one] - found[other]) == np.sign(told[one] - told[other])
+    right = np.where(alike, 0.5, order)
     return float(np.mean(right[apart])) if apart.any() else 1.0
 
 
-def judged(world: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of one model in one world."""
+def judged(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of one row: a model in a world."""
     rows = model["rows"]
     again = {row["plan"]: row["again_s"] for row in rows if "again_s" in row}
     chosen = next(row for row in rows if row["chosen"])
@@ -79,8 +106,8 @@ def judged(world: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]
     times = [row["step_s"] for row in rows]
     ratios = [row["predicted_s"] / row["step_s"] for row in rows]
     return {
-        "world": f"{world['processes']} x {world['devices'] // world['processes']}",
-        "model": model["model"],
+        "row": name,
+        "when": model["when"],
         "plans": len(rows),
         "chosen": chosen["plan"],
         "best": best,
@@ -100,36 +127,35 @@ def table(found: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """A row for each model and world."""
     return [
         [
-            one["world"], one["model"], one["plans"], one["chosen"], one["best"],
+            one["row"], one["plans"], one["chosen"], one["best"],
             f"{1e3 * one['best_s']:.0f} to {1e3 * one['slowest_s']:.0f}",
             f"{one['chosen_ratio']:.3f}", f"{one['tried_ratio']:.3f}",
             f"{one['concordance']:.3f}", f"{one['catalog_concordance']:.3f}",
-            f"{one['error']:.0%}",
+            f"{one['error']:.0%}", one["when"],
         ]
         for one in found
     ]  # fmt: skip
 
 
 HEADER = (
-    "processes x devices", "model", "plans", "chosen", "best", "ms", "chosen / best",
-    "best of first 3", "concordance", "of the catalog", "error",
+    "model @ processes x devices", "plans", "chosen", "best", "ms", "chosen / best",
+    "best of first 3", "concordance", "of the catalog", "error", "measured (UTC)",
 )  # fmt: skip
 
 
-def picture(made: Sequence[Mapping[str, Any]]) -> Any:
-    """Predicted against measured, a panel per model and world."""
-    names = [model["model"] for model in made[0]["models"]]
-    figure, panels = plt.subplots(
-        len(made), len(names), figsize=(4 * len(names), 3.6 * len(made)), squeeze=False
-    )
-    for line, world in zip(panels, made, strict=True):
-        for panel, model in zip(line, world["models"], strict=True):
-            _panel(panel, world, model)
+def picture(made: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Predicted against measured, a panel per row of the table."""
+    figure, panels = plt.subplots(len(WORLDS), len(MODELS), figsize=(12, 7.2))
+    for name, panel in zip(ROWS, panels.flat, strict=True):
+        if name in made:
+            _panel(panel, name, made[name])
+        else:
+            panel.set_axis_off()
     figure.tight_layout()
     return figure
 
 
-def _panel(panel: Any, world: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+def _panel(panel: Any, name: str, model: Mapping[str, Any]) -> None:
     for chosen, color in ((False, "tab:blue"), (True, "tab:red")):
         rows = [row for row in model["rows"] if row["chosen"] is chosen]
         x = [1e3 * row["step_s"] for row in rows]
@@ -139,7 +165,7 @@ def _panel(panel: Any, world: Mapping[str, Any], model: Mapping[str, Any]) -> No
     panel.plot(ends, ends, color="0.7", linewidth=0.8)
     panel.set_xlabel("measured, ms")
     panel.set_ylabel("predicted, ms")
-    panel.set_title(f"{model['model']}, {world['processes']} process(es)", fontsize=9)
+    panel.set_title(name, fontsize=9)
     panel.legend(fontsize=7)
 
 
@@ -152,9 +178,7 @@ def targets(found: Sequence[Mapping[str, Any]]) -> list[str]:
     )
     lines = []
     for text, holds in checks:
-        missed = [
-            f"{one['model']} on {one['world']}" for one in found if not holds(one)
-        ]
+        missed = [one["row"] for one in found if not holds(one)]
         met = f"{len(found) - len(missed)} of {len(found)}"
         lines.append(
             f"* {text}: {met}" + (f"; missed: {', '.join(missed)}" * bool(missed))
@@ -162,17 +186,18 @@ def targets(found: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def spread(made: Sequence[Mapping[str, Any]]) -> float:
+def spread(made: Mapping[str, Mapping[str, Any]]) -> float:
     """How far the turns of a plan lie apart, by their median; the median of plans."""
-    rows = [row for world in made for one in world["models"] for row in one["rows"]]
+    rows = [row for model in made.values() for row in model["rows"]]
     turns = [np.array(row["turns_s"]) for row in rows if "turns_s" in row]
     return float(np.median([np.ptp(each) / np.median(each) for each in turns]))
 
 
-def write(made: Sequence[Mapping[str, Any]], took_s: float) -> None:
-    """The table and the figure of what was measured."""
-    found = [judged(world, model) for world in made for model in world["models"]]
-    calibrated = " and ".join(f"{world['calibrated_s']:.0f} s" for world in made)
+def write(made: Mapping[str, Mapping[str, Any]]) -> None:
+    """The table and the figure of what was measured, now and before."""
+    found = [judged(name, model) for name, model in made.items()]
+    took_s = sum(model["took_s"] for model in made.values())
+    seconds = [model["calibrated_s"] for model in made.values()]
     report.write(
         "plan_quality",
         title="The planner's choice beside every other plan, measured on CPU devices",
@@ -182,10 +207,13 @@ def write(made: Sequence[Mapping[str, Any]], took_s: float) -> None:
         figure=picture(made),
         notes=[
             "Targets (issue 5, T10 of the reference):\n\n" + "\n".join(targets(found)),
-            f"It took {took_s / 60:.0f} minutes, of which calibrations {calibrated}. "
-            "`ms` is from the best to the slowest plan. Ratios are of medians of "
-            "five turns each, measured in turns; concordance is over all plans, pairs "
-            "more than 5 % apart; error is the median of |predicted / measured - 1|.",
+            f"It took {took_s / 60:.0f} minutes, calibrations of {min(seconds):.0f} to "
+            f"{max(seconds):.0f} s among them. The planner that predicts a row is that "
+            "of the hour in which it was measured (`--only` measures single rows "
+            "again). `ms` is from the best to the slowest plan. Ratios are of medians "
+            "of five turns each, measured in turns; concordance is over all plans, "
+            "pairs more than 5 % apart (predicted alike: half); error is the median of "
+            "|predicted / measured - 1|.",
             f"Noise: the five turns of one plan lie {spread(made):.0%} apart (median "
             "of the plans measured again). The best of a dozen such medians is below "
             "what that plan takes on the average, so a ratio of a few percent says "
@@ -194,24 +222,40 @@ def write(made: Sequence[Mapping[str, Any]], took_s: float) -> None:
     )
 
 
-def main() -> None:
-    """Measures both worlds, and writes the table and the figure."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--json", metavar="PATH", help="all figures, here")
+def asked() -> argparse.Namespace:
+    """The options; `only` is a list of rows."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument(
+        "--only", metavar="MODEL@PROCESSESxDEVICES", action="append", choices=ROWS,
+        help="measure this row only (may be repeated); the others are kept",
+    )  # fmt: skip
+    options.add_argument(
+        "--json", metavar="PATH", type=Path, default=KEPT, help="all figures, here"
+    )
     options.add_argument("--quick", action="store_true", help="one model; nothing kept")
     given = options.parse_args()
-    begin = time.monotonic()
-    made = []
-    for processes in WORLDS:
-        made.append(measured(processes, given.quick))
-        if given.json:  # what is measured is kept, whatever the next world does
-            took = {"worlds": made, "took_s": time.monotonic() - begin}
-            Path(given.json).write_text(json.dumps(took) + "\n")
-    if not given.quick:
-        write(made, time.monotonic() - begin)
-        return
-    found = [judged(world, model) for world in made for model in world["models"]]
-    print("\n".join([*report.table(HEADER, table(found)), *targets(found)]))
+    given.only = given.only or [name for name in ROWS if given.quick <= ("mlp" in name)]
+    return given
+
+
+def main() -> None:
+    """Measures what is asked for, and writes the table and the figure of all rows."""
+    given = asked()
+    kept = not given.quick and given.json.exists()
+    made = json.loads(given.json.read_text()) if kept else {}
+    for world in WORLDS:
+        models = [m for m in MODELS if f"{m}@{world}" in given.only]
+        if not models:
+            continue
+        found = {**made, **measured(world, models)}
+        made = {name: found[name] for name in ROWS if name in found}
+        if not given.quick:  # what is measured is kept, whatever the next world does
+            given.json.write_text(json.dumps(made) + "\n")
+            write(made)
+    if given.quick:
+        judgements = [judged(name, model) for name, model in made.items()]
+        lines = [*report.table(HEADER, table(judgements)), *targets(judgements)]
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

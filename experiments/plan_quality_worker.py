@@ -1,11 +1,12 @@
-"""One process of `plan_quality.py`: calibrates, then runs every plan of three models.
+"""One process of `plan_quality.py`: calibrates, then runs every plan of some models.
 
-    python -m experiments.plan_quality_worker RANK PROCESSES ADDRESS QUICK
+    python -m experiments.plan_quality_worker RANK PROCESSES ADDRESS MODEL,MODEL
 
 Alone it has eight CPU devices, in a world of several processes one each. Must not know
 what becomes of the figures.
 """
 
+import json
 import os
 import sys
 import time
@@ -45,7 +46,7 @@ ONE_PASS = {"microbatches": 1, "remat": "none"}
 
 def main() -> None:
     """Measures, and answers with all figures (rank 0)."""
-    rank, num, address, quick = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
+    rank, num, address, names = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
     if num > 1:
         worlds.join(rank, num, address)
     else:
@@ -54,12 +55,9 @@ def main() -> None:
     begin = time.monotonic()
     calibration = measure(jax.devices())
     calibrated_s = time.monotonic() - begin
-    names = list(SIZES)[:1] if quick == "quick" else list(SIZES)
-    models = [of_model(name, calibration) for name in names]
+    models = [of_model(name, calibration) for name in names.split(",")]
     made = {
-        "processes": num,
-        "devices": jax.device_count(),
-        "calibration": calibration.to_json(),
+        "calibration": json.loads(calibration.to_json()),
         "calibrated_s": calibrated_s,
         "models": models,
     }

@@ -6,20 +6,25 @@ activations. Must not know what is compared.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the models are the tests' own
 
 from dtft.planner import decided, question  # noqa: E402
-from dtft.planner.cluster import Cluster  # noqa: E402
+from dtft.planner.cluster import Cluster, Pool  # noqa: E402
 from dtft.planner.compiling import Candidate  # noqa: E402
 from dtft.planner.enumeration import enumerate_space  # noqa: E402
+from dtft.planner.partition import Division  # noqa: E402
 from dtft.planner.plan import Plan  # noqa: E402
+from dtft.planner.pricing import Prices  # noqa: E402
 from dtft.planner.question import Question  # noqa: E402
 from dtft.planner.search import Search  # noqa: E402
-from dtft.planner.space import Choices  # noqa: E402
+from dtft.planner.space import Choices, Space  # noqa: E402
 from dtft.train import verifying  # noqa: E402
 from tests.planner.zoo import MODELS  # noqa: E402
 from tests.planner.zoo_parts import Model  # noqa: E402
@@ -57,16 +62,42 @@ def question_of(one: Model) -> Question:
     return question.of_loss(one.loss, one.optimizer, one.params, one.batch)
 
 
+class _Laid(Search):
+    """A search that divides along `tensor` what it is told to."""
+
+    def __init__(
+        self, asked: Question, pool: Pool, *, scatters: bool, tensor: Sequence[int]
+    ) -> None:
+        super().__init__(asked, pool, scatters=scatters)
+        self._tensor = tensor
+
+    def _layouts(
+        self, prices: Prices, space: Space
+    ) -> list[tuple[Division, np.ndarray]]:
+        base = self._base(space)
+        axes = {**base.axes, **dict.fromkeys(self._tensor, ("tensor",))}
+        return [(replace(base, axes=axes), np.arange(len(space)))]
+
+
 def plan_of(
-    asked: Question, pins: Mapping[str, Any], cluster: Cluster, *, scatters: bool
-) -> Plan:
+    asked: Question,
+    pins: Mapping[str, Any],
+    cluster: Cluster,
+    *,
+    scatters: bool,
+    tensor: Sequence[int] | None = None,
+) -> tuple[Plan, list[int]]:
     """The plan for a given mesh and ZeRO level.
 
     Args:
         asked: the step.
         pins: sizes of axes, `zero`, and what else is given.
-        cluster: whose costs decide what `tensor` divides.
+        cluster: whose costs decide what `tensor` divides, where it is not given.
         scatters: whether the compiler that it is compared with has reduce-scatter.
+        tensor: dims of the program that `tensor` divides.
+
+    Returns:
+        The plan, and the dims that `tensor` divides in it.
     """
     axes = [name for name in pins if name in ("replica", "fsdp", "tensor")]
     choices = Choices(
@@ -79,9 +110,16 @@ def plan_of(
     )
     remat = pins.get("remat", "none")
     asked = asked if remat == "none" else asked.rematerialized(remat)
-    search = Search(asked, cluster.uniform, scatters=scatters)
+    search = (
+        Search(asked, cluster.uniform, scatters=scatters)
+        if tensor is None
+        else _Laid(asked, cluster.uniform, scatters=scatters, tensor=tensor)
+    )
     priced = search.price(enumerate_space(choices, pins))
-    return decided.write(search, priced, int(priced.ranking[0]), cluster)
+    best = int(priced.ranking[0])
+    axes = priced.division_of(best).axes
+    divided = sorted(dim for dim, names in axes.items() if "tensor" in names)
+    return decided.write(search, priced, best, cluster), divided
 
 
 def candidate_of(one: Model, plan: Plan, target: str, name: str) -> Candidate:

@@ -155,6 +155,7 @@ def orders(
         "generation": assignment.generation,
         "attempt": assignment.attempt,
         "coordinator": coordinator,
+        "hosts": list(assignment.slots),
         "addresses": [addresses[host] for host in assignment.slots],
         "source": decision.source,
         "step": decision.step,

@@ -1,4 +1,84 @@
 """Plans: from a step, its arrays and a cluster to a mesh, shardings and what they cost.
 
 Decides and never runs a model. Must not know hosts of a job, checkpoints or processes.
+Importing this package is light: public names load on first use.
+
+* `Cluster`: what is planned for: `Cluster.parse("64x8xH100")`, a file, or JAX's
+  devices; made of `Pool`, `Level`, `Link`, `Curve` and `DeviceType` (`Efficiency`).
+* `Plan`: what is decided, with `Knobs`, `Prediction`, `Collective`, `Alternative` and
+  `AxisUse` in it. `dtft.Plan` is the same and can be run and asked.
+* `Calibration`: what `dtft calibrate` measured; `Lint`: what `plan.lints()` finds.
+* `CAPABILITIES`: the knobs that each entry point and backend can run.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtft.planner.calibration import Calibration as Calibration
+    from dtft.planner.capabilities import CAPABILITIES as CAPABILITIES
+    from dtft.planner.cluster import Cluster as Cluster
+    from dtft.planner.cluster import Level as Level
+    from dtft.planner.cluster import Pool as Pool
+    from dtft.planner.device import DeviceType as DeviceType
+    from dtft.planner.device import Efficiency as Efficiency
+    from dtft.planner.links import Curve as Curve
+    from dtft.planner.links import Link as Link
+    from dtft.planner.lints import Lint as Lint
+    from dtft.planner.plan import Alternative as Alternative
+    from dtft.planner.plan import AxisUse as AxisUse
+    from dtft.planner.plan import Collective as Collective
+    from dtft.planner.plan import Knobs as Knobs
+    from dtft.planner.plan import Plan as Plan
+    from dtft.planner.plan import Prediction as Prediction
+
+_PUBLIC = {
+    "Alternative": "plan",
+    "AxisUse": "plan",
+    "CAPABILITIES": "capabilities",
+    "Calibration": "calibration",
+    "Cluster": "cluster",
+    "Collective": "plan",
+    "Curve": "links",
+    "DeviceType": "device",
+    "Efficiency": "device",
+    "Knobs": "plan",
+    "Level": "cluster",
+    "Link": "links",
+    "Lint": "lints",
+    "Plan": "plan",
+    "Pool": "cluster",
+    "Prediction": "plan",
+}
+
+__all__ = [
+    "CAPABILITIES",
+    "Alternative",
+    "AxisUse",
+    "Calibration",
+    "Cluster",
+    "Collective",
+    "Curve",
+    "DeviceType",
+    "Efficiency",
+    "Knobs",
+    "Level",
+    "Link",
+    "Lint",
+    "Plan",
+    "Pool",
+    "Prediction",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(
+            f"module 'dtft.planner' has no attribute {name!r}. It has: "
+            f"{', '.join(__all__)}."
+        )
+    return getattr(importlib.import_module(f"dtft.planner.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from dtft.planner import wording
-from dtft.planner.plan import Plan, Spec
+from dtft.planner.plan import Collective, Plan, Spec
 from dtft.planner.wording import Section, seconds, signed, size
+
+Key = tuple[str, tuple[str, ...]]
+"""Kind of collective, and the axes it goes over."""
 
 _ARRAYS = ("state", "optimizer", "batch")
 
@@ -130,7 +133,7 @@ def memory(plan: Plan, other: Plan) -> Section:
     return Section(title="Memory of a device", columns=columns, rows=tuple(rows))
 
 
-def collectives(plan: Plan, other: Plan, *, only_grown: bool = False) -> Section:
+def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Section:
     """Bytes and seconds of what is sent in a step, by kind and axes.
 
     Seconds are those before overlap.
@@ -138,43 +141,43 @@ def collectives(plan: Plan, other: Plan, *, only_grown: bool = False) -> Section
     Args:
         plan: this one.
         other: the other.
-        only_grown: leaves out what does not take longer in the other.
+        only_changed: leaves out what takes the same bytes and seconds in both.
     """
-    ours, theirs = _sent(plan), _sent(other)
+    ours, theirs = sent(plan), sent(other)
     found = []
     for key in {**ours, **theirs}:
         (num_bytes, here), (other_bytes, there) = (
-            sent.get(key, (0, 0.0)) for sent in (ours, theirs)
+            known.get(key, (0, 0.0)) for known in (ours, theirs)
         )
-        if there > here or not only_grown:
+        same = num_bytes == other_bytes and abs(there - here) < 1e-9
+        if not (only_changed and same):
             row = (
                 size(num_bytes),
                 size(other_bytes),
                 signed(size(other_bytes - num_bytes)),
             )
-            row += (signed(seconds(there - here)), _largest(other, key) or "-")
+            most = largest(other, key)
+            row += (signed(seconds(there - here)), most.where if most else "-")
             found.append((here - there, (key[0], wording.axes(key[1]), *row)))
     columns = ("kind", "axes", "this", "other", "difference", "seconds")
     columns += ("largest in other",)
-    title = "Collectives that take longer" if only_grown else "Collectives of a step"
+    title = "Collectives that differ" if only_changed else "Collectives of a step"
     rows = tuple(row for _, row in sorted(found))
     return Section(
         title=title, columns=columns, rows=rows, notes=() if rows else ("none",)
     )
 
 
-def _largest(plan: Plan, key: tuple[str, tuple[str, ...]]) -> str:
-    """Where most bytes of a kind are sent."""
+def largest(plan: Plan, key: Key) -> Collective | None:
+    """Of one kind and axes what sends most bytes in a step."""
     found = [one for one in plan.collectives if (one.kind, one.axes) == key]
-    if not found:
-        return ""
-    return max(found, key=lambda one: one.num_bytes * one.trips).where
+    return max(found, key=lambda one: one.num_bytes * one.trips, default=None)
 
 
-def _sent(plan: Plan) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
+def sent(plan: Plan) -> dict[Key, tuple[int, float]]:
     """Bytes and seconds of a step by kind and axes."""
-    num_bytes: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    took: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+    num_bytes: Counter[Key] = Counter()
+    took: dict[Key, float] = defaultdict(float)
     for one in plan.collectives:
         key = one.kind, one.axes
         num_bytes[key] += one.num_bytes * one.trips

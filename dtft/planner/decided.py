@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from dtft.planner.amounts import Sizes, parts
+from dtft.planner.axis_use import axes_used
 from dtft.planner.bound import lower_bound_s
 from dtft.planner.cluster import Cluster
 from dtft.planner.cost import Speeds, runs
@@ -52,6 +53,7 @@ def write(
     return Plan(
         entry=question.entry,
         mesh=mesh,
+        axes=axes_used(search, candidate, division),
         knobs=candidate.knobs,
         state={names[p]: specs[p] for p in question.roles if p in set(in_state)},
         batch={names[leaf.path]: real(leaf.rest, mesh) for leaf in batch},

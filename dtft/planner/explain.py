@@ -8,7 +8,7 @@ questions, clusters or how a plan is found.
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from dtft.planner import wording
+from dtft.planner import glossary, mesh_text, wording
 from dtft.planner.plan import Alternative, Collective, Knobs, Plan
 from dtft.planner.wording import Section, percent, seconds, size
 
@@ -29,6 +29,7 @@ def sections(plan: Plan) -> tuple[Section, ...]:
     """The parts of an explanation, most important first."""
     return (
         summary(plan),
+        *mesh_text.sections(plan),
         waterfall(plan),
         memory(plan),
         collectives(plan.collectives),
@@ -67,6 +68,7 @@ def summary(plan: Plan) -> Section:
         f"constants: {found.source}",
         f"{size(plan.memory_bytes)} of {size(plan.capacity_bytes)} on each device: "
         f"{fits}",
+        *glossary.knobs_in_words(plan.knobs),
     ]
     if plan.host:
         notes.append(
@@ -84,15 +86,20 @@ def waterfall(plan: Plan) -> Section:
     total, rows, start = plan.prediction.step_s, [], 0.0
     for name, value in plan.prediction.terms.items():
         rows.append(
-            (name, seconds(value), _share(value, total), _bar(start, value, total))
+            (
+                name,
+                seconds(value),
+                _share(value, total),
+                _bar(start, value, total),
+                glossary.TERMS.get(name, ""),
+            )
         )
         start += value
-    rows.append(("step", seconds(total), _share(total, total), ""))
+    rows.append(("step", seconds(total), _share(total, total), "", ""))
     return Section(
         title="Step time",
-        columns=("term", "seconds", "share", ""),
+        columns=("term", "seconds", "share", "", "what"),
         rows=tuple(rows),
-        notes=("collectives: what computing beside them does not hide",),
     )
 
 
@@ -107,10 +114,13 @@ def memory(plan: Plan) -> Section:
     """Bytes of the fullest device by term, against what it has."""
     has = plan.capacity_bytes
     terms = {**plan.memory, "needed": plan.memory_bytes, "capacity": has}
-    rows = [(name, size(value), _share(value, has)) for name, value in terms.items()]
+    rows = [
+        (name, size(value), _share(value, has), glossary.MEMORY.get(name, ""))
+        for name, value in terms.items()
+    ]
     return Section(
         title="Memory of a device",
-        columns=("term", "bytes", "of capacity"),
+        columns=("term", "bytes", "of capacity", "what"),
         rows=tuple(rows),
     )
 
@@ -161,7 +171,8 @@ def bound(plan: Plan) -> Section:
         notes=(
             f"no plan of this step on {plan.cluster} takes less than "
             f"{seconds(plan.bound_s)}; this one takes {seconds(step_s - plan.bound_s)} "
-            f"more: {wording.number(step_s / plan.bound_s)} times as long",
+            f"more: {wording.number(step_s / plan.bound_s)} times as long. The bound "
+            "has no communication and no launch in it, which are most of a small step",
         ),
     )
 
@@ -217,7 +228,8 @@ def tied(plan: Plan) -> tuple[Alternative, ...]:
 def tied_text(plan: Plan) -> str:
     """How many of the alternatives listed are tied with the plan."""
     return (
-        f"{len(tied(plan))} of {len(plan.alternatives)} kept are tied with the plan, "
+        f"{len(tied(plan))} of {len(plan.alternatives)} alternatives (the best, and "
+        f"the baselines) are tied with the plan, "
         f"within the interval of its prediction (up to "
         f"{seconds(plan.prediction.high_s)}): only a measurement can order them"
     )

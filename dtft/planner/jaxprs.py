@@ -29,6 +29,9 @@ CALLS: Mapping[str, tuple[str, ...]] = {
 }
 """Primitives that only call other programs, and which parameters these are."""
 
+_PLAIN = frozenset({"jit", "pjit", "closed_call", "call"})
+"""Calls that mean the same as their bodies in their place."""
+
 REMAT = frozenset({"remat2", "checkpoint"})
 """Names that `jax.checkpoint` has had."""
 
@@ -73,6 +76,34 @@ def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield eqn
         for body in bodies(eqn):
             yield from operators(body)
+
+
+def uncut(jaxpr: Jaxpr, start: int = 0) -> Iterator[tuple[int, int]]:
+    """Operators that stay together when a program is cut into parts.
+
+    Of each loop, branch, rematerialized part, and function with a derivative of its
+    own: the number of the first operator, and of the one after the last.
+
+    Args:
+        jaxpr: a program.
+        start: the number of its first operator.
+
+    >>> import jax, jax.numpy as jnp
+    >>> program = jax.make_jaxpr(lambda x: jax.nn.silu(jax.nn.relu(x) + 1))(1.0)
+    >>> [eqn.primitive.name for eqn in operators(program.jaxpr)]
+    ['max', 'add', 'logistic', 'mul']
+    >>> list(uncut(program.jaxpr))
+    [(0, 1)]
+    """
+    for eqn in jaxpr.eqns:
+        stop = start + (eqn.primitive.name not in CALLS)
+        for body in bodies(eqn):
+            if eqn.primitive.name in _PLAIN:
+                yield from uncut(body, stop)
+            stop += sum(1 for _ in operators(body))
+        if eqn.primitive.name in CALLS and eqn.primitive.name not in _PLAIN:
+            yield start, stop
+        start = stop
 
 
 def traced(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:

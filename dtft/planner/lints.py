@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dtft.planner import nearby
+from dtft.planner import mesh_text, nearby
 from dtft.planner.amounts import Work
 from dtft.planner.comparing import layered
 from dtft.planner.compute_cost import matmul_s, shape_factor
@@ -261,7 +261,7 @@ def batch(decision: Decision) -> tuple[Lint, ...]:
 
 
 def repeated(plan: Plan) -> tuple[Lint, ...]:
-    """Axes that divide nothing: their devices do the same work."""
+    """Axes that divide nothing, or little: their devices do the same work."""
     specs = (plan.state, plan.optimizer, plan.batch, plan.constraints)
     used = {
         axis
@@ -270,12 +270,10 @@ def repeated(plan: Plan) -> tuple[Lint, ...]:
         for part in spec
         for axis in part
     }
-    return tuple(
-        Lint(
-            kind="repeated",
-            text=f"{axis}={number} divides no array: these {number} devices do the "
-            "work of one",
-        )
+    texts = dict(mesh_text.little(plan)) | {
+        axis: f"{axis}={number} divides no array: these {number} devices do the "
+        "work of one"
         for axis, number in plan.mesh.items()
         if number > 1 and axis not in used and axis != "stage"
-    )
+    }
+    return tuple(Lint(kind="repeated", text=text) for text in texts.values())

@@ -5,7 +5,8 @@ Decides what counts as a gradient and what a ZeRO level changes in what is kept;
 are found.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dtft.planner.graph import Graph
@@ -29,6 +30,9 @@ class Timeline:
     of the forward pass but gathered parameters."""
     keeps_all: bool = False
     """Whether this is the timeline of that."""
+    alias: Mapping[int, int] = field(default_factory=dict)
+    """Dim to the dim that stands for it in equal layers: what is alike in them is
+    counted together."""
 
     @cached_property
     def at_level_3(self) -> "Timeline":
@@ -36,7 +40,11 @@ class Timeline:
         again = any(operator.again for operator in self.graph.operators)
         if not self.gathers or again or self.keeps_all:
             return self
-        return Timeline(graph=self.graph, gathers=True, keeps_all=True)
+        return replace(self, keeps_all=True)
+
+    def root(self, dim: int) -> int:
+        """The dim that stands for a dim."""
+        return self.alias.get(dim, dim)
 
     @cached_property
     def scheduled(self) -> Graph:
@@ -46,6 +54,10 @@ class Timeline:
     @cached_property
     def _lifetimes(self) -> Lifetimes:
         return follow(self.scheduled, keeps_all=self.keeps_all)
+
+    def read_from(self, index: int) -> frozenset[int]:
+        """The values in memory from which readers of a value have it."""
+        return self._lifetimes.roots.get(index, frozenset((index,)))
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

@@ -7,7 +7,7 @@ Values only, with their JSON form. Decides nothing; must not know how a plan is 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 SCHEMA = 1
 
@@ -57,6 +57,19 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AxisUse:
+    """Where the devices of a mesh axis lie, and how much of the work it divides."""
+
+    levels: tuple[tuple[float, str], ...]
+    """Of each level of the fabric that it goes along, the fastest first: the devices
+    (or groups of the level before) that it joins there, and the kind of link. A
+    fraction where it does not fill the groups evenly."""
+    work: float
+    """Share of the operations of matmuls and convolutions (of all, where there are
+    none) that it divides. What it does not divide its devices do alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Seconds of one step, by term."""
 
@@ -97,6 +110,8 @@ class Plan:
     """Which entry point it was made by, and can be run by."""
     mesh: Mapping[str, int]
     """Axis name to size, slowest-varying (outermost on the fabric) first."""
+    axes: Mapping[str, AxisUse] = field(default_factory=dict)
+    """What each axis of the mesh is there for; empty in plans of older files."""
     knobs: Knobs
     state: Mapping[str, Spec]
     """Path of each leaf of the state (entry loss: of the parameters) to its spec; the
@@ -152,20 +167,30 @@ class Plan:
         Raises:
             ValueError: another version, or not a plan.
         """
-        items = json.loads(text)
+        try:
+            items = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"the plan file is no JSON, or only the beginning of it ({error}). "
+                f"{_AGAIN}"
+            ) from None
         found = items.pop("schema", None) if isinstance(items, dict) else None
         if found != SCHEMA:
             raise ValueError(
                 f"schema={found!r} is not a plan that this dtft reads. Allowed: "
-                f"{SCHEMA}. Make the plan again with `dtft plan`."
+                f"{SCHEMA}. {_AGAIN}"
             )
         try:
-            return _plan(items)
-        except (TypeError, KeyError, AttributeError) as error:
+            plan = _plan(items)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"the plan file has not what a plan has ({error}). Make the plan again "
-                "with `dtft plan`."
+                f"the plan file has not what a plan has ({error}). {_AGAIN}"
             ) from None
+        _check(plan)
+        return plan
+
+
+_AGAIN = "Make the plan again with `dtft plan CONFIG --json PATH`."
 
 
 def _plan(items: dict[str, Any]) -> Plan:
@@ -179,12 +204,19 @@ def _plan(items: dict[str, Any]) -> Plan:
         Alternative(**{**item, "knobs": Knobs(**item["knobs"])})
         for item in items.pop("alternatives")
     )
+    axes = {
+        axis: AxisUse(
+            levels=tuple((n, kind) for n, kind in use["levels"]), work=use["work"]
+        )
+        for axis, use in items.pop("axes", {}).items()
+    }
     specs = {name: _specs(items.pop(name)) for name in ("state", "batch", "optimizer")}
     constraints = {
         int(number): _spec(spec) for number, spec in items.pop("constraints").items()
     }
     return Plan(
         host=tuple(items.pop("host", ())),
+        axes=axes,
         knobs=knobs,
         prediction=prediction,
         collectives=collectives,
@@ -201,3 +233,44 @@ def _specs(items: Mapping[str, Any]) -> dict[str, Spec]:
 
 def _spec(parts: Any) -> Spec:
     return tuple(tuple(axes) for axes in parts)
+
+
+_REMAT = ", ".join(get_args(Remat))
+
+
+def _check(plan: Plan) -> None:
+    """Refuses what a plan never has, whoever changed the file.
+
+    Raises:
+        ValueError: names the field.
+    """
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and value >= 1
+
+    knobs = plan.knobs
+    mesh = plan.mesh if isinstance(plan.mesh, Mapping) else {}
+    for name, value, fits, allowed in (
+        ("entry", plan.entry, plan.entry in ("step", "loss"), "step, loss"),
+        (
+            "mesh",
+            plan.mesh,
+            bool(mesh) and all(map(is_count, mesh.values())),
+            "axis name to size, whole numbers of 1 or more",
+        ),
+        ("microbatches", knobs.microbatches, is_count(knobs.microbatches), "1 or more"),
+        ("zero", knobs.zero, knobs.zero in (0, 1, 2, 3), "0, 1, 2, 3"),
+        ("remat", knobs.remat, knobs.remat in get_args(Remat), _REMAT),
+        ("offload", knobs.offload, isinstance(knobs.offload, bool), "true, false"),
+        (
+            "memory",
+            plan.memory,
+            isinstance(plan.memory, Mapping)
+            and all(isinstance(size, int) for size in plan.memory.values()),
+            "term to bytes",
+        ),
+    ):
+        if not fits:
+            raise ValueError(
+                f"the plan file has {name}={value!r}. Allowed: {allowed}. {_AGAIN}"
+            )

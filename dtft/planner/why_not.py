@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from dtft.planner import comparing, wording
+from dtft.planner import comparing, reasons, wording
 from dtft.planner.deciding import Decision, best_of
 from dtft.planner.explain import knobs_text
 from dtft.planner.lints import batch, repeated, undivided_text
@@ -55,6 +55,7 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
         return (Section(title=f"{asked} is not possible: {error}"),)
     other, notes = found.plan, _notes(found, pins)
     if not other.fits:
+        notes = [text for text in (reasons.larger(plan, other), *notes) if text]
         return (_too_large(asked, other, notes), comparing.memory(plan, other))
     slower = _slower(asked, plan, other, notes, idle=found.idle)
     return (slower, *_details(plan, other))
@@ -103,7 +104,9 @@ def _slower(
     )
     title += f", {much}" if there != here else ""
     more = other.memory_bytes - plan.memory_bytes
+    because = reasons.slower(plan, other)
     notes = [
+        *([because] if because else []),
         f"it needs {size(other.memory_bytes)} on each device instead of "
         f"{size(plan.memory_bytes)}, {wording.signed(size(more))}",
         *notes,
@@ -129,5 +132,5 @@ def _shown(plan: Plan) -> str:
 def _details(plan: Plan, other: Plan) -> tuple[Section, ...]:
     return (
         comparing.terms(plan, other),
-        comparing.collectives(plan, other, only_grown=True),
+        comparing.collectives(plan, other, only_changed=True),
     )

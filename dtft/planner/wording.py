@@ -6,6 +6,8 @@ Pure text. Must not know plans; whoever has the numbers decides which of them ar
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+_MANY = 10
+"""From so many times a reference on, percentages are hard to read."""
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -31,13 +33,15 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that suits it.
+    """A time in the unit that suits it; below half a nanosecond none.
 
-    >>> seconds(0.01978), seconds(-2.5e-7), seconds(0)
-    ('19.78 ms', '-0.25 us', '0 s')
+    >>> seconds(0.01978), seconds(-2.5e-7), seconds(0), seconds(1e-12)
+    ('19.78 ms', '-0.25 us', '0 s', '0 s')
     """
     size = abs(value)
-    if size >= 1 or not size:
+    if size < 5e-10:
+        return "0 s"
+    if size >= 1:
         return f"{number(value)} s"
     unit, scale = ("ms", 1e3) if size >= 1e-3 else ("us", 1e6)
     return f"{number(value * scale)} {unit}"
@@ -67,21 +71,28 @@ def signed(text: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of one.
+    """A share of one; what is below a hundredth of a percent is not told apart.
 
-    >>> percent(0.12345)
-    '12.35 %'
+    >>> percent(0.12345), percent(0.0), percent(2e-7), percent(-2e-7)
+    ('12.35 %', '0 %', '<0.01 %', '-<0.01 %')
     """
+    if 0 < abs(share) < 1e-4:
+        return "-<0.01 %" if share < 0 else "<0.01 %"
     return f"{number(100 * share)} %"
 
 
 def change(value: float, reference: float) -> str:
-    """How much more or less than a reference, in percent; '' without one.
+    """How much more or less than a reference; '' without one.
 
-    >>> change(3.0, 2.0), change(1.0, 2.0), change(1.0, 0.0)
-    ('+50 %', '-50 %', '')
+    >>> change(3.0, 2.0), change(1.0, 2.0), change(30.0, 2.0), change(1.0, 0.0)
+    ('+50 %', '-50 %', '15 times', '')
     """
-    return signed(percent(value / reference - 1)) if reference else ""
+    if not reference:
+        return ""
+    if value / reference >= _MANY:
+        return f"{number(value / reference)} times"
+    more = value / reference - 1
+    return signed(percent(more if abs(more) > 1e-9 else 0.0))
 
 
 def axes(names: Iterable[str]) -> str:

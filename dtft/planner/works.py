@@ -4,14 +4,16 @@ A group takes the same under two divisions that divide its own dims alike; and t
 question is asked again for other clusters and pins. Must not know seconds or meshes.
 """
 
-import itertools
-from collections.abc import Hashable
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
 from dtft.planner.amounts import Work
-from dtft.planner.partition import Division, work
+from dtft.planner.partition import Division
+from dtft.planner.patterns import Instance, Key, Pattern, instance
 from dtft.planner.question import Question
+
+GroupKey = tuple[int, Key]
+"""Number of a group, and what of a division matters to it."""
 
 _KNOWN: WeakKeyDictionary[Question, "Works"] = WeakKeyDictionary()
 
@@ -31,44 +33,29 @@ class Works:
         # Not the question itself, which would then never be forgotten.
         self._graph, self._alias = question.graph, question.alias
         self._groups = question.groups
-        self._known: dict[Hashable, Work] = {}
+        self._known: dict[GroupKey, Work] = {}
 
     def dims(self, number: int) -> tuple[int, ...]:
         """The dims that a group has, equal layers' as one."""
-        return self._dims[number][0]
+        return self._instances[number].dims
 
-    def key(self, number: int, division: Division) -> Hashable:
+    def key(self, number: int, division: Division) -> GroupKey:
         """What of a division matters to a group: equal keys, equal work."""
-        dims, results = self._dims[number]
-        rest = tuple(
-            (place, tuple(division.rest[dims].items()))
-            for place, dims in enumerate(results)
-            if dims in division.rest
-        )
-        axes = division.axes
-        backend = division.scatters, division.spare if rest else ()
-        return number, backend, tuple([axes.get(d, ()) for d in dims]), rest
+        return number, self._instances[number].key(division)
 
-    def of(self, number: int, division: Division) -> Work:
+    def pattern(self, key: GroupKey) -> tuple[Pattern, Key]:
+        """The same, of all groups that differ in operations and dims only."""
+        return self._instances[key[0]].pattern, key[1]
+
+    def at(self, key: GroupKey) -> Work:
         """What one execution of a group's operator takes."""
-        key = self.key(number, division)
         if key not in self._known:
-            operator = self._groups[number].operator
-            self._known[key] = work(self._graph, operator, division)
+            self._known[key] = self._instances[key[0]].work(key[1])
         return self._known[key]
 
     @cached_property
-    def _dims(self) -> list[tuple[tuple[int, ...], list[frozenset[int]]]]:
-        """For each group the dims that it has, and those of each of its results."""
-        found = []
-        for group in self._groups:
-            read, written = (
-                [self._roots(index) for index in indices]
-                for indices in (group.operator.inputs, group.operator.outputs)
-            )
-            dims = dict.fromkeys(itertools.chain(*read, *written))
-            found.append((tuple(dims), list(map(frozenset, written))))
-        return found
+    def _instances(self) -> list[Instance]:
+        def root(dim: int) -> int:
+            return self._alias.get(dim, dim)
 
-    def _roots(self, index: int) -> list[int]:
-        return [self._alias.get(dim, dim) for dim in self._graph.values[index].dims]
+        return [instance(self._graph, one.operator, root) for one in self._groups]

@@ -8,13 +8,12 @@ import dataclasses
 import difflib
 import importlib.util
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtft.train.experiment import Experiment
+from dtft.train.experiment import Experiment, MeshConfig, PipelineConfig
 from dtft.train.fitting import check
 
 SCHEMA = 1
@@ -29,8 +28,8 @@ _ELSEWHERE = ("data.path", "data.threads")
 """Where data lies and how fast it is read; what it is, data_identity says."""
 
 
-_PLAN = re.compile(r"^--mesh(?==|$)")
-"""`--mesh auto` and `--mesh FILE` are another way to say `--plan`."""
+_SHORT = {"mesh": "plan", "balance": "balance.policy"}
+"""Other ways to say a key: `--mesh auto`, `--mesh FILE` and `--balance exact`."""
 
 
 class ConfigError(ValueError):
@@ -74,8 +73,9 @@ def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experime
     import tyro
 
     default = _default(find(config))
-    overrides = [_PLAN.sub("--plan", argument) for argument in overrides]
+    overrides = [_in_full(argument) for argument in overrides]
     _refuse_unknown(overrides, list(keys(default)))
+    default = _for_plan(default, overrides)
     try:
         experiment = tyro.cli(
             Experiment,
@@ -198,6 +198,34 @@ def refuse_other(saved: str, now: str, where: str | Path) -> None:
             + "\nNothing was changed. Undo these differences, or set --log.run_dir "
             "to a new directory."
         )
+
+
+def _in_full(argument: str) -> str:
+    """A flag by its key.
+
+    >>> [_in_full(it) for it in ("--mesh=auto", "--mesh.fsdp", "--balance", "exact")]
+    ['--plan=auto', '--mesh.fsdp', '--balance.policy', 'exact']
+    """
+    flag, equals, value = argument.partition("=")
+    key = _SHORT.get(flag.removeprefix("--")) if flag.startswith("--") else None
+    return f"--{key}{equals}{value}" if key else argument
+
+
+def _for_plan(default: Experiment, overrides: Sequence[str]) -> Experiment:
+    """The config without its own mesh, where a plan is asked for in the place of it.
+
+    A mesh that is asked for beside it stays, and is refused with the plan.
+    """
+    given = [argument.partition("=") for argument in overrides]
+    asked = [
+        value if equals else "".join(overrides[at + 1 : at + 2])
+        for at, (key, equals, value) in enumerate(given)
+        if key == "--plan"
+    ]
+    own = any(key.startswith(("--mesh.", "--pipeline.")) for key, _, _ in given)
+    if own or not asked or not asked[-1]:
+        return default
+    return dataclasses.replace(default, mesh=MeshConfig(), pipeline=PipelineConfig())
 
 
 def _default(path: Path) -> Experiment:

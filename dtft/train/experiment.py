@@ -11,6 +11,7 @@ from dtft.checkpoint.cadence import Cadence
 from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.models.base import ModelConfig
+from dtft.train.balance_config import BalanceConfig
 from dtft.train.datasets import DataConfig
 from dtft.train.optimizers import OptimConfig
 from dtft.train.pipeline_config import PipelineConfig
@@ -230,6 +231,8 @@ class Experiment:
     """What `dtft calibrate --out` wrote on such devices: the figures of `plan=auto`."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """How many hosts take part."""
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    """Uneven shares for replicas that are not equally fast."""
     stop: StopConfig = field(default_factory=StopConfig)
     """When training ends."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -259,6 +262,11 @@ class Experiment:
             raise ValueError(
                 f"plan={self.plan!r}: replicas that exchange moments themselves "
                 "(optim.sync) are not planned. Set --plan '' or leave optim.sync out."
+            )
+        if self.plan and self.balance.policy != "off":
+            raise ValueError(
+                f"plan={self.plan!r} divides the batch equally, but balance.policy="
+                f"{self.balance.policy!r} does not. Set --plan '', or --balance off."
             )
         if self.calibration and self.plan != "auto":
             raise ValueError(

@@ -27,14 +27,11 @@ class Batch:
     """The samples of those rows."""
 
 
-class Feed:
+class Prepared:
     """Makes batches, the next one while the devices work on the last."""
 
-    def __init__(self, source: Source, program: Program, global_batch: int) -> None:
+    def __init__(self) -> None:
         """Reads nothing yet."""
-        self._source, self._global_batch = source, global_batch
-        self._sharding = program.batch_sharding
-        self._width = self._sharding.shard_shape((global_batch,))[0]
         self._prepared: dict[int, Batch] = {}
 
     def prepare(self, step: int) -> None:
@@ -46,6 +43,20 @@ class Feed:
         if step not in self._prepared:
             self.prepare(step)
         return self._prepared.pop(step)
+
+    def _read(self, step: int) -> Batch:
+        raise NotImplementedError
+
+
+class Feed(Prepared):
+    """Batches in equal parts."""
+
+    def __init__(self, source: Source, program: Program, global_batch: int) -> None:
+        """Reads nothing yet."""
+        super().__init__()
+        self._source, self._global_batch = source, global_batch
+        self._sharding = program.batch_sharding
+        self._width = self._sharding.shard_shape((global_batch,))[0]
 
     def _read(self, step: int) -> Batch:
         slots = self._global_batch // self._width

@@ -7,6 +7,7 @@ module level. What one part of an experiment allows by itself is in `experiment.
 from dataclasses import replace
 
 from dtft.train.experiment import Experiment, MeshConfig
+from dtft.train.sharing import sharing_of
 
 
 def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshConfig:
@@ -93,6 +94,8 @@ def check(
     if memory_tier and experiment.checkpoint.share == "divided":
         _check_divided(experiment.checkpoint.copies, mesh, hosts)
     _check_batch(experiment.data.global_batch, mesh)
+    if experiment.balance.policy != "off":
+        sharing_of(experiment.balance, experiment.data.global_batch, vars(mesh))
     if mesh.stage > 1:
         _check_stages(experiment, mesh)
     if experiment.cluster.min_replicas:

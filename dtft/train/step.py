@@ -236,16 +236,24 @@ class Program:
         gradients, (metrics, statistics) = jax.grad(self.mean_loss, has_aux=True)(
             state["params"], state["statistics"], batch
         )
+        return self._updated(state, gradients, statistics), metrics, gradients
+
+    def _updated(self, state: State, gradients: Any, statistics: Any) -> State:
+        """What the optimizer makes of a gradient, beside the new statistics."""
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self._optimizer.update(
                 gradients, state["opt_state"], state["params"]
             )
             params = optax.apply_updates(state["params"], updates)
-        parts = {"params": params, "statistics": statistics, "opt_state": opt_state}
-        return parts, metrics, gradients
+        return {"params": params, "statistics": statistics, "opt_state": opt_state}
 
     def _step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
-        parts, metrics, gradients = self._descend(state, batch)
+        return self._after(state, *self._descend(state, batch))
+
+    def _after(
+        self, state: State, parts: State, metrics: Metrics, gradients: Any
+    ) -> tuple[State, Metrics]:
+        """The next state and all metrics, from what `_descend` found."""
         with jax.numpy_dtype_promotion("standard"):
             metrics["grad_norm"] = optax.tree.norm(gradients)
         rate = jnp.asarray(self._learning_rate(state["step"]), jnp.float32)

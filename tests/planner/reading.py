@@ -24,6 +24,11 @@ def values(text: str) -> list[float]:
     ]
 
 
+def change(text: str) -> float:
+    """How much more than a reference a text says, as a share of it."""
+    return value(text) - 1 if "times" in text else value(text)
+
+
 def rows(text: str, title: str) -> dict[str, list[str]]:
     """The table below a title: first cell of each row to the others."""
     block = next(part for part in text.split("\n\n") if part.startswith(title))

@@ -21,6 +21,7 @@ from dtft.planner.choosing import candidates
 from dtft.planner.cluster import Cluster, Pool
 from dtft.planner.compute_cost import added_s, launch_s
 from dtft.planner.cost import Speeds, computing_s, runs
+from dtft.planner.course import Course
 from dtft.planner.enumeration import enumerate_space
 from dtft.planner.groups import CHEAP
 from dtft.planner.memory import RESERVE, Timeline
@@ -99,7 +100,12 @@ class Everything:
         self.search = Search(question, pool, scatters=scatters)
         self.timeline = Timeline(graph=question.graph, gathers=True)
         data = dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
-        self.base = Division(axes=data, scatters=scatters, alias=question.alias)
+        self.base = Division(
+            axes=data,
+            scatters=scatters,
+            alias=question.alias,
+            first=question.weights,
+        )
         self.dims = candidates(question)
         self._known: dict[object, tuple[float, float, float]] = {}
         self._works: dict[object, Work] = {}
@@ -246,9 +252,9 @@ class Everything:
         timeline = self.timeline.at_level_3 if zero == 3 else self.timeline
         key = timeline, frozenset(division.axes.items())
         if key not in self._moments:
-            self._moments[key] = Moments(timeline, division)
+            self._moments[key] = Moments(Course(timeline), division)
         one = {axis: np.array([sizes.get(axis, 1)]) for axis in (*AXES, MICRO)}
-        highest = self._moments[key].peak(one, zero)
+        highest = self._moments[key].on(one).peak(zero)
         return there + float(highest.activations[0]) + float(highest.gradients[0])
 
 

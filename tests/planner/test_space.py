@@ -338,7 +338,10 @@ def test_pins_that_cannot_be_met_say_what_can(pins: dict, words: list[str]) -> N
 @pytest.mark.parametrize(
     ("pins", "words"),
     [
-        ({"tensr": 2}, "tensr=2 is not a knob that can be pinned. Allowed: replica"),
+        (
+            {"tensr": 2},
+            "tensr=2 is not a knob that can be pinned. Did you mean 'tensor'?",
+        ),
         ({"tensor": 0}, "tensor=0 is pinned. Allowed: a whole number, 1 or more"),
         ({"zero": -1}, "zero=-1 is pinned. Allowed: a whole number, 0 or more"),
         ({"remat": "half"}, "remat='half' is pinned. Allowed: none, dots, full"),

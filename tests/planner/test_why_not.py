@@ -1,9 +1,11 @@
 """The answer to "why not" has numbers, and they are those of the other plan."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from dtft.planner import comparing, reasons
 from dtft.planner.deciding import Decision, best_of, decide
 from dtft.planner.why_not import why_not
 from tests.planner import reading
@@ -25,13 +27,57 @@ def test_what_is_slower_says_by_how_much_in_every_term(pins: dict[str, int]) -> 
     title = text.splitlines()[0]
     times = [reading.value(part) for part in re.findall(r"[\d.]+ [mu]?s\b", title)]
     assert times == [near(there), near(here), near(there - here)]
-    assert reading.value(re.findall(r"\((\+.*%)\)", title)[0]) == near(there / here - 1)
+    assert reading.change(re.findall(r"\((\+.*%|.* times)\)", title)[0]) == near(
+        there / here - 1
+    )
     rows = reading.rows(text, "Step time")
     for name, value in plan.prediction.terms.items():
         more = other.prediction.terms[name] - value
         assert reading.value(rows[name][2]) == near(more)
     sent = {(c.kind, " x ".join(c.axes)) for c in other.collectives}
     assert all(kind in text for kind, _ in sent)
+
+
+def test_one_line_says_which_terms_make_the_difference() -> None:
+    found = decision()
+    other = best_of(found.question, found.cluster, {"fsdp": 8, "zero": 3}).plan
+    text = why_not(found, fsdp=8, zero=3)
+    (line,) = (one for one in text.splitlines() if "the difference: " in one)
+    terms = found.plan.prediction.terms
+    more = {name: other.prediction.terms[name] - terms[name] for name in terms}
+    name = max(more, key=lambda name: more[name])
+    said = line.partition("the difference: ")[2]
+    assert said.startswith(f"{name} +")
+    assert reading.value(said) == near(more[name])
+    key = max(
+        (key for key in comparing.sent(other)),
+        key=lambda key: (
+            comparing.sent(other)[key][1]
+            - comparing.sent(found.plan).get(key, (0, 0.0))[1]
+        ),
+    )
+    assert f"({key[0]} over {' x '.join(key[1])}" in said
+
+
+def test_the_reasons_are_the_terms_that_differ() -> None:
+    plan = decision().plan
+    assert reasons.slower(plan, plan) == "" and reasons.larger(plan, plan) == ""
+    terms = {**plan.prediction.terms}
+    terms["compute"] += 2.0
+    terms["collectives"] -= 1.0
+    other = replace(
+        plan,
+        prediction=replace(plan.prediction, terms=terms),
+        knobs=replace(plan.knobs, remat="full"),
+        memory={**plan.memory, "activations": plan.memory["activations"] + 2**20},
+    )
+    assert reasons.slower(plan, other).startswith(
+        "the difference: compute +2 s (remat=full instead of none); against it "
+        "collectives -1 s"
+    )
+    assert reasons.slower(other, plan).startswith("the difference: compute -2 s")
+    assert reasons.larger(plan, other).startswith("most of it: activations +1 MiB, ")
+    assert reasons.larger(other, plan) == ""
 
 
 def test_what_does_not_fit_says_by_how_many_bytes() -> None:

@@ -1,0 +1,260 @@
+"""When tasks run on which node: one after the other takes its place in a schedule.
+
+Simulates all that a placement has to wait for: each node runs one task at a time, each
+port carries one value at a time, a value is sent to a node once, and memory holds what
+is still read. A task (or value) may take a gap that others left (insertion; HEFT,
+Topcuoglu, Hariri and Wu 2002). The order of tasks is given, and so are nodes, or each
+task takes the one where it ends first. Pure; must not know how orders or nodes are
+found (`placing`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dtft.planner.problem import Problem
+from dtft.planner.timelines import Held, Line
+
+Sent = tuple[int, int, int, float, float]
+"""Value (a place in `Tasks.passed`), from, to, begin and end."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """Tasks in time."""
+
+    node_of: tuple[int, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    sent: tuple[Sent, ...]
+    makespan_s: float
+    busy_s: tuple[float, ...]
+    """Of each node, tasks alone."""
+    port_s: float
+    """Of the port that is taken longest."""
+    memory_bytes: tuple[float, ...]
+    """Most that each node holds at a time."""
+
+
+def schedule(
+    problem: Problem,
+    order: Sequence[int],
+    node_of: Sequence[int] | None = None,
+    *,
+    among: Sequence[int] | None = None,
+) -> Schedule | None:
+    """The schedule; None where a node's memory does not suffice.
+
+    Args:
+        problem: tasks and nodes.
+        order: tasks in an order in which they can run.
+        node_of: node of each task; None: where it ends first. Must be nodes that
+            have kernels.
+        among: nodes that are looked at where `node_of` is None; default: all.
+    """
+    state = _State(problem, among)
+    for task in order:
+        if node_of is None:
+            node = state.best_node(task)
+        else:
+            node = node_of[task]
+            node = node if state.has_room(task, node) else None
+        if node is None:
+            return None
+        state.run(task, node)
+    return state.schedule()
+
+
+class _State:
+    """All nodes and ports after some tasks."""
+
+    def __init__(self, problem: Problem, among: Sequence[int] | None) -> None:
+        self.of = problem
+        num = len(problem.capacity)
+        self.open = np.zeros(num)
+        """When nodes are free at first: those left out never."""
+        if among is not None:
+            self.open[[node for node in range(num) if node not in among]] = np.inf
+        self.nodes = [Line() for _ in range(num)]
+        self.ports = [Line() for _ in range(problem.num_ports)]
+        self.at: list[dict[int, float]] = [{} for _ in problem.num_bytes]
+        """For each value the nodes that have it, and since when."""
+        self.home = [-1] * len(problem.num_bytes)
+        self.left = problem.readers.copy()
+        self.live = [0.0] * num
+        self.node_of = [-1] * len(problem.seconds)
+        self.starts = [0.0] * len(problem.seconds)
+        self.ends = [0.0] * len(problem.seconds)
+        self.sent: list[Sent] = []
+        self.group_at: dict[int, int] = {}
+
+    def best_node(self, task: int) -> int | None:
+        """Where a task ends first, of nodes that have kernel and room for it."""
+        of, group = self.of, self.of.tasks.groups[task]
+        if group in self.group_at:
+            node = self.group_at[group]
+            return node if self.has_room(task, node) else None
+        ways = self._ways(task)
+        best, best_end = None, np.inf
+        for bound, node in sorted(ways):
+            if bound >= best_end:
+                break
+            if not self.has_room(task, node):
+                continue
+            sent = self._bring(task, node)
+            ready = max(self._local(task, node), *(end for *_, end in sent), 0.0)
+            seconds = of.seconds[task][node]
+            end = self.nodes[node].free(ready, seconds) + seconds
+            for one in sent:
+                self._unsend(one)
+            if end < best_end:
+                best, best_end = node, end
+        return best
+
+    def _ways(self, task: int) -> list[tuple[float, int]]:
+        """Nodes that have a kernel, and when they end at the earliest.
+
+        As if all ports were free: few nodes have to be looked at more closely.
+        """
+        of, ready = self.of, self.open
+        for value in of.read[task]:
+            home = self.home[value]
+            if home < 0:
+                continue
+            since = self.at[value]
+            there = of.nodes.byte_s[home] * of.num_bytes[value]
+            there += of.nodes.empty_s[home]
+            there += since[home]
+            for node, moment in since.items():
+                there[node] = moment
+            ready = np.maximum(ready, there)
+        ways = []
+        rows = zip(ready.tolist(), of.seconds[task], self.nodes, strict=True)
+        for node, (moment, seconds, line) in enumerate(rows):
+            if moment + seconds < np.inf:
+                ways.append((line.free(moment, seconds) + seconds, node))
+        return ways
+
+    def has_room(self, task: int, node: int) -> bool:
+        """Whether what a task reads and makes fits beside what is there."""
+        of = self.of
+        more = of.made_bytes[task]
+        for value in of.read[task]:
+            if node not in self.at[value]:
+                more += of.held_bytes[value]
+        return self.live[node] + more <= of.capacity[node]
+
+    def run(self, task: int, node: int) -> None:
+        """A task takes its place on a node, and what it reads is sent there."""
+        of = self.of
+        sent = self._bring(task, node)
+        ready = max((end for *_, end in sent), default=0.0)
+        for value, _, _, _, end in sent:
+            self.at[value][node] = end
+            self.live[node] += of.held_bytes[value]
+        for value in of.read[task]:
+            if self.home[value] < 0:
+                self.home[value] = node
+                self.at[value][node] = 0.0
+                self.live[node] += of.held_bytes[value]
+        ready = max(ready, self._local(task, node))
+        seconds = of.seconds[task][node]
+        begin = self.nodes[node].free(ready, seconds)
+        end = begin + seconds
+        if seconds > 0:
+            self.nodes[node].take(begin, end)
+        self.node_of[task], self.starts[task], self.ends[task] = node, begin, end
+        self.group_at[of.tasks.groups[task]] = node
+        self.sent += sent
+        self._keep(task, node, end)
+
+    def _keep(self, task: int, node: int, end: float) -> None:
+        """Memory after a task: what it made, without what nothing reads any more."""
+        of = self.of
+        for value in of.made[task]:
+            self.home[value] = node
+            self.at[value][node] = end
+            self.live[node] += of.held_bytes[value]
+            self._free(value)
+        for value in of.read[task]:
+            self.left[value] -= 1
+            self._free(value)
+
+    def _free(self, value: int) -> None:
+        if not self.left[value] and not self.of.stays[value]:
+            for node in self.at[value]:
+                self.live[node] -= self.of.held_bytes[value]
+
+    def _local(self, task: int, node: int) -> float:
+        """When the last of what a task reads, and is there or comes, is there."""
+        return max((self.at[v].get(node, 0.0) for v in self.of.read[task]), default=0.0)
+
+    def _bring(self, task: int, node: int) -> list[Sent]:
+        """Sends what a task reads and its node lacks; what is ready first at first."""
+        of = self.of
+        missing = [
+            (self.at[value][self.home[value]], value)
+            for value in of.read[task]
+            if self.home[value] >= 0 and node not in self.at[value]
+        ]
+        if len(missing) > 1:
+            missing.sort()
+        return [self._send(value, node, since) for since, value in missing]
+
+    def _send(self, value: int, node: int, since: float) -> Sent:
+        of, home = self.of, self.home[value]
+        seconds = of.send_s(value, home, node)
+        out, into = of.ports[home][node]
+        leaves, comes = self.ports[out], self.ports[into]
+        begin, last = since, -1.0
+        while begin != last:
+            last = begin
+            begin = comes.free(leaves.free(begin, seconds), seconds)
+        end = begin + seconds
+        if seconds > 0:
+            leaves.take(begin, end)
+            comes.take(begin, end)
+        return value, home, node, begin, end
+
+    def _unsend(self, sent: Sent) -> None:
+        _, source, target, begin, end = sent
+        if end > begin:
+            for port in self.of.ports[source][target]:
+                self.ports[port].leave(begin, end)
+
+    def schedule(self) -> Schedule | None:
+        """What was found; None where memory, looked at in time, does not suffice."""
+        of = self.of
+        memory = self._memory()
+        if any(most > has for most, has in zip(memory, of.capacity, strict=True)):
+            return None
+        lines = [line.taken_s for line in self.ports]
+        busy = [0.0] * len(self.nodes)
+        for task, node in enumerate(self.node_of):
+            busy[node] += of.seconds[task][node]
+        return Schedule(
+            node_of=tuple(self.node_of),
+            starts=tuple(self.starts),
+            ends=tuple(self.ends),
+            sent=tuple(self.sent),
+            makespan_s=max(self.ends, default=0.0),
+            busy_s=tuple(busy),
+            port_s=max(lines, default=0.0),
+            memory_bytes=tuple(memory),
+        )
+
+    def _memory(self) -> list[float]:
+        """Most bytes that each node holds at one time: tasks in time, not in order."""
+        of, held = self.of, Held()
+        for task, node in enumerate(self.node_of):
+            for value in of.made[task]:
+                held.add(value, node, self.starts[task], self.ends[task])
+        for value, source, target, begin, end in self.sent:
+            held.add(value, target, begin, end)
+            held.add(value, source, end, end)
+        for task, node in enumerate(self.node_of):
+            for value in of.read[task]:
+                begin = 0.0 if of.producer[value] < 0 else np.inf
+                held.add(value, node, begin, self.ends[task])
+        return held.peaks(len(self.nodes), of.held_bytes, of.stays)

@@ -1,0 +1,240 @@
+"""Where each operator of a program runs, on nodes that are not alike.
+
+`place` makes tasks of a traced program, prices them on every node of a cluster, and
+takes the best of what `placing` finds: earliest finish with the transfer of inputs over
+the links that there are, baselines, moves. Decides only: `dtft.train` runs it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dtft.planner.cluster import Cluster
+from dtft.planner.graph import Graph
+from dtft.planner.kernels import Kernels
+from dtft.planner.list_schedule import Schedule
+from dtft.planner.memory import RESERVE
+from dtft.planner.nodes import Nodes
+from dtft.planner.placement_bound import bound_s
+from dtft.planner.placement_result import Placement, Run, Transfer
+from dtft.planner.placing import Found, Order, find
+from dtft.planner.problem import Problem
+from dtft.planner.task_graph import Grain, TaskGraph, tasks_of
+from dtft.planner.tasks import Tasks
+
+__all__ = ["Placement", "Priced", "Run", "Transfer", "place", "place_tasks"]
+
+_NOTHING_MORE = Kernels()
+
+
+def place(
+    graph: Graph,
+    cluster: Cluster | str,
+    weights: Sequence[float] | None = None,
+    *,
+    kernels: Kernels = _NOTHING_MORE,
+    affinity: Mapping[str, str] | None = None,
+    order: Order = "rank",
+    grain: Grain = "operator",
+    together: Sequence[tuple[int, int]] = (),
+    backward: bool = False,
+    microbatches: int = 1,
+    moves: int | None = None,
+) -> Placement:
+    """Places the operators of a program on the nodes of a cluster.
+
+    Args:
+        graph: the program (`trace.trace`).
+        cluster: its devices are the nodes; or its text (`Cluster.parse`).
+        weights: of each node; 1 is as fast as the cluster says, 0.5 half as fast, 0
+            takes none. Default: all 1.
+        kernels: which operators have kernels where, beside `DeviceType.kernels`.
+        affinity: operator (a primitive, a kind, or `dense`, `conv`, `activation`) to
+            the node, type of device or platform that it is wanted on.
+        order: in which tasks take their places: by upward rank, or `traversal`: as the
+            program has them.
+        grain: `operator`, or `block`: equal layers are one task each. Loops always are.
+        together: operators that stay on one node, first and after the last.
+        backward: whether the step has the backward pass of this program too: each task
+            again, on its node.
+        microbatches: of one step, that follow each other through the nodes.
+        moves: tries to move a task to another node; default: what takes little time.
+
+    Returns:
+        The best placement found, never worse than one of its baselines.
+
+    Raises:
+        ValueError: an operator without a kernel, a pin that cannot be met, weights that
+            are none, or not enough memory; says what there is.
+    """
+    asked = Priced.of(
+        graph,
+        cluster,
+        kernels=kernels,
+        affinity=affinity,
+        grain=grain,
+        together=together,
+        backward=backward,
+    )
+    return place_tasks(
+        asked.tasks,
+        asked.nodes,
+        weights,
+        of=asked.made,
+        order=order,
+        microbatches=microbatches,
+        moves=moves,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Priced:
+    """A program's tasks with what they take on the nodes of a cluster."""
+
+    tasks: Tasks
+    nodes: Nodes
+    made: TaskGraph
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        cluster: Cluster | str,
+        *,
+        kernels: Kernels = _NOTHING_MORE,
+        affinity: Mapping[str, str] | None = None,
+        grain: Grain = "operator",
+        together: Sequence[tuple[int, int]] = (),
+        backward: bool = False,
+    ) -> "Priced":
+        """Prices a program; arguments and errors as those of `place`."""
+        found = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+        nodes = Nodes.of(found, reserve=RESERVE)
+        made = tasks_of(
+            graph,
+            nodes,
+            kernels=kernels,
+            affinity=affinity,
+            grain=grain,
+            together=together,
+        )
+        tasks = made.tasks.with_backward(made.backward) if backward else made.tasks
+        return cls(tasks=tasks, nodes=nodes, made=made)
+
+
+def place_tasks(
+    tasks: Tasks,
+    nodes: Nodes,
+    weights: Sequence[float] | None = None,
+    *,
+    of: TaskGraph | None = None,
+    order: Order = "rank",
+    microbatches: int = 1,
+    moves: int | None = None,
+) -> Placement:
+    """The same for tasks that are priced already; `of`: what of a program they are.
+
+    Raises:
+        ValueError: see `place`.
+    """
+    given = _checked(weights, nodes)
+    weighted = tasks if weights is None else tasks.weighted(given)
+    if (idle := np.isinf(weighted.seconds).all(axis=1)).any():
+        name = tasks.names[int(np.argmax(idle))]
+        raise ValueError(
+            f"weights={list(given)}: all nodes that can run {name} have weight 0. Give "
+            "one of them a weight above 0."
+        )
+    copies = min(microbatches, nodes.num)
+    for frees in (True, False):
+        problem = Problem(weighted, nodes, frees=frees, copies=copies)
+        found = find(problem, order=order, microbatches=microbatches, moves=moves)
+        if found is not None:
+            bound = bound_s(problem, microbatches)
+            return _result(problem, found, given, of, microbatches, bound)
+    raise ValueError(_no_room(tasks, nodes, copies))
+
+
+def _checked(weights: Sequence[float] | None, nodes: Nodes) -> tuple[float, ...]:
+    given = tuple(map(float, [1.0] * nodes.num if weights is None else weights))
+    if len(given) != nodes.num or not all(0 <= w < np.inf for w in given):
+        raise ValueError(
+            f"weights={list(given)}. Allowed: a finite number of 0 or more for each of "
+            f"{nodes.num} nodes ({', '.join(nodes.names)})."
+        )
+    return given
+
+
+def _no_room(tasks: Tasks, nodes: Nodes, copies: int) -> str:
+    arguments = sum(v.num_bytes for v in tasks.passed if v.producer < 0)
+    made = copies * sum(v.num_bytes for v in tasks.passed if v.producer >= 0)
+    each = zip(nodes.names, nodes.memory_bytes, strict=True)
+    return (
+        "no placement was found for which memory suffices: arguments of "
+        f"{arguments:.4g} bytes, and what {len(tasks.names)} tasks make, up to "
+        f"{made:.4g} bytes, on {', '.join(f'{n} ({b:.4g} bytes)' for n, b in each)}. "
+        "Add nodes, or use a smaller batch, or grain='operator'."
+    )
+
+
+def _result(
+    problem: Problem,
+    found: Found,
+    weights: tuple[float, ...],
+    of: TaskGraph | None,
+    microbatches: int,
+    bound: float,
+) -> Placement:
+    tasks, nodes, schedule = problem.tasks, problem.nodes, found.schedule
+    fullest = max(*schedule.busy_s, schedule.port_s)
+    return Placement(
+        nodes=nodes.names,
+        types=tuple(nodes.alike()),
+        tasks=tasks.names,
+        kinds=tasks.kinds,
+        node_of=schedule.node_of,
+        operators=of.operators if of else (),
+        schedule=_runs(schedule),
+        transfers=_transfers(problem, schedule, of),
+        makespan_s=schedule.makespan_s,
+        step_s=schedule.makespan_s + (microbatches - 1) * fullest,
+        bound_s=bound,
+        microbatches=microbatches,
+        weights=weights,
+        baselines=found.baselines,
+        dropped=found.dropped,
+        speeds=found.speeds,
+        memory_bytes=tuple(round(most) for most in schedule.memory_bytes),
+        capacity_bytes=tuple(int(has) for has in problem.capacity),
+        how=found.how,
+    )
+
+
+def _runs(schedule: Schedule) -> tuple[Run, ...]:
+    rows = zip(schedule.node_of, schedule.starts, schedule.ends, strict=True)
+    runs = [
+        Run(task=task, node=node, start_s=start, end_s=end)
+        for task, (node, start, end) in enumerate(rows)
+    ]
+    return tuple(sorted(runs, key=lambda run: (run.start_s, run.task)))
+
+
+def _transfers(
+    problem: Problem, schedule: Schedule, of: TaskGraph | None
+) -> tuple[Transfer, ...]:
+    values = of.values if of else tuple(range(len(problem.num_bytes)))
+    behind = problem.tasks.gradient_of
+    made = [
+        Transfer(
+            value=values[behind.get(value, value)],
+            source=source,
+            target=target,
+            num_bytes=problem.num_bytes[value],
+            start_s=begin,
+            end_s=end,
+            is_gradient=value in behind,
+        )
+        for value, source, target, begin, end in schedule.sent
+    ]
+    return tuple(sorted(made, key=lambda one: (one.start_s, one.value, one.target)))

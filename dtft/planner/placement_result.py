@@ -1,0 +1,168 @@
+"""The placement: which node runs what and when, with its JSON form.
+
+Values only. Decides nothing; must not know how a placement is found (`placement`),
+shown (`placement_report`) or run (`dtft.train`).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One task in the schedule."""
+
+    task: int
+    node: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """One value that goes from a node to another."""
+
+    value: int
+    """Its number in `Graph.values`; of tasks that are no program's, their number."""
+    source: int
+    target: int
+    num_bytes: float
+    start_s: float
+    end_s: float
+    is_gradient: bool = False
+    """Whether it is a gradient of the value, on its way back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Tasks on nodes, and what comes of it; the same for the same question."""
+
+    nodes: tuple[str, ...]
+    """Such as `h100:0`: type and number within the type, in the cluster's order."""
+    types: tuple[str, ...]
+    """Of each node."""
+    tasks: tuple[str, ...]
+    """Name of each task; backward tasks come after all forward ones, in reverse."""
+    kinds: tuple[str, ...]
+    """What each task is: `graph.Kind`, `loop` or `block`."""
+    node_of: tuple[int, ...]
+    """Node of each task."""
+    operators: tuple[tuple[int, int], ...] = ()
+    """Of each forward task its first operator and the one after its last."""
+    schedule: tuple[Run, ...]
+    """By begin."""
+    transfers: tuple[Transfer, ...]
+    """By begin. An argument goes from the node that has it to others that read it."""
+    makespan_s: float
+    """Of one microbatch."""
+    step_s: float
+    """Of all: each further one takes what the fullest node, or port, needs for one."""
+    bound_s: float
+    """No placement's step is faster."""
+    microbatches: int = 1
+    weights: tuple[float, ...]
+    """Of each node, as given: its seconds were divided by it."""
+    baselines: Mapping[str, float]
+    """Seconds of a step: `one node` (the fastest that can run everything),
+    `contiguous`, `random`; those that cannot run are left out."""
+    dropped: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step of earliest finish without the slower nodes, by these."""
+    speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Kind of tasks to type of node to the seconds of all of them on one such node;
+    types that lack a kernel for one are left out."""
+    memory_bytes: tuple[int, ...]
+    """Most that each node holds at a time: values, arguments and what is received."""
+    capacity_bytes: tuple[int, ...]
+    how: str
+    """Which rule found it."""
+
+    @property
+    def gap(self) -> float:
+        """How much slower than the bound, as a share of it; the optimum is between."""
+        return self.step_s / self.bound_s - 1 if self.bound_s else 0.0
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Nodes that have no task."""
+        used = set(self.node_of)
+        return tuple(n for at, n in enumerate(self.nodes) if at not in used)
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds for which each node runs tasks, for one microbatch."""
+        busy = [0.0] * len(self.nodes)
+        for run in self.schedule:
+            busy[run.node] += run.end_s - run.start_s
+        return tuple(busy)
+
+    @property
+    def of_operator(self) -> tuple[int, ...]:
+        """Node of each operator of the program."""
+        forward = zip(self.operators, self.node_of, strict=False)
+        return tuple(
+            node for (start, stop), node in forward for _ in range(start, stop)
+        )
+
+    def table(self) -> str:
+        """What it says of itself, as text."""
+        from dtft.planner import placement_report, wording
+
+        return wording.text(placement_report.sections(self))
+
+    def html(self) -> str:
+        """A page with the schedule drawn and all tables."""
+        from dtft.planner import placement_report
+
+        return placement_report.html(self)
+
+    def save_picture(self, path: str | Path, title: str = "") -> None:
+        """Draws the schedule: a lane for each node, what it receives below.
+
+        Args:
+            path: of a picture: `.png`, `.svg`, `.pdf`.
+            title: stands above it.
+        """
+        from dtft.planner import gantt
+
+        gantt.figure([(title, self)]).savefig(path, dpi=120)
+
+    def to_json(self) -> str:
+        """The placement as JSON, versioned; equal placements give equal text."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Placement":
+        """The placement of `to_json`.
+
+        Raises:
+            ValueError: another version, or not a placement.
+        """
+        items = json.loads(text)
+        found = items.pop("schema", None) if isinstance(items, dict) else None
+        if found != SCHEMA:
+            raise ValueError(
+                f"schema={found!r} is not a placement that this dtft reads. Allowed: "
+                f"{SCHEMA}. Make the placement again."
+            )
+        try:
+            return cls(**{name: _plain(name, item) for name, item in items.items()})
+        except (TypeError, KeyError) as error:
+            raise ValueError(
+                f"the file has not what a placement has ({error}). Make it again."
+            ) from None
+
+
+def _plain(name: str, item: Any) -> Any:
+    """A field of a placement from its JSON form."""
+    if name == "schedule":
+        return tuple(Run(**one) for one in item)
+    if name == "transfers":
+        return tuple(Transfer(**one) for one in item)
+    if name == "operators":
+        return tuple((start, stop) for start, stop in item)
+    return tuple(item) if isinstance(item, list) else item

@@ -1,0 +1,28 @@
+"""What packages export: each name loads, and looking at the list loads nothing."""
+
+import importlib
+
+import pytest
+
+import dtft
+from tests.test_layers import DEPENDENCIES, imported_by
+
+
+@pytest.mark.parametrize("package", ["dtft", "dtft.planner", "dtft.train"])
+def test_every_public_name_is_there(package: str) -> None:
+    module = importlib.import_module(package)
+    assert all(getattr(module, name) is not None for name in module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'. It has: "):
+        _ = module.nothing
+
+
+def test_a_plan_of_dtft_is_one_that_runs() -> None:
+    assert issubclass(dtft.Plan, dtft.planner.Plan)
+    assert dtft.Plan.jit
+
+
+def test_import_of_the_planner_is_light() -> None:
+    modules = imported_by("dtft.planner")
+    assert not modules & (DEPENDENCIES | {"numpy"})
+    assert {name for name in modules if name.startswith("dtft.")} == {"dtft.planner"}
