@@ -6,7 +6,6 @@ seconds or how large meshes are.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -28,10 +27,9 @@ class Kind:
     """Arrays that every division divides alike."""
 
     what: What
-    shape: tuple[int, ...]
-    dims: tuple[int, ...]
-    """Those that stand for its dims."""
-    divides: bool = False
+    value: int
+    """One of them."""
+    divides: bool
     """Whether it is divided further where gradients are."""
 
 
@@ -56,8 +54,11 @@ class Course:
             timeline: of the program.
         """
         self.timeline, self._graph = timeline, timeline.scheduled
-        self._kinds: dict[Kind, int] = {}
-        self._stands: list[int] = []
+        self.kinds: list[Kind] = []
+        """What the columns of `alive` are of."""
+        self._numbers: dict[object, int] = {}
+        self._arrays: dict[int, int] = {}
+        self._unlike: dict[object, int] = {}
         self._instances: dict[object, int] = {}
         self._changes: list[tuple[int, float]] = []
         self._at: list[int] = []
@@ -74,11 +75,6 @@ class Course:
         """Bytes; float [moments, kinds]."""
         self.full = self._full()
         """Moments at which more is alive than just before and after."""
-
-    @property
-    def kinds(self) -> Mapping[Kind, int]:
-        """Kinds in the order of `alive`, and of each a value."""
-        return dict(zip(self._kinds, self._stands, strict=True))
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, int], ...]:
@@ -136,12 +132,13 @@ class Course:
         operator = self._graph.operators[number]
         # Those of products that make gradients all run beside each other.
         beside = not self.timeline.of_gradients.isdisjoint(operator.outputs)
-        made = instance(self._graph, operator, self.timeline.root)
-        place = self._instances.setdefault(
-            (made.pattern, made.dims), len(self.instances)
-        )
+        arrays = [self._array(i) for i in (*operator.inputs, *operator.outputs)]
+        over = self._roots(operator.summed), self._roots(operator.whole)
+        key = operator.primitive, tuple(arrays), over, operator.contracted
+        place = self._instances.setdefault(key, len(self.instances))
         if place == len(self.instances):
-            self.instances.append(made)
+            root = self.timeline.root
+            self.instances.append(instance(self._graph, operator, root))
         self.runs.append(Run(moment=self._note(), instance=place, beside=beside))
 
     def _gradient(self, index: int, what: What) -> int:
@@ -151,13 +148,22 @@ class Course:
         return self._kind(index, what, divides and what != "gradient")
 
     def _kind(self, index: int, what: What = "plain", divides: bool = False) -> int:
-        value = self._graph.values[index]
-        dims = tuple(map(self.timeline.root, value.dims))
-        kind = Kind(what=what, shape=value.shape, dims=dims, divides=divides)
-        place = self._kinds.setdefault(kind, len(self._stands))
-        if place == len(self._stands):
-            self._stands.append(index)
+        kind = what, self._array(index), divides
+        place = self._numbers.setdefault(kind, len(self.kinds))
+        if place == len(self.kinds):
+            self.kinds.append(Kind(what=what, value=index, divides=divides))
         return place
+
+    def _array(self, index: int) -> int:
+        """The same number for arrays that every division divides alike."""
+        if index not in self._arrays:
+            value = self._graph.values[index]
+            key = value.shape, value.dtype, self._roots(value.dims)
+            self._arrays[index] = self._unlike.setdefault(key, len(self._unlike))
+        return self._arrays[index]
+
+    def _roots(self, dims: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(map(self.timeline.root, dims))
 
     def _change(self, kind: int, index: int, sign: int = 1) -> None:
         num_bytes = self._graph.values[index].num_bytes
@@ -169,7 +175,7 @@ class Course:
         return len(self._at) - 1
 
     def _moments(self) -> np.ndarray:
-        changes = np.zeros((len(self._changes) + 1, len(self._kinds)))
+        changes = np.zeros((len(self._changes) + 1, len(self.kinds)))
         if self._changes:
             kinds, num_bytes = zip(*self._changes, strict=True)
             changes[np.arange(1, len(changes)), kinds] = num_bytes
