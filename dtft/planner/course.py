@@ -12,10 +12,15 @@ from typing import Literal
 
 import numpy as np
 
+from dtft.planner.graph import Operator
+from dtft.planner.groups import region
 from dtft.planner.lifetimes import Event
 from dtft.planner.memory import Timeline
 from dtft.planner.patterns import Instance, instance
 
+SOON = 5
+"""Products after one for which a gather made for it is kept for another: with so many
+the compiled steps that the rules were made with agree best."""
 What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 """What bytes are of: an array; a gradient while it is made, the same in a loop, and
 until it is used; the sum of one over microbatches; of an argument what a microbatch
@@ -44,6 +49,29 @@ class Run:
     """Whether it runs beside the one before it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reread:
+    """Two products that read one array: where both need it gathered, it is so once."""
+
+    instances: tuple[int, int]
+    """Their places in `Course.instances`."""
+    num_bytes: int
+    """Of the whole array."""
+    moments: range
+    """Those between them at which it stays gathered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Yielded:
+    """An array that is gone a moment sooner where an axis divides a dim of `rows`."""
+
+    moment: int
+    """The moment at which it is gone then."""
+    kind: int
+    num_bytes: int
+    rows: tuple[int, ...]
+
+
 class Course:
     """The moments of a program that may be the fullest."""
 
@@ -62,19 +90,24 @@ class Course:
         self._instances: dict[object, int] = {}
         self._changes: list[tuple[int, float]] = []
         self._at: list[int] = []
-        self._tops: list[int] = []
+        self.full: list[int] = []
+        """Moments after something came."""
         self.instances: list[Instance] = []
         """Operators that may need operands gathered, each with its own dims."""
         self.runs: list[Run] = []
+        self.rereads: list[Reread] = []
+        self._reads: dict[int, int] = {}
+        self._products: list[Run] = []
         self.copied: list[tuple[int, int]] = []
         """Moments at which there is a copy of an array; which."""
+        self.yielded: list[Yielded] = []
+        """Arrays whose place others may take; at most one for each moment."""
+        self._yields: Event | None = None
         self._begin()
         for event in timeline.events:
             self._follow(event)
         self.alive = self._moments()
         """Bytes; float [moments, kinds]."""
-        self.full = self._full()
-        """Moments at which more is alive than just before and after."""
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, int], ...]:
@@ -95,20 +128,35 @@ class Course:
             self._change(self._gradient(index, "sums"), index)
         for index in self._graph.inputs.values():
             self._change(self._kind(index, "part"), index)
-        self._tops.append(self._note())
+        self.full.append(self._note())
 
     def _follow(self, event: Event) -> None:
         if event.kind == "runs":
             self._run(event.value)
         elif event.kind == "copied":
             self.copied.append((self._note(), event.value))
+        elif event.kind == "yields":
+            self._yields = event
         elif event.value in self.timeline.gradients:
             self._follow_gradient(event)
         elif event.kind == "comes":
             self._change(self._kind(event.value), event.value)
-            self._tops.append(self._note())
+            self.full.append(self._note())
+            if self._yields:
+                self._note_yielded(self._yields)
         else:
             self._change(self._kind(event.value), event.value, -1)
+
+    def _note_yielded(self, event: Event) -> None:
+        """What has come takes the place of another array, which goes only after it."""
+        yielded = Yielded(
+            moment=self.full[-1],
+            kind=self._kind(event.value),
+            num_bytes=self._graph.values[event.value].num_bytes,
+            rows=event.rows,
+        )
+        self.yielded.append(yielded)
+        self._yields = None
 
     def _follow_gradient(self, event: Event) -> None:
         """A gradient is whole until it is made, then as it is kept (ZeRO 2 and 3).
@@ -121,7 +169,7 @@ class Course:
         after = self._gradient(index, "waiting")
         if event.kind == "comes":
             self._change(first, index)
-            self._tops.append(self._note())
+            self.full.append(self._note())
         elif event.kind == "made":
             self._change(first, index, -1)
             self._change(after, index)
@@ -139,13 +187,37 @@ class Course:
         if place == len(self.instances):
             root = self.timeline.root
             self.instances.append(instance(self._graph, operator, root))
-        self.runs.append(Run(moment=self._note(), instance=place, beside=beside))
+        run = Run(moment=self._note(), instance=place, beside=beside)
+        self.runs.append(run)
+        if operator.kind == "matmul":
+            self._note_reads(operator, run)
+
+    def _note_reads(self, operator: Operator, run: Run) -> None:
+        """What the last product of the forward pass and all of the backward pass read.
+
+        XLA shares a gather between products that come soon after each other (its pass
+        `ScheduleAwareCollectiveOpsCSE`): of a cotangent by the two products that read
+        it, and of what the last layer reads by that and by the gradient of its weights.
+        """
+        if region(operator) == "forward":
+            self._reads.clear()
+        number = len(self._products)
+        self._products.append(run)
+        for index in operator.inputs:
+            for root in self.timeline.read_from(index):
+                before = self._reads.get(root)
+                self._reads[root] = number
+                if before is not None:
+                    first, end = self._products[before], min(before + SOON, number)
+                    reread = Reread(
+                        instances=(first.instance, run.instance),
+                        num_bytes=self._graph.values[index].num_bytes,
+                        moments=range(first.moment + 1, self._products[end].moment),
+                    )
+                    self.rereads.append(reread)
 
     def _gradient(self, index: int, what: What) -> int:
-        # A step of the user's own has no constraint that divides what no loop makes.
-        timeline = self.timeline
-        divides = timeline.gathers or index in timeline.from_loops
-        return self._kind(index, what, divides and what != "gradient")
+        return self._kind(index, what, divides=what != "gradient")
 
     def _kind(self, index: int, what: What = "plain", divides: bool = False) -> int:
         kind = what, self._array(index), divides
@@ -180,11 +252,3 @@ class Course:
             kinds, num_bytes = zip(*self._changes, strict=True)
             changes[np.arange(1, len(changes)), kinds] = num_bytes
         return changes.cumsum(axis=0)[self._at]
-
-    def _full(self) -> list[int]:
-        """Of moments after something came: those that no neighbour has all of."""
-        alive = self.alive[self._tops]
-        fewer = (alive[:-1] <= alive[1:]).all(axis=1)
-        more = (alive[:-1] >= alive[1:]).all(axis=1) & ~fewer
-        kept = ~(np.append(fewer, False) | np.insert(more, 0, False))
-        return np.asarray(self._tops)[kept].tolist()

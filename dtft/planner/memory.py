@@ -55,6 +55,10 @@ class Timeline:
     def _lifetimes(self) -> Lifetimes:
         return follow(self.scheduled, keeps_all=self.below is not None)
 
+    def read_from(self, index: int) -> frozenset[int]:
+        """The values in memory from which readers of a value have it."""
+        return self._lifetimes.roots.get(index, frozenset((index,)))
+
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """In the order in which they happen; of gradients also when they are made."""

@@ -5,7 +5,7 @@ moments are a matrix, and the bytes of many meshes its product with what each me
 leaves of a byte. Pure; must not know seconds or how candidates are found.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -51,6 +51,7 @@ class Moments:
         self._graph = course.timeline.scheduled
         self.totals: dict[_Total, int] = {}
         """The number of each."""
+        self._gathers = [list(self._gathered(one)) for one in course.instances]
         self.matrix = self._moments(self._columns(), list(self._beside()))
         """Bytes before division; float [moments, totals]."""
 
@@ -96,10 +97,9 @@ class Moments:
             value = self._graph.values[index]
             axes = flat(self.division.spec(value))
             yield moment, [(self._total(("plain", axes, -1)), value.num_bytes)]
-        gathered = [list(self._gathered(one)) for one in self.course.instances]
         before: list[tuple[int, float]] = []
-        for run in self.course.runs if any(gathered) else ():
-            before = gathered[run.instance] + (before if run.beside else [])
+        for run in self.course.runs if any(self._gathers) else ():
+            before = self._gathers[run.instance] + (before if run.beside else [])
             if before:
                 yield run.moment, before
 
@@ -116,11 +116,28 @@ class Moments:
                 into[kind, total] = 1
         full = [(moment, ()) for moment in self.course.full]
         rows = sorted([*full, *beside], key=lambda row: row[0])
-        moments = _product(self.course.alive[[moment for moment, _ in rows]], into)
+        at = np.array([moment for moment, _ in rows])
+        moments = _product(self.course.alive[at], into)
         for row, (_, more) in enumerate(rows):
             for total, num_bytes in more:
                 moments[row, total] += num_bytes
+        for within, total, num_bytes in self._shared():
+            rows_of = slice(*np.searchsorted(at, (within.start, within.stop)))
+            moments[rows_of, total] += num_bytes
+        for one in self.course.yielded:
+            if any(map(self.division.of, one.rows)):
+                moments[at == one.moment, columns[one.kind]] -= one.num_bytes
         return moments
+
+    def _shared(self) -> Iterator[tuple[range, int, float]]:
+        """Moments at which something stays gathered for another product, its total and
+        bytes.
+        """
+        for reread in self.course.rereads if any(self._gathers) else ():
+            one, other = (self._gathers[instance] for instance in reread.instances)
+            for total, num_bytes in one:
+                if num_bytes == reread.num_bytes and (total, num_bytes) in other:
+                    yield reread.moments, total, num_bytes
 
     def _total(self, total: _Total) -> int:
         return self.totals.setdefault(total, len(self.totals))
@@ -147,7 +164,7 @@ class Highest:
         Args:
             zero: the ZeRO level.
         """
-        most, held = self._divided if zero >= 2 else self._whole
+        most, held = (self._whole, self._sums_divided, self._divided)[min(zero, 2)]
         if zero in (1, 2):
             update = self._update
             held = np.where(update > most, update, held)
@@ -158,18 +175,31 @@ class Highest:
 
     @cached_property
     def _whole(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of the fullest moment, and of gradients then, below ZeRO level 2."""
+        """Bytes of the fullest moment, and of gradients then, at ZeRO level 0."""
         return self._fullest(self._shares)
+
+    @cached_property
+    def _sums_divided(self) -> tuple[np.ndarray, np.ndarray]:
+        """The same at level 1, at which sums over microbatches are divided.
+
+        No constraint says so: XLA keeps what a loop carries divided as the optimizer
+        state is that reads it.
+        """
+        return self._fullest(self._shares_divided(("sums",)))
 
     @cached_property
     def _divided(self) -> tuple[np.ndarray, np.ndarray]:
         """The same from level 2 on."""
+        return self._fullest(self._shares_divided(_OF_GRADIENTS))
+
+    def _shares_divided(self, kinds: Container[What]) -> np.ndarray:
+        """What each device has of a byte, of some kinds divided as at rest."""
         shares, fsdp = self._shares.copy(), np.asarray(self._sizes[AXIS])
-        for (_, _, index), row in self._moments.totals.items():
-            if index >= 0:
+        for (kind, _, index), row in self._moments.totals.items():
+            if index >= 0 and kind in kinds:
                 place = self._place(index)[1]
                 shares[row] = np.where(place >= 0, shares[row] / fsdp, shares[row])
-        return self._fullest(shares)
+        return shares
 
     def _fullest(self, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         matrix = self._moments.matrix

@@ -177,15 +177,17 @@ class Search:
 
     def _base(self, space: Space) -> Division:
         """What all axes but `tensor` divide."""
-        question, first = self.question, {}
+        question = self.question
+        first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())
         of_batch = ("replica", "fsdp", *(("expert",) if by_expert else ()), MICRO)
         axes: dict[int, tuple[str, ...]] = dict.fromkeys(question.batch_dims, of_batch)
         if (space.columns["sequence"] > 1).any():
             axes |= dict.fromkeys(question.sequence_dims, ("sequence",))
         if by_expert:
-            first = question.expert_arrays
-            axes |= dict.fromkeys(first.values(), ("expert",))
+            experts = question.expert_arrays
+            first = {**first, **experts}
+            axes |= dict.fromkeys(experts.values(), ("expert",))
         return Division(
             axes=axes, scatters=self.scatters, alias=question.alias, first=first
         )

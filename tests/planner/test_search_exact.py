@@ -100,7 +100,12 @@ class Everything:
         self.search = Search(question, pool, scatters=scatters)
         self.timeline = Timeline(graph=question.graph, gathers=True)
         data = dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
-        self.base = Division(axes=data, scatters=scatters, alias=question.alias)
+        self.base = Division(
+            axes=data,
+            scatters=scatters,
+            alias=question.alias,
+            first=question.weights,
+        )
         self.dims = candidates(question)
         self._known: dict[object, tuple[float, float, float]] = {}
         self._works: dict[object, Work] = {}
