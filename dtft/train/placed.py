@@ -18,14 +18,14 @@ import optax
 from dtft.planner.jaxprs import traced
 from dtft.planner.placement_result import Placement
 from dtft.train.accumulate import Weight
-from dtft.train.placed_calls import Key, Transfer
+from dtft.train.placed_calls import Key, Task, Transfer
 from dtft.train.placed_cut import Cut, cut
 from dtft.train.placed_feed import Feed, like, parts_of
 from dtft.train.placed_gradients import differentiated
 from dtft.train.placed_hub import Hub
 from dtft.train.placed_node import Exchange, Node, Span
 from dtft.train.placed_order import Order, order
-from dtft.train.placed_placement import devices_of, seconds_of
+from dtft.train.placed_placement import devices_of, predicted_starts, seconds_of
 from dtft.train.placed_timeline import Timeline
 from dtft.train.placed_update import updating
 
@@ -135,6 +135,11 @@ class PlacedStep:
         """What a step sends from node to node, by link and kind."""
         calls = self._feed.gradients.calls.then(self._feed.updating.calls)
         return calls.transfers(self.microbatches)
+
+    def predicted(self, placement: Placement) -> dict[Task, float]:
+        """When a placement lets tasks of the first microbatch begin, in seconds."""
+        active = self._feed.gradients.active
+        return predicted_starts(placement, self.cut, self.order, active)
 
     def init(self, params: Any) -> State:
         """The state at step 0; `params` stay usable."""

@@ -4,7 +4,7 @@ Reads a placement of `dtft.planner.placement`: seconds of each operator, the dev
 a table gives to each node, when segments should begin. Decides nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dtft.planner.graph import Graph
@@ -79,22 +79,38 @@ def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]
     return found
 
 
-def predicted_starts(placement: Placement, cut: Cut, order: Order) -> dict[Task, float]:
+def predicted_starts(
+    placement: Placement, cut: Cut, order: Order, active: Collection[int]
+) -> dict[Task, float]:
     """When the placement lets the tasks of the first microbatch begin, in seconds.
 
     A segment begins with the first of its operators.
+
+    Args:
+        placement: of one microbatch, forward and backward.
+        cut: what was made of it.
+        order: of these segments.
+        active: numbers of values that are differentiated; the placement has a backward
+            pass of every operator.
     """
     starts = {run.task: run.start_s for run in placement.schedule}
     task_of = _tasks(placement.operators)
     last = 2 * len(placement.operators) - 1
+    ways = {cut.variables[number] for number in active}
     found: dict[Task, float] = {}
     for task in order.start_s:
         if task.microbatch == 0:
-            operators = cut.segments[task.call.segment].operators
-            forward = {task_of[number] for number in operators}
-            mine = forward
-            if task.call.phase == "backward":
-                mine = {last - number for number in forward}
+            segment = cut.segments[task.call.segment]
+            if task.call.phase == "forward":
+                mine = {task_of[number] for number in segment.operators}
+            else:
+                back = (
+                    number
+                    for unit in segment.units
+                    if ways.intersection(unit.eqn.outvars)
+                    for number in range(*unit.operators)
+                )
+                mine = {last - task_of[number] for number in back}
             known = [starts[number] for number in mine if number in starts]
             if known:
                 found[task] = min(known)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from dtft.models.base import ResNetConfig
@@ -16,7 +17,6 @@ from dtft.planner.jaxprs import traced, uncut
 from dtft.planner.placement import Placement, place
 from dtft.planner.trace import trace
 from dtft.train.placed import PlacedStep, make_placed_step
-from dtft.train.placed_placement import predicted_starts
 
 GPU, FPGA, ASIC = "h100", "fpga-u280", "asic-activation"
 Sent = Counter[tuple[int, int, str]]
@@ -44,6 +44,7 @@ def network() -> tuple[Any, Any, Any]:
     return loss, nnx.to_pure_dict(params), batch
 
 
+@pytest.mark.timeout(180)  # about 50 programs are compiled
 def test_dense_convolution_and_activation_run_where_they_belong() -> None:
     loss, params, batch = network()
     graph = trace(loss, params, batch)
@@ -126,9 +127,13 @@ def _runs_as_scheduled(
     step: PlacedStep, placement: Placement, params: Any, batch: Any
 ) -> None:
     _, _, timeline = step.measured(step.init(params), batch)
-    starts = predicted_starts(placement, step.cut, step.order)
+    for node, tasks in step.order.by_node.items():
+        wanted = tuple((task.call.name, task.microbatch) for task in tasks)
+        assert timeline.order[node] == wanted
+    starts = step.predicted(placement)
+    assert len(starts) == len(step.order.start_s)
     for node, order in timeline.order.items():
-        mine = [task for task in starts if task.call.node == node]
+        mine = [t for t in starts if t.call.node == node and t.call.phase == "forward"]
         names = [task.call.name for task in sorted(mine, key=lambda t: starts[t])]
         assert [name for name, _ in order if name in names] == names
-    assert timeline.agreement(starts) > 0.95
+    assert timeline.agreement(starts) > 0.9
