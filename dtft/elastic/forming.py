@@ -155,6 +155,7 @@ def orders(
         "generation": assignment.generation,
         "attempt": assignment.attempt,
         "coordinator": coordinator,
+        "hosts": list(assignment.slots),
         "addresses": [addresses[host] for host in assignment.slots],
         "source": decision.source,
         "step": decision.step,
@@ -222,6 +223,7 @@ def report_of(
         corrupt_copies=tuple(sorted(set(round_.corrupt))),
         slots=len(assignment.slots),
         slots_before=len(previous.slots) if previous else 0,
+        senders=round_.decision.sent if round_.decision else {},
     )
 
 

@@ -5,7 +5,7 @@ rung, and who sends which slice to whom. Must not know processes, sockets or etc
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dtft.checkpoint.commit import Commit, Holdings, Located, locate
 from dtft.checkpoint.exact import ExactTransfer, Missing, plan_exact
@@ -36,6 +36,17 @@ class Decision:
     committed, but are made of them."""
     passed_over: tuple[str, ...] = ()
     """A reason for each newer commit that cannot be restored."""
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Host to the bytes that others fetch from it; who sends nothing is absent."""
+        if self.plan is not None:
+            return dict(self.plan.sent)
+        sent: dict[str, int] = {}
+        for it in self.transfers:
+            nbytes = sum(piece.nbytes for piece in it.slices)
+            sent[it.source] = sent.get(it.source, 0) + nbytes
+        return sent
 
 
 def decide(
@@ -184,6 +195,8 @@ class RecoveryReport:
     slots: int = 0
     slots_before: int = 0
     """Hosts that train, and how many did before; 0: no others than before."""
+    senders: Mapping[str, int] = field(default_factory=dict)
+    """Host to the bytes that were to be fetched from its memory."""
 
     @property
     def steps_lost(self) -> int:

@@ -32,6 +32,8 @@ class SizeLimits:
     0 if any number of parts will do."""
     batch_axes: tuple[str, ...] = (REPLICA_AXIS,)
     """Mesh axes that divide the rows."""
+    row_parts: int = 1
+    """Equal parts into which those rows are divided again, such as microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class Groups:
         return cls(
             replicas=sizes.get(REPLICA_AXIS, 1),
             slots=mesh.num_slots,
-            parts=math.prod(sizes.get(axis, 1) for axis in others),
+            parts=limits.row_parts * math.prod(sizes.get(axis, 1) for axis in others),
         )
 
     @property

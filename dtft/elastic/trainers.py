@@ -154,6 +154,7 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
     return {
         "slot": order["slot"],
         "num_slots": len(order["addresses"]),
+        "hosts": order["hosts"],
         "generation": order["generation"],
         "attempt": order["attempt"],
         "coordinator": order["coordinator"],

@@ -17,8 +17,34 @@ Batch = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
+class EqualLayers:
+    """The part of a model that can be cut into stages: equal layers in a row."""
+
+    name: str
+    """The module's attribute, an `nnx.List`; each layer is called with what the one
+    before it gave, an array of the same shape with the examples in dim 0."""
+    count: int
+    """How many there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Base of all model configs."""
+
+    @property
+    def layers(self) -> EqualLayers | None:
+        """Its equal layers; None for a model that is not such a row."""
+        return None
+
+    def before_layers(self, model: Any, batch: Batch) -> "jax.Array":
+        """What the first layer is called with; `model` has no layers here."""
+        raise NotImplementedError(f"{type(self).__name__} has no equal layers.")
+
+    def after_layers(
+        self, model: Any, last: "jax.Array", batch: Batch
+    ) -> "tuple[jax.Array, dict[str, jax.Array]]":
+        """As `loss`, from what the last layer gave; `model` has no layers here."""
+        raise NotImplementedError(f"{type(self).__name__} has no equal layers.")
 
     def build(self, rngs: "nnx.Rngs") -> "nnx.Module":
         """Makes the module; equal `rngs` give equal parameters.
@@ -144,14 +170,29 @@ class TransformerConfig(ModelConfig):
 
         return Transformer(self, rngs)
 
-    def loss(
-        self, model: Any, batch: Batch
+    @property
+    def layers(self) -> EqualLayers:
+        """Its blocks."""
+        return EqualLayers(name="blocks", count=self.num_layers)
+
+    def before_layers(self, model: Any, batch: Batch) -> "jax.Array":
+        """The embedded tokens."""
+        return model.embed(batch["tokens"][:, :-1])
+
+    def after_layers(
+        self, model: Any, last: "jax.Array", batch: Batch
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
         """Cross entropy and accuracy per token, predicting each token's successor."""
         from dtft.models.losses import classification
 
-        tokens_BT = batch["tokens"]
-        return classification(model(tokens_BT[:, :-1]), tokens_BT[:, 1:])
+        return classification(model.head(last), batch["tokens"][:, 1:])
+
+    def loss(
+        self, model: Any, batch: Batch
+    ) -> "tuple[jax.Array, dict[str, jax.Array]]":
+        """As `after_layers`, of the whole model."""
+        last_BTD = model.through(self.before_layers(model, batch))
+        return self.after_layers(model, last_BTD, batch)
 
 
 def _positive(section: str, **values: int) -> None:

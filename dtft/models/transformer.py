@@ -64,8 +64,19 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Logits [B, T, vocabulary] of the next token at every position."""
+        return self.head(self.through(self.embed(tokens_BT)))
+
+    def embed(self, tokens_BT: jax.Array) -> jax.Array:
+        """What the first block is called with."""
         places = jnp.arange(tokens_BT.shape[1])[None]
-        x_BTD = self.tokens(tokens_BT) + self.positions(places)
+        return self.tokens(tokens_BT) + self.positions(places)
+
+    def through(self, x_BTD: jax.Array) -> jax.Array:
+        """All blocks, one after the other."""
         for block in self.blocks:
             x_BTD = block(x_BTD)
+        return x_BTD
+
+    def head(self, x_BTD: jax.Array) -> jax.Array:
+        """Logits of what the last block gave."""
         return self.logits(self.norm(x_BTD))

@@ -113,7 +113,8 @@ class Balance(Generic[Division]):
 
     @property
     def settled(self) -> bool:
-        """The division is final until a node drifts, joins or leaves."""
+        """Nothing is left to find: it stays so until a node drifts, joins or leaves, or
+        more steps have made the noise smaller than a gain."""
         return self.unchanged >= self.rules.patience
 
     def after(

@@ -6,34 +6,16 @@ candidates are made or which one is taken.
 """
 
 import itertools
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from dtft.planner.amounts import Sent, Work
-from dtft.planner.collective_cost import collectives_s
-from dtft.planner.columns import Axes, Cases, Columns, Total
-from dtft.planner.cost import computing_s, runs
+from dtft.planner.amounts import Work
+from dtft.planner.columns import Total
 from dtft.planner.groups import CHEAP, Group
-from dtft.planner.partition import MICRO, Division
+from dtft.planner.partition import Division
 from dtft.planner.question import Question
-from dtft.planner.works import works_of
-
-Table = tuple[Cases, np.ndarray]
-"""A number for each case."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """A collective of a step."""
-
-    sent: Sent
-    times: float
-    """How often it is sent, in a step or for each microbatch."""
-    repeats: tuple[Axes, ...]
-    """`((MICRO,),)` if it is for each microbatch."""
+from dtft.planner.rates import Message, Rates, Table, repeats_of
+from dtft.planner.works import GroupKey, works_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,14 +40,14 @@ class Way:
 class Prices:
     """What groups of operators take on the points of some columns."""
 
-    def __init__(self, question: Question, columns: Columns) -> None:
+    def __init__(self, question: Question, rates: Rates) -> None:
         """Nothing is priced yet.
 
         Args:
             question: what is asked.
-            columns: for which sizes of axes.
+            rates: on the columns.
         """
-        self.question, self.columns = question, columns
+        self.question, self.rates, self.columns = question, rates, rates.columns
         self.works = works_of(question)
         self._ways: dict[Hashable, Way] = {}
 
@@ -76,80 +58,44 @@ class Prices:
     def all(self, asked: Sequence[tuple[int, Division]]) -> list[Way]:
         """The same of some groups, by number, each under its own division."""
         keys = [self.works.key(number, division) for number, division in asked]
-        new = {
-            key: one
-            for key, one in zip(keys, asked, strict=True)
-            if key not in self._ways
-        }
-        self._ways |= zip(new, self._priced(list(new.values())), strict=True)
+        new = [key for key in dict.fromkeys(keys) if key not in self._ways]
+        self._ways |= zip(new, self._priced(new), strict=True)
         return [self._ways[key] for key in keys]
 
-    def _priced(self, asked: Sequence[tuple[int, Division]]) -> list[Way]:
-        groups = self.question.groups
-        works = [self.works.of(number, division) for number, division in asked]
-        messages = [
-            Message(sent=sent, times=groups[number].times, repeats=_repeats(done))
-            for (number, _), done in zip(asked, works, strict=True)
-            for sent in done.sent
-        ]
-        sending = iter(self.sending(messages))
-        return [
-            self._way(
-                groups[number], done, tuple(itertools.islice(sending, len(done.sent)))
+    def _priced(self, keys: Sequence[GroupKey]) -> list[Way]:
+        works = [self.works.at(key) for key in keys]
+        sending = iter(
+            self.rates.sending(
+                [
+                    Message(sent=sent, repeats=repeats_of(done))
+                    for done in works
+                    for sent in done.sent
+                ]
             )
-            for (number, _), done in zip(asked, works, strict=True)
+        )
+        return [
+            self._way(key, done, itertools.islice(sending, len(done.sent)))
+            for key, done in zip(keys, works, strict=True)
         ]
 
-    def _way(self, group: Group, done: Work, sending: tuple[Table, ...]) -> Way:
-        columns, repeats = self.columns, _repeats(done)
-        amounts = done.sizes or (*done.reads, *done.writes, done.flops)
-        amounts += (done.columns,) if done.columns is not None else ()
-        cases = columns.divided({*repeats, *(amount.axes for amount in amounts)})
-        times = group.times * runs(done, cases.sizes)
-        graph, device = self.question.graph, columns.pool.device
+    def _way(self, key: GroupKey, done: Work, sending: Iterable[Table]) -> Way:
+        group, rates = self.question.groups[key[0]], self.rates
         cold = group.region == "update"
-        seconds = times * computing_s(graph, device, done, cases.sizes, cold=cold)
-        often = columns.divided(repeats)
+        pattern = self.works.pattern(key)
+        computing = rates.computing(self.question.graph, pattern, done, cold=cold)
         starts = 0.0 if group.operator.kind in CHEAP else group.times
-        starts = starts * runs(done, often.sizes) * np.ones(len(often.first))
         return Way(
             group=group,
             work=done,
-            computing=(cases, seconds * np.ones(len(cases.first))),
-            sending=sending,
-            starts=(often, starts),
+            computing=_times(group.times, computing),
+            sending=tuple(_times(group.times, one) for one in sending),
+            starts=_times(starts, rates.repeats(repeats_of(done))),
         )
 
-    def sending(self, messages: Sequence[Message]) -> list[Table]:
-        """Seconds of a step of each of some collectives."""
-        alike: dict[object, list[int]] = defaultdict(list)
-        for place, one in enumerate(messages):
-            divisors = frozenset({*one.repeats, one.sent.amount.axes})
-            alike[one.sent.kind, one.sent.axes, divisors].append(place)
-        found: dict[int, Table] = {}
-        for places in alike.values():
-            some = [messages[place] for place in places]
-            found |= zip(places, self._sending(some), strict=True)
-        return [found[place] for place in range(len(messages))]
 
-    def _sending(self, alike: Sequence[Message]) -> Iterator[Table]:
-        """The same of one kind, along the same axes, divided alike."""
-        sent, repeats = alike[0].sent, alike[0].repeats
-        cases = self.columns.sending(sent.axes, {*repeats, sent.amount.axes})
-        of, groups = self.columns.lies(sent.axes)
-        which = of[cases.first]
-        totals = np.array([[one.sent.amount.total] for one in alike])
-        num_bytes = totals / self.columns.parts(sent.amount.axes)[cases.first]
-        seconds = collectives_s(sent.kind, num_bytes, groups, which)
-        for axes in repeats:
-            seconds *= self.columns.parts(axes)[cases.first]
-        for one, row in zip(alike, seconds, strict=True):
-            yield cases, one.times * row
-
-
-def _repeats(done: Work) -> tuple[Axes, ...]:
-    """What work is done anew for."""
-    return ((MICRO,),) if MICRO in done.divided_by else ()
+def _times(number: float, table: Table) -> Table:
+    cases, values = table
+    return cases, number * values
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,8 +17,9 @@ from dtft.planner.amounts import Amount, Sent, parts
 from dtft.planner.columns import Cases, Columns, Total, distinct
 from dtft.planner.graph import Value
 from dtft.planner.partition import MICRO, Axes, Division, flat
-from dtft.planner.pricing import Message, Prices
+from dtft.planner.pricing import Prices
 from dtft.planner.question import Question, Role
+from dtft.planner.rates import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +112,9 @@ class Resting:
             whole = Amount(total=alike.value.num_bytes, axes=used)
             sent = Sent(kind="all_gather", axes=(shards.AXIS,), amount=whole)
             repeats: tuple[Axes, ...] = ((MICRO,),) if repeated else ()
-            message = Message(sent=sent, times=times, repeats=repeats)
-            sending, seconds = self.prices.sending([message])[0]
+            message = Message(sent=sent, repeats=repeats)
+            sending, seconds = self.prices.rates.sending([message])[0]
+            seconds = times * seconds
             if not (place >= 0).all():
                 both = self._columns.together([cases, sending])
                 there = place[cases.of[both.first]] >= 0

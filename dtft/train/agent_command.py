@@ -26,7 +26,7 @@ from dtft.elastic.store import Store, StoreUnavailable
 from dtft.train import config as configs
 from dtft.train import host_flags
 from dtft.train.experiment import CheckpointConfig, Experiment
-from dtft.train.fitting import check
+from dtft.train.fitting import check, row_parts
 from dtft.train.job_options import (
     check_address,
     host_name,
@@ -130,6 +130,7 @@ def _size_limits(experiment: Experiment) -> SizeLimits:
         min_replicas=experiment.cluster.min_replicas,
         global_batch=experiment.data.global_batch,
         batch_axes=("replica", "fsdp"),
+        row_parts=row_parts(experiment),
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtft.train.experiment import Experiment
+from dtft.train.experiment import Experiment, MeshConfig, PipelineConfig
 from dtft.train.fitting import check
 
 SCHEMA = 1
@@ -22,6 +22,8 @@ _SHAPE_RELEVANT = (
     *("schema", "data_identity", "seed", "model.", "data."),
     *("optim.class", "optim.sync."),
 )
+_STAGES = ("pipeline.virtual_stages", "pipeline.layers")
+"""Which stage has which layers: it decides the state's shape where there are stages."""
 _ELSEWHERE = ("data.path", "data.threads")
 """Where data lies and how fast it is read; what it is, data_identity says."""
 
@@ -73,6 +75,7 @@ def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experime
     default = _default(find(config))
     overrides = [_in_full(argument) for argument in overrides]
     _refuse_unknown(overrides, list(keys(default)))
+    default = _for_plan(default, overrides)
     try:
         experiment = tyro.cli(
             Experiment,
@@ -125,7 +128,7 @@ def keys(config: Any, prefix: str = "") -> Iterator[str]:
 
     >>> from dtft.train.experiment import MeshConfig
     >>> list(keys(MeshConfig()))
-    ['replica', 'fsdp', 'tensor']
+    ['replica', 'stage', 'fsdp', 'tensor']
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -163,8 +166,9 @@ def shape_relevant(resolved: str) -> str:
     """The part of a resolved config that must be the same when a run is resumed.
 
     These are the model, the data with its identity and batch, the kind of optimizer,
-    what its replicas exchange, and the seed. The mesh is not: a state can be restored
-    onto another one, as long as no part of it belongs to one replica.
+    what its replicas exchange, the seed, and which stage has which layers. The rest of
+    the mesh is not: a state can be restored onto another one, as long as no part of it
+    belongs to one replica.
     """
     flat = _flat(json.loads(resolved))
     kept = {
@@ -174,6 +178,9 @@ def shape_relevant(resolved: str) -> str:
     }
     if flat.get("optim.sync.moments", "none") == "none":
         kept = {key: kept[key] for key in kept if not key.startswith("optim.sync.")}
+    kept["mesh.stage"] = flat.get("mesh.stage", 1)
+    if kept["mesh.stage"] > 1:
+        kept |= {key: flat[key] for key in _STAGES}
     return json.dumps(kept, indent=1, sort_keys=True)
 
 
@@ -202,6 +209,23 @@ def _in_full(argument: str) -> str:
     flag, equals, value = argument.partition("=")
     key = _SHORT.get(flag.removeprefix("--")) if flag.startswith("--") else None
     return f"--{key}{equals}{value}" if key else argument
+
+
+def _for_plan(default: Experiment, overrides: Sequence[str]) -> Experiment:
+    """The config without its own mesh, where a plan is asked for in the place of it.
+
+    A mesh that is asked for beside it stays, and is refused with the plan.
+    """
+    given = [argument.partition("=") for argument in overrides]
+    asked = [
+        value if equals else "".join(overrides[at + 1 : at + 2])
+        for at, (key, equals, value) in enumerate(given)
+        if key == "--plan"
+    ]
+    own = any(key.startswith(("--mesh.", "--pipeline.")) for key, _, _ in given)
+    if own or not asked or not asked[-1]:
+        return default
+    return dataclasses.replace(default, mesh=MeshConfig(), pipeline=PipelineConfig())
 
 
 def _default(path: Path) -> Experiment:

@@ -14,6 +14,7 @@ from dtft.models.base import ModelConfig
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.datasets import DataConfig
 from dtft.train.optimizers import OptimConfig
+from dtft.train.pipeline_config import PipelineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class MeshConfig:
 
     replica: int = -1
     """Copies of the model, each on its part of the batch; -1 for what is left."""
+    stage: int = 1
+    """Parts the model's layers are divided into, one after the other (`pipeline`)."""
     fsdp: int = 1
     """Parts the state and the batch are divided into."""
     tensor: int = 1
@@ -38,6 +41,11 @@ class MeshConfig:
             raise ValueError(
                 f"mesh={vars(self)} leaves more than one size open. "
                 "Set all but one to 1 or more."
+            )
+        if self.stage == -1:
+            raise ValueError(
+                "mesh.stage=-1: what a stage has decides the state's shape, so it does "
+                "not follow from the devices. Set --mesh.stage to 1 or more."
             )
 
     @property
@@ -212,6 +220,8 @@ class Experiment:
     """The optimizer; any subclass of OptimConfig."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Sizes of the mesh axes."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """How rows pass through the stages of a mesh with `stage`."""
     plan: str = ""
     """Instead of `mesh`: `auto` for the best plan that the planner finds, or the path
     of a plan file (`dtft plan --json`). Decided once, and recorded in checkpoints;
@@ -242,6 +252,11 @@ class Experiment:
             raise ValueError(
                 f"plan={self.plan!r} decides the mesh, but mesh={vars(self.mesh)} is "
                 "set, too. Leave --mesh.* out, or set --plan ''."
+            )
+        if self.mesh.stage == 1 and self.pipeline != PipelineConfig():
+            raise ValueError(
+                f"pipeline={vars(self.pipeline)} has no effect with mesh.stage=1. Set "
+                "--mesh.stage 2 or more, or leave --pipeline.* out."
             )
         if self.plan and self.optim.reduces_itself:
             raise ValueError(

@@ -25,7 +25,7 @@ def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshCon
         ValueError: the sizes do not fit the devices.
 
     >>> resolve_mesh(MeshConfig(fsdp=2), hosts=3, devices_per_host=2)
-    MeshConfig(replica=3, fsdp=2, tensor=1)
+    MeshConfig(replica=3, stage=1, fsdp=2, tensor=1)
     """
     devices, known, unknown = hosts * devices_per_host, 1, ""
     for name, value in vars(mesh).items():
@@ -35,7 +35,7 @@ def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshCon
         raise ValueError(
             f"mesh {sizes} does not fit {devices} devices ({hosts} hosts x "
             f"{devices_per_host}). The sizes must multiply to {devices}. Change "
-            "--mesh.replica, --mesh.fsdp or --mesh.tensor, or the number of hosts."
+            "--mesh.replica, .stage, .fsdp or .tensor, or the number of hosts."
         )
     return replace(mesh, **({unknown: devices // known} if unknown else {}))
 
@@ -55,6 +55,12 @@ def scaled_mesh(
     """
     mesh = resolve_mesh(experiment.mesh, experiment.cluster.hosts, devices_per_host)
     return resolve_mesh(replace(mesh, replica=-1), slots, devices_per_host)
+
+
+def row_parts(experiment: Experiment) -> int:
+    """Equal parts that the rows of one part of the mesh are divided into again."""
+    stages = experiment.mesh.stage
+    return experiment.pipeline.row_parts(stages) if stages > 1 else 1
 
 
 def check(
@@ -90,6 +96,8 @@ def check(
     _check_batch(experiment.data.global_batch, mesh)
     if experiment.balance.policy != "off":
         sharing_of(experiment.balance, experiment.data.global_batch, vars(mesh))
+    if mesh.stage > 1:
+        _check_stages(experiment, mesh)
     if experiment.cluster.min_replicas:
         _check_min_replicas(experiment, mesh, hosts)
 
@@ -143,6 +151,39 @@ def _check_batch(batch: int, mesh: MeshConfig) -> None:
         )
 
 
+def _check_stages(experiment: Experiment, mesh: MeshConfig) -> None:
+    """Refuses what does not go together with stages.
+
+    Raises:
+        ValueError: says what, and what is allowed.
+    """
+    layers, where = experiment.model.layers, f"mesh.stage={mesh.stage}"
+    if layers is None:
+        raise ValueError(
+            f"{where}: the model {type(experiment.model).__name__} is not a row of "
+            "equal layers that stages could share. Allowed: models whose config has "
+            "`layers`, such as TransformerConfig. Set --mesh.stage 1."
+        )
+    if mesh.tensor > 1:
+        raise ValueError(
+            f"{where} does not go together with mesh.tensor={mesh.tensor}: a stage "
+            "computes with whole matrices. Allowed: 1 (mesh.replica and mesh.fsdp may "
+            "be more). Set --mesh.tensor 1."
+        )
+    optim = type(experiment.optim).__name__
+    if experiment.optim.reduces_itself or not experiment.optim.is_elementwise:
+        raise ValueError(
+            f"{where} does not go together with the optimizer {optim}, because it "
+            "looks at whole matrices or communicates by itself, and layers are "
+            "stacked here. Allowed: optimizers that update each number by itself "
+            "(MaxAdaBeliefConfig without optim.sync, AdamWConfig, SGDConfig). Set "
+            "--mesh.stage 1."
+        )
+    experiment.pipeline.chunks(mesh.stage, layers.count)
+    rows = experiment.data.global_batch // mesh.num_data_slots
+    experiment.pipeline.check_rows(mesh.stage, rows)
+
+
 def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) -> None:
     """Refuses a least number of replicas that the job could never have.
 
@@ -150,10 +191,11 @@ def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) ->
         ValueError: says which are allowed.
     """
     least, batch = experiment.cluster.min_replicas, experiment.data.global_batch
+    parts = mesh.fsdp * row_parts(experiment)
     fitting = [
         replicas
         for replicas in range(1, mesh.replica + 1)
-        if replicas * hosts % mesh.replica == 0 and batch % (replicas * mesh.fsdp) == 0
+        if replicas * hosts % mesh.replica == 0 and batch % (replicas * parts) == 0
     ]
     if least not in fitting:
         raise ValueError(

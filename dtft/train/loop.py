@@ -11,15 +11,19 @@ from typing import Any
 
 import jax
 
+from dtft.train import pipelined
+from dtft.train.balancing import balancer_of
 from dtft.train.config import ConfigError
 from dtft.train.data import make_datasets
 from dtft.train.experiment import Experiment
 from dtft.train.feed import Feed, evaluate
 from dtft.train.logs import Record, RunLog
+from dtft.train.pipelined_program import PipelinedProgram
 from dtft.train.planned_program import PlannedProgram
 from dtft.train.runtime import Items, Runtime
 from dtft.train.step import Metrics, Program, State
 from dtft.train.stop import Plateau, observe
+from dtft.train.uneven import UnevenProgram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +46,14 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
     """
     program = program_of(experiment, runtime)
     data = make_datasets(experiment.data, experiment.seed)
-    feed = Feed(data.train, program, experiment.data.global_batch)
     restored = runtime.restore(program.abstract_state)
     items = restored[1] if restored else {}
+    balancer = balancer_of(experiment, runtime, program, data.train, items)
+    if balancer is None:
+        feed = Feed(data.train, program, experiment.data.global_batch)
+        run_step = program.step
+    else:
+        feed, run_step = balancer.feed, balancer.step
     watch = Watch(experiment, data.identity, items, runtime.should_save)
     state, step = restored[0] if restored else program.init(), watch.start
     asked_to_stop = False
@@ -54,7 +63,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
         while not (watch.ended(step) or asked_to_stop):
             step += 1
             batch = feed.take(step)
-            state, metrics = program.step(state, batch.arrays)
+            state, metrics = run_step(state, batch.arrays)
             runtime.dispatched(step)
             # While the devices work: the last step's log, the next step's rows.
             log.samples(step, batch.rows, batch.ids)
@@ -66,7 +75,8 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
                 jax.block_until_ready((state, metrics))
                 log.write(watch.collect())  # a step that may be restored is in the log
                 runtime.finished_step(step)
-                runtime.save(step, state, watch.items(step) | planned)
+                shared = balancer.items if balancer else {}
+                runtime.save(step, state, watch.items(step) | planned | shared)
                 asked_to_stop = runtime.should_stop(step)
         log.write(watch.collect())
         summary: dict[str, Any] = {"step": step, "completed": watch.ended(step)}
@@ -80,11 +90,14 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
 
 
 def program_of(experiment: Experiment, runtime: Runtime) -> Program:
-    """What is run: by the config's own mesh, or as planned."""
+    """What is run: as planned, or by the config's mesh, in stages or uneven shares."""
     mesh = runtime.mesh(experiment)
-    if runtime.choice is None:
-        return Program(experiment, mesh)
-    return PlannedProgram(experiment, mesh, runtime.choice.plan)
+    if runtime.choice is not None:
+        return PlannedProgram(experiment, mesh, runtime.choice.plan)
+    if mesh.shape[pipelined.AXIS] > 1:
+        return PipelinedProgram(experiment, mesh)
+    balanced = experiment.balance.policy != "off"
+    return (UnevenProgram if balanced else Program)(experiment, mesh)
 
 
 class Watch:

@@ -118,6 +118,15 @@ class OptimConfig:
         """Whether replicas have parameters of their own between two steps."""
         return False
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each number is updated without its neighbours in the array.
+
+        Such an optimizer does the same to layers that are stacked into one array.
+        Norms over all gradients are no neighbours.
+        """
+        return True
+
     def check_mesh(self, tensor: int) -> None:
         """Refuses a mesh on which the optimizer cannot communicate.
 

@@ -16,7 +16,8 @@ from dtft.train.step import State
 
 Items = dict[str, Any]
 """What a checkpoint holds beside arrays, as JSON: `step`, `position` (the number of
-global rows used), `stop` (the plateau's state) and `data_identity`."""
+global rows used), `stop` (the plateau's state) and `data_identity`; the plan and the
+shares in force, where there are any."""
 
 
 class Runtime(Protocol):
@@ -30,6 +31,11 @@ class Runtime(Protocol):
     @property
     def num_slots(self) -> int:
         """Number of positions."""
+        ...
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The name of each position's host; shares are learned per host."""
         ...
 
     @property

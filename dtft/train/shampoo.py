@@ -79,6 +79,11 @@ class ShampooConfig(OptimConfig):
                 )
 
     @property
+    def is_elementwise(self) -> bool:
+        """No: a number's update depends on its row and its column."""
+        return False
+
+    @property
     def reduces_itself(self) -> bool:
         """Whether statistics are those of each replica's own gradient."""
         return self.wire != "none"

@@ -77,6 +77,7 @@ class LocalRuntime:
 
     slot = 0
     num_slots = 1
+    hosts = ("here",)
     generation = 0
     attempt = 0
     is_leading = True

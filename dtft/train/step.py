@@ -26,7 +26,7 @@ from dtft.train.fitting import resolve_mesh
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
-AXES = ("replica", "fsdp", "tensor")
+AXES = ("replica", "stage", "fsdp", "tensor")
 BATCH_AXES = ("replica", "fsdp")
 _READ = ("params", "statistics")
 """The parts of the state that the model reads."""
@@ -189,7 +189,7 @@ class Program:
 
     def _init_replica(self) -> State:
         model = self._model.build(nnx.Rngs(self._seed))
-        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        params = self._arranged(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
             opt_state = self._optimizer.init(params)
         return {
@@ -198,6 +198,10 @@ class Program:
             "opt_state": opt_state,
             "step": jnp.zeros([], jnp.int32),
         }
+
+    def _arranged(self, params: Any) -> Any:
+        """The model's parameters as the state has them."""
+        return params
 
     def _losses(
         self, read: State, batch: dict[str, jax.Array], *, training: bool

@@ -46,6 +46,7 @@ class AgentRuntime:
         """Takes the slot that `start` describes; joins nothing yet."""
         self.slot: int = start["slot"]
         self.num_slots: int = start["num_slots"]
+        self.hosts: tuple[str, ...] = tuple(start["hosts"])
         self.generation: int = start["generation"]
         self.attempt: int = start["attempt"]
         self.is_leading = self.slot == 0

@@ -8,7 +8,7 @@ import pytest
 from dtft.elastic.faults import PHASES
 from dtft.elastic.journal import read_events
 from tests.checkpoint.test_stream import certificate
-from tests.drills.harness import DIGITS, FSDP, HYBRID, drill, dtft
+from tests.drills.harness import DIGITS, FSDP, HYBRID, STAGES, drill, dtft
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
 every = pytest.mark.drill_all
@@ -259,3 +259,24 @@ def test_a_planned_job_replays_its_plan(tmp_path, control, given):
     assert only(record)["rung"] == 2 and only(record)["bytes_from_storage"] == 0
     said = re.findall(r"plan \S+: (.*); predicted", record["output"])
     assert len(said) >= 2 and len(set(said)) == 1
+
+
+@every
+def test_a_lost_stage_comes_from_the_same_stage_of_the_other_replica(tmp_path, control):
+    record = drill(
+        *(tmp_path, *STAGES, *control("stages")),
+        *("--spares", "1", "--fault", "kill-host:1@10"),
+    )
+    recovery = only(record)
+    assert recovery["rung"] == 2 and recovery["bytes_from_storage"] == 0
+    senders = recovery["senders"]
+    assert sum(senders.values()) == recovery["bytes_from_peers"] > 200_000
+    # Scalars, such as the step, are the same on all hosts; anybody may send those.
+    assert senders["host-3"] > 0.999 * recovery["bytes_from_peers"]
+    first, last = [
+        event["slots"]
+        for event in read_events(tmp_path / "faulted")
+        if event["event"] == "assignment"
+    ]
+    assert first == ["host-0", "host-1", "host-2", "host-3"]
+    assert last == ["host-0", "host-4", "host-2", "host-3"]

@@ -100,7 +100,12 @@ class Everything:
         self.search = Search(question, pool, scatters=scatters)
         self.timeline = Timeline(graph=question.graph, gathers=True)
         data = dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
-        self.base = Division(axes=data, scatters=scatters, alias=question.alias)
+        self.base = Division(
+            axes=data,
+            scatters=scatters,
+            alias=question.alias,
+            first=question.weights,
+        )
         self.dims = candidates(question)
         self._known: dict[object, tuple[float, float, float]] = {}
         self._works: dict[object, Work] = {}
@@ -249,7 +254,7 @@ class Everything:
         if key not in self._moments:
             self._moments[key] = Moments(Course(timeline), division)
         one = {axis: np.array([sizes.get(axis, 1)]) for axis in (*AXES, MICRO)}
-        highest = self._moments[key].peak(one, zero)
+        highest = self._moments[key].on(one).peak(zero)
         return there + float(highest.activations[0]) + float(highest.gradients[0])
 
 

@@ -137,7 +137,7 @@ def test_a_files_plan_gets_more_replicas_or_is_refused(
     assert found.plan.mesh == {"replica": 4, "tensor": 2}
     assert "(replicas changed for 8 devices; was replica=2 x tensor=2)" in found.words
     assert dict(planned_mesh(found.plan, jax.devices()).shape) == {
-        "fsdp": 1, "replica": 4, "tensor": 2,
+        "stage": 1, "fsdp": 1, "replica": 4, "tensor": 2,
     }  # fmt: skip
     with pytest.raises(ConfigError, match="does not fit 3 devices. Allowed: multiples"):
         choose(experiment, jax.devices()[:3], items.items, never)

@@ -95,7 +95,7 @@ def test_layout_names_what_each_device_holds(tmp_path: Path) -> None:
     state = program.init()
     kernel = next(leaf for leaf in layout.leaves if leaf.path == "params/logits/kernel")
     assert kernel.shape == (16, 128) and kernel.spec == ((), ("fsdp",))
-    assert layout.mesh.axis_sizes == (1, 4, 1) and layout.config == "{}"
+    assert layout.mesh.axis_sizes == (1, 1, 4, 1) and layout.config == "{}"
     held = {
         tuple((s.start or 0, s.stop) for s in shard.index)
         for shard in state["params"]["logits"]["kernel"].addressable_shards

@@ -79,7 +79,8 @@ def compilations() -> Iterator[list[str]]:
     """Names of the events of compiling that happen inside."""
     found: list[str] = []
 
-    def heard(event: str, _: float, **__: Any) -> None:
+    def heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
         if event.endswith("backend_compile_duration"):
             found.append(event)
 

@@ -1,0 +1,174 @@
+"""What a run tells its user of shares: a line per round, and `balance.jsonl`.
+
+Decides wording and the file's format only. Must not decide anything about shares.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtft.planner.balance import Balance
+from dtft.planner.load_shares import Counts, waits
+from dtft.train.balance_record import Begin
+from dtft.train.disk import Disk
+from dtft.train.sharing import Sharing
+
+FILE = "balance.jsonl"
+SHOWN = 8
+"""Nodes up to which a line names every one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds of steps in a round, as one process saw them."""
+
+    step_s: float | None
+    """Of one that was not measured; None where there was none."""
+    probe_s: float
+    """Of one that was."""
+    probes: int
+    steps: int
+    """Of the round, the measured ones included."""
+
+    @property
+    def share(self) -> float | None:
+        """Part of the time that measuring cost."""
+        if self.step_s is None:
+            return None
+        lost = self.probes * (self.probe_s - self.step_s)
+        return max(0.0, lost / (self.steps * self.step_s))
+
+
+class BalanceLog:
+    """Prints lines and appends records, if this process is the one that does."""
+
+    def __init__(
+        self,
+        run_directory: Path,
+        epoch: dict[str, int],
+        *,
+        leading: bool,
+        say: Callable[[str], None] = lambda line: print(line, flush=True),
+    ) -> None:
+        """`epoch` is written into every record. Opens nothing."""
+        self._path, self._epoch = run_directory / FILE, epoch
+        self._leading, self._say = leading, say
+        self._disk = Disk(run_directory)
+
+    def began(
+        self, step: int, begin: Begin, sharing: Sharing, names: Sequence[str]
+    ) -> None:
+        """The shares that the run begins with after `step`."""
+        shares = begin.balance.division
+        record = {
+            "event": "begin",
+            "step": step,
+            "nodes": list(names),
+            "shares": shares.tolist(),
+            "recorded": begin.is_recorded,
+            "unknown": list(begin.unknown),
+        }
+        self._write(record, begin_line(step, begin, sharing))
+
+    def round(
+        self,
+        step: int,
+        before: Balance[Counts],
+        after: Balance[Counts],
+        busy_s: np.ndarray,
+        cost: Cost,
+    ) -> None:
+        """A round that ended with `step`; `busy_s` is `[steps, nodes]`."""
+        judged = after.judgement
+        assert judged is not None
+        record = {
+            "event": "round",
+            "step": step,
+            "round": after.rounds,
+            "shares": before.division.tolist(),
+            "next": after.division.tolist(),
+            "busy_ms": _ms(busy_s.mean(0)),
+            "waits_ms": _ms(waits(busy_s).mean(0)),
+            "max_wait_ms": round(1e3 * judged.max_wait_s, 3),
+            "mean_wait_ms": round(1e3 * judged.mean_wait_s, 3),
+            "gain": round(judged.gain, 5),
+            "threshold": round(judged.threshold, 5),
+            "drifted": list(judged.drifted),
+            "settled": after.settled,
+            "probe_ms": round(1e3 * cost.probe_s, 3),
+            "step_ms": None if cost.step_s is None else round(1e3 * cost.step_s, 3),
+            "cost": None if cost.share is None else round(cost.share, 5),
+        }
+        self._write(record, round_line(step, before, after, busy_s, cost))
+
+    def _write(self, record: dict[str, Any], line: str) -> None:
+        if not self._leading:
+            return
+        self._disk.attempt(lambda: self._say(line))
+        self._disk.attempt(lambda: self._append(record))
+
+    def _append(self, record: dict[str, Any]) -> None:
+        with open(self._path, "a") as file:
+            file.write(json.dumps({**self._epoch, **record}) + "\n")
+
+
+def begin_line(step: int, begin: Begin, sharing: Sharing) -> str:
+    """What the shares are at first, and why."""
+    why = f"recorded at step {step}" if begin.is_recorded else "to begin with"
+    new = ""
+    if step and begin.unknown:
+        new = f"; {', '.join(begin.unknown)} not measured yet"
+    policy, shares = begin.balance.rules.policy, begin.balance.division
+    return (
+        f"balance {policy}: {sharing.num_microbatches} microbatches of "
+        f"{sharing.rows_each} rows, room for {sharing.most} on a replica; shares "
+        f"{_row(shares)} {why}{new}"
+    )
+
+
+def round_line(
+    step: int,
+    before: Balance[Counts],
+    after: Balance[Counts],
+    busy_s: np.ndarray,
+    cost: Cost,
+) -> str:
+    """Shares and waits of a round, and what follows."""
+    judged = after.judgement
+    assert judged is not None
+    longest = float(busy_s.max(1).mean())
+    parts = [
+        f"balance round {after.rounds} at step {step}: shares {_row(before.division)}",
+        f"waits {_row(1e3 * waits(busy_s).mean(0))} ms (largest "
+        f"{judged.max_wait_s / longest:.0%}, mean {judged.mean_wait_s / longest:.0%} "
+        "of the longest work)",
+    ]
+    if judged.drifted:
+        parts.append(f"another speed: {', '.join(map(str, judged.drifted))}")
+    if cost.share is not None:
+        parts.append(f"measuring costs {cost.share:.1%}")
+    return ", ".join(parts) + f": {_follows(after)}"
+
+
+def _follows(after: Balance[Counts]) -> str:
+    judged = after.judgement
+    assert judged is not None
+    if judged.changed:
+        return f"next {_row(after.division)}"
+    return "settled" if after.settled else "unchanged"
+
+
+def _row(values: np.ndarray) -> str:
+    texts = [f"{value:.0f}" for value in values]
+    if len(texts) <= SHOWN:
+        return " ".join(texts)
+    middle = f"{np.median(values):.0f}"
+    return f"{min(values):.0f}/{middle}/{max(values):.0f} (least/median/most)"
+
+
+def _ms(seconds: np.ndarray) -> list[float]:
+    return [round(1e3 * float(value), 3) for value in seconds]

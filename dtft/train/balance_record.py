@@ -1,0 +1,130 @@
+"""The shares in force as a commit records them, and how a run goes on with them.
+
+Nodes are known by the hosts that they are: a run goes on with the recorded shares, and
+with what was learned of the hosts that are still there; where a host is new, the search
+for shares is open again. Pure; must not know devices, files or who measures.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from dtft.planner.balance import Balance, Policy, Rules
+from dtft.planner.load_shares import Counts, Microbatches
+from dtft.planner.unit_times import UnitTimes
+
+ITEM = "balance"
+"""Its name among what a checkpoint holds beside arrays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin:
+    """What a run begins with."""
+
+    balance: Balance[Counts]
+    is_recorded: bool
+    """Whether the shares are those of the commit."""
+    unknown: tuple[str, ...]
+    """Nodes of which nothing is known."""
+
+
+def node_names(hosts_of: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """A name for every replica, by its hosts.
+
+    Args:
+        hosts_of: the hosts of each replica, one or several.
+
+    >>> node_names([["a"], ["b", "c"], ["d"], ["d"]])
+    ('a', 'b+c', 'd', 'd.1')
+    """
+    seen: Counter[str] = Counter()
+    names: list[str] = []
+    for hosts in hosts_of:
+        name = "+".join(dict.fromkeys(hosts))
+        names.append(f"{name}.{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return tuple(names)
+
+
+def to_items(balance: Balance[Counts], names: Sequence[str]) -> dict[str, Any]:
+    """What a checkpoint records: JSON, from which `begin` goes on."""
+    times = {
+        field.name: getattr(balance.times, field.name).tolist()
+        for field in fields(UnitTimes)
+    }
+    recorded = {
+        "policy": balance.rules.policy,
+        "nodes": list(names),
+        "shares": balance.division.tolist(),
+        "weights": balance.weights.tolist(),
+        "times": times,
+        "unchanged": balance.unchanged,
+        "rounds": balance.rounds,
+    }
+    return {ITEM: recorded}
+
+
+def begin(
+    policy: Policy,
+    work: Microbatches,
+    names: Sequence[str],
+    items: Mapping[str, Any],
+) -> Begin:
+    """The shares and the knowledge that a run begins with.
+
+    Recorded shares are replayed where there are as many nodes, whoever they are.
+    Otherwise shares are the best for what is known of the nodes (`exact`), or equal.
+
+    Args:
+        policy: that now holds.
+        work: what is divided.
+        names: of the nodes, see `node_names`.
+        items: of the checkpoint that the run continues from; empty at the very start.
+    """
+    fresh = Balance.begin(work, Rules(policy=policy))
+    recorded = items.get(ITEM)
+    if recorded is None or sum(recorded["shares"]) != work.total:
+        # Of other microbatches nothing that was measured holds.
+        return Begin(balance=fresh, is_recorded=False, unknown=tuple(names))
+    times = _known(recorded, names)
+    steps = dict(zip(names, times.num_steps, strict=True))
+    unknown = tuple(name for name in names if not steps[name])
+    shares = np.asarray(recorded["shares"], np.int64)
+    weights, replayed = np.asarray(recorded["weights"], float), True
+    if not _fit(shares, work):
+        any_known = policy == "exact" and len(unknown) < len(names)
+        shares = work.best(times.estimate_s) if any_known else fresh.division
+        weights, replayed = fresh.weights, False
+    same = recorded["nodes"] == list(names) and recorded["policy"] == policy
+    balance = Balance(
+        work=work,
+        rules=fresh.rules,
+        division=shares,
+        weights=weights,
+        times=times,
+        unchanged=recorded["unchanged"] if same and replayed else 0,
+        rounds=recorded["rounds"],
+    )
+    return Begin(balance=balance, is_recorded=replayed, unknown=unknown)
+
+
+def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> UnitTimes:
+    """What is known of the nodes, found by their names."""
+    place = {name: index for index, name in enumerate(recorded["nodes"])}
+    found = {}
+    for field in fields(UnitTimes):
+        given = recorded["times"][field.name]
+        values = [given[place[name]] if name in place else 0 for name in names]
+        kind = np.int64 if field.name == "num_steps" else np.float64
+        found[field.name] = np.asarray(values, kind)
+    return UnitTimes(**found)
+
+
+def _fit(shares: Counts, work: Microbatches) -> bool:
+    if shares.size != work.num_nodes:
+        return False
+    most = work.total if work.cap is None else np.asarray(work.cap)
+    return bool((shares <= most).all())

@@ -1,0 +1,160 @@
+"""Rounds of uneven shares while training: run, time the last steps, judge, share anew.
+
+Which steps are timed follows from their numbers, so all processes time the same ones;
+the times of all are gathered, and the first process's judgement holds for all: other
+processors may round otherwise. What a judgement is, `dtft.planner.balance` decides.
+Must not know hosts beyond their names, nor how a step is run or timed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from dtft.planner.balance import Balance
+from dtft.planner.load_shares import Counts
+from dtft.train import balance_record
+from dtft.train.balance_config import BalanceConfig
+from dtft.train.balance_log import BalanceLog, Cost
+from dtft.train.balance_record import Begin
+from dtft.train.data import Source
+from dtft.train.experiment import Experiment
+from dtft.train.probing import Probe, Timed
+from dtft.train.runtime import Items, Runtime
+from dtft.train.shared_feed import SharedFeed
+from dtft.train.step import Metrics, State
+from dtft.train.uneven import UnevenProgram
+
+
+class Timing(Protocol):
+    """What runs and times a step: `probing.Probe`."""
+
+    def step(
+        self, state: State, batch: Mapping[str, jax.Array]
+    ) -> tuple[State, Metrics, Timed]:
+        """One optimizer step, with the seconds of this process's replicas."""
+        ...
+
+
+class Balancer:
+    """Runs the steps of a program, and shares their batches."""
+
+    def __init__(
+        self,
+        program: UnevenProgram,
+        source: Source,
+        config: BalanceConfig,
+        begin: Begin,
+        names: Sequence[str],
+        log: BalanceLog,
+        *,
+        step: int,
+        timing: Timing | None = None,
+    ) -> None:
+        """Continues from `step` with the shares of `begin`."""
+        self._program, self._config, self._names = program, config, names
+        self._balance, self._log, self._step = begin.balance, log, step
+        self._timing = timing or Probe(program)
+        self.feed = SharedFeed(source, program, begin.balance.division.tolist())
+        """The batches of the steps that it runs."""
+        self.items: Items = balance_record.to_items(begin.balance, names)
+        """What a checkpoint of the newest step records."""
+        self._timed: list[Timed] = []
+        self._free: tuple[int, float] | None = None
+        self._untimed_s: float | None = None
+        log.began(step, begin, program.sharing, names)
+
+    @property
+    def balance(self) -> Balance[Counts]:
+        """The shares in force, and what is known of the nodes."""
+        return self._balance
+
+    def step(
+        self, state: State, batch: Mapping[str, jax.Array]
+    ) -> tuple[State, Metrics]:
+        """The next step. `state` is donated: it cannot be used afterwards."""
+        self._step += 1
+        if not self._config.is_probe(self._step):
+            return self._program.step(state, batch)
+        state, metrics, timed = self._timing.step(state, batch)
+        if self._free is not None and not self._timed:
+            after, at = self._free
+            steps = self._step - 1 - after
+            self._untimed_s = (timed.began - at) / steps if steps else None
+        self._timed.append(timed)
+        self._free = self._step, timed.ended
+        if self._config.ends_round(self._step):
+            self._end_round()
+        return state, metrics
+
+    def _end_round(self) -> None:
+        before, busy_s = self._balance, self._gathered()
+        after = before.after(busy_s)
+        told = np.tile(after.division, (len(self._program.own_replicas), 1))
+        agreed = self._program.gathered(told)[0, 0].astype(np.int64)
+        self._balance = replace(after, division=agreed)
+        self._log.round(self._step, before, self._balance, busy_s, self._cost())
+        self.items = balance_record.to_items(self._balance, self._names)
+        self.feed.share(agreed.tolist())
+        self._timed = []
+
+    def _gathered(self) -> np.ndarray:
+        """Seconds of local work, `[timed steps, replicas]`, the same in all processes.
+
+        After a restart the round that was interrupted has fewer timed steps.
+        """
+        own = np.full((len(self._program.own_replicas), self._config.probes), np.nan)
+        for column, timed in enumerate(self._timed):
+            own[:, column] = timed.busy_s
+        # A replica of several hosts is done when the last of them is.
+        busy_s = self._program.gathered(own).max(1).T.astype(float)
+        return busy_s[: len(self._timed)]
+
+    def _cost(self) -> Cost:
+        first, last = self._timed[0], self._timed[-1]
+        return Cost(
+            step_s=self._untimed_s,
+            probe_s=(last.ended - first.began) / len(self._timed),
+            probes=self._config.probes,
+            steps=self._config.every,
+        )
+
+
+def balancer_of(
+    experiment: Experiment,
+    runtime: Runtime,
+    program: Any,
+    source: Source,
+    items: Items,
+) -> Balancer | None:
+    """What balances a run; None where it is off.
+
+    Args:
+        experiment: its field `balance` says how.
+        runtime: joined; names the hosts.
+        program: an `UnevenProgram`, where it is not off.
+        source: the training data.
+        items: of the checkpoint that the run continues from; empty at the very start.
+    """
+    config = experiment.balance
+    if config.policy == "off":
+        return None
+    assert isinstance(program, UnevenProgram)
+    names = balance_record.node_names(
+        [
+            [runtime.hosts[device.process_index] for device in devices.flat]
+            for devices in program.mesh.devices
+        ]
+    )
+    epoch = {"generation": runtime.generation, "attempt": runtime.attempt}
+    return Balancer(
+        program,
+        source,
+        config,
+        balance_record.begin(config.policy, program.sharing.work, names, items),
+        names,
+        BalanceLog(runtime.run_directory, epoch, leading=runtime.is_leading),
+        step=items.get("step", 0),
+    )

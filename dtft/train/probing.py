@@ -1,0 +1,74 @@
+"""A step that is timed: what each replica does by itself, apart from the reduction.
+
+Inside of one program nobody sees a device wait. So the step runs as two programs, with
+a wait between them for this process's own devices. It must not know what the times are
+for, nor which steps are timed.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from dtft.train.step import Metrics, State
+from dtft.train.uneven import UnevenProgram
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Seconds of one step in this process."""
+
+    began: float
+    """When everything before it was done."""
+    ended: float
+    """When the new state was there."""
+    busy_s: tuple[float, ...]
+    """Until each of this process's replicas had its own sums."""
+
+
+class Probe:
+    """Runs timed steps of a program."""
+
+    def __init__(
+        self,
+        program: UnevenProgram,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Runs nothing yet."""
+        self._program, self._clock = program, clock
+
+    def step(
+        self, state: State, batch: Mapping[str, jax.Array]
+    ) -> tuple[State, Metrics, Timed]:
+        """One optimizer step. `state` is donated: it cannot be used afterwards."""
+        self._program.compile_apart(batch)
+        jax.block_until_ready((state, dict(batch)))
+        began = self._clock()
+        sums = self._program.local(state, batch)
+        busy = self._until_ready(sums, began)
+        state, metrics = self._program.finish(state, sums)
+        jax.block_until_ready((state, metrics))
+        return state, metrics, Timed(began=began, ended=self._clock(), busy_s=busy)
+
+    def _until_ready(self, sums: Any, began: float) -> tuple[float, ...]:
+        """Seconds until each replica was done; they are waited for at the same time."""
+        replicas = self._program.own_replicas
+
+        def wait(replica: int) -> float:
+            devices = set(self._program.mesh.devices[replica].flat)
+            own = [
+                shard.data
+                for leaf in jax.tree.leaves(sums)
+                for shard in leaf.addressable_shards
+                if shard.device in devices
+            ]
+            jax.block_until_ready(own)
+            return self._clock() - began
+
+        if len(replicas) == 1:
+            return (wait(replicas[0]),)
+        with ThreadPoolExecutor(len(replicas)) as pool:
+            return tuple(pool.map(wait, replicas))
