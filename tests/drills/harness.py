@@ -21,7 +21,7 @@ CHARS = (
 )
 FSDP = (*CHARS, "--mesh.replica", "1", "--mesh.fsdp", "4")
 STAGES = (
-    *("chars_transformer", "--hosts", "4", "--stop.steps", "30"),
+    *("chars_transformer", "--hosts", "4", "--stop.steps", "20"),
     *("--checkpoint.storage_interval", "10", "--mesh.fsdp", "1"),
     *("--mesh.replica", "2", "--mesh.stage", "2", "--pipeline.microbatches", "2"),
     *("--model.width", "32", "--data.global_batch", "16"),
