@@ -70,13 +70,13 @@ def main() -> None:
         command="python -m experiments.balance_unlike_hosts",
         header=HEADER,
         rows=rows,
-        figure=_figure(searches),
+        figure=_figure(searches, slowed_after=figures["rounds"]),
         notes=_notes(figures),
     )
 
 
 def run(folder: Path, *, quick: bool) -> dict[str, Any]:
-    """Runs the hosts; what the first one measured, and the sum of recompilations.
+    """Runs the hosts: what the first one measured, and what is summed over all.
 
     Raises:
         links.CannotLimitError, quotas.NoQuotasError: this machine cannot play hosts.
@@ -100,8 +100,12 @@ def run(folder: Path, *, quick: bool) -> dict[str, Any]:
             prefixes=[host.prefix for host in limited.hosts],
             environment=ONE_THREAD,
         )
-    compiled = sum(answer["recompilations"] for answer in answers)
-    return answers[0] | {"recompilations": compiled}
+    used = answers[0]["used"]
+    others_s = used["machine_s"] - sum(answer["used"]["own_s"] for answer in answers)
+    return answers[0] | {
+        "recompilations": sum(answer["recompilations"] for answer in answers),
+        "others": others_s / used["wall_s"],
+    }
 
 
 def summary(found: dict[str, Any], rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -128,6 +132,7 @@ def summary(found: dict[str, Any], rounds: list[dict[str, Any]]) -> dict[str, An
             "steps_per_s": slow,
             "speed_up_over_before": slow["after"] / slow["before"],
         },
+        "others": found["others"],
         "all": speeds,
     }
 
@@ -188,7 +193,8 @@ def _notes(figures: dict[str, Any]) -> tuple[str, ...]:
         "one-layer character transformer. Steps per second are medians of five turns "
         "of three steps, all vectors in turns, without probes. `by cores` are the "
         "shares that the quotas suggest, `near` those with one microbatch moved from "
-        "whoever ends last.",
+        "whoever ends last. Everything else on this machine (the network between the "
+        f"hosts included) used {figures['others']:.2f} of its cores meanwhile.",
         f"exact: {figures['exact_over_optimum']:.3f} of the best's time (target 1.06), "
         f"{figures['rounds']} rounds (target 7), {figures['speed_up_over_even']:.2f} "
         f"times as fast as equal shares; {figures['recompilations']} programs compiled "
@@ -200,7 +206,9 @@ def _notes(figures: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _figure(searches: dict[str, list[dict[str, Any]]]) -> "Figure":
+def _figure(
+    searches: dict[str, list[dict[str, Any]]], *, slowed_after: int
+) -> "Figure":
     """Waits and shares of every round, of both policies."""
     from matplotlib.figure import Figure
 
@@ -216,6 +224,11 @@ def _figure(searches: dict[str, list[dict[str, Any]]]) -> "Figure":
             lower.step(numbers, [it["shares"][host] for it in rounds], where="mid")
         upper.set(title=policy, ylabel="wait for the slowest [ms]")
         lower.set(xlabel="round", ylabel="microbatches of 64")
+    for panel, text in (
+        (panels[0][0], f"host {SLOWED} slows down"),
+        (panels[1][0], ""),
+    ):
+        panel.axvline(slowed_after + 0.5, color="grey", ls=":", label=text or None)
     panels[0][0].legend(frameon=False, fontsize=8)
     return figure
 

@@ -6,6 +6,7 @@ of each search in `FOLDER/PHASE/balance.jsonl`.
 """
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -173,9 +174,41 @@ def neighbours(shares: Shares, unit_s: np.ndarray) -> list[Shares]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Used:
+    """CPU time until a moment, in seconds."""
+
+    at: float
+    machine_s: float
+    """Of all cores, by anyone."""
+    own_s: float
+    """By this process."""
+
+    @classmethod
+    def now(cls) -> "Used":
+        """At this moment."""
+        user, nice, system, _, _, *others = map(
+            int, Path("/proc/stat").read_text().split()[1:9]
+        )
+        ticks = user + nice + system + sum(others)
+        return cls(
+            at=time.monotonic(),
+            machine_s=ticks / os.sysconf("SC_CLK_TCK"),
+            own_s=time.process_time(),
+        )
+
+    def since(self, before: "Used") -> dict[str, float]:
+        """Seconds since another moment."""
+        return {
+            "wall_s": self.at - before.at,
+            "machine_s": self.machine_s - before.machine_s,
+            "own_s": self.own_s - before.own_s,
+        }
+
+
 def measured(host: Host) -> dict[str, Any]:
     """Both policies, what they found beside the best, and a host that slows down."""
-    task = host.task
+    task, begun = host.task, Used.now()
     exact = host.balancer("exact", "exact")
     rounds = host.search(exact, task.rounds)
     proportional = host.balancer("proportional", "proportional")
@@ -211,6 +244,7 @@ def measured(host: Host) -> dict[str, Any]:
         "slowed_shares": after,
         "slowed_steps_per_s": host.compared(after),
         "recompilations": host.num_compiled,
+        "used": Used.now().since(begun),
     }
 
 

@@ -72,8 +72,8 @@ def batch_text(decision: Decision) -> tuple[str, float]:
         more_s = plan.prediction.step_s * (rows / asked - 1)
         return (
             f"the mesh does not divide the batch of {asked}: give it {rows} rows, "
-            f"{rows - asked} of them padding that the loss leaves out (by a mask in the "
-            f"batch). They take up to {seconds(more_s)} of a step "
+            f"{rows - asked} of them padding that the loss leaves out (by a mask in "
+            f"the batch). They take up to {seconds(more_s)} of a step "
             f"({percent(rows / asked - 1)}) on top of what is predicted. Or plan "
             f"without the pin, or for a batch of {rows}"
         ), more_s

@@ -51,13 +51,9 @@ def shared_s(seconds: Floats) -> float:
     if not len(seconds):
         return 0.0
     # Start from shares of nodes by speed: exact where all tasks see the same speeds.
-    ratio = np.where(
-        finite, seconds / seconds.min(1, keepdims=True).clip(1e-300), np.nan
-    )
-    with np.errstate(all="ignore"):
-        pace = np.where(
-            finite.any(0), np.nanmean(np.where(finite, ratio, np.nan), 0), 1
-        )
+    least = seconds.min(axis=1, keepdims=True).clip(1e-300)
+    ratio = np.where(finite, seconds, 0.0) / least
+    pace = np.maximum(ratio.sum(axis=0) / np.maximum(finite.sum(axis=0), 1), 1.0)
     shares = (1 / pace) / (1 / pace).sum()
     best = 0.0
     for number in range(_ROUNDS):

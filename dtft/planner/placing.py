@@ -51,7 +51,8 @@ class Search:
 
     def __init__(self, problem: Problem, order: Order, microbatches: int) -> None:
         """Nothing is looked at yet."""
-        self.problem, self.order, self.microbatches = problem, order, microbatches
+        self.problem, self.microbatches = problem, microbatches
+        self.order: Order = order
         self.best: Schedule | None = None
         self.seen: dict[tuple[int, ...], float] = {}
         """Nodes of tasks of each candidate, and its seconds of a step."""
@@ -179,6 +180,25 @@ class Search:
                 return self.see(found, "a random node for each task")
         return None
 
+    def squeeze(self) -> None:
+        """Where no rule heeds memory well enough: moves tasks until all fits."""
+        roomy = Search(self.problem.roomy(), self.order, self.microbatches)
+        roomy.greedy()
+        roomy.contiguous()
+        capacity = np.array(self.problem.capacity)
+
+        def lacking_bytes(node_of: Sequence[int]) -> float:
+            found = roomy.on(node_of)
+            if found is None:
+                return np.inf
+            over = np.maximum(np.array(found.memory_bytes) - capacity, 0.0)
+            return float(over.sum())
+
+        tries = max(_TASKS_LOOKED_AT // max(len(self.problem.seconds), 1), _FEW)
+        climb = Climb(self.problem, lacking_bytes, tries)
+        node_of = climb.best_from([list(starts) for starts in roomy.seen])
+        self.best_on(node_of, "tasks moved until memory sufficed")
+
     def best_on(self, node_of: Sequence[int], how: str) -> float | None:
         """Seconds of a step of the best schedule of tasks on given nodes."""
         found = [self.see(self.on(node_of), how)]
@@ -222,12 +242,14 @@ def find(
     named = zip(BASELINES, found, strict=True)
     baselines = {name: seconds for name, seconds in named if seconds is not None}
     if search.best is None:
-        return None
+        search.squeeze()
     if moves is None:
         moves = _TASKS_LOOKED_AT // max(len(problem.seconds), 1)
         moves = moves if moves >= _FEW else 0
-    if moves:
+    if moves and search.best is not None:
         search.improve(moves)
+    if search.best is None:
+        return None
     return Found(
         schedule=search.best,
         how=search.how,

@@ -68,6 +68,12 @@ class Problem:
         each = self.byte_s[source][target]
         return self.empty_s[source][target] + each * self.num_bytes[value]
 
+    def roomy(self) -> "Problem":
+        """The same on nodes that have room for everything."""
+        made = copy(self)
+        made.capacity = [np.inf] * len(self.capacity)
+        return made
+
     def with_seconds(self, seconds: Floats) -> "Problem":
         """The same with other seconds: nodes are closed to tasks with infinite ones."""
         made = copy(self)

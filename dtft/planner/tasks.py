@@ -94,6 +94,11 @@ class Tasks:
         behind = [2 * num - 1 - task for task in range(num)]
         passed = [replace(v, readers=_again(v, behind)) for v in self.passed]
         # A value's gradient comes in one part from each task that read it.
+        # A task's backward comes after itself, also where it reads nothing else.
+        passed += [
+            Passed(producer=task, num_bytes=0.0, readers=(behind[task],))
+            for task in range(num)
+        ]
         gradient_of = {}
         for number, value in enumerate(self.passed):
             if value.producer < 0 or not value.has_gradient:

@@ -13,20 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from dtft.planner.jaxprs import traced
+from dtft.planner.placement_result import Placement
 from dtft.train.accumulate import Weight
-from dtft.train.placed_calls import Key, Transfer
+from dtft.train.placed_calls import Key, Task, Transfer
 from dtft.train.placed_cut import Cut, cut
-from dtft.train.placed_feed import Feed, parts_of
-from dtft.train.placed_gradients import Gradients, differentiated
+from dtft.train.placed_feed import Feed, like, parts_of
+from dtft.train.placed_gradients import differentiated
 from dtft.train.placed_hub import Hub
-from dtft.train.placed_node import Node, Span
+from dtft.train.placed_node import Exchange, Node, Span
 from dtft.train.placed_order import Order, order
+from dtft.train.placed_placement import devices_of, predicted_starts, seconds_of
 from dtft.train.placed_timeline import Timeline
-from dtft.train.placed_update import Updating, updating
+from dtft.train.placed_update import updating
 
 State = dict[str, Any]
 """`{"params": ..., "opt_state": ...}`, every leaf on the device that updates it."""
@@ -38,8 +39,8 @@ def make_placed_step(
     params: Any,
     batch: Any,
     *,
-    nodes: Sequence[int],
-    devices: Mapping[int, Any] | Sequence[Any],
+    nodes: Sequence[int] | Placement,
+    devices: Mapping[Any, Any] | Sequence[Any],
     microbatches: int = 1,
     weight: Weight | None = None,
     seconds: Sequence[float] | None = None,
@@ -57,11 +58,14 @@ def make_placed_step(
         optimizer: an optax transformation.
         params: arrays or shapes.
         batch: arrays or shapes of a whole batch, rows in dim 0.
-        nodes: of each operator of `loss`, numbered as in `dtft.planner.jaxprs`.
-        devices: of each node; nodes may share one.
+        nodes: of each operator of `loss`, numbered as in `dtft.planner.jaxprs`; or a
+            placement of it (`dtft.planner.placement.place`).
+        devices: of each node, by number, or of a placement's by name or type; nodes
+            may share one.
         microbatches: parts of the batch that go through the nodes one after another.
         weight: `(batch) -> scalar`, what a part counts in means, such as its tokens.
-        seconds: that each operator is expected to take; by default all are equal.
+        seconds: that each operator is expected to take; by default what the placement
+            says, or all segments are equal.
         deadline_s: after which a step that has not ended is given up.
 
     Raises:
@@ -72,6 +76,10 @@ def make_placed_step(
     program, shape = traced(loss, params, part)
     has_aux = isinstance(shape, tuple) and len(shape) == 2
     at = dict(enumerate(devices)) if isinstance(devices, Sequence) else dict(devices)
+    if isinstance(nodes, Placement):
+        seconds = seconds or seconds_of(nodes)
+        at = devices_of(nodes, at)
+        nodes = nodes.of_operator
     _check(nodes, at)
     divided = cut(program, nodes, seconds)
     count = len(jax.tree.leaves(params))
@@ -89,10 +97,15 @@ def make_placed_step(
         microbatches=microbatches,
         order=order(gradients.calls.then(update.calls), microbatches, each),
         deadline_s=deadline_s,
-        _gradients=gradients,
-        _updating=update,
+        _feed=Feed(
+            cut=divided,
+            gradients=gradients,
+            updating=update,
+            devices=at,
+            num_parts=microbatches,
+            weight=weight,
+        ),
         _optimizer=optimizer,
-        _weight=weight,
         _aux=jax.tree.structure(shape[1]) if has_aux else None,
         _nodes={node: Node(device) for node, device in at.items()},
     )
@@ -112,27 +125,30 @@ class PlacedStep:
     """What each node does, in order, with the starts that are expected."""
     deadline_s: float
     """How long a step may take, compiling included."""
-    _gradients: Gradients
-    _updating: Updating
+    _feed: Feed
     _optimizer: optax.GradientTransformation
-    _weight: Weight | None
     _aux: Any
     _nodes: Mapping[int, Node]
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
         """What a step sends from node to node, by link and kind."""
-        calls = self._gradients.calls.then(self._updating.calls)
+        calls = self._feed.gradients.calls.then(self._feed.updating.calls)
         return calls.transfers(self.microbatches)
+
+    def predicted(self, placement: Placement) -> dict[Task, float]:
+        """When a placement lets tasks of the first microbatch begin, in seconds."""
+        active = self._feed.gradients.active
+        return predicted_starts(placement, self.cut, self.order, active)
 
     def init(self, params: Any) -> State:
         """The state at step 0; `params` stay usable."""
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
             opt_state = self._optimizer.init(params)
-        nodes = [node for _, node in self._updating.state]
+        nodes = [node for _, node in self._feed.updating.state]
         return {
-            "params": self._placed(params, self._gradients.homes),
-            "opt_state": self._placed(opt_state, nodes),
+            "params": self._feed.placed(params, self._feed.gradients.homes),
+            "opt_state": self._feed.placed(opt_state, nodes),
         }
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
@@ -159,58 +175,70 @@ class PlacedStep:
             ValueError: as `step`.
             TimeoutError: as `step`.
         """
-        wanted = [*self._gradients.results, *self._gradients.gradients]
-        tasks = self.order.without(self._updating.calls)
-        found, _ = self._run(tasks, state, batch, wanted, measure=False)
-        count = len(self._gradients.results)
-        gradients = _like(state["params"], found[count:])
-        return self._value(found[:count]), gradients
+        made = self._feed.gradients.gradients
+        tasks = self.order.without(self._feed.updating.calls)
+        stores = self._feed.stores(state, batch, list(self.devices))
+        self._work(tasks, stores, made, measure=False)
+        gradients = [stores[node][key] for key, node in made]
+        return self._value(stores), like(state["params"], gradients)
+
+    def run_node(
+        self, node: int, state: State, batch: Any, exchange: Exchange
+    ) -> tuple[State, list[Span]]:
+        """One node's part of a step, for a process that is this node; timed.
+
+        Args:
+            node: which one.
+            state: as of `init`; what other nodes update is not read.
+            batch: the whole batch.
+            exchange: with the processes of other nodes.
+
+        Returns:
+            The state, new where this node updates it, and what was done when. The loss
+            is in no state: the node that computes it sends it to nobody.
+
+        Raises:
+            TimeoutError: as `step`.
+        """
+        made = (*self._feed.gradients.results, *self._feed.updating.after)
+        began = time.monotonic()
+        stores = self._feed.stores(state, batch, [node])
+        spans = self._nodes[node].run(
+            self.order.by_node.get(node, ()),
+            stores[node],
+            exchange,
+            began + self.deadline_s,
+            wanted=[key for key, at in made if key and at == node],
+            began=began,
+        )
+        return self._feed.state(state, stores), spans
 
     def _step(
         self, state: State, batch: Any, *, measure: bool
     ) -> tuple[State, Any, Timeline]:
-        results, after = self._gradients.results, self._updating.after
-        made = [(key, node) for key, node in after if key]
-        found, spans = self._run(
-            self.order, state, batch, [*results, *made], measure=measure
-        )
-        arrays = iter(found[len(results) :])
-        leaves = [next(arrays) if key else jnp.asarray(it) for key, it in after]
-        count = len(self._gradients.homes)
-        new = {
-            "params": _like(state["params"], leaves[:count]),
-            "opt_state": _like(state["opt_state"], leaves[count:]),
-        }
+        stores = self._feed.stores(state, batch, list(self.devices))
+        made = [(key, node) for key, node in self._feed.updating.after if key]
+        spans = self._work(self.order, stores, made, measure=measure)
         timeline = Timeline(spans=tuple(spans), nodes=tuple(self.devices))
-        return new, self._value(found[: len(results)]), timeline
+        return self._feed.state(state, stores), self._value(stores), timeline
 
-    def _value(self, results: Sequence[Any]) -> Any:
+    def _value(self, stores: Mapping[int, Mapping[Key, Any]]) -> Any:
+        """What the loss returns."""
+        found = [stores[node][key] for key, node in self._feed.gradients.results]
         if self._aux is None:
-            return results[0]
-        return results[0], jax.tree.unflatten(self._aux, list(results[1:]))
-
-    def _run(
-        self,
-        tasks: Order,
-        state: State,
-        batch: Any,
-        wanted: Sequence[tuple[Key, int]],
-        *,
-        measure: bool,
-    ) -> tuple[list[Any], list[Span]]:
-        stores = self._stores(state, batch)
-        spans = self._work(tasks, stores, wanted, measure=measure)
-        return [stores[node][key] for key, node in wanted], spans
+            return found[0]
+        return found[0], jax.tree.unflatten(self._aux, found[1:])
 
     def _work(
         self,
         tasks: Order,
         stores: dict[int, dict[Key, Any]],
-        wanted: Sequence[tuple[Key, int]],
+        made: Sequence[tuple[Key, int]],
         *,
         measure: bool,
     ) -> list[Span]:
-        """Makes all nodes do their tasks at the same time."""
+        """Makes all nodes do their tasks at the same time; keeps what is made."""
+        wanted = [*self._feed.gradients.results, *made]
         kept = {node: [k for k, at in wanted if at == node] for node in self.devices}
         hub = Hub(self.devices)
         began = time.monotonic()
@@ -228,48 +256,6 @@ class PlacedStep:
 
         return hub.all(work, deadline)
 
-    def _stores(self, state: State, batch: Any) -> dict[int, dict[Key, Any]]:
-        """What is on each device when a step begins."""
-        stores: dict[int, dict[Key, Any]] = {node: {} for node in self.devices}
-        params = jax.tree.leaves(state["params"])
-        for leaf, (key, node) in zip(params, self._gradients.gradients, strict=True):
-            stores[node][Key("param", key.number)] = leaf
-        leaves = jax.tree.leaves(state["opt_state"])
-        for leaf, (key, node) in zip(leaves, self._updating.state, strict=True):
-            stores[node][key] = leaf
-        feed = self._feed(batch, len(params))
-        given = [
-            (*pair, node)
-            for key, node in self._gradients.inputs
-            for pair in feed.of(key)
-        ]
-        given += [(key, value, node) for key, node, value in self._updating.constants]
-        for key, value, node in given:
-            stores[node][key] = jax.device_put(value, self.devices[node])
-        return stores
-
-    def _feed(self, batch: Any, num_params: int) -> Feed:
-        parts = parts_of(batch, self.microbatches)
-        return Feed(
-            cut=self.cut,
-            batch=self.cut.arguments[num_params:],
-            parts=parts,
-            weights=[
-                1.0 if self._weight is None else float(self._weight(p)) for p in parts
-            ],
-        )
-
-    def _placed(self, values: Any, nodes: Sequence[int]) -> Any:
-        """Copies on the devices of nodes, one per leaf; the step may donate them."""
-        leaves = [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(values)]
-        return _like(
-            values,
-            [
-                jax.device_put(leaf, self.devices[node])
-                for leaf, node in zip(leaves, nodes, strict=True)
-            ],
-        )
-
 
 def _check(nodes: Sequence[int], devices: Mapping[int, Any]) -> None:
     missing = sorted(set(nodes) - set(devices))
@@ -278,7 +264,3 @@ def _check(nodes: Sequence[int], devices: Mapping[int, Any]) -> None:
             f"nodes has node {missing[0]}, for which devices has no device. It has "
             f"nodes {sorted(devices)}: add one, or place operators on these only."
         )
-
-
-def _like(tree: Any, leaves: Sequence[Any]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), list(leaves))

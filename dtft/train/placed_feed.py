@@ -1,18 +1,22 @@
-"""What a placed step is given: the parts of its batch, and what each of them counts.
+"""What is on each device before a placed step, and what the state is after it.
 
-Must not know devices or what is computed.
+Puts the leaves of the state, the parts of the batch and what each part counts into the
+stores of nodes. Must not know what is computed or in which order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dtft.checkpoint import tree
 from dtft.train.placed_calls import EACH, Key
 from dtft.train.placed_cut import Cut
+from dtft.train.placed_gradients import Gradients
+from dtft.train.placed_update import Updating
 
 
 def parts_of(batch: Any, num_parts: int) -> list[Any]:
@@ -48,31 +52,99 @@ def parts_of(batch: Any, num_parts: int) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Feed:
-    """The arrays that a step's calls read and no call makes."""
+    """The state and the batch of a placed step, as arrays in the stores of nodes."""
 
     cut: Cut
-    batch: tuple[int, ...]
-    """Numbers of the batch's leaves in the program."""
-    parts: Sequence[Any]
-    """Of `parts_of`."""
-    weights: Sequence[float]
-    """What each part counts in means."""
+    gradients: Gradients
+    updating: Updating
+    devices: Mapping[int, Any]
+    """Of each node."""
+    num_parts: int
+    """Microbatches."""
+    weight: Callable[[Any], Any] | None
+    """What a part counts; by default all are equal."""
+
+    def stores(
+        self, state: Any, batch: Any, nodes: Sequence[int]
+    ) -> dict[int, dict[Key, Any]]:
+        """What is on the devices of nodes when a step begins.
+
+        Raises:
+            ValueError: names the array whose rows cannot be divided.
+        """
+        stores: dict[int, dict[Key, Any]] = {node: {} for node in self.devices}
+        params = jax.tree.leaves(state["params"])
+        for leaf, (key, node) in zip(params, self.gradients.gradients, strict=True):
+            stores[node][Key("param", key.number)] = leaf
+        leaves = jax.tree.leaves(state["opt_state"])
+        for leaf, (key, node) in zip(leaves, self.updating.state, strict=True):
+            stores[node][key] = leaf
+        parts = _Parts(self, parts_of(batch, self.num_parts))
+        given = [
+            (at, *one) for key, at in self.gradients.inputs for one in parts.of(key)
+        ]
+        given += [(node, key, value) for key, node, value in self.updating.constants]
+        for node, key, value in given:
+            if node in nodes:
+                stores[node][key] = jax.device_put(value, self.devices[node])
+        return {node: stores[node] for node in nodes}
+
+    def state(self, before: Any, stores: Mapping[int, Mapping[Key, Any]]) -> Any:
+        """The state after a step; what other nodes than these update is as before."""
+        old = [
+            *jax.tree.leaves(before["params"]),
+            *jax.tree.leaves(before["opt_state"]),
+        ]
+        leaves: list[Any] = []
+        for leaf, (key, at) in zip(old, self.updating.after, strict=True):
+            if key is None:
+                leaves.append(jnp.asarray(at))
+            else:
+                leaves.append(stores[at][key] if at in stores else leaf)
+        count = len(self.gradients.homes)
+        return {
+            "params": like(before["params"], leaves[:count]),
+            "opt_state": like(before["opt_state"], leaves[count:]),
+        }
+
+    def placed(self, values: Any, nodes: Sequence[int]) -> Any:
+        """Copies on the devices of nodes, one per leaf; a step may donate them."""
+        leaves = [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(values)]
+        pairs = zip(leaves, nodes, strict=True)
+        return like(
+            values, [jax.device_put(leaf, self.devices[node]) for leaf, node in pairs]
+        )
+
+
+class _Parts:
+    """The parts of one batch."""
+
+    def __init__(self, feed: Feed, parts: Sequence[Any]) -> None:
+        self._parts = parts
+        self._leaves = [jax.tree.leaves(part) for part in parts]
+        weight = feed.weight
+        self._weights = [1.0 if weight is None else float(weight(p)) for p in parts]
+        self._constants = feed.cut.constants
+        numbers = feed.cut.arguments[len(feed.gradients.homes) :]
+        self._place = {number: place for place, number in enumerate(numbers)}
 
     def of(self, key: Key) -> Iterator[tuple[Key, Any]]:
         """The arrays that a key of a call stands for: `EACH` is one per part."""
-        for at in self._parts_of(key):
-            yield key._replace(microbatch=at), self._value(key, at)
-
-    def _parts_of(self, key: Key) -> Sequence[int | None]:
         every = key.microbatch == EACH
-        return range(len(self.parts)) if every else [key.microbatch]
+        for at in range(len(self._parts)) if every else [key.microbatch]:
+            yield key._replace(microbatch=at), self._value(key, at)
 
     def _value(self, key: Key, at: int | None) -> Any:
         if key.kind == "constant":
-            return self.cut.constants[key.number]
+            return self._constants[key.number]
         if key.kind == "total":
-            return np.float32(sum(self.weights))
+            return np.float32(sum(self._weights))
         assert at is not None
         if key.kind == "weight":
-            return np.float32(self.weights[at])
-        return jax.tree.leaves(self.parts[at])[self.batch.index(key.number)]
+            return np.float32(self._weights[at])
+        return self._leaves[at][self._place[key.number]]
+
+
+def like(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A tree of the same form with other leaves."""
+    return jax.tree.unflatten(jax.tree.structure(tree), list(leaves))

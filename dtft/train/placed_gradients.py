@@ -28,6 +28,8 @@ class Gradients:
     """The calls, and where what they need and make is."""
 
     calls: Calls
+    active: frozenset[int]
+    """Numbers of the values that lie between a parameter and the loss."""
     homes: tuple[int, ...]
     """Node of each parameter."""
     inputs: tuple[tuple[Key, int], ...]
@@ -95,6 +97,7 @@ class _Differentiation:
                 end=last,
                 num_bytes={key: self._bytes(key) for key in sent},
             ),
+            active=self._active,
             homes=tuple(self._homes[n] for n in self._params),
             inputs=self._inputs(each, last),
             results=tuple(

@@ -81,6 +81,10 @@ class _Simulation:
             {maker[key] for key in call.reads if key in maker and key.kind != "sum"}
             for index, call in enumerate(calls)
         ]
+        forward = {c.segment: n for n, c in enumerate(calls) if c.phase == "forward"}
+        for index, call in enumerate(calls):
+            if call.phase == "backward":  # though a linear one could begin before
+                self._before[index].add(forward[call.segment])
         self._back = {
             call.segment: index
             for index, call in enumerate(calls)

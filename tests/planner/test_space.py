@@ -245,6 +245,14 @@ def test_prime_batch_is_rounded_up() -> None:
     assert {"replica": 8} in [space[at].mesh for at in range(len(space))]
 
 
+def test_five_devices_and_a_prime_batch_may_leave_one_idle() -> None:
+    space = enumerate_space(Choices(num_devices=5, batch=31, divides=DATA_TENSOR))
+    meshes = [dict(space[at].mesh) for at in range(len(space))]
+    assert {"tensor": 4} in meshes and {"replica": 5} in meshes
+    alone = enumerate_space(Choices(num_devices=1, batch=31, divides=DATA_TENSOR))
+    assert set(alone.columns["devices_used"].tolist()) == {1}
+
+
 def test_devices_that_divide_the_batch_need_nothing_near() -> None:
     space = enumerate_space(Choices(num_devices=10, batch=20, divides=DATA_TENSOR))
     assert set(space.columns["devices_used"].tolist()) == {10}

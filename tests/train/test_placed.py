@@ -13,7 +13,8 @@ from dtft.planner.jaxprs import operators, traced
 from dtft.train.placed import PlacedStep, make_placed_step
 from dtft.train.placed_calls import Key
 from dtft.train.placed_cut import cut
-from dtft.train.placed_node import Node
+from dtft.train.placed_hub import Hub
+from dtft.train.placed_node import Node, Span
 
 ROWS, WIDTH, NODES = 8, 4, 3
 
@@ -204,10 +205,10 @@ def test_each_node_does_its_tasks_in_the_order_of_the_schedule() -> None:
 
 def test_nothing_is_left_on_a_node_but_what_is_wanted() -> None:
     step = placed(scattered(3), microbatches=2)
-    stores = step._stores(step.init(some_params()), some_batch())
+    stores = step._feed.stores(step.init(some_params()), some_batch(), range(NODES))
     step._work(step.order, stores, [], measure=False)
     kinds = {key.kind for store in stores.values() for key in store}
-    assert kinds <= {"param", "state", "constant"}
+    assert kinds <= {"param", "state", "constant", "result"}
 
 
 def test_equal_calls_are_compiled_once() -> None:
@@ -219,6 +220,22 @@ def test_equal_calls_are_compiled_once() -> None:
     for node in step._nodes.values():
         programs += node._compiled.values()
     assert {program._cache_size() for program in programs} == {1}
+
+
+def test_nodes_in_processes_of_their_own_do_the_same() -> None:
+    step = placed(UNEVEN, rows, microbatches=2)
+    state, batch = step.init(some_params()), some_batch()
+    hub, found = Hub(step.devices), dict[int, Any]()
+
+    def work(node: int) -> list[Span]:
+        mine = jax.tree.map(jnp.copy, state)
+        found[node], spans = step.run_node(node, mine, batch, hub.exchange(node))
+        return spans
+
+    spans = hub.all(work, time.monotonic() + 50)
+    wanted, _ = step.step(state, batch)
+    assert_close(found[0]["params"]["layers"], wanted["params"]["layers"])
+    assert {span.node for span in spans} == set(range(NODES))
 
 
 class _Silent:

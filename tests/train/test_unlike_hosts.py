@@ -1,7 +1,7 @@
 """What the study of unlike hosts is made of: parts of a core, and shares to compare."""
 
 import os
-import time
+import subprocess
 
 import numpy as np
 import pytest
@@ -12,10 +12,8 @@ from experiments.quotas import PREFIX, ROOT, NoQuotasError, quotas
 
 
 def test_a_group_has_its_part_of_a_core_and_is_removed_with_its_processes() -> None:
-    pid = os.fork()
-    if not pid:
-        time.sleep(30)
-        os._exit(0)
+    sleeper = subprocess.Popen(["sleep", "30"])
+    pid = sleeper.pid
     try:
         with quotas([0.5, 0.25]) as (half, quarter):
             half.enter(pid)
@@ -29,8 +27,8 @@ def test_a_group_has_its_part_of_a_core_and_is_removed_with_its_processes() -> N
     except NoQuotasError as error:
         pytest.skip(str(error))
     finally:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_less_than_a_tenth_is_refused() -> None:

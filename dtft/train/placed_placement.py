@@ -1,0 +1,121 @@
+"""What a placement says, in the terms of a placed step.
+
+Reads a placement of `dtft.planner.placement`: seconds of each operator, the device that
+a table gives to each node, when segments should begin. Decides nothing.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dtft.planner.graph import Graph
+from dtft.planner.placement_result import Placement
+from dtft.train.placed_calls import Task
+from dtft.train.placed_cut import Cut
+from dtft.train.placed_order import Order
+
+
+def seconds_of(placement: Placement) -> tuple[float, ...]:
+    """Seconds of each operator's forward pass; those of one task share its seconds."""
+    took = {run.task: run.end_s - run.start_s for run in placement.schedule}
+    return tuple(
+        took[task] / (stop - start)
+        for task, (start, stop) in enumerate(placement.operators)
+        for _ in range(start, stop)
+    )
+
+
+def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
+    """The node of each operator, by the `jax.named_scope` that it is in.
+
+    So layers are divided into stages, as many to each as one likes. An operator in none
+    of the scopes goes with the one before it, the first ones with the first scope.
+
+    Args:
+        graph: of the loss (`dtft.planner.trace.trace`).
+        table: scope to node.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(x):
+    ...     for name in ("low", "high"):
+    ...         with jax.named_scope(name):
+    ...             x = jnp.sin(x) + 1
+    ...     return jnp.sum(x)
+    >>> from dtft.planner.trace import trace
+    >>> nodes_of_scopes(trace(loss, jax.ShapeDtypeStruct((2,), "f4")), {"high": 1,
+    ...     "low": 0})
+    (0, 0, 1, 1, 1)
+    """
+    found: list[int | None] = []
+    for op in graph.operators:
+        inside = [table[part] for part in op.name.split("/") if part in table]
+        before = found[-1] if found else None
+        found.append(inside[-1] if inside else before)
+    first = next((node for node in found if node is not None), 0)
+    return tuple(first if node is None else node for node in found)
+
+
+def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]:
+    """The device of each node.
+
+    Args:
+        placement: has nodes with names and types.
+        table: number, name (`h100:0`) or type (`h100`) of a node to its device, so
+            that CPU devices can play types.
+
+    Raises:
+        ValueError: a node that has operators is not in the table.
+    """
+    found: dict[int, Any] = {}
+    for node, names in enumerate(zip(placement.nodes, placement.types, strict=True)):
+        known = [key for key in (node, *names) if key in table]
+        if known:
+            found[node] = table[known[0]]
+        elif node in placement.node_of:
+            raise ValueError(
+                f"devices has no device for node {names[0]!r}, which has operators. "
+                f"It has {list(table)}: add the node's number, name, or its type "
+                f"{names[1]!r}."
+            )
+    return found
+
+
+def predicted_starts(
+    placement: Placement, cut: Cut, order: Order, active: Collection[int]
+) -> dict[Task, float]:
+    """When the placement lets the tasks of the first microbatch begin, in seconds.
+
+    A segment begins with the first of its operators.
+
+    Args:
+        placement: of one microbatch, forward and backward.
+        cut: what was made of it.
+        order: of these segments.
+        active: numbers of values that are differentiated; the placement has a backward
+            pass of every operator.
+    """
+    starts = {run.task: run.start_s for run in placement.schedule}
+    task_of = _tasks(placement.operators)
+    last = 2 * len(placement.operators) - 1
+    ways = {cut.variables[number] for number in active}
+    found: dict[Task, float] = {}
+    for task in order.start_s:
+        if task.microbatch == 0:
+            segment = cut.segments[task.call.segment]
+            if task.call.phase == "forward":
+                mine = {task_of[number] for number in segment.operators}
+            else:
+                back = (
+                    number
+                    for unit in segment.units
+                    if ways.intersection(unit.eqn.outvars)
+                    for number in range(*unit.operators)
+                )
+                mine = {last - task_of[number] for number in back}
+            known = [starts[number] for number in mine if number in starts]
+            if known:
+                found[task] = min(known)
+    return found
+
+
+def _tasks(operators: Sequence[tuple[int, int]]) -> list[int]:
+    return [t for t, (start, stop) in enumerate(operators) for _ in range(start, stop)]

@@ -1,0 +1,139 @@
+"""A residual network over three CPU devices that play GPU, FPGA and ASIC."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from dtft.models.base import ResNetConfig
+from dtft.planner.cluster import Cluster
+from dtft.planner.graph import Graph
+from dtft.planner.jaxprs import traced, uncut
+from dtft.planner.placement import Placement, place
+from dtft.planner.trace import trace
+from dtft.train.placed import PlacedStep, make_placed_step
+
+GPU, FPGA, ASIC = "h100", "fpga-u280", "asic-activation"
+Sent = Counter[tuple[int, int, str]]
+
+
+def network() -> tuple[Any, Any, Any]:
+    config = ResNetConfig(depths=(1,), width=4, num_classes=10)
+    model = config.build(nnx.Rngs(0))
+    graph, params, statistics = nnx.split(model, nnx.Param, nnx.BatchStat)
+    statistics = nnx.to_pure_dict(statistics)
+    rng = np.random.default_rng(0)
+
+    def loss(params: Any, batch: Any) -> Any:
+        model = nnx.merge(graph, params, statistics)
+        model.train()
+        losses, metrics = config.loss(model, batch)
+        after = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+        means = {name: jnp.mean(value) for name, value in metrics.items()}
+        return jnp.mean(losses), (means, after)
+
+    batch = {
+        "image": rng.integers(0, 255, (8, 16, 16, 3)).astype(np.uint8),
+        "label": rng.integers(0, 10, 8).astype(np.int32),
+    }
+    return loss, nnx.to_pure_dict(params), batch
+
+
+@pytest.mark.timeout(180)  # about 50 programs are compiled
+def test_dense_convolution_and_activation_run_where_they_belong() -> None:
+    loss, params, batch = network()
+    graph = trace(loss, params, batch)
+    placement = place(
+        graph,
+        Cluster.parse(f"1x{GPU} + 1x{FPGA} + 1x{ASIC}"),
+        affinity={"dense": GPU, "conv": FPGA, "activation": ASIC},
+        together=list(uncut(traced(loss, params, batch)[0].jaxpr)),
+        backward=True,
+    )
+    step = make_placed_step(
+        loss,
+        optax.sgd(0.1),
+        params,
+        batch,
+        nodes=placement,
+        devices=dict(zip((GPU, FPGA, ASIC), jax.devices(), strict=False)),
+    )
+    _kinds_are_where_they_belong(graph, placement)
+    found = step.gradients(step.init(params), batch)
+    wanted = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+    jax.tree.map(_assert_close, found, wanted)
+    assert _measured(step) == _predicted(graph, placement)
+    _runs_as_scheduled(step, placement, params, batch)
+
+
+def _kinds_are_where_they_belong(graph: Graph, placement: Placement) -> None:
+    home = {"matmul": 0, "convolution": 1, "elementwise": 2}
+    for op, node in zip(graph.operators, placement.of_operator, strict=True):
+        assert node == home.get(op.kind, node)
+
+
+def _assert_close(found: Any, wanted: Any) -> None:
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    assert np.linalg.norm(found - wanted) <= 1e-6 * np.linalg.norm(wanted)
+
+
+def _measured(step: PlacedStep) -> Sent:
+    kinds = ("value", "cotangent")
+    return Counter(
+        {
+            (t.source, t.destination, t.kind): t.count
+            for t in step.transfers
+            if t.kind in kinds
+        }
+    )
+
+
+def _predicted(graph: Graph, placement: Placement) -> Sent:
+    """What tasks hand over; gradients of one value that a node sends count once.
+
+    The placement lets every floating-point value have a gradient; here only those do
+    that lie between a parameter and the loss.
+    """
+    made = {value for op in graph.operators for value in op.outputs}
+    ways = _differentiable(graph)
+    return Counter(
+        (source, target, "cotangent" if back else "value")
+        for value, source, target, back in {
+            (t.value, t.source, t.target, t.is_gradient) for t in placement.transfers
+        }
+        if value in made and (not back or value in ways)
+    )
+
+
+def _differentiable(graph: Graph) -> set[int]:
+    moved = {value for path, value in graph.inputs.items() if path.startswith("0/")}
+    for op in graph.operators:
+        if moved.intersection(op.inputs):
+            some = (v for v in op.outputs if "float" in graph.values[v].dtype)
+            moved.update(some)
+    ways = {graph.outputs["0"]}
+    for op in reversed(graph.operators):
+        if ways.intersection(op.outputs):
+            ways.update(moved.intersection(op.inputs))
+    return ways
+
+
+def _runs_as_scheduled(
+    step: PlacedStep, placement: Placement, params: Any, batch: Any
+) -> None:
+    _, _, timeline = step.measured(step.init(params), batch)
+    for node, tasks in step.order.by_node.items():
+        wanted = tuple((task.call.name, task.microbatch) for task in tasks)
+        assert timeline.order[node] == wanted
+    starts = step.predicted(placement)
+    assert len(starts) == len(step.order.start_s)
+    for node, order in timeline.order.items():
+        mine = [t for t in starts if t.call.node == node and t.call.phase == "forward"]
+        names = [task.call.name for task in sorted(mine, key=lambda t: starts[t])]
+        assert [name for name, _ in order if name in names] == names
+    assert timeline.agreement(starts) > 0.9
