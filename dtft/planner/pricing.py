@@ -7,7 +7,7 @@ candidates are made or which one is taken.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +15,15 @@ import numpy as np
 from dtft.planner.amounts import Sent, Work
 from dtft.planner.collective_cost import collectives_s
 from dtft.planner.columns import Axes, Cases, Columns, Total
+from dtft.planner.combining import Bundle, bundle, messages
 from dtft.planner.cost import computing_s, runs
 from dtft.planner.groups import CHEAP, Group
+from dtft.planner.meshes import AXES
 from dtft.planner.partition import MICRO, Division
 from dtft.planner.question import Question
 from dtft.planner.works import works_of
 
+_BITS = (*AXES, MICRO)
 Table = tuple[Cases, np.ndarray]
 """A number for each case."""
 
@@ -48,6 +51,8 @@ class Way:
     """Seconds of a step of each of their collectives."""
     starts: Table
     """Operators that are started in a step."""
+    bundles: tuple[tuple[Bundle, Table] | None, ...] = ()
+    """For each collective what it is sent together with, and its bytes."""
 
     @property
     def seconds(self) -> tuple[Table, ...]:
@@ -118,7 +123,64 @@ class Prices:
             computing=(cases, seconds * np.ones(len(cases.first))),
             sending=sending,
             starts=(often, starts),
+            bundles=tuple(
+                self._bundled(group, done, sent, cases)
+                for sent, (cases, _) in zip(done.sent, sending, strict=True)
+            ),
         )
+
+    def _bundled(
+        self, group: Group, done: Work, sent: Sent, cases: Cases
+    ) -> tuple[Bundle, Table] | None:
+        """What a collective is sent together with, and its bytes."""
+        found = bundle_of(self.columns.pool.device.platform, group, done, sent)
+        if found is None:
+            return None
+        count = group.times / group.operator.trips
+        parts = self.columns.parts(sent.amount.axes)[cases.first]
+        return found, (cases, count * sent.amount.total / parts)
+
+    def together_s(
+        self, together: Mapping[Bundle, Total], points: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of a step of what is sent together, on some points.
+
+        Args:
+            together: what, and its bytes.
+            points: of the columns.
+        """
+        columns, found = self.columns, np.zeros(len(points))
+        for one, num_bytes in self._joined(together, points):
+            num = messages(columns.pool.device.platform, one.kind, num_bytes)
+            of, groups = columns.lies(one.axes)
+            each = collectives_s(one.kind, num_bytes / num, groups, of[points])
+            often = columns.parts((MICRO,))[points] if one.repeated else 1
+            found += one.times * often * num * each
+        return found
+
+    def _joined(
+        self, together: Mapping[Bundle, Total], points: np.ndarray
+    ) -> list[tuple[Bundle, np.ndarray]]:
+        """The bytes of bundles; those of one place that are among the same devices on
+        a point are one there.
+        """
+        columns = self.columns
+        found: list[tuple[Bundle, np.ndarray, np.ndarray]] = []
+        for one, total in together.items():
+            num_bytes = total.at(points)
+            names = (*one.axes, MICRO) if one.repeated else one.axes
+            used = np.zeros(len(points), np.int64)
+            for axis in names:
+                bit = 1 << _BITS.index(axis)
+                used += np.where(columns.sizes[axis][points] > 1, bit, 0)
+            for other, known, before in found:
+                if (other.kind, other.place, other.times) == (
+                    one.kind, one.place, one.times
+                ):  # fmt: skip
+                    before += np.where(used == known, num_bytes, 0.0)
+                    num_bytes = np.where(used == known, 0.0, num_bytes)
+            found.append((one, used, num_bytes))
+        return [(one, num_bytes) for one, _, num_bytes in found]
 
     def sending(self, messages: Sequence[Message]) -> list[Table]:
         """Seconds of a step of each of some collectives."""
@@ -147,6 +209,16 @@ class Prices:
             yield cases, one.times * row
 
 
+def bundle_of(platform: str, group: Group, done: Work, sent: Sent) -> Bundle | None:
+    """What a collective of a group is sent together with; None if it stays alone."""
+    if not group.last:
+        return None
+    within = group.operator.within
+    place = within, group.region == "update"
+    repeated = bool(_repeats(done))
+    return bundle(platform, sent, group.operator.trips, repeated, place)
+
+
 def _repeats(done: Work) -> tuple[Axes, ...]:
     """What work is done anew for."""
     return ((MICRO,),) if MICRO in done.divided_by else ()
@@ -159,16 +231,25 @@ class Sums:
     compute: Total
     optimizer: Total
     sending: Total
+    """What is sent alone."""
     starts: Total
+    together: dict[Bundle, Total]
+    """What is sent together, and its bytes."""
 
 
 def summed(ways: Iterable[Way]) -> Sums:
     """The totals of a program's operators."""
-    totals = Sums(compute=Total(), optimizer=Total(), sending=Total(), starts=Total())
+    totals = Sums(
+        compute=Total(), optimizer=Total(), sending=Total(), starts=Total(), together={}
+    )
     for way in ways:
         updates = way.group.region == "update"
         (totals.optimizer if updates else totals.compute).add(*way.computing)
         totals.starts.add(*way.starts)
-        for cases, seconds in way.sending:
-            totals.sending.add(cases, seconds)
+        for alone, bundled in zip(way.sending, way.bundles, strict=True):
+            if bundled is None:
+                totals.sending.add(*alone)
+            else:
+                found, num_bytes = bundled
+                totals.together.setdefault(found, Total()).add(*num_bytes)
     return totals
