@@ -208,7 +208,7 @@ def _plan(commands: Any) -> None:
     made.add_argument("--what-if", action="store_true", help=text)
     text = "compile the N best (4) for devices that need not exist; take one that fits"
     made.add_argument(
-        "--verify", nargs="?", type=int, const=4, default=0, metavar="N", help=text
+        "--verify", nargs="?", type=_count, const=4, default=0, metavar="N", help=text
     )
     text = "figures of such devices, as `dtft calibrate --out FILE` wrote them"
     made.add_argument("--calibration", metavar="FILE", help=text)

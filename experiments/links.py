@@ -10,7 +10,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +49,10 @@ class CannotLimitError(RuntimeError):
 
 
 @contextmanager
-def limited_hosts(count: int, mbit_per_s: float) -> Iterator[Hosts]:
+def limited_hosts(count: int, mbit_per_s: float | Sequence[float]) -> Iterator[Hosts]:
     """Hosts whose links carry mbit_per_s in each direction; removed at the end.
+
+    `mbit_per_s` is one number, or one for each host.
 
     In the hosts this machine's name stands for the host's own address, because gloo
     binds to what the machine's name resolves to, and would otherwise stay on loopback.
@@ -59,10 +61,12 @@ def limited_hosts(count: int, mbit_per_s: float) -> Iterator[Hosts]:
         CannotLimitError: not root, or `ip` or `tc` is missing or refuses.
         ValueError: a count outside of 1 to 100, or a bandwidth that is not positive.
     """
-    if not 1 <= count <= 100 or mbit_per_s <= 0:
+    one = isinstance(mbit_per_s, int | float)
+    rates = [mbit_per_s] * count if one else list(mbit_per_s)
+    if not 1 <= count <= 100 or len(rates) != count or min(rates) <= 0:
         raise ValueError(
             f"count={count}, mbit_per_s={mbit_per_s}. Allowed: 1 to 100 hosts, and a "
-            "bandwidth > 0."
+            "bandwidth > 0, or one for each host."
         )
     _check_machine()
     remove_leftovers()
@@ -75,8 +79,8 @@ def limited_hosts(count: int, mbit_per_s: float) -> Iterator[Hosts]:
         _run("ip", "link", "add", bridge, "type", "bridge")
         _run("ip", "addr", "add", f"{network}.254/24", "dev", bridge)
         _run("ip", "link", "set", bridge, "up")
-        for host in hosts:
-            _add(host, bridge, mbit_per_s)
+        for host, rate in zip(hosts, rates, strict=True):
+            _add(host, bridge, rate)
         yield Hosts(hosts=hosts, gateway=f"{network}.254")
     finally:
         _remove(base)

@@ -7,11 +7,11 @@ fitting on a device of some size although it is not: those are `could mislead`. 
 `false fits` every configuration has a device of 0.5 to 1.5 times what is assigned; what
 the gate of `dtft.planner.verify` leaves of them is beside it.
 
-Compiling takes most of an hour, so what was found is kept in
+Compiling takes a quarter of an hour and more, so what was found is kept in
 `results/plan_memory_programs.json` with the plan it is of, what `tensor` divides among
 it: `--compile SECONDS` adds to it, and a changed model is compared again without
-compiling, whatever costs least by then. Every second configuration
-was left aside while the model was mended; the reserve is judged by those.
+compiling, whatever costs least by then. Every second configuration was left aside while
+the model was mended; the reserve is judged by those.
 """
 
 import argparse
@@ -55,8 +55,8 @@ class Row:
     predicted: int
     """Bytes without the reserve."""
     assigned: int
-    fits_before: bool
-    """Whether the plan alone says that it fits its device."""
+    capacity: int
+    """Bytes of the device that it is meant for."""
     fits_after: bool
     """Whether it passes the gate."""
 
@@ -66,18 +66,17 @@ class Row:
         return self.predicted / self.assigned - 1
 
     @property
-    def could_mislead(self) -> bool:
-        """Whether there is a device on which it would seem to fit and does not."""
-        return self.predicted < (1 - RESERVE) * self.assigned
-
-    @property
     def fits(self) -> bool:
         """Whether its device has room for what was assigned."""
-        return self.assigned <= _capacity(self.case, self.assigned)
+        return self.assigned <= self.capacity
 
+    def fits_before(self, reserve: float = RESERVE) -> bool:
+        """Whether the plan alone says that it fits its device."""
+        return self.predicted + reserve * self.capacity <= self.capacity
 
-def _capacity(case: Case, assigned: int) -> int:
-    return int(case.capacity_ratio * assigned)
+    def could_mislead(self, reserve: float = RESERVE) -> bool:
+        """Whether there is a device on which it would seem to fit and does not."""
+        return self.predicted < (1 - reserve) * self.assigned
 
 
 def planned(
@@ -113,10 +112,10 @@ def compile_more(kept: dict[str, Any], seconds: float) -> None:
     for case in cases(COUNT, SEED):
         if time.monotonic() > end:
             return
-        known = kept.get(str(case.number), {})
-        model, plan, tensor = planned(case, known.get("tensor"))
-        if known.get("layout") == layout(plan):
+        known = kept.get(str(case.number))
+        if known and known["layout"] == layout(planned(case, known["tensor"])[1]):
             continue
+        model, plan, tensor = planned(case)
         candidate = plan_zoo.candidate_of(model, plan, TARGET, case.words)
         (result,) = compile_all([candidate], deadline_s=300)
         found: dict[str, Any] = {"layout": layout(plan), "tensor": tensor}
@@ -152,7 +151,7 @@ def rows(kept: Mapping[str, Any]) -> Iterator[Row | str]:
 
 def _row(case: Case, plan: Plan, memory: Memory) -> Row:
     predicted = plan.memory_bytes - plan.memory["reserve"]
-    capacity = _capacity(case, memory.total)
+    capacity = int(case.capacity_ratio * memory.total)
     compiled = Compiled(
         name=case.words, target=TARGET, collectives=(), memory=memory, seconds=0.0
     )
@@ -160,7 +159,7 @@ def _row(case: Case, plan: Plan, memory: Memory) -> Row:
         case=case,
         predicted=predicted,
         assigned=memory.total,
-        fits_before=predicted + RESERVE * capacity <= capacity,
+        capacity=capacity,
         fits_after=gate(plan, compiled, capacity, reserve=RESERVE).fits,
     )
 
@@ -174,10 +173,37 @@ def _summary(name: str, part: Sequence[Row]) -> list[Any]:
         f"{errors[int(0.9 * (len(errors) - 1))]:.1%}",
         f"{min(row.error for row in part):+.1%}",
         f"{max(row.error for row in part):+.1%}",
-        sum(row.could_mislead for row in part),
-        sum(row.fits_before and not row.fits for row in part),
+        *_verdicts(part, RESERVE),
         sum(row.fits_after and not row.fits for row in part),
     ]
+
+
+def _verdicts(part: Sequence[Row], reserve: float) -> list[int]:
+    """Plans that could mislead, that do so on their device, that are refused there."""
+    return [
+        sum(row.could_mislead(reserve) for row in part),
+        sum(row.fits_before(reserve) and not row.fits for row in part),
+        sum(row.fits and not row.fits_before(reserve) for row in part),
+    ]
+
+
+def _reserves(found: Sequence[Row]) -> list[str]:
+    """What other reserves would do; of all, and of those that were left aside."""
+    left = [row for row in found if row.case.held_out]
+    header = ["reserve", "could mislead", "false fits", "refused"]
+    rows = [
+        [
+            f"{reserve:.0%}",
+            *(
+                f"{every} ({aside})"
+                for every, aside in zip(
+                    _verdicts(found, reserve), _verdicts(left, reserve), strict=True
+                )
+            ),
+        ]
+        for reserve in (0.0, 0.04, 0.08, 0.12, 0.16, 0.20)
+    ]
+    return report.table(header, rows)
 
 
 def _parts(found: Sequence[Row]) -> Iterator[list[Any]]:
@@ -236,7 +262,7 @@ def main() -> None:
         for row in worst
     ]
     header = ["configurations", "number", "median error", "90 %", "lowest", "highest"]
-    header += ["could mislead", "false fits", "after the gate"]
+    header += ["could mislead", "false fits", "refused", "after the gate"]
     limit = 0.8 * gpu_targets.target(TARGET).memory_bytes / GIB
     report.write(
         "plan_memory",
@@ -251,8 +277,10 @@ def main() -> None:
             "made with these; `left aside`: with none of these. `could mislead`: the "
             "plan says more than the reserve too little, so that on a device of some "
             "size it would seem to fit and does not. `false fits`: on a device of 0.5 "
-            "to 1.5 times what is assigned, drawn for each; `after the gate`: what "
-            "verification leaves of them.",
+            "to 1.5 times what is assigned, drawn for each; `refused`: said not to fit "
+            "there though it does; `after the gate`: what verification leaves of the "
+            "false fits. With other reserves (in brackets: left aside):",
+            "\n".join(_reserves(found)),
             f"Above {limit:.0f} GiB (80 % of an H100) XLA computes parts again on its "
             "own, so a plan says more there than is assigned.",
             "The largest errors:",

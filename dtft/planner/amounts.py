@@ -14,6 +14,8 @@ import numpy as np
 from dtft.planner.graph import Operator
 from dtft.planner.links import CollectiveKind
 
+MICRO = "microbatches"
+"""Divides the batch like an axis, but in time: results add up and nothing is sent."""
 Sizes = Mapping[str, Any]
 """Axis to its size: an int, or an array with one per candidate."""
 

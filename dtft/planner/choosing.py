@@ -10,6 +10,7 @@ chosen.
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -101,13 +102,14 @@ class Chooser:
         """For each set of dims its operators, by which of the dims are divided."""
         prices, allowed = self._prices, set(free)
         asked: list[tuple[int, Division]] = []
+        with_dims = cache(self._with)
         places: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for number in range(len(prices.question.groups)):
             scope = tuple(sorted(d for d in prices.works.dims(number) if d in allowed))
             choices = itertools.product((0, 1), repeat=len(scope))
             for choice in choices if scope else ():
-                chosen = [dim for dim, on in zip(scope, choice, strict=True) if on]
-                asked.append((number, self._with(chosen)))
+                chosen = tuple(dim for dim, on in zip(scope, choice, strict=True) if on)
+                asked.append((number, with_dims(chosen)))
                 places.append((scope, choice))
         found: Tables = {}
         for (scope, choice), way in zip(places, prices.all(asked), strict=True):

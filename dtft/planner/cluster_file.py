@@ -106,15 +106,24 @@ def _built(of: Any, items: Mapping[str, Any], where: str) -> Any:
         )
     hints = {field.name: field.type for field in fields(of)}
     try:
-        made = {key: _number(value, hints[key]) for key, value in items.items()}
+        made = {key: _number(key, value, hints[key]) for key, value in items.items()}
         return of(**made)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _number(value: Any, hint: Any) -> Any:
+def _number(name: str, value: Any, hint: Any) -> Any:
     """YAML reads 5e-6 as text and 64.0e9 as a float; here the field decides."""
-    return hint(float(value)) if hint in (int, float) else value
+    if hint not in (int, float):
+        return value
+    what = "a whole number" if hint is int else "a number, such as 12.5e9"
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is no number. Allowed: {what}.") from None
+    if hint is int and number != int(number):
+        raise ValueError(f"{name}={value!r} is no whole number.")
+    return hint(number)
 
 
 def _pool(items: Any, where: str) -> Pool:

@@ -60,6 +60,7 @@ class Columns:
         self.sizes: dict[str, np.ndarray] = {a: known.columns[a] for a in AXES}
         self.sizes[MICRO] = known.columns["microbatches"]
         self._order, self._orders = known.columns["order"], space.orders
+        self._meshes, self._mesh = distinct([known.columns["mesh"]])
         self._parts: dict[Axes, np.ndarray] = {}
         self._lies: dict[Axes, tuple[np.ndarray, Groups]] = {}
         self._cases: dict[object, Cases] = {}
@@ -77,20 +78,26 @@ class Columns:
     def lies(self, axes: Axes) -> tuple[np.ndarray, Groups]:
         """For each point the number of its group along some axes; and these groups."""
         if axes not in self._lies:
-            levels = tuple(level.size for level in self.pool.levels)
-            sizes = np.ones((len(self), len(levels)))
-            for number, order in enumerate(self._orders):
-                rows = np.flatnonzero(self._order == number)
-                chosen = [axis in axes for axis in order]
-                if len(rows) and any(chosen):
-                    mesh = np.stack([self.sizes[axis][rows] for axis in order], axis=1)
-                    sizes[rows] = members(levels, mesh, chosen)
-            scaled = np.round(sizes * _FRACTION).astype(np.int64)
-            nothing = np.zeros(len(self), np.int64)  # a pool of one device
-            first, of = distinct([nothing, *scaled.T])
-            links = tuple(level.link for level in self.pool.levels)
-            self._lies[axes] = of, Groups(sizes=sizes[first], links=links)
+            of, groups = self._groups(axes)
+            self._lies[axes] = of[self._mesh], groups
         return self._lies[axes]
+
+    def _groups(self, axes: Axes) -> tuple[np.ndarray, Groups]:
+        """As `lies`, for each mesh."""
+        levels = tuple(level.size for level in self.pool.levels)
+        sizes = np.ones((len(self._meshes), len(levels)))
+        for number, order in enumerate(self._orders):
+            rows = np.flatnonzero(self._order[self._meshes] == number)
+            chosen = [axis in axes for axis in order]
+            if len(rows) and any(chosen):
+                points = self._meshes[rows]
+                mesh = np.stack([self.sizes[axis][points] for axis in order], axis=1)
+                sizes[rows] = members(levels, mesh, chosen)
+        scaled = np.round(sizes * _FRACTION).astype(np.int64)
+        nothing = np.zeros(len(sizes), np.int64)  # a pool of one device
+        first, of = distinct([nothing, *scaled.T])
+        links = tuple(level.link for level in self.pool.levels)
+        return of, Groups(sizes=sizes[first], links=links)
 
     def divided(self, divisors: Iterable[Axes]) -> Cases:
         """Points that each of some groups of axes divides into as many parts."""

@@ -2,11 +2,11 @@
 
 XLA joins collectives of one kind among the same devices that do not need each other:
 the sums of all gradients of a loop's body (or outside of loops), and the arrays that
-are gathered behind an update. Their latency then counts once. Measured with jax 0.10.2:
-the CPU backend joins all-reduces without a limit, the GPU compiler all-reduces,
-all-gathers and reduce-scatters up to 30 MiB (`AllReduceCombiner` and its like in XLA).
-What waits in a chain, such as the sums of activations, is never joined. Pure; must not
-know seconds.
+are gathered behind an update. Their latency then counts once. Seen with jax 0.10.2: the
+GPU compiler joins all-reduces, all-gathers and reduce-scatters up to 30 MiB. The CPU
+compiler joins all-reduces too, but its runtime then sends each array by itself
+(`AllReduceThunk` of XLA), so that nothing is saved. What waits in a chain, such as the
+sums of activations, is never joined. Pure; must not know seconds.
 """
 
 from collections.abc import Hashable, Mapping
@@ -21,7 +21,7 @@ from dtft.planner.links import CollectiveKind
 from dtft.planner.partition import MICRO
 
 LIMITS: Mapping[str, Mapping[CollectiveKind, float]] = {
-    "cpu": {"all_reduce": np.inf},
+    "cpu": {},
 }
 """Platform to kind to the most bytes of what is joined; others are as a GPU."""
 _ACCELERATOR: Mapping[CollectiveKind, float] = dict.fromkeys(
@@ -70,8 +70,6 @@ def messages(platform: str, kind: CollectiveKind, num_bytes: Any) -> Any:
 
     >>> messages("cuda", "all_reduce", np.array([1e6, 40e6])).tolist()
     [1.0, 2.0]
-    >>> float(messages("cpu", "all_reduce", 40e6))
-    1.0
     """
     limit = LIMITS.get(platform, _ACCELERATOR)[kind]
     return np.maximum(1.0, np.ceil(np.asarray(num_bytes) / limit))

@@ -115,8 +115,9 @@ class _Row:
         self, kinds: Sequence[Sequence[int]], limit: float
     ) -> tuple[Stretch, ...] | None:
         """The stretches in the best order; None if items are left over."""
-        none: tuple[int, ...] = (0,) * len(kinds)
-        far, last = {none: 0}, {none: 0}
+        none = (0,) * len(kinds)
+        far: dict[tuple[int, ...], int] = {none: 0}
+        last: dict[tuple[int, ...], int] = {none: 0}
         for used in product(*(range(len(nodes) + 1) for nodes in kinds)):
             for kind, number in enumerate(used):
                 if not number:

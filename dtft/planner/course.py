@@ -5,16 +5,23 @@ is counted once here, for all divisions that `moments` is asked for. Must not kn
 seconds or how large meshes are.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
+from dtft.planner.graph import Operator
+from dtft.planner.groups import region
 from dtft.planner.lifetimes import Event
 from dtft.planner.memory import Timeline
 from dtft.planner.patterns import Instance, instance
 
+SOON = 5
+"""Products after one for which a gather made for it is kept for another: with so many
+the compiled steps that the rules were made with agree best."""
 What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 """What bytes are of: an array; a gradient while it is made, the same in a loop, and
 until it is used; the sum of one over microbatches; of an argument what a microbatch
@@ -44,6 +51,29 @@ class Run:
     """Whether it runs beside the one before it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reread:
+    """Two products that read one array: where both need it gathered, it is so once."""
+
+    instances: tuple[int, int]
+    """Their places in `Course.instances`."""
+    num_bytes: int
+    """Of the whole array."""
+    moments: range
+    """Those between them at which it stays gathered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Yielded:
+    """An array that is gone a moment sooner where an axis divides a dim of `rows`."""
+
+    moment: int
+    """The moment at which it is gone then."""
+    kind: int
+    num_bytes: int
+    rows: tuple[int, ...]
+
+
 class Course:
     """The moments of a program that may be the fullest."""
 
@@ -63,8 +93,14 @@ class Course:
         self.instances: list[Instance] = []
         """Operators that may need operands gathered, each with its own dims."""
         self.runs: list[Run] = []
+        self.rereads: list[Reread] = []
+        self._reads: dict[int, int] = {}
+        self._products: list[Run] = []
         self.copied: list[tuple[int, int]] = []
         """Moments at which there is a copy of an array; which."""
+        self.yielded: list[Yielded] = []
+        """Arrays whose place others may take; at most one for each moment."""
+        self._yields: Event | None = None
         self._begin()
         for event in timeline.events:
             self._follow(event)
@@ -77,6 +113,17 @@ class Course:
     def kinds(self) -> Mapping[Kind, int]:
         """Kinds in the order of `alive`, and of each a value."""
         return dict(zip(self._kinds, self._stands, strict=True))
+
+    @cached_property
+    def gradients(self) -> tuple[tuple[int, int], ...]:
+        """Gradients unlike in division or bytes, and how many there are of each."""
+        first: dict[object, int] = {}
+        counts: Counter[int] = Counter()
+        for index in self.timeline.gradients:
+            num_bytes = self._graph.values[index].num_bytes
+            key = self._gradient(index, "sums"), num_bytes
+            counts[first.setdefault(key, index)] += 1
+        return tuple(counts.items())
 
     def _begin(self) -> None:
         """With microbatches: a sum of each gradient, and the part of the batch that is
@@ -93,13 +140,28 @@ class Course:
             self._run(event.value)
         elif event.kind == "copied":
             self.copied.append((self._note(), event.value))
+        elif event.kind == "yields":
+            self._yields = event
         elif event.value in self.timeline.gradients:
             self._follow_gradient(event)
         elif event.kind == "comes":
             self._change(self._kind(event.value), event.value)
             self._tops.append(self._note())
+            if self._yields:
+                self._note_yielded(self._yields)
         else:
             self._change(self._kind(event.value), event.value, -1)
+
+    def _note_yielded(self, event: Event) -> None:
+        """What has come takes the place of another array, which goes only after it."""
+        yielded = Yielded(
+            moment=self._tops[-1],
+            kind=self._kind(event.value),
+            num_bytes=self._graph.values[event.value].num_bytes,
+            rows=event.rows,
+        )
+        self.yielded.append(yielded)
+        self._yields = None
 
     def _follow_gradient(self, event: Event) -> None:
         """A gradient is whole until it is made, then as it is kept (ZeRO 2 and 3).
@@ -129,13 +191,37 @@ class Course:
         )
         if place == len(self.instances):
             self.instances.append(made)
-        self.runs.append(Run(moment=self._note(), instance=place, beside=beside))
+        run = Run(moment=self._note(), instance=place, beside=beside)
+        self.runs.append(run)
+        if operator.kind == "matmul":
+            self._note_reads(operator, run)
+
+    def _note_reads(self, operator: Operator, run: Run) -> None:
+        """What the last product of the forward pass and all of the backward pass read.
+
+        XLA shares a gather between products that come soon after each other (its pass
+        `ScheduleAwareCollectiveOpsCSE`): of a cotangent by the two products that read
+        it, and of what the last layer reads by that and by the gradient of its weights.
+        """
+        if region(operator) == "forward":
+            self._reads.clear()
+        number = len(self._products)
+        self._products.append(run)
+        for index in operator.inputs:
+            for root in self.timeline.read_from(index):
+                before = self._reads.get(root)
+                self._reads[root] = number
+                if before is not None:
+                    first, end = self._products[before], min(before + SOON, number)
+                    reread = Reread(
+                        instances=(first.instance, run.instance),
+                        num_bytes=self._graph.values[index].num_bytes,
+                        moments=range(first.moment + 1, self._products[end].moment),
+                    )
+                    self.rereads.append(reread)
 
     def _gradient(self, index: int, what: What) -> int:
-        # A step of the user's own has no constraint that divides what no loop makes.
-        timeline = self.timeline
-        divides = timeline.gathers or index in timeline.from_loops
-        return self._kind(index, what, divides and what != "gradient")
+        return self._kind(index, what, divides=what != "gradient")
 
     def _kind(self, index: int, what: What = "plain", divides: bool = False) -> int:
         value = self._graph.values[index]

@@ -26,6 +26,7 @@ from dtft.planner.enumeration import enumerate_space
 from dtft.planner.plan import Plan, Remat
 from dtft.planner.priced import Priced
 from dtft.planner.question import Question
+from dtft.planner.rates import Rates
 from dtft.planner.search import Search, memory_floor
 from dtft.planner.space import REMATS, Candidate, Choices, Space
 from dtft.planner.staged import layers_of
@@ -287,12 +288,12 @@ def _found(
     # With the batch that was asked for, if any candidate divides it.
     exact = space.columns["batch"] == space.columns["batch"].min()
     space = space.where(np.flatnonzero(exact))
-    columns = Columns(pool, space)
+    rates = Rates(Columns(pool, space))
     found: dict[Remat, Priority] = {}
     for remat in order:
         if not found or _worth(found.values()):
             asked = question if remat == "none" else question.rematerialized(remat)
             search = Search(asked, pool, scatters=_backend(pool) != "cpu")
-            priced = search.price(space.with_remat(remat), columns)
+            priced = search.price(space.with_remat(remat), rates)
             found[remat] = Priority(search=search, priced=priced)
     return found

@@ -4,6 +4,7 @@ Decides, in this order: sizes of axes and baselines, knobs, what has no room, or
 the fabric; and says in numbers what each rule left. Must not know what candidates cost.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -250,6 +251,11 @@ def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
         if near:
             beside = ", the other pins as they are" if others else ""
             text.append(f"Nearest values of {name} that work{beside}: {near}.")
+    sizes = {axis: pins[axis] for axis in AXES if axis in pins}
+    together = math.prod(sizes.values())
+    if len(sizes) > 1 and choices.num_devices % together:
+        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        text.append(f"Together {shown} are {together} devices.")
     if len(text) == alone:
         text.append("No change of one pin alone makes the others work.")
     fewer = _rules(choices, pins).fewer()

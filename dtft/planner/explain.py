@@ -91,7 +91,7 @@ def waterfall(plan: Plan) -> Section:
                 seconds(value),
                 _share(value, total),
                 _bar(start, value, total),
-                glossary.TERMS[name],
+                glossary.TERMS.get(name, ""),
             )
         )
         start += value
@@ -115,7 +115,7 @@ def memory(plan: Plan) -> Section:
     has = plan.capacity_bytes
     terms = {**plan.memory, "needed": plan.memory_bytes, "capacity": has}
     rows = [
-        (name, size(value), _share(value, has), glossary.MEMORY[name])
+        (name, size(value), _share(value, has), glossary.MEMORY.get(name, ""))
         for name, value in terms.items()
     ]
     return Section(
@@ -145,8 +145,8 @@ def collectives(
 
 
 _JOINED = (
-    "alike ones that nothing waits for (sums of gradients; on GPU and TPU also arrays "
-    "gathered behind an update) XLA sends as one: they share its seconds by their bytes"
+    "alike ones that nothing waits for (sums of gradients, arrays gathered behind an "
+    "update) are sent as one, except on CPU: they share its seconds by their bytes"
 )
 
 

@@ -41,6 +41,7 @@ class InMemory:
         self._kept = self._find_kept()
         if keeps_all:
             self._kept |= self._saved()
+        self._twins = self._find_twins() if keeps_all else {}
         self.roots: dict[int, frozenset[int]] = {}
         self._resolve()
 
@@ -131,6 +132,23 @@ class InMemory:
                     found.add(index)
         return found
 
+    def _find_twins(self) -> dict[int, int]:
+        """Values that each layer makes of nothing but numbers, and the first one like.
+
+        XLA computes a mask of positions once and keeps it for all layers.
+        """
+        first: dict[object, int] = {}
+        same: dict[int, int] = {}
+        for operator in self.graph.operators:
+            if operator.within or not all(index in same for index in operator.inputs):
+                continue
+            read = tuple(same[index] for index in operator.inputs)
+            for place, index in enumerate(operator.outputs):
+                value = self.graph.values[index]
+                key = operator.primitive, place, value.shape, value.dtype, read
+                same[index] = first.setdefault(key, index)
+        return {index: one for index, one in same.items() if index != one}
+
     def _resolve(self) -> None:
         for loop in self.graph.loops:
             for outer, inner in loop.sliced:
@@ -149,6 +167,8 @@ class InMemory:
     def _roots_of(self, operator: Operator, value: int) -> frozenset[int]:
         if operator.primitive in ALIASES and operator.inputs:
             return self.root(operator.inputs[0])
+        if value in self._twins:
+            return self.root(self._twins[value])
         if value in self._kept:
             return frozenset((value,))
         return self.all_roots(operator)

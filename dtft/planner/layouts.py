@@ -3,6 +3,7 @@
 Pure; must not know shardings, bytes or when anything happens.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from dtft.planner.graph import Graph, Loop, Operator
@@ -25,8 +26,16 @@ def laid_anew(graph: Graph, memory: InMemory, loop: Loop) -> Iterator[int]:
         for index in _against_the_grain(graph, operator)
     }
     stacked = {outer: inner for one in graph.loops for inner, outer in one.stacked}
+    readers: dict[int, set[str]] = defaultdict(set)
+    for operator in graph.operators[slice(*loop.operators)]:
+        for index in operator.inputs:
+            readers[index].add(operator.primitive)
     for outer, inner in loop.sliced:
-        if inner in read or _is_transposed(memory, stacked.get(outer, outer)):
+        if (
+            inner in read
+            or readers[inner] == {"transpose"}
+            or _is_transposed(memory, stacked.get(outer, outer))
+        ):
             yield outer
 
 

@@ -14,6 +14,9 @@ from dtft.planner.groups import CHEAP, region
 from dtft.planner.in_memory import InMemory
 from dtft.planner.layouts import laid_anew
 
+ROW = 16384
+"""Entries of the longest row for which XLA makes one kernel of a softmax: of compiled
+steps rows of 16384 had one, rows of 32768 had not."""
 _Going = dict[int, list[int]]
 """For operators to come by number: the values that go after each."""
 
@@ -23,11 +26,14 @@ class Event:
     """Something happens to a value in memory."""
 
     value: int
-    kind: Literal["comes", "made", "goes", "copied", "runs"]
+    kind: Literal["comes", "made", "goes", "yields", "copied", "runs"]
     """It is given memory; it is complete (after its loop, if that makes it part by
-    part); its memory is free again; there is a copy of it for a moment. Or (`runs`) an
-    operator that may need operands gathered, whose number is `value`, is carried out.
+    part); its memory is free again, or (`yields`) is if an axis divides one of `rows`;
+    there is a copy of it for a moment. Or (`runs`) an operator that may need operands
+    gathered, whose number is `value`, is carried out.
     """
+    rows: tuple[int, ...] = ()
+    """Dims along which one kernel goes if it has all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +55,27 @@ def follow(graph: Graph, *, keeps_all: bool = False) -> Lifetimes:
         keeps_all: whether the backward pass has all that it reads from the forward
             pass, elementwise operators too, as `jax.checkpoint` with a policy has them.
     """
-    walk = _Walk(graph, InMemory(graph, keeps_all=keeps_all))
+    walk = _Walk(graph, keeps_all=keeps_all)
     return Lifetimes(events=tuple(walk.walk()), roots=walk.memory.roots)
 
 
 class _Walk:
-    def __init__(self, graph: Graph, memory: InMemory) -> None:
-        self.graph, self.memory = graph, memory
+    def __init__(self, graph: Graph, *, keeps_all: bool) -> None:
+        self.graph, self.memory = graph, InMemory(graph, keeps_all=keeps_all)
+        self._keeps_all = keeps_all
         self._outer = set(graph.inputs.values())
         self._outer |= {v for p, v in graph.outputs.items() if p in graph.inputs}
         self._last = self._find_last()
-        self._whole_rows = {
+        self._summed = {
+            value: operator.summed
+            for operator in graph.operators
+            if operator.kind == "reduction"
+            for value in operator.outputs
+        }
+        self._scattered = {
             value
             for operator in graph.operators
-            if operator.kind in ("reduction", "scatter")
+            if operator.kind == "scatter"
             for value in operator.outputs
         }
 
@@ -174,10 +187,13 @@ class _Walk:
         for value in operator.outputs:
             if self.memory.root(value) != frozenset((value,)) or value in self._outer:
                 continue
-            replaced = self._replaced(operator, value, number)
+            replaced, rows = self._replaced(operator, value, number)
             if replaced is not None and replaced in going.get(number, ()):
-                going[number].remove(replaced)
-                yield Event(value=replaced, kind="goes")
+                if rows:
+                    yield Event(value=replaced, kind="yields", rows=rows)
+                else:
+                    going[number].remove(replaced)
+                    yield Event(value=replaced, kind="goes")
             yield from self._come(value, number, going)
             yield Event(value=value, kind="made")
 
@@ -186,31 +202,41 @@ class _Walk:
         alone = self.memory.root(before) == frozenset((before,))
         return alone and before not in self._outer and self._last[before] <= first
 
-    def _replaced(self, operator: Operator, value: int, number: int) -> int | None:
+    def _replaced(
+        self, operator: Operator, value: int, number: int
+    ) -> tuple[int | None, tuple[int, ...]]:
         """The operand whose place a result takes: as large, and read for the last time.
 
         Only of operators that go element by element. What also reads a sum over the
         operand (softmax and its gradient) is one kernel that goes row by row, and has
-        a result of its own.
+        a result of its own. What is scattered into keeps its place, and is a kernel
+        before what reads it; so in the gradient of a loss by its logits only the
+        softmax itself goes by rows, if they are short enough and on one device.
+
+        Returns:
+            The operand, and dims of which one must be divided for that.
         """
         if operator.kind == "scatter":
             into = operator.inputs[0]
-            return into if self._last.get(into) == number else None
+            return (into if self._last.get(into) == number else None), ()
         if operator.kind not in CHEAP:
-            return None
+            return None, ()
         size = self.graph.values[value].num_bytes
         roots = self.memory.all_roots(operator)
-        if not roots.isdisjoint(self._whole_rows):
-            return None
-        return next(
-            (
-                root
-                for root in roots
-                if self.graph.values[root].num_bytes == size
-                and self._last.get(root) == number
-            ),
-            None,
-        )
+        alike = [
+            root
+            for root in roots
+            if self.graph.values[root].num_bytes == size
+            and self._last.get(root) == number
+        ]
+        free = [root for root in alike if root not in self._scattered]
+        summed = {dim for root in roots for dim in self._summed.get(root, ())}
+        by_rows = not (self._keeps_all and region(operator) == "backward")
+        if not free or (summed and by_rows and len(free) == len(alike)):
+            return None, ()
+        if by_rows:
+            by_rows = all(self.graph.dims[dim].sizes[-1] <= ROW for dim in summed)
+        return free[0], tuple(sorted(summed)) if by_rows else ()
 
     def _come(self, value: int, number: int, going: _Going) -> Iterable[Event]:
         if value in self._outer:

@@ -221,7 +221,7 @@ class _State:
         _, source, target, begin, end = sent
         if end > begin:
             for port in self.of.ports[source][target]:
-                self.ports[port].leave(begin)
+                self.ports[port].leave(begin, end)
 
     def schedule(self) -> Schedule | None:
         """What was found; None where memory, looked at in time, does not suffice."""

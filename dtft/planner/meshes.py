@@ -158,12 +158,17 @@ class MeshRules:
     def fewer(self) -> Meshes:
         """Meshes of the most devices, but not all, that divide the batch as it is.
 
-        None where all devices can be used so.
+        None where all devices can be used so. Where no number of devices divides it
+        (a prime batch), also those of the largest power of two: models have dims that
+        it divides, and few that, say, five devices do.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
             return exact.where(np.zeros(len(exact), bool))
         best = exact
+        power = 1 << self.num_devices.bit_length() - 1
+        if power < self.num_devices:
+            best = exact.joined(self.exact(power))
         for num_devices in range(self.num_devices - 1, 0, -1):
             if math.gcd(num_devices, self.batch) == 1 and len(best):
                 continue  # only meshes that do not divide the batch

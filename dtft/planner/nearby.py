@@ -72,8 +72,10 @@ def batch_text(decision: Decision) -> tuple[str, float]:
         more_s = plan.prediction.step_s * (rows / asked - 1)
         return (
             f"the mesh does not divide the batch of {asked}: give it {rows} rows, "
-            f"{rows - asked} of them padding, which take up to {seconds(more_s)} of a "
-            f"step ({percent(rows / asked - 1)}) on top of what is predicted"
+            f"{rows - asked} of them padding that the loss leaves out (by a mask in "
+            f"the batch). They take up to {seconds(more_s)} of a step "
+            f"({percent(rows / asked - 1)}) on top of what is predicted. Or plan "
+            f"without the pin, or for a batch of {rows}"
         ), more_s
     known = batches(decision)
     used = math.prod(plan.mesh.values())
@@ -87,7 +89,10 @@ def batch_text(decision: Decision) -> tuple[str, float]:
         f"{there} devices do not divide the batch of {asked}: {idle}, at "
         f"{seconds(here_s)} per example"
     )
-    return f"{text}. Nearest that they divide: {_listed(known)}", saved
+    return (
+        f"{text}. Nearest that they divide: {_listed(known)}. To use all, make the "
+        "batch one of these and plan again"
+    ), saved
 
 
 def _listed(known: tuple[Nearby, ...]) -> str:

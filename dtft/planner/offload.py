@@ -37,9 +37,6 @@ class Away:
     """That an update takes longer: all of it there and back."""
 
 
-NOTHING = Away(host_bytes=0.0, device_bytes=0.0, seconds=0.0)
-
-
 def away(link: Link, arrays: Iterable[tuple[int, Any]]) -> Away:
     """What arrays that rest in host memory take, those that are worth a copy.
 

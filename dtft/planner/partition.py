@@ -11,16 +11,15 @@ memory.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dtft.planner.amounts import Amount, Sent, Work
+from dtft.planner.amounts import MICRO, Amount, Sent, Work
 from dtft.planner.graph import Graph, Operator, Value
 from dtft.planner.links import CollectiveKind
 from dtft.planner.plan import Spec
 from dtft.planner.products import convolution_columns, product_sizes
+from dtft.planner.work_dims import WorkDims, position
 
 Axes = tuple[str, ...]
 PRODUCTS = ("matmul", "convolution")
-MICRO = "microbatches"
-"""Divides the batch like an axis, but in time: results add up and nothing is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ class Division:
     along which of them: gradients at ZeRO levels 2 and 3."""
     first: Mapping[frozenset[int], int] = field(default_factory=dict)
     """Dims of an array, and the one of them that has its axes before the others have
-    theirs: of experts, in what they work on (`experts`)."""
+    theirs: of experts, in what they work on (`experts`), and of `weights`."""
     scatters: bool = False
     """Whether the backend sums and divides in one collective (reduce-scatter): GPU and
     TPU do; XLA's CPU backend sums everywhere, and each device keeps its part. It also
@@ -55,13 +54,20 @@ class Division:
 
     def spec(self, value: Value) -> Spec:
         """How a value is divided; of dims that want the same axis the first has it."""
+        wanted = [
+            self.of(dim) if size > 1 else ()
+            for dim, size in zip(value.dims, value.shape, strict=True)
+        ]
+        axes = flat(wanted)
+        if len(set(axes)) == len(axes):
+            return tuple(wanted)
+        early = self._early(value) if self.first else None
+        taken = set(wanted[early]) if early is not None else set()
         used: set[str] = set()
         spec: list[Axes] = []
-        early = self._early(value) if self.first else None
-        taken = set() if early is None else set(self.of(value.dims[early]))
-        for place, (dim, size) in enumerate(zip(value.dims, value.shape, strict=True)):
+        for place, some in enumerate(wanted):
             gone = used if place == early else used | taken
-            free = tuple(a for a in self.of(dim) if a not in gone and size > 1)
+            free = tuple(axis for axis in some if axis not in gone)
             used.update(free)
             spec.append(free)
         return tuple(spec)
@@ -83,20 +89,11 @@ def work(graph: Graph, operator: Operator, division: Division) -> Work:
     return _Placed(graph, operator, division).work()
 
 
-class _Placed:
-    """One operator under a division: which axis goes along which of its dims."""
+class _Placed(WorkDims):
+    """One operator under a division: what is sent for it."""
 
     def __init__(self, graph: Graph, operator: Operator, division: Division) -> None:
-        self.op, self.division = operator, division
-        self.inputs = [graph.values[index] for index in operator.inputs]
-        self.outputs = [graph.values[index] for index in operator.outputs]
-        self.in_specs = [division.spec(value) for value in self.inputs]
-        self.out_specs = [division.spec(value) for value in self.outputs]
-        self.summed = set(map(division.root, operator.summed))
-        self.whole = set(map(division.root, operator.whole))
-        self.alone = operator.primitive == "top_k" and not division.scatters
-        self.made = {division.root(d) for value in self.outputs for d in value.dims}
-        self.kept = {axis: self._keep(axis) for axis in self._axes()}
+        super().__init__(graph, operator, division)
         self.spare = tuple(a for a in division.spare if a not in self.kept)
         self.sent: list[Sent] = []
 
@@ -123,91 +120,20 @@ class _Placed:
             ),
         )
 
-    def _axes(self) -> list[str]:
-        specs = (*self.in_specs, *self.out_specs)
-        return list(dict.fromkeys(a for spec in specs for a in flat(spec)))
-
-    def _keep(self, axis: str) -> int | None:
-        """The dim along which this axis divides the work; None: all do all of it."""
-        dims: dict[int, None] = {}
-        if self.alone and axis != MICRO:
-            return None
-        for value in (*self.inputs, *self.outputs):
-            for dim in map(self.division.root, value.dims):
-                if axis in self.division.of(dim) and dim not in self.whole:
-                    dims[dim] = None
-        return min(dims, key=lambda dim: self._price(axis, dim), default=None)
-
-    def _price(self, axis: str, dim: int) -> tuple[float, int]:
-        """Bytes sent if the axis goes along `dim`, before division; ties: the first."""
-        price = 0.0
-        for value, spec in zip(self.inputs, self.in_specs, strict=True):
-            at = _position(spec, axis)
-            if at is not None and self.division.root(value.dims[at]) != dim:
-                price += value.num_bytes
-        for value, spec in zip(self.outputs, self.out_specs, strict=True):
-            at = _position(spec, axis)
-            if self._is_partial(dim):
-                price += 2 * value.num_bytes
-            elif at is not None and self.division.root(value.dims[at]) != dim:
-                price += value.num_bytes
-        return price, dim
-
-    def _is_partial(self, dim: int) -> bool:
-        """Whether the work, divided along a dim, leaves partial sums."""
-        if dim not in self.summed:
-            return False
-        if dim not in self.made:
-            return True
-        # It is there twice, divided at one place: is that the one summed over?
-        return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
-
-    def _free(self, index: int, dim: int) -> bool:
-        """Whether an operand of a matmul is divided along `dim` where it is kept."""
-        if self.op.kind != "matmul" or index > 1:
-            return False
-        spec, value = self.in_specs[index], self.inputs[index]
-        return any(
-            axes
-            and self.division.root(d) == dim
-            and at not in self.op.contracted[index]
-            for at, (d, axes) in enumerate(zip(value.dims, spec, strict=True))
-        )
-
-    def _fits(self, index: int, axis: str) -> bool:
-        """Whether an operand that an axis divides is divided as the work is."""
-        spec, value = self.in_specs[index], self.inputs[index]
-        at = _position(spec, axis)
-        if at is None:
-            return True
-        dim = self.division.root(value.dims[at])
-        if dim != self.kept[axis]:
-            return False
-        if self.op.kind != "matmul" or index > 1:
-            return True
-        if dim in self.summed and dim in self.made:
-            # A product of a dim with itself: one of its places is summed over.
-            return (at in self.op.contracted[index]) == self._is_partial(dim)
-        return not (index == 1 and self._free(0, dim) and self._twice(dim))
-
-    def _twice(self, dim: int) -> bool:
-        """Whether rows and columns of a product are the same dim."""
-        return [self.division.root(d) for d in self.outputs[0].dims].count(dim) > 1
-
     def _fitting(self, index: int) -> Axes:
-        return tuple(a for a in flat(self.in_specs[index]) if self._fits(index, a))
+        return tuple(a for a in flat(self.in_specs[index]) if self.fits(index, a))
 
     def _send_operand(self, index: int) -> None:
         """What an operand lacks, or has along another dim than the work."""
         value, spec = self.inputs[index], self.in_specs[index]
-        moved = [axis for axis in flat(spec) if not self._fits(index, axis)]
+        moved = [axis for axis in flat(spec) if not self.fits(index, axis)]
         roots = set(map(self.division.root, value.dims))
         exchanged = tuple(
             axis
             for axis in moved
             if self.kept[axis] in roots
-            and _position(spec, axis) is not None
-            and self.division.root(value.dims[_position(spec, axis) or 0])
+            and position(spec, axis) is not None
+            and self.division.root(value.dims[position(spec, axis) or 0])
             != self.kept[axis]
         )
         gathered = tuple(axis for axis in moved if axis not in exchanged)
@@ -230,7 +156,7 @@ class _Placed:
         partial = tuple(
             axis
             for axis, dim in self.kept.items()
-            if dim is not None and self._is_partial(dim) and axis != MICRO
+            if dim is not None and self.is_partial(dim) and axis != MICRO
         )
         further = self._further(value)
         if partial and further and self.spare and self.op.kind == "scatter":
@@ -241,8 +167,8 @@ class _Placed:
             axis
             for axis, dim in self.kept.items()
             if dim is not None
-            and not self._is_partial(dim)
-            and (at := _position(spec, axis)) is not None
+            and not self.is_partial(dim)
+            and (at := position(spec, axis)) is not None
             and self.division.root(value.dims[at]) != dim
             and dim in map(self.division.root, value.dims)
         )
@@ -293,9 +219,9 @@ class _Placed:
         for axis, dim in self.kept.items():
             if dim is None:
                 continue
-            if self._is_partial(dim):
+            if self.is_partial(dim):
                 found["k"].append(axis)
-            elif dim in left and dim in right and not self._twice(dim):
+            elif dim in left and dim in right and not self.twice(dim):
                 found["m" if dim in self.summed else "b"].append(axis)
             else:
                 found["m" if dim in left else "n"].append(axis)
@@ -303,8 +229,3 @@ class _Placed:
 
     def _add(self, kind: CollectiveKind, axes: Axes, amount: Amount) -> None:
         self.sent.append(Sent(kind=kind, axes=axes, amount=amount))
-
-
-def _position(spec: Spec, axis: str) -> int | None:
-    """The dim that an axis divides."""
-    return next((at for at, part in enumerate(spec) if axis in part), None)

@@ -91,7 +91,8 @@ class Instance:
         own = tuple([axes.get(dim, ()) for dim in self.dims])
         first: tuple[int | None, ...] = ()
         further: tuple[Axes, ...] = ()
-        if division.first:
+        used = flat(own)
+        if division.first and len(set(used)) < len(used):  # some want the same axis
             found = map(division.first.get, self.arrays)
             first = tuple(None if d is None else self.dims.index(d) for d in found)
         if division.rest:

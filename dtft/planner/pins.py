@@ -4,6 +4,7 @@ Decides whether a pin is one, and which values are near it. Must not know how ca
 are made.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,17 @@ COUNTS = (*AXES, "microbatches", "zero", "virtual_stages")
 
 PINS = (*COUNTS, "remat", "offload", "schedule", "order")
 """What can be pinned."""
+
+_ELSEWHERE: Mapping[str, str] = {
+    "dp": "replica", "data": "replica", "data_parallel": "replica",
+    "tp": "tensor", "model": "tensor", "tensor_parallel": "tensor",
+    "sp": "sequence", "cp": "sequence", "context": "sequence",
+    "pp": "stage", "pipeline": "stage", "pipe": "stage",
+    "ep": "expert", "experts": "expert",
+    "zero_stage": "zero", "micro_batches": "microbatches", "checkpoint": "remat",
+    "accumulation": "microbatches", "gradient_accumulation": "microbatches",
+}  # fmt: skip
+"""Names that others have for these knobs."""
 
 _ABSENT = {
     "stage": "; it needs layers that are alike, and what_if",
@@ -36,12 +48,23 @@ def check(pins: Mapping[str, Any]) -> None:
     for name, value in pins.items():
         if name not in PINS:
             raise ValueError(
-                f"{name}={value!r} is not a knob that can be pinned. Allowed: "
-                f"{', '.join(PINS)}."
+                f"{name}={value!r} is not a knob that can be pinned.{meant(name)} "
+                f"Allowed: {', '.join(PINS)}."
             )
         allowed = _allowed(name, value)
         if allowed:
             raise ValueError(f"{name}={value!r} is pinned. Allowed: {allowed}.")
+
+
+def meant(name: str) -> str:
+    """Which knob an unknown name may stand for; '' if none is like it.
+
+    >>> meant("tp"), meant("tesnor"), meant("colour")
+    (" Did you mean 'tensor'?", " Did you mean 'tensor'?", '')
+    """
+    near = difflib.get_close_matches(name, PINS, n=1)
+    known = _ELSEWHERE.get(name, near[0] if near else "")
+    return f" Did you mean {known!r}?" if known else ""
 
 
 def _allowed(name: str, value: Any) -> str:
@@ -57,7 +80,8 @@ def _allowed(name: str, value: Any) -> str:
         fits = not isinstance(value, str) and set(value) <= set(AXES)
         return "" if fits and len(set(value)) == len(value) else axes
     least = 0 if name == "zero" else 1
-    fits = isinstance(value, int | np.integer) and value >= least
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    fits = is_whole and value >= least
     return "" if fits else f"a whole number, {least} or more"
 
 
@@ -67,6 +91,8 @@ def why_not(choices: Choices, name: str, value: Any) -> str:
         return _why_not_axis(choices, name, value)
     if name == "microbatches" and value > choices.max_microbatches:
         return f"at most {choices.max_microbatches} are possible here"
+    if name == "microbatches" and choices.batch % value:
+        return f"{value} does not divide the batch of {choices.batch}"
     if name in ("zero", "remat") and value not in getattr(choices, name):
         allowed = ", ".join(map(str, getattr(choices, name)))
         return f"only {allowed} can be chosen here"

@@ -6,6 +6,7 @@ the links that there are, baselines, moves. Decides only: `dtft.train` runs it.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from dtft.planner.problem import Problem
 from dtft.planner.task_graph import Grain, TaskGraph, tasks_of
 from dtft.planner.tasks import Tasks
 
-__all__ = ["Placement", "Run", "Transfer", "place", "place_tasks"]
+__all__ = ["Placement", "Priced", "Run", "Transfer", "place", "place_tasks"]
 
 _NOTHING_MORE = Kernels()
 
@@ -67,26 +68,59 @@ def place(
         ValueError: an operator without a kernel, a pin that cannot be met, weights that
             are none, or not enough memory; says what there is.
     """
-    found = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    nodes = Nodes.of(found, reserve=RESERVE)
-    made = tasks_of(
+    asked = Priced.of(
         graph,
-        nodes,
+        cluster,
         kernels=kernels,
         affinity=affinity,
         grain=grain,
         together=together,
+        backward=backward,
     )
-    tasks = made.tasks.with_backward(made.backward) if backward else made.tasks
     return place_tasks(
-        tasks,
-        nodes,
+        asked.tasks,
+        asked.nodes,
         weights,
-        of=made,
+        of=asked.made,
         order=order,
         microbatches=microbatches,
         moves=moves,
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Priced:
+    """A program's tasks with what they take on the nodes of a cluster."""
+
+    tasks: Tasks
+    nodes: Nodes
+    made: TaskGraph
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        cluster: Cluster | str,
+        *,
+        kernels: Kernels = _NOTHING_MORE,
+        affinity: Mapping[str, str] | None = None,
+        grain: Grain = "operator",
+        together: Sequence[tuple[int, int]] = (),
+        backward: bool = False,
+    ) -> "Priced":
+        """Prices a program; arguments and errors as those of `place`."""
+        found = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+        nodes = Nodes.of(found, reserve=RESERVE)
+        made = tasks_of(
+            graph,
+            nodes,
+            kernels=kernels,
+            affinity=affinity,
+            grain=grain,
+            together=together,
+        )
+        tasks = made.tasks.with_backward(made.backward) if backward else made.tasks
+        return cls(tasks=tasks, nodes=nodes, made=made)
 
 
 def place_tasks(
@@ -170,6 +204,7 @@ def _result(
         weights=weights,
         baselines=found.baselines,
         dropped=found.dropped,
+        speeds=found.speeds,
         memory_bytes=tuple(round(most) for most in schedule.memory_bytes),
         capacity_bytes=tuple(int(has) for has in problem.capacity),
         how=found.how,

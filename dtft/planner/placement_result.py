@@ -7,6 +7,7 @@ shown (`placement_report`) or run (`dtft.train`).
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
@@ -70,7 +71,10 @@ class Placement:
     """Seconds of a step: `one node` (the fastest that can run everything),
     `contiguous`, `random`; those that cannot run are left out."""
     dropped: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step without the slower nodes, by which these are."""
+    """Seconds of a step of earliest finish without the slower nodes, by these."""
+    speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Kind of tasks to type of node to the seconds of all of them on one such node;
+    types that lack a kernel for one are left out."""
     memory_bytes: tuple[int, ...]
     """Most that each node holds at a time: values, arguments and what is received."""
     capacity_bytes: tuple[int, ...]
@@ -103,6 +107,29 @@ class Placement:
         return tuple(
             node for (start, stop), node in forward for _ in range(start, stop)
         )
+
+    def table(self) -> str:
+        """What it says of itself, as text."""
+        from dtft.planner import placement_report, wording
+
+        return wording.text(placement_report.sections(self))
+
+    def html(self) -> str:
+        """A page with the schedule drawn and all tables."""
+        from dtft.planner import placement_report
+
+        return placement_report.html(self)
+
+    def save_picture(self, path: str | Path, title: str = "") -> None:
+        """Draws the schedule: a lane for each node, what it receives below.
+
+        Args:
+            path: of a picture: `.png`, `.svg`, `.pdf`.
+            title: stands above it.
+        """
+        from dtft.planner import gantt
+
+        gantt.figure([(title, self)]).savefig(path, dpi=120)
 
     def to_json(self) -> str:
         """The placement as JSON, versioned; equal placements give equal text."""

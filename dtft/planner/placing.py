@@ -7,7 +7,7 @@ task while that helps. Pure and deterministic. Must not know programs or cluster
 (`placement` does).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,14 +15,21 @@ import numpy as np
 
 from dtft.planner.contiguous import split
 from dtft.planner.list_schedule import Schedule, schedule
+from dtft.planner.moving import Climb
 from dtft.planner.problem import Problem
 from dtft.planner.ranks import TAKEN, as_they_come, by_rank, by_rank_on
 
 Order = Literal["rank", "traversal"]
+Speeds = Mapping[str, Mapping[str, float]]
+"""Class of tasks to type of node to seconds."""
 BASELINES = ("one node", "contiguous", "random")
-_TASKS_LOOKED_AT = 10_000
-"""Tasks that may be scheduled again while moves are tried, in all: about 0.3 s."""
+_TASKS_LOOKED_AT = 20_000
+"""Tasks that may be scheduled again while moves are tried, in all: about 0.5 s."""
+_FEW = 20
+"""Fewer tries to move a task than this are not worth their time."""
 _DRAWS = 10
+_STARTS = 6
+"""Candidates from which moves are tried."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +42,8 @@ class Found:
     baselines: dict[str, float]
     """Seconds of a step of those that can be run."""
     dropped: dict[str, float]
-    """Seconds of a step of HEFT by the nodes that are left out: names, in words."""
+    """Seconds of a step of earliest finish without the slower nodes, by their names."""
+    speeds: Speeds
 
 
 class Search:
@@ -45,6 +53,8 @@ class Search:
         """Nothing is looked at yet."""
         self.problem, self.order, self.microbatches = problem, order, microbatches
         self.best: Schedule | None = None
+        self.seen: dict[tuple[int, ...], float] = {}
+        """Nodes of tasks of each candidate, and its seconds of a step."""
         self.how = ""
 
     def step_s(self, found: Schedule) -> float:
@@ -59,9 +69,11 @@ class Search:
         """Keeps a schedule if it is the best so far; its seconds of a step."""
         if found is None:
             return None
-        if self.best is None or self.step_s(found) < self.step_s(self.best):
+        seconds = self.step_s(found)
+        self.seen[found.node_of] = min(seconds, self.seen.get(found.node_of, seconds))
+        if self.best is None or seconds < self.step_s(self.best):
             self.best, self.how = found, how
-        return self.step_s(found)
+        return seconds
 
     def on(self, node_of: Sequence[int]) -> Schedule | None:
         """The schedule of tasks on given nodes."""
@@ -70,20 +82,43 @@ class Search:
             return schedule(problem, as_they_come(problem), node_of)
         return schedule(problem, by_rank_on(problem, node_of), node_of)
 
-    def greedy(self, nodes: Sequence[int], words: str) -> float | None:
-        """Each task where it ends first, of some nodes: seconds of the best order."""
-        found = []
+    def greedy(self) -> None:
+        """Each task where it ends first, in each order."""
         for name, order in self._orders():
-            some = schedule(self.problem, order, among=nodes)
-            found.append(self.see(some, f"{name}{words}"))
-        return min((s for s in found if s is not None), default=None)
+            self.see(schedule(self.problem, order), name)
+
+    def without_slow(self) -> dict[str, float]:
+        """The same without the slower nodes: seconds by those that are left out."""
+        problem, found = self.problem, {}
+        name, order = next(iter(self._orders()))
+        for kept in faster(problem):
+            names = problem.nodes.names
+            out = ", ".join(names[n] for n in range(len(names)) if n not in kept)
+            some = schedule(problem, order, among=kept)
+            seconds = self.see(some, f"{name}, without {out}")
+            if seconds is not None:
+                found[out] = seconds
+        return found
+
+    def by_type(self, speeds: Speeds) -> None:
+        """Each class of tasks on the type that is fastest for it."""
+        types = np.array(self.problem.nodes.alike())
+        wanted = {kind: min(s, key=lambda name: s[name]) for kind, s in speeds.items()}
+        rows = [
+            types == wanted[k] if k in wanted else types == types
+            for k in self.problem.tasks.kinds
+        ]
+        seconds = np.where(np.array(rows), self.problem.array, np.inf)
+        if np.isinf(seconds).all(axis=1).any():
+            return
+        name, order = next(iter(self._orders()))
+        some = schedule(self.problem.with_seconds(seconds), order)
+        self.see(some, f"{name}, each class on its fastest type")
 
     def _orders(self) -> Iterator[tuple[str, list[int]]]:
         if self.order == "traversal":
-            yield (
-                "earliest finish in the order of the program",
-                as_they_come(self.problem),
-            )
+            words = "earliest finish in the order of the program"
+            yield words, as_they_come(self.problem)
             return
         for taken in TAKEN:
             words = f"earliest finish by upward rank ({taken} seconds)"
@@ -144,34 +179,23 @@ class Search:
                 return self.see(found, "a random node for each task")
         return None
 
+    def best_on(self, node_of: Sequence[int], how: str) -> float | None:
+        """Seconds of a step of the best schedule of tasks on given nodes."""
+        found = [self.see(self.on(node_of), how)]
+        for _, order in self._orders():
+            found.append(self.see(schedule(self.problem, order, node_of), how))
+        return min((s for s in found if s is not None), default=None)
+
     def improve(self, moves: int) -> None:
-        """Moves single tasks to other nodes while the step gets faster."""
-        problem, groups = self.problem, self.problem.tasks.together
-        rng, left = np.random.default_rng(0), moves
-        if self.best is None:
-            return
-        node_of, helped = list(self.best.node_of), True
-        while helped and left > 0:
-            helped = False
-            for number in rng.permutation(len(groups)).tolist():
-                group = groups[number]
-                here = node_of[group[0]]
-                for node in np.flatnonzero(np.isfinite(problem.array[group[0]])):
-                    if node == here or left <= 0:
-                        continue
-                    left -= 1
-                    before = self.best
-                    for task in group:
-                        node_of[task] = int(node)
-                    self.see(self.on(node_of), _moved(self.how))
-                    if self.best is not before:
-                        helped, here = True, int(node)
-                    for task in group:
-                        node_of[task] = here
+        """Moves tasks while the step gets faster, from the best candidates."""
+        ranked = sorted(self.seen.items(), key=lambda item: item[1])
+        climb = Climb(self.problem, self._step_on, moves)
+        node_of = climb.best_from([node_of for node_of, _ in ranked[:_STARTS]])
+        self.best_on(node_of, f"{self.how}, then tasks moved")
 
-
-def _moved(how: str) -> str:
-    return how if how.endswith("moved") else f"{how}, then tasks moved"
+    def _step_on(self, node_of: Sequence[int]) -> float:
+        found = self.on(node_of)
+        return np.inf if found is None else self.step_s(found)
 
 
 def find(
@@ -190,12 +214,10 @@ def find(
         moves: single tasks that may be tried on another node; None: as many as take
             less than half a second.
     """
-    search = Search(problem, order, microbatches)
-    dropped = {}
-    for nodes, words in subsets(problem):
-        seconds = search.greedy(nodes, words)
-        if words and seconds is not None:
-            dropped[words] = seconds
+    search, speeds = Search(problem, order, microbatches), speed_table(problem)
+    search.greedy()
+    dropped = search.without_slow()
+    search.by_type(speeds)
     found = (search.one_node(), search.contiguous(), search.random())
     named = zip(BASELINES, found, strict=True)
     baselines = {name: seconds for name, seconds in named if seconds is not None}
@@ -203,24 +225,46 @@ def find(
         return None
     if moves is None:
         moves = _TASKS_LOOKED_AT // max(len(problem.seconds), 1)
-    search.improve(moves)
+        moves = moves if moves >= _FEW else 0
+    if moves:
+        search.improve(moves)
     return Found(
-        schedule=search.best, how=search.how, baselines=baselines, dropped=dropped
+        schedule=search.best,
+        how=search.how,
+        baselines=baselines,
+        dropped=dropped,
+        speeds=speeds,
     )
 
 
-def subsets(problem: Problem) -> Iterator[tuple[list[int], str]]:
-    """All nodes, and all but the slower ones: types, and halves of unlike nodes."""
-    num = len(problem.capacity)
-    yield list(range(num)), ""
-    pace = _pace(problem)
+def speed_table(problem: Problem) -> Speeds:
+    """Seconds of all tasks of a class on one node of a type, by class and type.
+
+    A type that has no kernel for one of them is left out, a class that no type has all
+    kernels for too.
+    """
+    types, kinds = problem.nodes.alike(), np.array(problem.tasks.kinds)
+    found: dict[str, dict[str, float]] = {}
+    for kind in dict.fromkeys(problem.tasks.kinds):
+        sums = problem.array[kinds == kind].sum(axis=0)
+        each: dict[str, float] = {}
+        for name, seconds in zip(types, sums.tolist(), strict=True):
+            if seconds < each.get(name, np.inf):
+                each[name] = seconds
+        if each:
+            found[kind] = each
+    return found
+
+
+def faster(problem: Problem) -> Iterator[list[int]]:
+    """All but the slower nodes: type by type, or half of many unlike ones."""
+    num, pace = len(problem.capacity), _pace(problem)
     distinct = sorted(set(pace), reverse=True)
     cuts = distinct[:-1] if len(distinct) <= 4 else [distinct[len(distinct) // 2 - 1]]
     for cut in cuts:
         kept = [node for node in range(num) if pace[node] < cut]
-        if kept and np.isfinite(problem.array[:, kept]).any(1).all():
-            names = [problem.nodes.names[n] for n in range(num) if n not in kept]
-            yield kept, f" without {', '.join(names)}"
+        if kept and np.isfinite(problem.array[:, kept]).any(axis=1).all():
+            yield kept
 
 
 def _pace(problem: Problem) -> list[float]:

@@ -7,7 +7,7 @@ Values only, with their JSON form. Decides nothing; must not know how a plan is 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 SCHEMA = 1
 
@@ -167,20 +167,30 @@ class Plan:
         Raises:
             ValueError: another version, or not a plan.
         """
-        items = json.loads(text)
+        try:
+            items = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"the plan file is no JSON, or only the beginning of it ({error}). "
+                f"{_AGAIN}"
+            ) from None
         found = items.pop("schema", None) if isinstance(items, dict) else None
         if found != SCHEMA:
             raise ValueError(
                 f"schema={found!r} is not a plan that this dtft reads. Allowed: "
-                f"{SCHEMA}. Make the plan again with `dtft plan`."
+                f"{SCHEMA}. {_AGAIN}"
             )
         try:
-            return _plan(items)
-        except (TypeError, KeyError, AttributeError) as error:
+            plan = _plan(items)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"the plan file has not what a plan has ({error}). Make the plan again "
-                "with `dtft plan`."
+                f"the plan file has not what a plan has ({error}). {_AGAIN}"
             ) from None
+        _check(plan)
+        return plan
+
+
+_AGAIN = "Make the plan again with `dtft plan CONFIG --json PATH`."
 
 
 def _plan(items: dict[str, Any]) -> Plan:
@@ -223,3 +233,44 @@ def _specs(items: Mapping[str, Any]) -> dict[str, Spec]:
 
 def _spec(parts: Any) -> Spec:
     return tuple(tuple(axes) for axes in parts)
+
+
+_REMAT = ", ".join(get_args(Remat))
+
+
+def _check(plan: Plan) -> None:
+    """Refuses what a plan never has, whoever changed the file.
+
+    Raises:
+        ValueError: names the field.
+    """
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and value >= 1
+
+    knobs = plan.knobs
+    mesh = plan.mesh if isinstance(plan.mesh, Mapping) else {}
+    for name, value, fits, allowed in (
+        ("entry", plan.entry, plan.entry in ("step", "loss"), "step, loss"),
+        (
+            "mesh",
+            plan.mesh,
+            bool(mesh) and all(map(is_count, mesh.values())),
+            "axis name to size, whole numbers of 1 or more",
+        ),
+        ("microbatches", knobs.microbatches, is_count(knobs.microbatches), "1 or more"),
+        ("zero", knobs.zero, knobs.zero in (0, 1, 2, 3), "0, 1, 2, 3"),
+        ("remat", knobs.remat, knobs.remat in get_args(Remat), _REMAT),
+        ("offload", knobs.offload, isinstance(knobs.offload, bool), "true, false"),
+        (
+            "memory",
+            plan.memory,
+            isinstance(plan.memory, Mapping)
+            and all(isinstance(size, int) for size in plan.memory.values()),
+            "term to bytes",
+        ),
+    ):
+        if not fits:
+            raise ValueError(
+                f"the plan file has {name}={value!r}. Allowed: {allowed}. {_AGAIN}"
+            )

@@ -43,6 +43,22 @@ class Priced:
         """Which axes divide which dims in a candidate."""
         return self.divisions[self.division[at]]
 
+    def where(self, rows: np.ndarray) -> "Priced":
+        """Some of the candidates."""
+
+        def some(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {name: column[rows] for name, column in columns.items()}
+
+        return replace(
+            self,
+            space=self.space.where(rows),
+            terms=some(self.terms),
+            memory=some(self.memory),
+            division=self.division[rows],
+            idle=self.idle[rows],
+            host=self.host[rows],
+        )
+
     @cached_property
     def step_s(self) -> np.ndarray:
         """Seconds of a step; of a rounded-up batch the part that was asked for."""

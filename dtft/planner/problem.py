@@ -3,10 +3,15 @@
 Must not know schedules or how nodes are chosen.
 """
 
+from copy import copy
+
 import numpy as np
+from numpy.typing import NDArray
 
 from dtft.planner.nodes import Nodes
 from dtft.planner.tasks import Tasks
+
+Floats = NDArray[np.float64]
 
 
 class Problem:
@@ -62,3 +67,9 @@ class Problem:
             return 0.0
         each = self.byte_s[source][target]
         return self.empty_s[source][target] + each * self.num_bytes[value]
+
+    def with_seconds(self, seconds: Floats) -> "Problem":
+        """The same with other seconds: nodes are closed to tasks with infinite ones."""
+        made = copy(self)
+        made.array, made.seconds = seconds, seconds.tolist()
+        return made

@@ -23,6 +23,7 @@ from dtft.planner.partition import Division
 from dtft.planner.plan import Remat
 from dtft.planner.remat import POLICIES, rematerialized
 from dtft.planner.trace import trace
+from dtft.planner.weights import arrays_of_weights
 
 Role = Literal["parameter", "optimizer", "batch"]
 
@@ -65,6 +66,17 @@ class Question:
         parameters = [self.graph.inputs[path] for path in self.paths("parameter")]
         return arrays_of_experts(
             self.graph, parameters, lambda dim: self.alias.get(dim, dim), known
+        )
+
+    @cached_property
+    def weights(self) -> Arrays:
+        """Arrays with the dims of a parameter, and which of these is divided first."""
+        values = (
+            self.graph.values[self.graph.inputs[p]] for p in self.paths("parameter")
+        )
+        return arrays_of_weights(
+            [[self.alias.get(dim, dim) for dim in value.dims] for value in values],
+            self.loop_dims,
         )
 
     @cached_property
@@ -138,8 +150,8 @@ class Question:
         return Division(axes=axes, first=self._first(division))
 
     def _first(self, division: Division) -> Arrays:
-        """`Division.first` of the program."""
-        if not division.first:
+        """`Division.first` of the program, which makes no gradients of weights."""
+        if division.first.keys().isdisjoint(self.expert_arrays):
             return {}
         program = self.program
         values = {path: program.values[at] for path, at in program.inputs.items()}

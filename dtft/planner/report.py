@@ -12,26 +12,12 @@ from html import escape
 from rich.console import Console
 from rich.table import Table
 
-from dtft.planner import comparing, drawing, explain, mesh_text, wording
+from dtft.planner import comparing, drawing, explain, mesh_text, page, wording
 from dtft.planner.deciding import Decision
 from dtft.planner.lints import Lint, lints
 from dtft.planner.plan import Alternative, Plan, Spec
 from dtft.planner.priced import MEMORY
 from dtft.planner.wording import Section, seconds, size
-
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 72em;
-  padding: 0 1em; color: #222; }
-h1 { font-size: 1.4em } h2 { font-size: 1.15em; margin-top: 2em }
-table { border-collapse: collapse } td, th { padding: .2em .8em .2em 0;
-  text-align: left; vertical-align: top; border-bottom: 1px solid #ddd }
-svg { display: block; max-width: 100% } svg text { font-size: 12px; fill: #333 }
-.limit { stroke: #c00; stroke-dasharray: 4 3 } .whole { fill: #eee; stroke: #888 }
-.part { fill: #4269d0 } .cut { stroke: #888 }
-.key i { display: inline-block; width: .8em; height: .8em; margin-right: .3em }
-.key { margin-right: 1.2em }
-@media print { h2 { break-after: avoid } }
-"""
 
 
 def html(
@@ -47,25 +33,21 @@ def html(
     """
     title = f"Plan for {plan.cluster}"
     parts = [
-        _section(explain.summary(plan), level=1),
-        *(_section(section) for section in mesh_text.sections(plan)),
-        _block("Step time", _waterfall(plan), _table(explain.waterfall(plan))),
-        _block("Memory of a device", _bars(plan, decision)),
-        _table(explain.memory(plan)),
-        *(_section(section) for section in checked),
-        _section(explain.bound(plan)),
-        _section(explain.alternatives(plan)),
+        page.section(explain.summary(plan), level=1),
+        *(page.section(section) for section in mesh_text.sections(plan)),
+        page.block("Step time", _waterfall(plan), page.table(explain.waterfall(plan))),
+        page.block("Memory of a device", _bars(plan, decision)),
+        page.table(explain.memory(plan)),
+        *(page.section(section) for section in checked),
+        page.section(explain.bound(plan)),
+        page.section(explain.alternatives(plan)),
         _baselines(plan, decision),
-        _section(explain.collectives(plan.collectives)),
-        _block("How each array is divided", _arrays(plan, decision)),
+        page.section(explain.collectives(plan.collectives)),
+        page.block("How each array is divided", _arrays(plan, decision)),
     ]
     if decision is not None:
-        parts.append(_section(lint_section(lints(decision))))
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"{''.join(parts)}</body></html>\n"
-    )
+        parts.append(page.section(lint_section(lints(decision))))
+    return page.page(title, parts)
 
 
 def show(sections: Iterable[Section], console: Console | None = None) -> None:
@@ -148,7 +130,7 @@ def _baselines(plan: Plan, decision: Decision | None) -> str:
         columns=("baseline", "mesh", ""),
         rows=tuple(rows),
     )
-    return _section(section) if rows else ""
+    return page.section(section) if rows else ""
 
 
 def _arrays(plan: Plan, decision: Decision | None) -> str:
@@ -185,23 +167,3 @@ def _shapes(decision: Decision | None) -> dict[tuple[str, str], tuple[int, ...]]
         value = question.graph.values[question.graph.inputs[path]]
         found[tree, path.partition("/")[2]] = value.shape
     return found
-
-
-def _section(section: Section, level: int = 2) -> str:
-    return f"<h{level}>{escape(section.title)}</h{level}>{_table(section)}"
-
-
-def _block(title: str, *parts: str) -> str:
-    return f"<h2>{escape(title)}</h2>{''.join(parts)}"
-
-
-def _table(section: Section) -> str:
-    notes = "".join(f"<p>{escape(note)}</p>" for note in section.notes)
-    if not section.rows:
-        return notes
-    head = "".join(f"<th>{escape(name)}</th>" for name in section.columns)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in section.rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>{notes}"

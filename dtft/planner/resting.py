@@ -18,8 +18,9 @@ from dtft.planner.columns import Cases, Columns, Total, distinct
 from dtft.planner.combining import Bundle
 from dtft.planner.graph import Value
 from dtft.planner.partition import MICRO, Axes, Division, flat
-from dtft.planner.pricing import Message, Prices
+from dtft.planner.pricing import Prices
 from dtft.planner.question import Question, Role
+from dtft.planner.rates import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +141,9 @@ class Resting:
         if key not in self._gathers:
             placed, _, place = self._placed(alike.value, division)
             repeats: tuple[Axes, ...] = ((MICRO,),) if how.per_microbatch else ()
-            times = count * how.messages
-            message = Message(sent=sent, times=times, repeats=repeats)
-            sending, seconds = self.prices.sending([message])[0]
+            message = Message(sent=sent, repeats=repeats)
+            sending, seconds = self.prices.rates.sending([message])[0]
+            seconds = count * how.messages * seconds
             if not (place >= 0).all():
                 both = self._columns.together([placed, sending])
                 there = place[placed.of[both.first]] >= 0

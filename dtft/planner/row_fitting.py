@@ -104,14 +104,18 @@ def concordance(
         measured: Seconds of the same rows.
         apart: Least relative difference, of the smaller one.
 
+    Returns:
+        The share (of no pairs: 1, as none is ordered wrongly) and the number of pairs.
+
     >>> concordance(np.array([1.0, 2.0, 2.5]), np.array([1.0, 1.2, 1.1]), 0.05)
-    (0.6666666666666666, 3)
+    (0.6666666666666667, 3)
     """
     first, second = np.triu_indices(len(measured), 1)
     ratio = measured[first] / measured[second]
     far = np.maximum(ratio, 1 / ratio) > 1 + apart
-    right = (predicted[first] > predicted[second]) == (ratio > 1)
-    return float(np.mean(right[far])), int(far.sum())
+    wrong = far & ((predicted[first] > predicted[second]) != (ratio > 1))
+    num_far = int(far.sum())
+    return 1 - int(wrong.sum()) / max(num_far, 1), num_far
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:

@@ -23,18 +23,19 @@ from dtft.planner import pricing, shards
 from dtft.planner.amounts import Work
 from dtft.planner.choosing import Chooser, candidates
 from dtft.planner.cluster import Pool
-from dtft.planner.columns import Columns
+from dtft.planner.columns import Columns, distinct
 from dtft.planner.compute_cost import added_s, launch_s
 from dtft.planner.course import Course
 from dtft.planner.groups import Group
 from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.meshes import AXES
 from dtft.planner.moments import Moments
-from dtft.planner.offload import NOTHING, Away, away
+from dtft.planner.offloaded import offloaded
 from dtft.planner.partition import MICRO, Division
 from dtft.planner.priced import MEMORY, TERMS, Priced, joined
 from dtft.planner.pricing import Prices, Way
 from dtft.planner.question import Question, Role
+from dtft.planner.rates import Rates
 from dtft.planner.resting import Resting
 from dtft.planner.space import MemoryFloor, Space
 from dtft.planner.staged import Staged
@@ -77,31 +78,28 @@ class Search:
             alias=question.alias,
         )
 
-    def price(self, space: Space, columns: Columns | None = None) -> Priced:
+    def price(self, space: Space, rates: Rates | None = None) -> Priced:
         """Time and memory of every candidate.
 
         Args:
             space: the candidates.
-            columns: of this space, or of the same candidates with another remat.
+            rates: on the columns of these candidates, or of the same with another
+                remat.
         """
-        columns = columns or Columns(self.pool, space)
-        prices = Prices(self.question, columns)
+        prices = Prices(self.question, rates or Rates(Columns(self.pool, space)))
         resting = Resting(prices)
         terms = {name: np.zeros(len(space)) for name in TERMS}
         memory = {name: np.zeros(len(space)) for name in MEMORY}
         memory["reserve"][:] = RESERVE * self.pool.device.memory_bytes
         divisions: list[Division] = []
         which = np.zeros(len(space), np.int64)
-        idle, host = np.zeros(len(space), bool), np.zeros(len(space))
+        idle = np.zeros(len(space), bool)
         staged = Staged(prices) if (space.columns["stage"] > 1).any() else None
         for layout, rows in self._layouts(prices, space):
             busy = _busy(prices.ways(layout))
             for axis in set(AXES) - busy - {"stage"}:
                 idle[rows] |= space.columns[axis][rows] > 1
             needs = self._memory(resting, layout, space, rows)
-            moved = self._away(resting, layout, space, rows)
-            host[rows], terms["offload"][rows] = moved.host_bytes, moved.seconds
-            needs["optimizer"] += moved.device_bytes - moved.host_bytes
             if staged is not None:
                 needs = staged.memory(space, rows, needs)
             _put(memory, rows, needs)
@@ -112,17 +110,20 @@ class Search:
                 _put(terms, part, took)
                 which[part] = len(divisions)
                 divisions.append(division)
-        return Priced(
+        priced = Priced(
             space=space,
             terms=terms,
             memory=memory,
             divisions=divisions,
             division=which,
             idle=idle,
-            host=host,
+            host=np.zeros(len(space)),
             host_capacity=self.pool.host_memory_bytes,
             capacity=self.pool.device.memory_bytes,
         )
+        if (space.columns["offload"] > 0).any() and self.pool.host_link is not None:
+            return offloaded(priced, resting, self.pool.host_link, staged)
+        return priced
 
     def with_offload(self, priced: Priced, best_s: float) -> Priced:
         """The same, and candidates whose optimizer state rests in host memory.
@@ -135,16 +136,19 @@ class Search:
         """
         lean = priced.memory_bytes - priced.memory["optimizer"] <= priced.capacity
         worth = lean & ~priced.fits & ~priced.idle & (priced.step_s < best_s)
-        if not worth.any():
+        link = self.pool.host_link
+        if link is None or not worth.any():
             return priced
-        space = priced.space.where(np.flatnonzero(worth)).with_offload()
-        return joined(priced, self.price(space))
+        some = priced.where(np.flatnonzero(worth))
+        prices = Prices(self.question, Rates(Columns(self.pool, some.space)))
+        staged = Staged(prices) if (some.space.columns["stage"] > 1).any() else None
+        return joined(priced, offloaded(some, Resting(prices), link, staged))
 
     def works(self, division: Division) -> tuple[tuple[Group, Work], ...]:
         """What each group of operators takes under a division."""
         known = works_of(self.question)
         return tuple(
-            (group, known.of(number, division))
+            (group, known.at(known.key(number, division)))
             for number, group in enumerate(self.question.groups)
         )
 
@@ -177,15 +181,17 @@ class Search:
 
     def _base(self, space: Space) -> Division:
         """What all axes but `tensor` divide."""
-        question, first = self.question, {}
+        question = self.question
+        first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())
         of_batch = ("replica", "fsdp", *(("expert",) if by_expert else ()), MICRO)
         axes: dict[int, tuple[str, ...]] = dict.fromkeys(question.batch_dims, of_batch)
         if (space.columns["sequence"] > 1).any():
             axes |= dict.fromkeys(question.sequence_dims, ("sequence",))
         if by_expert:
-            first = question.expert_arrays
-            axes |= dict.fromkeys(first.values(), ("expert",))
+            experts = question.expert_arrays
+            first = {**first, **experts}
+            axes |= dict.fromkeys(experts.values(), ("expert",))
         return Division(
             axes=axes, scatters=self.scatters, alias=question.alias, first=first
         )
@@ -206,11 +212,15 @@ class Search:
         prices = resting.prices
         points, zero = prices.columns.of[rows], space.columns["zero"][rows]
         sums = pricing.summed(prices.ways(division))
-        sending = sums.sending.at(points) + prices.together_s(sums.together, points)
+        sending = sums.sending.at(points) + prices.rates.together_s(
+            sums.together, points
+        )
         for level in np.unique(zero):
             some = points[zero == level]
             alone, together = resting.gathers(division, int(level))
-            sending[zero == level] += alone.at(some) + prices.together_s(together, some)
+            sending[zero == level] += alone.at(some) + prices.rates.together_s(
+                together, some
+            )
         compute, device = sums.compute.at(points), self.pool.device
         parts = np.where(zero > 0, space.columns["fsdp"][rows], 1)
         terms = {
@@ -238,19 +248,14 @@ class Search:
             divided = resting.num_bytes(role, division, True).at(points)
             found[name] = np.where(zero >= least, divided, whole)
         found["batch"] = resting.num_bytes("batch", division, False).at(points)
+        courses = {self._course: zero < 3}
+        if (zero == 3).any():
+            last = self._course_at_level_3
+            courses[last] = courses.get(last, False) | (zero == 3)
         found |= {name: np.zeros(len(rows)) for name in ("activations", "gradients")}
-        known: dict[Course, Moments] = {}
-        for level in np.unique(zero):
-            course = self._course if level < 3 else self._course_at_level_3
-            if course not in known:
-                known[course] = Moments(course, division)
-            moments, some = known[course], np.flatnonzero(zero == level)
-            alike = columns.divided(moments.divisors())
-            cases, of = np.unique(alike.of[points[some]], return_inverse=True)
-            sizes = {axis: column[cases] for axis, column in alike.sizes.items()}
-            highest = moments.peak(sizes, int(level))
-            found["activations"][some] = highest.activations[of]
-            found["gradients"][some] = highest.gradients[of]
+        for course, some in courses.items():
+            peaks = _peaks(Moments(course, division), columns, points[some], zero[some])
+            found["activations"][some], found["gradients"][some] = peaks
         return found
 
     @cached_property
@@ -263,27 +268,20 @@ class Search:
         timeline = self._timeline.at_level_3
         return self._course if timeline is self._timeline else Course(timeline)
 
-    def _away(
-        self, resting: Resting, division: Division, space: Space, rows: np.ndarray
-    ) -> Away:
-        """Optimizer state of candidates of one layout that rests in host memory."""
-        offload = space.columns["offload"][rows] > 0
-        if not offload.any() or self.pool.host_link is None:
-            return NOTHING
-        points = resting.prices.columns.of[rows]
-        zero = space.columns["zero"][rows]
-        whole, divided = (
-            [
-                (count, each[cases.of[points]])
-                for cases, count, each in resting.each("optimizer", division, part)
-            ]
-            for part in (False, True)
-        )
-        arrays = [
-            (count, np.where(offload, np.where(zero >= 1, part, every), 0.0))
-            for (count, every), (_, part) in zip(whole, divided, strict=True)
-        ]
-        return away(self.pool.host_link, arrays)
+
+def _peaks(
+    moments: Moments, columns: Columns, points: np.ndarray, zero: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Most bytes at a time of activations and gradients, of points at ZeRO levels."""
+    alike = columns.divided(moments.divisors()).of[points]
+    first, of = distinct([alike])
+    sizes = {axis: column[points[first]] for axis, column in columns.sizes.items()}
+    highest = moments.on(sizes)
+    found = np.zeros((2, len(points)))
+    for level in np.unique(zero).tolist():
+        some, peak = zero == level, highest.peak(level)
+        found[:, some] = peak.activations[of[some]], peak.gradients[of[some]]
+    return found[0], found[1]
 
 
 def _busy(ways: Sequence[Way]) -> set[str]:

@@ -17,8 +17,9 @@ from dtft.planner.device import DeviceType
 from dtft.planner.graph import Operator
 from dtft.planner.layers import Layers, Part, find
 from dtft.planner.partition import MICRO, Division, flat
-from dtft.planner.pricing import Message, Prices
+from dtft.planner.pricing import Prices
 from dtft.planner.question import Question
+from dtft.planner.rates import Message
 from dtft.planner.space import Space
 from dtft.planner.stages import SCHEDULES
 
@@ -135,12 +136,12 @@ class Staged:
     def _sent_s(self, division: Division) -> np.ndarray:
         """Seconds of a step in which a stage sends, for one chunk; by point."""
         messages = [
-            Message(sent=one, times=stages.transfers(1), repeats=((MICRO,),))
+            Message(sent=one, repeats=((MICRO,),))
             for one in handed_on(self._question, self._layers, division)
         ]
         total = np.zeros(len(self._prices.columns))
-        for cases, seconds in self._prices.sending(messages):
-            total += seconds[cases.of]
+        for cases, seconds in self._prices.rates.sending(messages):
+            total += stages.transfers(1) * seconds[cases.of]
         return total
 
     def _held(self, num: np.ndarray) -> np.ndarray:

@@ -36,18 +36,28 @@ class Line:
 
     def take(self, begin: float, end: float) -> None:
         """Takes it for a time in which it is free, longer than nothing."""
-        if not self.ends or begin >= self.ends[-1]:
-            self.starts.append(begin)
-            self.ends.append(end)
-            return
-        place = bisect_right(self.starts, begin)
-        self.starts.insert(place, begin)
-        self.ends.insert(place, end)
+        starts, ends = self.starts, self.ends
+        place = (
+            len(ends) if not ends or begin >= ends[-1] else bisect_right(ends, begin)
+        )
+        # What follows without a gap is one with what it follows: fewer are looked at.
+        if place and ends[place - 1] == begin:
+            place -= 1
+            ends[place] = end
+        else:
+            starts.insert(place, begin)
+            ends.insert(place, end)
+        if place + 1 < len(starts) and starts[place + 1] == end:
+            ends[place] = ends[place + 1]
+            del starts[place + 1], ends[place + 1]
 
-    def leave(self, begin: float) -> None:
-        """Gives back what was taken from a moment on."""
+    def leave(self, begin: float, end: float) -> None:
+        """Gives back a time for which it was taken."""
         place = bisect_right(self.starts, begin) - 1
-        del self.starts[place], self.ends[place]
+        first, last = self.starts[place], self.ends[place]
+        parts = [(a, b) for a, b in ((first, begin), (end, last)) if b > a]
+        self.starts[place : place + 1] = [a for a, _ in parts]
+        self.ends[place : place + 1] = [b for _, b in parts]
 
 
 class Held:

@@ -9,8 +9,11 @@ from weakref import WeakKeyDictionary
 
 from dtft.planner.amounts import Work
 from dtft.planner.partition import Division
-from dtft.planner.patterns import Instance, Key, instance
+from dtft.planner.patterns import Instance, Key, Pattern, instance
 from dtft.planner.question import Question
+
+GroupKey = tuple[int, Key]
+"""Number of a group, and what of a division matters to it."""
 
 _KNOWN: WeakKeyDictionary[Question, "Works"] = WeakKeyDictionary()
 
@@ -30,21 +33,24 @@ class Works:
         # Not the question itself, which would then never be forgotten.
         self._graph, self._alias = question.graph, question.alias
         self._groups = question.groups
-        self._known: dict[tuple[int, Key], Work] = {}
+        self._known: dict[GroupKey, Work] = {}
 
     def dims(self, number: int) -> tuple[int, ...]:
         """The dims that a group has, equal layers' as one."""
         return self._instances[number].dims
 
-    def key(self, number: int, division: Division) -> tuple[int, Key]:
+    def key(self, number: int, division: Division) -> GroupKey:
         """What of a division matters to a group: equal keys, equal work."""
         return number, self._instances[number].key(division)
 
-    def of(self, number: int, division: Division) -> Work:
+    def pattern(self, key: GroupKey) -> tuple[Pattern, Key]:
+        """The same, of all groups that differ in operations and dims only."""
+        return self._instances[key[0]].pattern, key[1]
+
+    def at(self, key: GroupKey) -> Work:
         """What one execution of a group's operator takes."""
-        key = self.key(number, division)
         if key not in self._known:
-            self._known[key] = self._instances[number].work(key[1])
+            self._known[key] = self._instances[key[0]].work(key[1])
         return self._known[key]
 
     @cached_property

@@ -14,6 +14,7 @@ from dtft.planner.calibration import Calibration
 from dtft.planner.past_runs import PastRun, learn, read_log
 from dtft.train.calibrate import measure
 from dtft.train.heap import keep_freed
+from dtft.train.out_files import check_writable, read_text
 
 
 def run(options: Namespace) -> int:
@@ -23,11 +24,7 @@ def run(options: Namespace) -> int:
         ValueError: more devices than there are, no folder for the file, or a file that
             is no calibration or no log of runs.
     """
-    if options.out and not Path(options.out).absolute().parent.is_dir():
-        raise ValueError(
-            f"--out {options.out}: the folder {Path(options.out).parent} does not "
-            "exist. Make it, or name another."
-        )
+    check_writable("--out", options.out)
     runs = [run for path in options.runs for run in _runs(Path(path))]
     begin = time.perf_counter()
     found = Calibration.read(options.given) if options.given else _measured(options)
@@ -52,9 +49,10 @@ def _measured(options: Namespace) -> Calibration:
 
 
 def _runs(path: Path) -> list[PastRun]:
+    text = read_text("--runs", str(path), "plan_times.jsonl of a run's directory")
     try:
-        return read_log(path.read_text())
-    except (OSError, ValueError) as error:
+        return read_log(text)
+    except ValueError as error:
         raise ValueError(f"--runs {path}: {error}") from None
 
 

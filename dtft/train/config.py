@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtft.train.experiment import Experiment
+from dtft.train.experiment import Experiment, MeshConfig, PipelineConfig
 from dtft.train.fitting import check
 
 SCHEMA = 1
@@ -75,6 +75,7 @@ def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experime
     default = _default(find(config))
     overrides = [_in_full(argument) for argument in overrides]
     _refuse_unknown(overrides, list(keys(default)))
+    default = _for_plan(default, overrides)
     try:
         experiment = tyro.cli(
             Experiment,
@@ -208,6 +209,23 @@ def _in_full(argument: str) -> str:
     flag, equals, value = argument.partition("=")
     key = _SHORT.get(flag.removeprefix("--")) if flag.startswith("--") else None
     return f"--{key}{equals}{value}" if key else argument
+
+
+def _for_plan(default: Experiment, overrides: Sequence[str]) -> Experiment:
+    """The config without its own mesh, where a plan is asked for in the place of it.
+
+    A mesh that is asked for beside it stays, and is refused with the plan.
+    """
+    given = [argument.partition("=") for argument in overrides]
+    asked = [
+        value if equals else "".join(overrides[at + 1 : at + 2])
+        for at, (key, equals, value) in enumerate(given)
+        if key == "--plan"
+    ]
+    own = any(key.startswith(("--mesh.", "--pipeline.")) for key, _, _ in given)
+    if own or not asked or not asked[-1]:
+        return default
+    return dataclasses.replace(default, mesh=MeshConfig(), pipeline=PipelineConfig())
 
 
 def _default(path: Path) -> Experiment:

@@ -40,10 +40,11 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
     arguments += ["--log.tensorboard", "False"]
     resizes = bool(experiment.cluster.min_replicas)
     resizes |= any(it.kind == "scale" for it in faults)
-    if resizes:
+    compares = resizes or experiment.balance.policy != "off"
+    if compares:
         arguments += ["--log.every", "1"]  # the losses of all steps are compared
     control = Path(options.control).resolve() if options.control else root / "control"
-    if not _usable(control, experiment, every_loss=resizes):
+    if not _usable(control, experiment, every_loss=compares):
         print(f"dtft: undisturbed run in {control}", flush=True)
         _run(experiment, arguments, control, 0, [], options)
     faulted = root / "faulted"

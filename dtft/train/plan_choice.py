@@ -130,7 +130,9 @@ def with_replicas(plan: Plan, num_devices: int) -> Plan:
             f"Allowed: {allowed}. Use another number of hosts, another --plan, or "
             "--plan auto, which is decided again when the number changes."
         )
-    return replace(plan, mesh={**plan.mesh, "replica": num_devices // others})
+    # Where its axes lie was said of the other number.
+    mesh = {**plan.mesh, "replica": num_devices // others}
+    return replace(plan, mesh=mesh, axes={})
 
 
 def _sizes(plan: Plan) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 
 from rich.console import Console
 
-from dtft.planner import explain, report, wording
-from dtft.planner.lints import lints
+from dtft.planner import report, wording
 from dtft.planner.pins import COUNTS
 from dtft.planner.wording import Section
 from dtft.train import trial
 from dtft.train.experiment import Experiment
+from dtft.train.out_files import check_writable
 from dtft.train.plan_entry import plan
 from dtft.train.plan_question import Asked, asked_of
 from dtft.train.plan_verify import verified
@@ -38,7 +38,7 @@ def run(options: Namespace, experiment: Experiment) -> int:
             "needs no proof that it fits. Give one of them."
         )
     for name, path in (("--json", options.json), ("--html", options.html)):
-        _check_writable(name, path)
+        check_writable(name, path)
     asked = asked_of(experiment)
     found = planned(
         asked,
@@ -63,15 +63,6 @@ def run(options: Namespace, experiment: Experiment) -> int:
     if options.html:
         _write(options.html, report.html(found, found.decision, checked))
     return 0
-
-
-def _check_writable(name: str, path: str | None) -> None:
-    """Before the work that would be lost."""
-    if path and (not Path(path).parent.is_dir() or Path(path).is_dir()):
-        raise ValueError(
-            f"{name} {path}: no file can be written there. Allowed: the path of a file "
-            "in a folder that exists. Make the folder first, or name another."
-        )
 
 
 def _write(path: str, text: str) -> None:
@@ -123,7 +114,12 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
-        if not equals or not value or (name in COUNTS and not value.isdigit()):
+        if (
+            not name
+            or not equals
+            or not value
+            or (name in COUNTS and not value.isdigit())
+        ):
             raise ValueError(
                 f"--pin {text}: a pin is NAME=VALUE, such as tensor=8, microbatches=4, "
                 "zero=3, remat=dots or order=replica,tensor."
@@ -133,10 +129,16 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
         if name == "order":
             found[name] = tuple(value.split(","))
         elif name == "offload":
-            found[name] = value.lower() in ("true", "1", "yes")
+            found[name] = _is_true(text, value)
         else:
             found[name] = int(value) if value.isdigit() else value
     return found
+
+
+def _is_true(text: str, value: str) -> bool:
+    if value.lower() not in ("true", "false"):
+        raise ValueError(f"--pin {text}: Allowed: offload=true, offload=false.")
+    return value.lower() == "true"
 
 
 def show(found: RunnablePlan, checked: Sequence[Section]) -> None:
@@ -146,10 +148,7 @@ def show(found: RunnablePlan, checked: Sequence[Section]) -> None:
         found: what is shown.
         checked: what the compiler made of it, shown last.
     """
-    parts = list(explain.sections(found))
-    if found.decision is not None:
-        parts.append(report.lint_section(lints(found.decision)))
-    parts += checked
+    parts = (*found.sections(), *checked)
     if sys.stdout.isatty():
         report.show(parts, Console())
     else:

@@ -5,6 +5,7 @@ must not know how a plan is found or run.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,11 +14,12 @@ import optax
 from dtft.planner.calibration import Calibration, apply
 from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
-from dtft.planner.pins import PINS
+from dtft.planner.pins import PINS, meant
 from dtft.planner.question import Question, of_loss, of_step
 from dtft.train import trial as trials
+from dtft.train.plan_arguments import Step, checked_loss, checked_step, entry_of
 from dtft.train.plan_verify import verified
-from dtft.train.planning import RunnablePlan, Step
+from dtft.train.planning import RunnablePlan
 from dtft.train.verify_words import first_fitting
 
 
@@ -29,8 +31,8 @@ def plan(
     optimizer: optax.GradientTransformation | None = None,
     params: Any = None,
     batch: Any = None,
-    cluster: Cluster | str | None = None,
-    calibration: Calibration | str | None = None,
+    cluster: Cluster | str | Path | None = None,
+    calibration: Calibration | str | Path | None = None,
     what_if: bool = False,
     trial: int = 0,
     verify: int = 0,
@@ -72,10 +74,17 @@ def plan(
     """
     if unknown := [name for name in pins if name not in PINS]:
         raise ValueError(
-            f"{unknown[0]}= is neither an argument nor a knob. Knobs: "
-            f"{', '.join(PINS)}; arguments: step, state, batch, or loss, optimizer, "
-            "params, batch; and cluster, calibration, what_if, trial, verify."
+            f"{unknown[0]}= is neither an argument nor a knob.{meant(unknown[0])} "
+            f"Knobs: {', '.join(PINS)}; arguments: step, state, batch, or loss, "
+            "optimizer, params, batch; and cluster, calibration, what_if, trial, "
+            "verify."
         )
+    for name, number in (("trial", trial), ("verify", verify)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ValueError(
+                f"{name}={number!r}. Allowed: how many of the best plans, such as "
+                f"{name}=4, or 0."
+            )
     if trial and verify:
         raise ValueError(
             f"trial={trial} and verify={verify}: what is run here needs no proof that "
@@ -88,10 +97,8 @@ def plan(
     given = {name: value for name, value in given.items() if value is not None}
     question = _question(given)
     where = _cluster(cluster)
-    if isinstance(calibration, str):
-        calibration = Calibration.read(calibration)
     if calibration is not None:
-        where = apply(where, calibration)
+        where = apply(where, _calibration(calibration))
     decision = decide(question, where, pins, what_if=what_if)
     if trial:
         decision = trials.trial(decision, given, trial)[0].decision
@@ -101,27 +108,48 @@ def plan(
     return RunnablePlan.of(decision.plan, decision)
 
 
+def _calibration(given: Any) -> Calibration:
+    if isinstance(given, str | Path):
+        return Calibration.read(given)
+    if not isinstance(given, Calibration):
+        raise ValueError(
+            f"calibration={given!r}. Allowed: the path of a file that `dtft calibrate "
+            "--out` wrote, or a dtft.planner.Calibration."
+        )
+    return given
+
+
 def _cluster(cluster: Any) -> Cluster:
     if cluster is None:
         return Cluster.from_devices(jax.devices())
-    if isinstance(cluster, str):
-        return Cluster.parse(cluster)
+    if isinstance(cluster, str | Path):
+        return Cluster.parse(str(cluster))
     if not isinstance(cluster, Cluster):
         raise ValueError(
             f"cluster={cluster!r}. Allowed: text such as '64x8xH100', the path of a "
-            "description, a dtft.planner.cluster.Cluster, or None for the devices here."
+            "description, a dtft.planner.Cluster (of JAX's devices: "
+            "dtft.planner.Cluster.from_devices(devices)), or None for the devices here."
         )
     return cluster
 
 
 def _question(given: dict[str, Any]) -> Question:
     """What is asked, from the arguments that are not None."""
-    if given.keys() == {"step", "state", "batch"}:
-        return of_step(**given)
-    if given.keys() == {"loss", "optimizer", "params", "batch"}:
-        return of_loss(**given)
-    raise ValueError(
-        f"plan({', '.join(f'{name}=' for name in given)}) is neither of the two that "
-        "can be asked. Allowed: step=, state=, batch=; or loss=, optimizer=, params=, "
-        "batch=."
-    )
+    entry = entry_of(given)
+    try:
+        if entry == "step":
+            step = checked_step(given["step"], given["state"])
+            return of_step(**{**given, "step": step})
+        return of_loss(**{**given, "loss": checked_loss(given["loss"])})
+    except Exception as error:
+        error.add_note(_TRACED[entry])
+        raise
+
+
+_TRACED = {
+    "step": "This was raised while dtft.plan traced step(state, batch).",
+    "loss": "This was raised while dtft.plan traced loss(params, batch), its gradient "
+    "and optimizer.update(gradients, optimizer_state, params). A loss must not change "
+    "what it closes over: with NNX, nnx.merge(graphdef, params, rest, copy=True).",
+}
+"""A note for errors of what is the user's."""

@@ -126,7 +126,8 @@ def _sharding(what: str, leaf: Any, spec: Spec, mesh: Mesh) -> NamedSharding:
         if shape[dim] % parts:
             raise ValueError(
                 f"{what} has the shape {shape}: dim {dim} is not divisible by {parts} "
-                f"({' x '.join(axes)}). Allowed: multiples of {parts}. Make a plan for "
-                "this shape."
+                f"({' x '.join(axes)}). Allowed: multiples of {parts}. Pass such a "
+                "shape, in a batch with rows that the loss leaves out; or make a plan "
+                "for this one."
             )
     return NamedSharding(mesh, partition_spec(spec))

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.planner.capabilities import check_runnable
 from dtft.planner.plan import Plan
 from dtft.train.accumulate import Loss, Weight
+from dtft.train.plan_arguments import check_function, check_optimizer, check_plan
 from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
 from dtft.train.planned_update import Update
 
@@ -97,6 +98,11 @@ class Step:
         }
 
     def _jitted(self, state: State, batch: Any) -> Any:
+        if not (isinstance(state, dict) and state.keys() == {"params", "opt_state"}):
+            raise ValueError(
+                f"state is {_kind(state)}. Allowed: what init(params) or the step "
+                "before returned, a dict of params and opt_state."
+            )
         key = signature((state, batch))
         if key not in self._compiled:
             self._compiled[key] = self._jit(state, batch)
@@ -161,12 +167,22 @@ def make_step(
         The compiled step and its shardings.
 
     Raises:
-        ValueError: the plan is of another entry point, has a knob that cannot be run
-            here, or needs another number of devices.
+        ValueError: something else in the place of the loss, the optimizer or the plan;
+            the plan is of another entry point, has a knob that cannot be run here, or
+            needs another number of devices.
     """
+    check_function("loss", loss)
+    check_optimizer(optimizer)
+    check_plan(plan)
     mesh = mesh_of(plan.mesh, devices)
     check_runnable(plan, "loss", mesh.devices.flat[0].platform)
     return Step(plan=plan, mesh=mesh, _loss=loss, _optimizer=optimizer, _weight=weight)
+
+
+def _kind(state: Any) -> str:
+    if isinstance(state, dict):
+        return f"a dict of {', '.join(map(str, state)) or 'nothing'}"
+    return f"a {type(state).__name__}"
 
 
 def _with_aux(loss: Callable[..., Any]) -> Loss:

@@ -7,7 +7,7 @@ does).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +15,25 @@ import jax
 from jax.sharding import Mesh
 
 from dtft.checkpoint import tree
-from dtft.planner import comparing, explain, lints, report, sensitivity, why_not
+from dtft.planner import (
+    comparing,
+    explain,
+    lints,
+    report,
+    sensitivity,
+    why_not,
+    wording,
+)
 from dtft.planner.axis_rules import AxisRules, axis_rules
 from dtft.planner.capabilities import check_runnable
 from dtft.planner.deciding import Decision
 from dtft.planner.lints import Lint
 from dtft.planner.plan import Plan
+from dtft.planner.wording import Section
 from dtft.train.constrained import constrained
 from dtft.train.logical_names import logical_names
+from dtft.train.plan_arguments import Step, check_function, check_plan, check_result
 from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
-
-Step = Callable[[Any, Any], tuple[Any, Any]]
-"""`(state, batch) -> (state, anything)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +62,26 @@ class RunnablePlan(Plan):
         return Plan(**_values(self)).to_json()
 
     def explain(self) -> str:
-        """Where seconds and bytes go, what is sent, what else there was."""
-        return explain.explain(self)
+        """Where seconds and bytes go, what is sent, what else there was.
+
+        With what `lints()` finds, unless the plan was read from a file.
+        """
+        return wording.text(self.sections())
+
+    def sections(self) -> tuple[Section, ...]:
+        """The parts of `explain()`, for other ways to show them."""
+        parts = explain.sections(self)
+        if self.decision is None:
+            return parts
+        return (*parts, report.lint_section(self.lints()))
 
     def diff(self, other: Plan) -> str:
-        """What another plan does otherwise, and what that costs or saves."""
+        """What another plan does otherwise, and what that costs or saves.
+
+        Raises:
+            ValueError: `other` is no plan.
+        """
+        check_plan(other, "other")
         return comparing.diff(self, other)
 
     def why_not(self, **pins: Any) -> str:
@@ -206,7 +228,7 @@ class PlannedStep:
 
     def _jit(self, state: Any, batch: Any) -> Any:
         of_state, of_batch = self.plan.shardings(self.mesh, state, batch)
-        _check_result(jax.eval_shape(self._step, state, batch), state)
+        check_result(jax.eval_shape(self._step, state, batch), state)
         return jax.jit(
             constrained(self._step, self.plan.constraints, self.mesh),
             donate_argnums=0,
@@ -232,27 +254,9 @@ def jit_plan(
         ValueError: the plan is of another entry point, has a knob that cannot be run
             here, or needs another number of devices.
     """
+    check_plan(plan)
+    check_function("step", step)
     runnable = RunnablePlan.of(plan)
     mesh = runnable.make_mesh(devices)
     check_runnable(plan, "step", mesh.devices.flat[0].platform)
     return PlannedStep(plan=runnable, mesh=mesh, _step=step)
-
-
-def _check_result(result: Any, state: Any) -> None:
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError(
-            f"step returned {type(result).__name__}. Allowed: a pair, the state after "
-            "the step and anything else. Return (state, metrics)."
-        )
-    before, after = tree.to_paths(state), tree.to_paths(result[0])
-    for path in {**before, **after}:
-        shapes = [
-            f"{part[path].dtype}{list(part[path].shape)}" if path in part else "nothing"
-            for part in (before, after)
-        ]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"step turned state {path!r} from {shapes[0]} into {shapes[1]}. "
-                "Allowed: the same tree, shapes and dtypes, so that the state can be "
-                "donated. Return the state first, in the form in which it was passed."
-            )

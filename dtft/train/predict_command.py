@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtft.train.out_files import check_writable, read_text
+
 if TYPE_CHECKING:
     from dtft.planner.row_prediction import RowPrediction
     from dtft.planner.row_table import Table
@@ -18,12 +20,15 @@ def run(options: Namespace) -> int:
     """Runs the command.
 
     Raises:
-        ValueError: a table or row that cannot be, an unknown or too small cluster.
-        FileNotFoundError: no such table, or no folder for the result.
+        ValueError: a table or row that cannot be, an unknown or too small cluster, no
+            such table, or no folder for the result.
     """
     from dtft.planner.row_prediction import predict_table
 
-    table, found = predict_table(Path(options.rows).read_text(), options.cluster)
+    check_writable("--out", options.out)
+    allowed = "a table (CSV) with the columns of experiments/data/megatron_a100.csv"
+    text = read_text("ROWS.csv", options.rows, allowed)
+    table, found = predict_table(text, options.cluster)
     Path(options.out).write_text(table.text())
     print("\n".join(lines(table, found)))
     print(f"{len(found)} rows written to {options.out}")

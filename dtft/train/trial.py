@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtft.planner import wording
-from dtft.planner.deciding import Decision, next_best
+from dtft.planner.capabilities import PLATFORMS
+from dtft.planner.deciding import BACKENDS, Decision, next_best
 from dtft.planner.explain import knobs_text
 from dtft.planner.plan import Plan
 from dtft.planner.wording import Section
@@ -142,6 +143,14 @@ def trial(
     """
     if num < 1:
         raise ValueError(f"trial={num}: give the number of plans to run, 1 or more.")
+    there = list(jax.devices() if devices is None else devices)[0].platform
+    planned = decision.cluster.uniform.device
+    if PLATFORMS.get(there) != BACKENDS.get(planned.platform):
+        raise ValueError(
+            f"trial={num} runs plans on the devices here ({there}), and these are for "
+            f"{planned.name} ({planned.platform}). Plan for the devices here "
+            "(cluster=None), or leave the trial out; verify= needs no devices."
+        )
     candidates = next_best(decision, num)
     runners = [Runner(one.plan, given, devices) for one in candidates]
     tried = [

@@ -11,6 +11,7 @@ from typing import Any
 
 from dtft.elastic.journal import read_events, storage_steps
 from dtft.elastic.strikes import STORE_AWAY_S, Strike, Striker
+from dtft.train import shares_check
 from dtft.train.experiment import Experiment
 from dtft.train.resize_check import compare_losses, resize_lines, resizes
 
@@ -49,9 +50,10 @@ def judge(
         "storage_interval": experiment.checkpoint.storage_interval,
         "status": ended[-1]["status"] if ended else "none",
         "resized": resizes(control, events),
+        "shares": shares_check.attempts(faulted),
         **{k: v for k, v in _summary(faulted).items() if k.startswith("test_")},
     }
-    if record["resized"]:
+    if record["resized"] or record["shares"]:
         segments = surviving_segments(events, step)
         record["loss_curve"] = compare_losses(control, faulted, segments)
     record["ok"] = bool(striker.done) and _is_good(record)
@@ -61,8 +63,9 @@ def judge(
 def _is_good(record: dict[str, Any]) -> bool:
     """Whether a run in which every fault was played kept all promises."""
     same_state = record["bit_identical"]
-    if record["resized"]:
+    if record["resized"] or record["shares"]:
         exact = all(it["bit_exact"] for it in record["resized"])
+        exact &= all(it["replayed"] for it in record["shares"])
         same_state = exact and record["loss_curve"]["within_tolerance"]
     return bool(
         same_state
@@ -217,7 +220,7 @@ def say(record: dict[str, Any]) -> None:
             )
     for entry in record["recoveries"]:
         print(_recovery_line(entry))
-    for line in resize_lines(record):
+    for line in [*resize_lines(record), *shares_check.lines(record)]:
         print(line)
     tests = [f"{k} {v:.4f}" for k, v in record.items() if k.startswith("test_")]
     once = "every sample once" if record["samples_exactly_once"] else "SAMPLES WRONG"
@@ -234,10 +237,11 @@ def _likeness(record: dict[str, Any]) -> str:
     """How the final state compares with the undisturbed run's."""
     if record["bit_identical"]:
         return "are equal bit for bit to the undisturbed run's"
-    if record["resized"] and record["loss_curve"]["within_tolerance"]:
+    if record.get("loss_curve", {}).get("within_tolerance"):
+        why = "another number of hosts adds" if record["resized"] else "shares add"
         return (
-            "are those of the undisturbed run up to rounding, by their losses: another "
-            "number of hosts adds in another order"
+            "are those of the undisturbed run up to rounding, by their losses: "
+            f"{why} in another order"
         )
     return "are DIFFERENT from the undisturbed run's"
 

@@ -21,7 +21,7 @@ CHARS = (
 )
 FSDP = (*CHARS, "--mesh.replica", "1", "--mesh.fsdp", "4")
 STAGES = (
-    *("chars_transformer", "--hosts", "4", "--stop.steps", "30"),
+    *("chars_transformer", "--hosts", "4", "--stop.steps", "20"),
     *("--checkpoint.storage_interval", "10", "--mesh.fsdp", "1"),
     *("--mesh.replica", "2", "--mesh.stage", "2", "--pipeline.microbatches", "2"),
     *("--model.width", "32", "--data.global_batch", "16"),
@@ -83,8 +83,8 @@ def launched(run: Path, *options: str) -> Iterator[Launched]:
 def drill(directory: Path, *arguments: str) -> dict[str, Any]:
     """The record of one drill that must succeed; its output comes with it.
 
-    A run whose mesh changed on the way ends with other roundings: there what was
-    restored must be what was committed, and the losses those of the undisturbed run.
+    A run whose mesh or shares changed on the way ends with other roundings: there what
+    was restored must be what was committed, and losses those of the undisturbed run.
     """
     record = directory / "drill.json"
     given = ("drill", *arguments, "--run-dir", str(directory), "--json", str(record))
@@ -93,8 +93,9 @@ def drill(directory: Path, *arguments: str) -> dict[str, Any]:
     output = done.stdout + done.stderr
     assert record.exists() and done.returncode == 0, output[-6000:]
     found = json.loads(record.read_text())
-    if found["resized"]:
+    if found["resized"] or found["shares"]:
         assert all(it["bit_exact"] for it in found["resized"]), found["resized"]
+        assert all(it["replayed"] for it in found["shares"]), found["shares"]
         assert found["loss_curve"]["within_tolerance"], found["loss_curve"]
     else:
         assert found["bit_identical"], found["differing_leaves"]

@@ -261,10 +261,11 @@ def test_a_planned_job_replays_its_plan(tmp_path, control, given):
     assert len(said) >= 2 and len(set(said)) == 1
 
 
+@every
 def test_a_lost_stage_comes_from_the_same_stage_of_the_other_replica(tmp_path, control):
     record = drill(
         *(tmp_path, *STAGES, *control("stages")),
-        *("--spares", "1", "--fault", "kill-host:1@15"),
+        *("--spares", "1", "--fault", "kill-host:1@10"),
     )
     recovery = only(record)
     assert recovery["rung"] == 2 and recovery["bytes_from_storage"] == 0

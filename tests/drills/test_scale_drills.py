@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dtft.elastic.journal import read_events, storage_steps
-from tests.drills.harness import DIGITS, HYBRID, drill, dtft, launched
+from tests.drills.harness import DIGITS, HYBRID, STAGES, drill, dtft, launched
 from tests.drills.test_checkpoint_commands import store_and_job
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
@@ -84,6 +84,18 @@ def test_replica_groups_of_two_hosts(tmp_path, control):
         *("--fault", "scale:3@20", "--fault", "scale:1@40"),
     )
     assert sizes(record) == [[4, 6], [6, 2]] and record["bytes_from_storage"] == 0
+
+
+@every
+def test_replica_groups_of_two_stages(tmp_path, control):
+    record = drill(
+        *(tmp_path, *STAGES, *control("stages")),
+        *("--fault", "scale:1@8", "--fault", "scale:2@14"),
+    )
+    assert sizes(record) == [[4, 2], [2, 4]] and record["bytes_from_storage"] == 0
+    shrunk, grown = record["recoveries"]
+    assert shrunk["rung"] == 1 and not shrunk["senders"]
+    assert grown["rung"] == 2 and sum(grown["senders"].values()) > 400_000
 
 
 @every

@@ -199,6 +199,10 @@ def test_a_yaml_file(tmp_path: Path) -> None:
         ("pools: [{device: h101}]", "Did you mean 'h100'"),
         ("pools: [{levels: []}]", "pools[0].device is missing"),
         ("pools: 3", "pools=3. Allowed: a list"),
+        (
+            "pools: [{device: h100, levels: [{size: 1.5, link: nvlink-4}]}]",
+            "size=1.5 is no whole number",
+        ),
         ("- 1", "Allowed: a mapping"),
         ("pools: [{device: h100}, {device: h100}]", "several and the link between"),
         ("pools: [{device: h100, levels: [{size: 2}]}]", "levels[0].link is missing"),
@@ -212,7 +216,7 @@ def test_a_yaml_file(tmp_path: Path) -> None:
         ),
         (
             "pools: [{device: h100, levels: [{size: two, link: nvlink-4}]}]",
-            "pools[0].levels[0]: could not convert",
+            "pools[0].levels[0]: size='two' is no number. Allowed: a whole number",
         ),
         ("pools: [{shorthand: h100, device: h100}]", "stands alone"),
         ("{", "neither YAML nor JSON"),

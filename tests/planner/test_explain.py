@@ -224,3 +224,34 @@ def test_every_value_of_a_knob_has_a_sentence() -> None:
     assert set(glossary.TERMS) == {*TERMS, "step"}
     assert set(glossary.MEMORY) == {*MEMORY, "needed", "capacity"}
     assert set(glossary.REMAT) == set(get_args(Remat))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"schema": 2}, "schema=2 is not a plan.*Allowed: 1"),
+        ({"mesh": {"fsdp": 0}}, "mesh={'fsdp': 0}. Allowed: axis name to size"),
+        ({"entry": "both"}, "entry='both'. Allowed: step, loss"),
+        ({"knobs": {"zero": 9}}, "zero=9. Allowed: 0, 1, 2, 3"),
+        ({"knobs": {"remat": "some"}}, "remat='some'. Allowed: none, dots, full"),
+        ({"knobs": {"tensor": 2}}, "has not what a plan has .*tensor"),
+        ({"memory": None}, "memory=None"),
+        ({"constraints": {"a": []}}, "has not what a plan has"),
+        ({"colour": 1}, "has not what a plan has .*colour"),
+    ],
+)
+def test_a_file_that_holds_no_plan_says_what_is_wrong(
+    changed: dict[str, object], said: str
+) -> None:
+    text = named("mixed").to_json()
+    with pytest.raises(ValueError, match=said):
+        Plan.from_json(json.dumps({**json.loads(text), **changed}))
+
+
+def test_half_a_file_is_no_plan() -> None:
+    text = named("mixed").to_json()
+    for part in ("", text[: len(text) // 2]):
+        with pytest.raises(ValueError, match="is no JSON, or only the beginning"):
+            Plan.from_json(part)
+    with pytest.raises(ValueError, match="schema=None is not a plan"):
+        Plan.from_json("[]")

@@ -1,6 +1,7 @@
 """What is alive when: order of operators, what is kept, bytes on many meshes."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from dtft.planner.course import Course
 from dtft.planner.graph import Graph
 from dtft.planner.groups import region
+from dtft.planner.lifetimes import ROW
 from dtft.planner.memory import Timeline
 from dtft.planner.moments import Moments
 from dtft.planner.partition import MICRO, Division
@@ -39,7 +41,7 @@ def course(asked: Question) -> Course:
 
 def division(asked: Question) -> Division:
     axes = dict.fromkeys(asked.batch_dims, ("replica", "fsdp", MICRO))
-    return Division(axes=axes, alias=asked.alias, scatters=True)
+    return Division(axes=axes, alias=asked.alias, scatters=True, first=asked.weights)
 
 
 def sizes(replica=(1,), fsdp=(1,), micro=(1,)) -> dict[str, np.ndarray]:
@@ -118,9 +120,9 @@ def test_many_meshes_at_once_are_each_by_itself(name: str, zero: int) -> None:
     asked = question(name)
     moments = Moments(course(asked), division(asked))
     columns = [(1, 2, 4, 1, 2), (1, 1, 2, 4, 2), (1, 2, 1, 2, 1)]
-    together = moments.peak(sizes(*columns), zero)
+    together = moments.on(sizes(*columns)).peak(zero)
     for at, (replica, fsdp, micro) in enumerate(zip(*columns, strict=True)):
-        alone = moments.peak(sizes((replica,), (fsdp,), (micro,)), zero)
+        alone = moments.on(sizes((replica,), (fsdp,), (micro,))).peak(zero)
         assert together.activations[at] == pytest.approx(alone.activations[0])
         assert together.gradients[at] == pytest.approx(alone.gradients[0])
 
@@ -131,12 +133,84 @@ def test_levels_and_microbatches_change_what_they_should() -> None:
     total = sum(
         asked.graph.values[i].num_bytes for i in Timeline(graph=asked.graph).gradients
     )
-    whole, parts = (moments.peak(sizes(fsdp=(4,)), zero) for zero in (0, 2))
+    whole, parts = (moments.on(sizes(fsdp=(4,))).peak(zero) for zero in (0, 2))
     assert parts.gradients[0] < whole.gradients[0] <= total
-    many = moments.peak(sizes(micro=(8,)), 0)
-    once = moments.peak(sizes(), 0)
+    many = moments.on(sizes(micro=(8,))).peak(0)
+    once = moments.on(sizes()).peak(0)
     assert many.gradients[0] >= total  # a sum of each is there all the time
     assert many.activations[0] < once.activations[0] / 4
+
+
+def test_sums_over_microbatches_are_divided_as_soon_as_optimizer_state_is() -> None:
+    asked = question("gpt_scan")
+    parts = Moments(course(asked), division(asked)).on(sizes(fsdp=(4,), micro=(4,)))
+    total = sum(
+        asked.graph.values[i].num_bytes for i in Timeline(graph=asked.graph).gradients
+    )
+    whole, divided = (parts.peak(zero).gradients[0] for zero in (0, 1))
+    assert 0.5 * total < whole - divided <= 0.75 * total
+
+
+@pytest.mark.parametrize("vocabulary", [ROW, 2 * ROW])
+def test_the_gradient_of_logits_takes_their_place_if_rows_are_long_or_divided(
+    vocabulary: int,
+) -> None:
+    model = MODELS["gpt_scan"](**{**SIZES["gpt_scan"], "vocabulary": vocabulary})
+    asked = of_loss(model.loss, ADAM, model.params, model.batch)
+    logits = 4 * 8 * 16 * vocabulary
+    words = asked.graph.values[asked.graph.inputs["params/embed"]].dims[0]
+    rows = division(asked)
+    both = replace(rows, axes={**rows.axes, words: ("tensor",)})
+    one, many = (
+        Moments(course(asked), each).on(sizes() | {"tensor": np.array([1])}).peak(0)
+        for each in (rows, both)
+    )
+    more = one.activations + one.gradients - many.activations - many.gradients
+    assert more == pytest.approx(logits if vocabulary <= ROW else 0, rel=0.01)
+
+
+def test_a_mask_of_positions_is_there_once_for_all_layers() -> None:
+    model = MODELS["gpt"](batch=8, time=16, width=32, layers=3, heads=4, vocabulary=64)
+    asked = of_loss(model.loss, ADAM, model.params, model.batch)
+    timeline = Timeline(graph=asked.graph, gathers=True).at_level_3
+    values = timeline.graph.values
+    masks = [
+        event.value
+        for event in timeline.events
+        if event.kind == "comes"
+        and values[event.value].dtype == "bool"
+        and values[event.value].shape[-2:] == (16, 16)
+    ]
+    assert len(masks) == 1
+
+
+def test_what_a_loop_reads_transposed_is_laid_out_anew_before_it() -> None:
+    def loss(params, batch):
+        def layer(x, w):
+            turned = jnp.swapaxes(x @ w, 1, 2)
+            return x + jnp.swapaxes(jnp.tanh(turned) ** 2, 1, 2), None
+
+        return jnp.sum(jax.lax.scan(layer, batch["x"], params["w"])[0])
+
+    params = {"w": jax.ShapeDtypeStruct((3, 8, 8), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((4, 16, 8), jnp.float32)}
+    asked = of_loss(loss, ADAM, params, batch).rematerialized("dots")
+    values, events = asked.graph.values, Timeline(graph=asked.graph).events
+    copied = [values[event.value].shape for event in events if event.kind == "copied"]
+    assert copied == [(3, 4, 16, 8)]
+
+
+def test_what_two_products_need_gathered_stays_so_between_them() -> None:
+    asked = question("mlp")
+    along, rows = course(asked), division(asked)
+    wide = asked.weight_dims.difference(asked.batch_dims)
+    axes = {**rows.axes, **dict.fromkeys(wide, ("tensor",))}
+    across = replace(rows, axes=axes)
+    gathered = Moments(along, across).matrix
+    along.rereads.clear()
+    more = gathered - Moments(along, across).matrix
+    hidden = 4 * 64 * 32  # of the second layer, and two cotangents like it
+    assert (more >= 0).all() and more.max() == 3 * hidden
 
 
 def test_operands_that_must_be_gathered_have_memory_then() -> None:
@@ -150,7 +224,7 @@ def test_operands_that_must_be_gathered_have_memory_then() -> None:
     columns = asked.graph.values[asked.graph.inputs["params/w"]].dims[1]
     rows = division(asked)
     across = Division(axes={**rows.axes, columns: ("replica",)}, scatters=True)
-    found = Moments(course(asked), across).peak(sizes((4,)), 0)
+    found = Moments(course(asked), across).on(sizes((4,))).peak(0)
     # Rows and columns want the same axis: the smaller, the examples, is gathered. The
     # gradient, which is half of that, is all there is otherwise.
     assert found.activations[0] + found.gradients[0] >= 4 * 1024 * 4

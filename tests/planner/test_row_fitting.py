@@ -60,6 +60,11 @@ def test_concordance_by_hand() -> None:
     assert concordance(predicted, measured, 0.10) == (3 / 4, 4)
 
 
+def test_of_no_pairs_far_enough_apart_none_is_ordered_wrongly() -> None:
+    times = np.array([30.0, 31.0, 32.0])
+    assert concordance(times[::-1], times, 0.10) == (1.0, 0)
+
+
 def test_regret_by_hand() -> None:
     measured, predicted = np.array([5.0, 4.0, 6.0]), np.array([1.0, 2.0, 3.0])
     assert regret(predicted, measured, 1) == 5 / 4
@@ -71,5 +76,4 @@ def test_a_perfect_prediction_has_nothing_to_regret(times: list[float]) -> None:
     measured = np.array(times)
     found = judge(measured, measured, np.ones(len(times), bool))
     assert found.worst_error == 0 and regret(measured, measured, 1) == 1
-    if found.num_pairs_5:
-        assert found.concordance_5 == 1.0
+    assert found.concordance_5 == found.concordance_10 == 1.0

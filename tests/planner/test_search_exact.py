@@ -120,7 +120,12 @@ class Everything:
         self.search = Search(question, pool, scatters=scatters)
         self.timeline = Timeline(graph=question.graph, gathers=True)
         data = dict.fromkeys(question.batch_dims, ("replica", "fsdp", MICRO))
-        self.base = Division(axes=data, scatters=scatters, alias=question.alias)
+        self.base = Division(
+            axes=data,
+            scatters=scatters,
+            alias=question.alias,
+            first=question.weights,
+        )
         self.dims = candidates(question)
         self._known: dict[object, Taken] = {}
         self._works: dict[object, Work] = {}
@@ -233,9 +238,8 @@ class Everything:
 
     def joins(self, kind: str) -> bool:
         """Whether the backend sends alike collectives together."""
-        if self.pool.device.platform == "cpu":
-            return kind == "all_reduce"
-        return kind in ("all_reduce", "all_gather", "reduce_scatter")
+        on_cpu = self.pool.device.platform == "cpu"
+        return not on_cpu and kind in ("all_reduce", "all_gather", "reduce_scatter")
 
     def together_s(
         self, together: Mapping[Joint, float], mesh: Mapping[str, int]
@@ -245,8 +249,7 @@ class Everything:
         for (kind, axes, times, _), num_bytes in together.items():
             if not axes:
                 continue
-            on_cpu = self.pool.device.platform == "cpu"
-            num = 1 if on_cpu else math.ceil(num_bytes / MOST_BYTES)
+            num = math.ceil(num_bytes / MOST_BYTES)
             group = group_of(self.pool, mesh, axes)
             seconds += times * num * collective_s(kind, num_bytes / num, group)
         return seconds
@@ -312,7 +315,7 @@ class Everything:
         if key not in self._moments:
             self._moments[key] = Moments(Course(timeline), division)
         one = {axis: np.array([sizes.get(axis, 1)]) for axis in (*AXES, MICRO)}
-        highest = self._moments[key].peak(one, zero)
+        highest = self._moments[key].on(one).peak(zero)
         return there + float(highest.activations[0]) + float(highest.gradients[0])
 
 

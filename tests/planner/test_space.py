@@ -245,6 +245,14 @@ def test_prime_batch_is_rounded_up() -> None:
     assert {"replica": 8} in [space[at].mesh for at in range(len(space))]
 
 
+def test_five_devices_and_a_prime_batch_may_leave_one_idle() -> None:
+    space = enumerate_space(Choices(num_devices=5, batch=31, divides=DATA_TENSOR))
+    meshes = [dict(space[at].mesh) for at in range(len(space))]
+    assert {"tensor": 4} in meshes and {"replica": 5} in meshes
+    alone = enumerate_space(Choices(num_devices=1, batch=31, divides=DATA_TENSOR))
+    assert set(alone.columns["devices_used"].tolist()) == {1}
+
+
 def test_devices_that_divide_the_batch_need_nothing_near() -> None:
     space = enumerate_space(Choices(num_devices=10, batch=20, divides=DATA_TENSOR))
     assert set(space.columns["devices_used"].tolist()) == {10}
@@ -338,7 +346,10 @@ def test_pins_that_cannot_be_met_say_what_can(pins: dict, words: list[str]) -> N
 @pytest.mark.parametrize(
     ("pins", "words"),
     [
-        ({"tensr": 2}, "tensr=2 is not a knob that can be pinned. Allowed: replica"),
+        (
+            {"tensr": 2},
+            "tensr=2 is not a knob that can be pinned. Did you mean 'tensor'?",
+        ),
         ({"tensor": 0}, "tensor=0 is pinned. Allowed: a whole number, 1 or more"),
         ({"zero": -1}, "zero=-1 is pinned. Allowed: a whole number, 0 or more"),
         ({"remat": "half"}, "remat='half' is pinned. Allowed: none, dots, full"),

@@ -53,6 +53,16 @@ def test_a_mesh_may_be_left_to_the_planner(flags: list[str], tmp_path: Path) -> 
     assert parse(str(path), ["--plan", ""]).plan == ""
 
 
+def test_a_plan_that_is_asked_for_takes_the_place_of_the_configs_mesh() -> None:
+    assert parse("chars_transformer", []).mesh.fsdp == 4
+    planned = parse("chars_transformer", ["--plan", "auto"])
+    assert planned.plan == "auto" and planned.mesh == MeshConfig()
+    assert parse("chars_transformer", ["--plan=p.json"]).mesh == MeshConfig()
+    assert parse("chars_transformer", ["--plan", ""]).mesh.fsdp == 4
+    with pytest.raises((SystemExit, ConfigError)):
+        parse("chars_transformer", ["--plan", "auto", "--mesh.fsdp", "2"])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_resolved_config_is_golden(name: str, tmp_path: Path) -> None:
     """To accept a change: `dtft config NAME > tests/train/golden/NAME.json`."""

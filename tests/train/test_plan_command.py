@@ -45,6 +45,9 @@ def test_a_plan_is_printed_and_written(
         (["--pin", "zero=1", "--pin", "zero=3"], "zero is pinned twice"),
         (["--html", "/nowhere/r.html"], "--html /nowhere/r.html: no file can be"),
         (["--json", "/tmp"], "Allowed: the path of a file in a folder that exists"),
+        (["--pin", "offload=maybe"], "Allowed: offload=true, offload=false"),
+        (["--pin", "=2"], "a pin is NAME=VALUE"),
+        (["--pin", "tp=2"], "Did you mean 'tensor'"),
         (["--cluster", "8xH100", "--optim.learning_rat", "1"], "learning_rat"),
     ],
 )
@@ -74,3 +77,18 @@ def test_a_table_of_layouts_is_another_command(
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     assert "--what-if" in capsys.readouterr().out
+
+
+def test_a_table_that_is_not_there_is_refused_and_so_is_a_folder_for_the_result(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    there = tmp_path / "rows.csv"
+    there.write_text("gpus\n8\n")
+    for rows, out, said in (
+        ("/nowhere/r.csv", tmp_path / "o.csv", "ROWS.csv /nowhere/r.csv cannot be"),
+        (there, "/nowhere/o.csv", "--out /nowhere/o.csv: no file can be written"),
+        (there, tmp_path / "o.csv", "the table has no column heads"),
+    ):
+        flags = ["--cluster", "a100", "--out", str(out)]
+        assert main(["plan", "predict", str(rows), *flags]) == 2
+        assert said in capsys.readouterr().err

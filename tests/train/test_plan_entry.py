@@ -103,7 +103,8 @@ def test_a_plan_from_a_file_has_what_needs_no_question() -> None:
     again = RunnablePlan.from_json(plan.to_json())
     assert again == plan and again.decision is None
     assert Plan.from_json(plan.to_json()).mesh == plan.mesh
-    assert again.explain() == plan.explain()
+    assert plan.explain().startswith(again.explain())
+    assert plan.explain().partition(again.explain())[2].strip().startswith("What a")
     for name, call in (
         ("why_not", lambda: again.why_not(tensor=2)),
         ("sensitivity", again.sensitivity),
@@ -175,3 +176,85 @@ def test_a_batch_that_is_rounded_up_says_the_price() -> None:
     assert reading.value(one.text.split("up to ")[1]) == pytest.approx(
         one.cost_s, rel=reading.PRECISION
     )
+
+
+def _mean(params: Any, batch: Any) -> Any:
+    return jnp.mean(batch @ params["up"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"loss": "mse"}, r"loss='mse' cannot be called"),
+        ({"loss": lambda p, b: b @ p["up"]}, r"loss returned float32\[8, 256\]"),
+        ({"loss": lambda p, b: None}, "loss returned NoneType. Allowed: a floating"),
+        ({"loss": lambda p, b: (_mean(p, b), 1, 2)}, "loss returned 3 values"),
+        ({"optimizer": optax.adam}, r"such as optax.adamw\(1e-3\), called"),
+        ({"params": {}}, "params={} has no arrays"),
+        (
+            {"params": {**PARAMS, "n": jax.ShapeDtypeStruct((), jnp.int32)}},
+            "params 'n' is int32, which has no gradient",
+        ),
+        (
+            {"params": {**PARAMS, "key": jax.random.key(0)}},
+            "params 'key' is key<fry>, which has no gradient",
+        ),
+        ({"batch": {"x": "hello"}}, "batch 'x' is 'hello', a str"),
+        ({"batch": _batch(0)}, r"batch has the shape \(0, 64\): no rows"),
+        ({"batch": None}, "batch= missing"),
+        ({"state": PARAMS}, "state= too much"),
+        ({"tp": 2}, "Did you mean 'tensor'"),
+        ({"tensor": True}, "tensor=True is pinned"),
+        ({"verify": True}, "verify=True. Allowed: how many"),
+        ({"calibration": 3}, "calibration=3. Allowed: the path"),
+        ({"tensor": 8, "fsdp": 8}, "Together fsdp=8 x tensor=8 are 64 devices"),
+        ({"microbatches": 5}, "5 does not divide the batch of 8"),
+    ],
+)
+def test_what_is_wrong_with_an_argument_is_said(
+    changed: dict[str, Any], said: str
+) -> None:
+    asked = {
+        "loss": _mean,
+        "optimizer": OPTIMIZER,
+        "params": PARAMS,
+        "batch": _batch(8),
+        "cluster": "8xh100",
+    }
+    with pytest.raises(ValueError, match=said):
+        dtft.plan(**{**asked, **changed})
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda s, b: s, "step returned dict. Allowed: a pair"),
+        (lambda s, b: ({}, 0), "step turned state 'down' from .* into nothing"),
+    ],
+)
+def test_a_step_that_returns_no_state_is_refused(step: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        dtft.plan(step=step, state=PARAMS, batch=_batch(8), cluster="8xh100")
+    assert "dtft.plan traced step(state, batch)" in caught.value.__notes__[-1]
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    plan = _planned("8xH100")
+    for call in (
+        lambda: plan.diff("x"),  # pyright: ignore[reportArgumentType]
+        lambda: dtft.train.make_step(
+            _loss,
+            OPTIMIZER,
+            "auto",  # pyright: ignore[reportArgumentType]
+        ),
+        lambda: dtft.train.jit_plan(None, _step),  # pyright: ignore[reportArgumentType]
+    ):
+        with pytest.raises(ValueError, match=r"is no plan.*dtft\.Plan\.from_json"):
+            call()
+
+
+def test_a_state_that_is_none_of_the_steps_is_refused() -> None:
+    plan = _planned(None, rows=8)
+    step = dtft.train.make_step(_loss, OPTIMIZER, plan)
+    with pytest.raises(ValueError, match="state is a dict of up, down. Allowed: what"):
+        step.step(PARAMS, _batch(8))

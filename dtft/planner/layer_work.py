@@ -1,0 +1,156 @@
+"""Unequal layers over the stages of a pipeline on unlike nodes: which stage has which.
+
+The split of a row of layers that is exactly best for a 1F1B step: its seconds are
+(m - 1) max t + sum t (`stages.pipeline_s`). Of all splits none of whose stages takes
+longer than a limit the least sum is found by dynamic programming; the limit then goes
+down to the next lower slowest stage, until no split keeps to it. Pure; must not know
+programs or who measures.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layers:
+    """Layers of a step as something to divide (`balance.Work`); stage s is on node s.
+
+    A division is the number of layers of each stage, `[stages]`.
+    """
+
+    layer_s: Floats
+    """Seconds of each layer, forward and backward of one microbatch, by the cost model;
+    `[layers, stages]`, infinite where a node has no kernel for it."""
+    microbatches: int
+    """Of one step."""
+    low: int = 1
+    """Fewest layers of a stage; 0: a node may be left idle."""
+    state_bytes: Floats | None = None
+    """Of each layer's parameters, gradients and optimizer, `[layers]`."""
+    activation_bytes: Floats | None = None
+    """What each layer keeps of one microbatch for its backward, `[layers]`."""
+    capacity_bytes: Floats | None = None
+    """Of each node, `[stages]`."""
+
+    def __post_init__(self) -> None:
+        bytes_there = [self.state_bytes, self.activation_bytes]
+        if self.layer_s.ndim != 2 or any(
+            b is not None and b.shape != (len(self.layer_s),) for b in bytes_there
+        ):
+            raise ValueError(
+                f"layer_s has shape {self.layer_s.shape}. Allowed: [layers, stages], "
+                "and state_bytes and activation_bytes [layers]."
+            )
+        if self.microbatches < 1 or not 0 <= self.low * self.num_nodes <= len(
+            self.layer_s
+        ):
+            raise ValueError(
+                f"microbatches={self.microbatches}, low={self.low} with "
+                f"{len(self.layer_s)} layers and {self.num_nodes} stages. Allowed: at "
+                "least 1 microbatch, and at least low layers for each stage."
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Stages."""
+        return self.layer_s.shape[1]
+
+    def by_weight(self, weights: Floats) -> Counts:
+        """The best split if each node is as fast as its weight says."""
+        return self.best(1 / np.asarray(weights, float))
+
+    def best(self, unit_s: Floats) -> Counts:
+        """The split whose step is shortest if a nominal second takes `unit_s`.
+
+        Raises:
+            ValueError: no split keeps to memory and kernels.
+        """
+        costs = self._costs(np.asarray(unit_s, float))
+        best, best_s, limit = None, np.inf, np.inf
+        while (found := _least_sum(np.where(costs < limit, costs, np.inf))) is not None:
+            stage_s = _of_stages(costs, found)
+            limit = stage_s.max()
+            step_s = self._step_s(stage_s)
+            if step_s < best_s:
+                best, best_s = found, step_s
+        if best is None:
+            raise ValueError(
+                f"no split of {len(self.layer_s)} layers over {self.num_nodes} stages "
+                f"with at least {self.low} each fits into capacity_bytes="
+                f"{self.capacity_bytes} and has all kernels. Use more stages or memory."
+            )
+        return best
+
+    def load(self, division: Counts) -> Floats:
+        """Nominal seconds of each stage in a step."""
+        nominal = self._sums(np.ones(self.num_nodes))
+        return self.microbatches * _of_stages(nominal, division)
+
+    def seconds(self, division: Counts, unit_s: Floats) -> float:
+        """Of a 1F1B step."""
+        sums = self._sums(np.asarray(unit_s, float))
+        return self._step_s(_of_stages(sums, division))
+
+    def _step_s(self, stage_s: Floats) -> float:
+        return float((self.microbatches - 1) * stage_s.max() + stage_s.sum())
+
+    def _sums(self, unit_s: Floats) -> Floats:
+        """Seconds of layers `[start, stop)` on each stage, `[stages, start, stop]`."""
+        finite = np.where(np.isfinite(self.layer_s), self.layer_s, 0.0)
+        upto = _upto(finite * unit_s)
+        lacking = _upto(np.isinf(self.layer_s).astype(float))
+        sums = upto[None, :] - upto[:, None]
+        sums = np.where(lacking[None, :] > lacking[:, None], np.inf, sums)
+        return np.moveaxis(sums, 2, 0)
+
+    def _costs(self, unit_s: Floats) -> Floats:
+        """The same, infinite for what a stage may not have."""
+        costs = self._sums(unit_s)
+        places = np.arange(len(self.layer_s) + 1)
+        number = places[None, :] - places[:, None]
+        costs = np.where(number >= self.low, costs, np.inf)
+        if self.capacity_bytes is None:
+            return costs
+        stages = np.arange(self.num_nodes)
+        in_flight = np.minimum(self.microbatches, self.num_nodes - stages)
+        zeros = np.zeros(len(self.layer_s))
+        state = zeros if self.state_bytes is None else self.state_bytes
+        kept = zeros if self.activation_bytes is None else self.activation_bytes
+        held = _upto(state[:, None] + kept[:, None] * in_flight)
+        held = np.moveaxis(held[None, :] - held[:, None], 2, 0)
+        fits = held <= np.asarray(self.capacity_bytes, float)[:, None, None]
+        return np.where(fits, costs, np.inf)
+
+
+def _upto(rows: Floats) -> Floats:
+    """Sums of the first 0, 1, ... rows."""
+    return np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
+
+
+def _of_stages(sums: Floats, division: Counts) -> Floats:
+    ends = np.cumsum(division)
+    return sums[np.arange(len(ends)), ends - division, ends]
+
+
+def _least_sum(costs: Floats) -> Counts | None:
+    """Layers of each stage that take least in all; None where there is no way."""
+    num_stages, num_places, _ = costs.shape
+    least = np.full(num_places, np.inf)
+    least[0] = 0.0
+    begins = np.zeros((num_stages, num_places), np.int64)
+    for stage in range(num_stages):
+        ways = least[:, None] + costs[stage]
+        begins[stage] = ways.argmin(axis=0)
+        least = ways.min(axis=0)
+    if np.isinf(least[-1]):
+        return None
+    counts, end = np.zeros(num_stages, np.int64), num_places - 1
+    for stage in reversed(range(num_stages)):
+        counts[stage] = end - begins[stage, end]
+        end = int(begins[stage, end])
+    return counts

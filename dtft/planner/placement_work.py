@@ -1,0 +1,94 @@
+"""The operators of a program as something to divide: a division is a placement.
+
+So that `balance.Balance` moves operators between nodes by what was measured. A unit of
+load is a second by the cost model, and what a unit takes is how many times as long the
+node really needed. Pure; must not know who measures.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtft.planner.nodes import Nodes
+from dtft.planner.placement import Priced, place_tasks
+from dtft.planner.placement_result import Placement
+from dtft.planner.placing import Order, Search
+from dtft.planner.problem import Problem
+from dtft.planner.task_graph import TaskGraph
+from dtft.planner.tasks import Tasks
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Operators:
+    """Tasks of a step on unlike nodes (`balance.Work`)."""
+
+    tasks: Tasks
+    nodes: Nodes
+    made: TaskGraph | None = None
+    """What of a program the tasks are."""
+    order: Order = "rank"
+    microbatches: int = 1
+    moves: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        priced: Priced,
+        *,
+        order: Order = "rank",
+        microbatches: int = 1,
+        moves: int | None = None,
+    ) -> "Operators":
+        """The tasks of a priced program; options as those of `placement.place`."""
+        return cls(
+            tasks=priced.tasks,
+            nodes=priced.nodes,
+            made=priced.made,
+            order=order,
+            microbatches=microbatches,
+            moves=moves,
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes it is divided between."""
+        return self.nodes.num
+
+    def by_weight(self, weights: Floats) -> Placement:
+        """The placement if each node is as fast as its weight says."""
+        return place_tasks(
+            self.tasks,
+            self.nodes,
+            list(weights),
+            of=self.made,
+            order=self.order,
+            microbatches=self.microbatches,
+            moves=self.moves,
+        )
+
+    def best(self, unit_s: Floats) -> Placement:
+        """The best placement found if nodes take so many times as long as planned."""
+        return self.by_weight(1 / np.asarray(unit_s, float))
+
+    def load(self, division: Placement) -> Floats:
+        """Seconds that the cost model gives each node in a step."""
+        each = self.tasks.seconds[np.arange(len(self.tasks.names)), division.node_of]
+        sums = np.bincount(division.node_of, each, minlength=self.num_nodes)
+        return self.microbatches * sums.astype(float)
+
+    def seconds(self, division: Placement, unit_s: Floats) -> float:
+        """Seconds of a step of a placement, with all that it waits for."""
+        weights = 1 / np.asarray(unit_s, float)
+        copies = min(self.microbatches, self.num_nodes)
+        for frees in (True, False):
+            problem = Problem(
+                self.tasks.weighted(weights), self.nodes, frees=frees, copies=copies
+            )
+            search = Search(problem, self.order, self.microbatches)
+            found = search.best_on(division.node_of, "")
+            if found is not None:
+                return found
+        return float("inf")

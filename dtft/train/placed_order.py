@@ -1,0 +1,152 @@
+"""In which order each node makes its calls, decided before the step runs.
+
+One forward, one backward (PipeDream, Narayanan et al. 2019; its flushed form as in
+Megatron-LM 2021), for any graph of segments: of what could start first a backward call
+goes before a forward call, and a segment has no more microbatches between its forward
+and its backward call than there are nodes from it to the loss. For a chain of stages
+this is 1F1B as published. Pure; must not know devices or what a call computes.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dtft.train.placed_calls import Call, Calls, Task
+
+BACKWARD = 2.0
+"""A backward call takes this many times what its forward call takes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Order:
+    """The tasks of a step."""
+
+    by_node: Mapping[int, tuple[Task, ...]]
+    """Of each node, in the order in which it does them."""
+    start_s: Mapping[Task, float]
+    """When each forward and backward task would begin, if transfers took no time."""
+    finish_s: float
+    """When the last of these would be done."""
+
+    def without(self, calls: Calls) -> "Order":
+        """As if there were not the calls that are made at the end of a step."""
+        return replace(
+            self,
+            by_node={
+                node: tuple(task for task in tasks if task.call not in calls.end)
+                for node, tasks in self.by_node.items()
+            },
+        )
+
+
+def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Order:
+    """The order of all tasks of a step.
+
+    No task waits for ever: the oldest microbatch that is not done can always go on, as
+    nothing newer holds its place in any segment.
+
+    Args:
+        calls: of one step.
+        num_microbatches: parts of the batch.
+        seconds: of the forward call of each segment.
+    """
+    starts, finish_s = _Simulation(calls.each, num_microbatches, seconds).run()
+    by_node: dict[int, list[Task]] = defaultdict(list)
+    for call in calls.begin:
+        by_node[call.node].append(Task(call))
+    for task in starts:
+        by_node[task.call.node].append(task)
+    for call in calls.end:
+        by_node[call.node].append(Task(call))
+    return Order(
+        by_node={node: tuple(tasks) for node, tasks in sorted(by_node.items())},
+        start_s=starts,
+        finish_s=finish_s,
+    )
+
+
+class _Simulation:
+    """The nodes at work."""
+
+    def __init__(
+        self, calls: Sequence[Call], num_microbatches: int, seconds: Sequence[float]
+    ) -> None:
+        self._calls, self._parts = calls, num_microbatches
+        self._seconds = [
+            seconds[c.segment] * (BACKWARD if c.phase == "backward" else 1.0)
+            for c in calls
+        ]
+        maker = {key: index for index, call in enumerate(calls) for key in call.writes}
+        self._before = [
+            {maker[key] for key in call.reads if key in maker and key.kind != "sum"}
+            for index, call in enumerate(calls)
+        ]
+        self._back = {
+            call.segment: index
+            for index, call in enumerate(calls)
+            if call.phase == "backward"
+        }
+        self._most = _most_in_flight(calls)
+        self._next = [0] * len(calls)
+        self._end: dict[tuple[int, int], float] = {}
+        self._done_calls = [0] * num_microbatches
+        self._done_s = [0.0] * num_microbatches
+
+    def run(self) -> tuple[dict[Task, float], float]:
+        """Start of every task, in an order that keeps that of each node."""
+        free: dict[int, float] = defaultdict(float)
+        starts: dict[Task, float] = {}
+        for _ in range(len(self._calls) * self._parts):
+            start, index = self._first(free)
+            call, part = self._calls[index], self._next[index]
+            end = start + self._seconds[index]
+            starts[Task(call, part)] = start
+            free[call.node] = self._end[index, part] = end
+            self._next[index] += 1
+            self._done_calls[part] += 1
+            self._done_s[part] = max(self._done_s[part], end)
+        return starts, max(free.values(), default=0.0)
+
+    def _first(self, free: Mapping[int, float]) -> tuple[float, int]:
+        """The task that can start first; a backward one goes before a forward one."""
+        found: list[tuple[float, bool, int, int, int]] = []
+        for index, call in enumerate(self._calls):
+            ready = self._ready(index)
+            if ready is not None:
+                start = max(free[call.node], ready)
+                forward = call.phase == "forward"
+                place = call.segment if forward else -call.segment
+                found.append((start, forward, self._next[index], place, index))
+        start, *_, index = min(found)
+        return start, index
+
+    def _ready(self, index: int) -> float | None:
+        """When all that a call needs for its next microbatch is there."""
+        part = self._next[index]
+        if part == self._parts:
+            return None
+        ends = [self._end.get((before, part)) for before in self._before[index]]
+        if self._calls[index].phase == "forward":
+            ends.append(self._let_in(index, part))
+        return None if None in ends else max((e for e in ends if e), default=0.0)
+
+    def _let_in(self, index: int, part: int) -> float | None:
+        """When the microbatch that has to leave a segment first has left it."""
+        gone = part - self._most[self._calls[index].segment]
+        if gone < 0:
+            return 0.0
+        back = self._back.get(self._calls[index].segment)
+        if back is not None:
+            return self._end.get((back, gone))
+        whole = self._done_calls[gone] == len(self._calls)
+        return self._done_s[gone] if whole else None
+
+
+def _most_in_flight(calls: Sequence[Call]) -> dict[int, int]:
+    """Of each segment: nodes from it to the end."""
+    nodes: set[int] = set()
+    found: dict[int, int] = {}
+    for call in sorted(calls, key=lambda call: -call.segment):
+        nodes.add(call.node)
+        found[call.segment] = len(nodes)
+    return found

@@ -1,0 +1,266 @@
+"""One of several unlike hosts that share every step's batch.
+
+Arguments: RANK NUM_PROCESSES ADDRESS TASK (JSON of `Task`). All processes go through
+the same phases; each answers with what it measured, and the first one leaves the rounds
+of each search in `FOLDER/PHASE/balance.jsonl`.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.monitoring
+import numpy as np
+
+from dtft.models.base import TransformerConfig
+from dtft.planner.balance import Policy
+from dtft.planner.load_shares import Microbatches, allocate
+from dtft.train.balance_config import BalanceConfig
+from dtft.train.balance_log import BalanceLog
+from dtft.train.balance_record import begin
+from dtft.train.balancing import Balancer
+from dtft.train.data import make_datasets
+from dtft.train.datasets import CharsConfig
+from dtft.train.experiment import Experiment, MeshConfig
+from dtft.train.optimizers import MaxAdaBeliefConfig
+from dtft.train.shared_feed import SharedFeed
+from dtft.train.step import make_mesh
+from dtft.train.uneven import UnevenProgram
+from experiments import worlds
+from experiments.quotas import Quota
+
+Shares = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the processes do."""
+
+    folder: str
+    """For `PHASE/balance.jsonl`."""
+    quotas: list[str]
+    """Paths of `Quota`, by rank."""
+    cores: list[float]
+    """Parts of a core, by rank."""
+    slowed: int
+    """Rank that becomes slower in mid-run."""
+    slowed_to: float
+    """Its part of a core then."""
+    rounds: int
+    """At most, of each search."""
+    repetitions: int
+    """Of a comparison."""
+    every: int = 8
+    """Steps of a round."""
+    probes: int = 5
+    """Of these, timed."""
+    microbatches: int = 64
+    rows_each: int = 8
+
+    @property
+    def experiment(self) -> Experiment:
+        """A transformer whose microbatch takes some milliseconds."""
+        batch = self.microbatches * self.rows_each
+        return Experiment(
+            name="balance_unlike_hosts",
+            model=TransformerConfig(context=64, num_layers=1, width=64, num_heads=4),
+            data=CharsConfig(global_batch=batch, context=64),
+            optim=MaxAdaBeliefConfig(learning_rate=1e-3),
+            balance=BalanceConfig(
+                policy="exact",
+                microbatches=self.microbatches,
+                every=self.every,
+                probes=self.probes,
+            ),
+        )
+
+
+class Host:
+    """The program on this host, and its state, through all phases."""
+
+    def __init__(self, rank: int, task: Task) -> None:
+        """Compiles all that is run later, before this host becomes slow."""
+        self.rank, self.task, self.num_compiled = rank, task, 0
+        mesh = make_mesh(MeshConfig(), jax.devices())
+        self.program = UnevenProgram(task.experiment, mesh)
+        self.source = make_datasets(task.experiment.data, 0).train
+        self.names = tuple(f"host-{index}" for index in range(len(task.quotas)))
+        self.work: Microbatches = self.program.sharing.work
+        self.state = self.program.init()
+        self.search(self.balancer("warm-up", "exact"), rounds=1)
+        self.steps_per_s(self.work.by_weight(np.ones(len(self.names))).tolist())
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        Quota(path=task.quotas[rank]).enter()
+
+    def balancer(self, phase: str, policy: Policy) -> Balancer:
+        """One that begins with equal shares."""
+        folder = Path(self.task.folder) / phase
+        folder.mkdir(exist_ok=True)
+        return Balancer(
+            self.program,
+            self.source,
+            self.task.experiment.balance,
+            begin(policy, self.work, self.names, {}),
+            self.names,
+            BalanceLog(folder, {}, leading=self.rank == 0, say=_say),
+            step=0,
+        )
+
+    def search(
+        self, balancer: Balancer, rounds: int, *, after: int = 0, again: bool = False
+    ) -> int:
+        """Rounds until shares have settled; with `again`, after another change.
+
+        Args:
+            balancer: runs the steps.
+            rounds: most rounds.
+            after: rounds that it has had.
+            again: whether shares are settled before.
+        """
+        every = self.task.every
+        for number in range(after * every + 1, (after + rounds) * every + 1):
+            batch = balancer.feed.take(number)
+            self.state, _ = balancer.step(self.state, batch.arrays)
+            balancer.feed.prepare(number + 1)
+            now = balancer.balance
+            if number % every == 0 and now.judgement is not None:
+                again = again and not now.judgement.changed
+                if now.settled and not again:
+                    break
+        return balancer.balance.rounds - after
+
+    def steps_per_s(self, shares: Sequence[int], steps: int = 3) -> float:
+        """Of ordinary steps with fixed shares, after one that is not counted."""
+        feed, begun = SharedFeed(self.source, self.program, shares), 0.0
+        for number in range(1, steps + 2):
+            self.state, _ = self.program.step(self.state, feed.take(number).arrays)
+            feed.prepare(number + 1)
+            if number == 1:
+                jax.block_until_ready(self.state)
+                begun = time.perf_counter()
+        jax.block_until_ready(self.state)
+        return steps / (time.perf_counter() - begun)
+
+    def compared(self, vectors: dict[str, Shares]) -> dict[str, float]:
+        """Steps per second of each, in turns, medians over the repetitions."""
+        found: dict[Shares, list[float]] = {it: [] for it in vectors.values()}
+        for _ in range(self.task.repetitions):
+            for shares, speeds in found.items():
+                speeds.append(self.steps_per_s(shares))
+        return {n: statistics.median(found[it]) for n, it in vectors.items()}
+
+    def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
+        self.num_compiled += event.endswith("backend_compile_duration")
+
+
+def neighbours(shares: Shares, unit_s: np.ndarray) -> list[Shares]:
+    """Shares with one microbatch less for who ends last, one more for another."""
+    last = int(np.argmax(np.asarray(shares) * unit_s))
+    found = []
+    for other in range(len(shares)):
+        if other != last and shares[last] > 1:
+            moved = list(shares)
+            moved[last] -= 1
+            moved[other] += 1
+            found.append(tuple(moved))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Used:
+    """CPU time until a moment, in seconds."""
+
+    at: float
+    machine_s: float
+    """Of all cores, by anyone."""
+    own_s: float
+    """By this process."""
+
+    @classmethod
+    def now(cls) -> "Used":
+        """At this moment."""
+        user, nice, system, _, _, *others = map(
+            int, Path("/proc/stat").read_text().split()[1:9]
+        )
+        ticks = user + nice + system + sum(others)
+        return cls(
+            at=time.monotonic(),
+            machine_s=ticks / os.sysconf("SC_CLK_TCK"),
+            own_s=time.process_time(),
+        )
+
+    def since(self, before: "Used") -> dict[str, float]:
+        """Seconds since another moment."""
+        return {
+            "wall_s": self.at - before.at,
+            "machine_s": self.machine_s - before.machine_s,
+            "own_s": self.own_s - before.own_s,
+        }
+
+
+def measured(host: Host) -> dict[str, Any]:
+    """Both policies, what they found beside the best, and a host that slows down."""
+    task, begun = host.task, Used.now()
+    exact = host.balancer("exact", "exact")
+    rounds = host.search(exact, task.rounds)
+    proportional = host.balancer("proportional", "proportional")
+    most = host.search(proportional, task.rounds)
+    found = _shares(exact)
+    by_cores = allocate(1 / np.asarray(task.cores), task.microbatches)
+    vectors = {
+        "even": tuple(host.work.by_weight(np.ones(len(task.cores))).tolist()),
+        "proportional": _shares(proportional),
+        "exact": found,
+        "by cores": tuple(by_cores.tolist()),
+    }
+    near = neighbours(found, exact.balance.times.estimate_s)
+    vectors |= {f"near {number}": it for number, it in enumerate(near)}
+    speeds = host.compared(vectors)
+    if host.rank == task.slowed:
+        Quota(path=task.quotas[host.rank]).limit(task.slowed_to)
+    slow_rounds = host.search(exact, task.rounds, after=rounds, again=True)
+    cores = [
+        task.slowed_to if rank == task.slowed else share
+        for rank, share in enumerate(task.cores)
+    ]
+    after = {
+        "before": found,
+        "after": _shares(exact),
+        "by cores": tuple(allocate(1 / np.asarray(cores), task.microbatches).tolist()),
+    }
+    return {
+        "shares": vectors,
+        "steps_per_s": speeds,
+        "rounds": {"exact": rounds, "proportional": most, "slowed": slow_rounds},
+        "settled": proportional.balance.settled,
+        "slowed_shares": after,
+        "slowed_steps_per_s": host.compared(after),
+        "recompilations": host.num_compiled,
+        "used": Used.now().since(begun),
+    }
+
+
+def main(rank: int, num: int, address: str, task: str) -> None:
+    """Joins, measures, answers."""
+    worlds.join(rank, num, address)
+    worlds.answer(measured(Host(rank, Task(**json.loads(task)))))
+
+
+def _shares(balancer: Balancer) -> Shares:
+    return tuple(balancer.balance.division.tolist())
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,286 @@
+"""Placed steps against undivided ones."""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dtft.planner.jaxprs import operators, traced
+from dtft.train.placed import PlacedStep, make_placed_step
+from dtft.train.placed_calls import Key
+from dtft.train.placed_cut import cut
+from dtft.train.placed_node import Node
+
+ROWS, WIDTH, NODES = 8, 4, 3
+
+
+def layered(params: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A shared matrix, tokens, a rule of derivation, a loop, something remembered."""
+    x = params["table"][batch["token"]] + batch["x"]
+    for matrix in params["layers"]:
+        x = jax.nn.relu(x @ matrix)
+
+    def turn(carried: jax.Array, matrix: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(carried @ matrix), None
+
+    x, _ = jax.lax.scan(turn, x, params["stacked"])
+    x = jax.checkpoint(lambda x, w: jnp.sin(x @ w) * 2)(x, params["layers"][0])
+    counts = jnp.argmax(x, axis=1)
+    x = x @ params["table"][:WIDTH] * (1.0 + counts[:, None].astype(jnp.float32))
+    error = x - batch["y"]
+    return jnp.mean(error * error), {"mean": jnp.mean(x)}
+
+
+def some_params() -> Any:
+    rng = np.random.default_rng(0)
+
+    def matrices(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    return {
+        "table": matrices(6, WIDTH),
+        "layers": [matrices(WIDTH, WIDTH) for _ in range(2)],
+        "stacked": matrices(2, WIDTH, WIDTH),
+        "unused": np.ones(2, np.float32),
+    }
+
+
+def some_batch() -> Any:
+    rng = np.random.default_rng(0)
+    return {
+        "token": np.array([3, 0, 5, 4, 1, 2, 0, 4], np.int32),
+        "x": rng.normal(size=(ROWS, WIDTH)).astype(np.float32),
+        "y": rng.normal(size=(ROWS, WIDTH)).astype(np.float32),
+    }
+
+
+def num_operators(loss: Any, params: Any, batch: Any) -> int:
+    program, _ = traced(loss, params, batch)
+    return sum(1 for _ in operators(program.jaxpr))
+
+
+def placed(
+    nodes: Any, loss: Any = layered, optimizer: Any = None, **options: Any
+) -> PlacedStep:
+    optimizer = optimizer or optax.sgd(0.1)
+    return make_placed_step(
+        loss,
+        optimizer,
+        some_params(),
+        some_batch(),
+        nodes=nodes,
+        devices=jax.devices()[:NODES],
+        **options,
+    )
+
+
+def scattered(seed: int = 0) -> list[int]:
+    """Some operators in a row here, some there: few programs have to be compiled."""
+    count = num_operators(layered, some_params(), some_batch())
+    drawn = np.random.default_rng(seed).integers(0, NODES, count)
+    return np.repeat(drawn, 4)[:count].tolist()
+
+
+def in_a_row(loss: Any = layered) -> list[int]:
+    count = num_operators(loss, some_params(), some_batch())
+    return [index * NODES // count for index in range(count)]
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    def check(a: Any, b: Any) -> None:
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype
+        assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b) + 1e-12
+
+    jax.tree.map(check, found, wanted)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("nodes", [scattered(), in_a_row()], ids=["any", "row"])
+def test_gradients_are_those_of_the_undivided_step(
+    nodes: list[int], microbatches: int
+) -> None:
+    step = placed(nodes, microbatches=microbatches)
+    params, batch = some_params(), some_batch()
+    found, gradients = step.gradients(step.init(params), batch)
+    wanted = jax.jit(jax.value_and_grad(layered, has_aux=True))(params, batch)
+    assert_close((found, gradients), wanted)
+
+
+def test_parameters_stay_on_their_nodes_and_are_updated_like_undivided_ones() -> None:
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)
+    )
+    step = placed(scattered(1), optimizer=optimizer, microbatches=2)
+    params, batch = some_params(), some_batch()
+    state = step.init(params)
+    where = jax.tree.map(lambda leaf: leaf.devices(), state)
+    opt_state = optimizer.init(params)
+    for _ in range(2):
+        state, _ = step.step(state, batch)
+        gradients = jax.jit(jax.grad(layered, has_aux=True))(params, batch)[0]
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(gradients, opt_state, params)
+            params = optax.apply_updates(params, updates)
+    assert jax.tree.map(lambda leaf: leaf.devices(), state) == where
+    assert len(set.union(*jax.tree.leaves(where["params"], is_leaf=_is_set))) > 1
+    assert_close(state["params"], params)
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, set)
+
+
+def test_weights_count_in_gradients_and_in_what_is_returned() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        known = (batch["token"] > 2).astype(jnp.float32)
+        error = (batch["x"] @ params["layers"][0]).sum(axis=1)
+        return jnp.sum(known * error) / jnp.sum(known)
+
+    nodes = in_a_row(loss)
+    step = placed(
+        nodes, loss, microbatches=2, weight=lambda part: np.sum(part["token"] > 2)
+    )
+    params, batch = some_params(), some_batch()
+    found = step.gradients(step.init(params), batch)
+    assert_close(found, jax.value_and_grad(loss)(params, batch))
+
+
+def rows(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for index in range(6):
+        x = jnp.tanh(x @ params["layers"][index % 2])
+    return jnp.mean(x)
+
+
+UNEVEN = [0, 0] * 3 + [1, 1] * 2 + [2, 2] + [2, 2]
+"""Three layers, two and one with the mean."""
+
+
+def test_a_row_of_uneven_stages_sends_one_value_and_one_cotangent_per_microbatch() -> (
+    None
+):
+    step = placed(UNEVEN, rows, microbatches=4)
+    assert [segment.node for segment in step.cut.segments] == [0, 1, 2]
+    sent = {(t.source, t.destination, t.kind): t for t in step.transfers}
+    for one, next_one in ((0, 1), (1, 2)):
+        assert sent[one, next_one, "value"].count == 4
+        assert sent[one, next_one, "value"].num_bytes == ROWS * WIDTH * 4
+        assert sent[next_one, one, "cotangent"].count == 4
+    matrices = {t.destination: t.count for t in step.transfers if t.kind == "param"}
+    assert matrices == {1: 2, 2: 1}, "of two matrices node 2 uses one"
+
+
+def test_a_row_of_stages_runs_one_forward_one_backward() -> None:
+    step = placed(UNEVEN, rows, microbatches=8)
+    pipeline = {
+        node: "".join(
+            f"{task.call.phase[0]}{task.microbatch}"
+            for task in tasks
+            if task.microbatch is not None and task.microbatch < 5
+        )
+        for node, tasks in step.order.by_node.items()
+    }
+    assert pipeline == {
+        0: "f0f1f2b0f3b1f4b2b3b4",
+        1: "f0f1b0f2b1f3b2f4b3b4",
+        2: "f0b0f1b1f2b2f3b3f4b4",
+    }
+
+
+def test_each_node_does_its_tasks_in_the_order_of_the_schedule() -> None:
+    step = placed(scattered(2), microbatches=2)
+    _, _, timeline = step.measured(step.init(some_params()), some_batch())
+    for node, tasks in step.order.by_node.items():
+        wanted = tuple((task.call.name, task.microbatch) for task in tasks)
+        assert timeline.order[node] == wanted
+    assert set(timeline.busy_s) == set(timeline.wait_s) == set(range(NODES))
+    assert timeline.agreement(step.order.start_s) > 0.5
+
+
+def test_nothing_is_left_on_a_node_but_what_is_wanted() -> None:
+    step = placed(scattered(3), microbatches=2)
+    stores = step._stores(step.init(some_params()), some_batch())
+    step._work(step.order, stores, [], measure=False)
+    kinds = {key.kind for store in stores.values() for key in store}
+    assert kinds <= {"param", "state", "constant"}
+
+
+def test_equal_calls_are_compiled_once() -> None:
+    step = placed(in_a_row(), microbatches=4)
+    state = step.init(some_params())
+    for _ in range(3):
+        state, _ = step.step(state, some_batch())
+    programs: list[Any] = []
+    for node in step._nodes.values():
+        programs += node._compiled.values()
+    assert {program._cache_size() for program in programs} == {1}
+
+
+class _Silent:
+    def send(self, key: Key, array: Any, node: int) -> None:
+        pass
+
+    def receive(self, key: Key, deadline: float) -> Any:
+        raise TimeoutError
+
+
+def test_a_wait_that_ends_says_what_it_waited_for() -> None:
+    step = placed(UNEVEN, rows)
+    with pytest.raises(TimeoutError, match="node 1 waited for .*forward 1"):
+        node = Node(jax.devices()[1])
+        node.run(step.order.by_node[1], {}, _Silent(), time.monotonic())
+
+
+def test_a_failing_node_ends_the_step_with_its_error() -> None:
+    step = placed(UNEVEN, rows)
+    state = step.init(some_params())
+    state["params"]["layers"][0] = jnp.ones((3, 3))
+    with pytest.raises(TypeError):
+        step.step(state, some_batch())
+
+
+def test_what_cannot_be_placed_is_refused() -> None:
+    with pytest.raises(ValueError, match="nodes has 2 entries"):
+        placed([0, 1], rows)
+    with pytest.raises(ValueError, match="node 5"):
+        placed([5] * len(UNEVEN), rows)
+    with pytest.raises(ValueError, match="'token' has 8 rows"):
+        placed(UNEVEN, rows, microbatches=3)
+
+    def constant(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean(batch["x"])
+
+    with pytest.raises(ValueError, match="does not depend"):
+        placed([0, 0], constant)
+
+    def counting(params: Any, batch: Any) -> Any:
+        return jnp.sum(params["unused"]), jnp.sum(batch["token"])
+
+    with pytest.raises(ValueError, match="with 2 microbatches"):
+        placed([0, 0], counting, microbatches=2)
+    assert placed([0, 1], counting).transfers == ()
+
+
+def test_what_nothing_needs_is_not_computed() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        jnp.sin(batch["x"])
+        return jnp.sum(params["unused"] * 2)
+
+    program, _ = traced(loss, some_params(), some_batch())
+    divided = cut(program, [0, 1, 2])
+    assert [segment.node for segment in divided.segments] == [1, 2]
+
+
+def test_what_is_needed_late_joins_the_segment_that_needs_it() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        wanted = jnp.cos(batch["y"])
+        return jnp.sum(jnp.sin(batch["x"] * 2) * wanted)
+
+    program, _ = traced(loss, some_params(), some_batch())
+    divided = cut(program, [1, 0, 0, 1, 1])
+    assert [list(s.operators) for s in divided.segments] == [[1, 2], [0, 3, 4]]
