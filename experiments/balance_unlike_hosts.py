@@ -70,7 +70,7 @@ def main() -> None:
         command="python -m experiments.balance_unlike_hosts",
         header=HEADER,
         rows=rows,
-        figure=_figure(searches),
+        figure=_figure(searches, slowed_after=figures["rounds"]),
         notes=_notes(figures),
     )
 
@@ -206,7 +206,9 @@ def _notes(figures: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _figure(searches: dict[str, list[dict[str, Any]]]) -> "Figure":
+def _figure(
+    searches: dict[str, list[dict[str, Any]]], *, slowed_after: int
+) -> "Figure":
     """Waits and shares of every round, of both policies."""
     from matplotlib.figure import Figure
 
@@ -222,6 +224,11 @@ def _figure(searches: dict[str, list[dict[str, Any]]]) -> "Figure":
             lower.step(numbers, [it["shares"][host] for it in rounds], where="mid")
         upper.set(title=policy, ylabel="wait for the slowest [ms]")
         lower.set(xlabel="round", ylabel="microbatches of 64")
+    for panel, text in (
+        (panels[0][0], f"host {SLOWED} slows down"),
+        (panels[1][0], ""),
+    ):
+        panel.axvline(slowed_after + 0.5, color="grey", ls=":", label=text or None)
     panels[0][0].legend(frameon=False, fontsize=8)
     return figure
 

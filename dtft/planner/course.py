@@ -6,7 +6,6 @@ seconds or how large meshes are.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -33,10 +32,9 @@ class Kind:
     """Arrays that every division divides alike."""
 
     what: What
-    shape: tuple[int, ...]
-    dims: tuple[int, ...]
-    """Those that stand for its dims."""
-    divides: bool = False
+    value: int
+    """One of them."""
+    divides: bool
     """Whether it is divided further where gradients are."""
 
 
@@ -84,12 +82,16 @@ class Course:
             timeline: of the program.
         """
         self.timeline, self._graph = timeline, timeline.scheduled
-        self._kinds: dict[Kind, int] = {}
-        self._stands: list[int] = []
+        self.kinds: list[Kind] = []
+        """What the columns of `alive` are of."""
+        self._numbers: dict[object, int] = {}
+        self._arrays: dict[int, int] = {}
+        self._unlike: dict[object, int] = {}
         self._instances: dict[object, int] = {}
         self._changes: list[tuple[int, float]] = []
         self._at: list[int] = []
-        self._tops: list[int] = []
+        self.full: list[int] = []
+        """Moments after something came."""
         self.instances: list[Instance] = []
         """Operators that may need operands gathered, each with its own dims."""
         self.runs: list[Run] = []
@@ -106,13 +108,6 @@ class Course:
             self._follow(event)
         self.alive = self._moments()
         """Bytes; float [moments, kinds]."""
-        self.full = self._full()
-        """Moments at which more is alive than just before and after."""
-
-    @property
-    def kinds(self) -> Mapping[Kind, int]:
-        """Kinds in the order of `alive`, and of each a value."""
-        return dict(zip(self._kinds, self._stands, strict=True))
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, int], ...]:
@@ -133,7 +128,7 @@ class Course:
             self._change(self._gradient(index, "sums"), index)
         for index in self._graph.inputs.values():
             self._change(self._kind(index, "part"), index)
-        self._tops.append(self._note())
+        self.full.append(self._note())
 
     def _follow(self, event: Event) -> None:
         if event.kind == "runs":
@@ -146,7 +141,7 @@ class Course:
             self._follow_gradient(event)
         elif event.kind == "comes":
             self._change(self._kind(event.value), event.value)
-            self._tops.append(self._note())
+            self.full.append(self._note())
             if self._yields:
                 self._note_yielded(self._yields)
         else:
@@ -155,7 +150,7 @@ class Course:
     def _note_yielded(self, event: Event) -> None:
         """What has come takes the place of another array, which goes only after it."""
         yielded = Yielded(
-            moment=self._tops[-1],
+            moment=self.full[-1],
             kind=self._kind(event.value),
             num_bytes=self._graph.values[event.value].num_bytes,
             rows=event.rows,
@@ -174,7 +169,7 @@ class Course:
         after = self._gradient(index, "waiting")
         if event.kind == "comes":
             self._change(first, index)
-            self._tops.append(self._note())
+            self.full.append(self._note())
         elif event.kind == "made":
             self._change(first, index, -1)
             self._change(after, index)
@@ -185,12 +180,13 @@ class Course:
         operator = self._graph.operators[number]
         # Those of products that make gradients all run beside each other.
         beside = not self.timeline.of_gradients.isdisjoint(operator.outputs)
-        made = instance(self._graph, operator, self.timeline.root)
-        place = self._instances.setdefault(
-            (made.pattern, made.dims), len(self.instances)
-        )
+        arrays = [self._array(i) for i in (*operator.inputs, *operator.outputs)]
+        over = self._roots(operator.summed), self._roots(operator.whole)
+        key = operator.primitive, tuple(arrays), over, operator.contracted
+        place = self._instances.setdefault(key, len(self.instances))
         if place == len(self.instances):
-            self.instances.append(made)
+            root = self.timeline.root
+            self.instances.append(instance(self._graph, operator, root))
         run = Run(moment=self._note(), instance=place, beside=beside)
         self.runs.append(run)
         if operator.kind == "matmul":
@@ -224,13 +220,22 @@ class Course:
         return self._kind(index, what, divides=what != "gradient")
 
     def _kind(self, index: int, what: What = "plain", divides: bool = False) -> int:
-        value = self._graph.values[index]
-        dims = tuple(map(self.timeline.root, value.dims))
-        kind = Kind(what=what, shape=value.shape, dims=dims, divides=divides)
-        place = self._kinds.setdefault(kind, len(self._stands))
-        if place == len(self._stands):
-            self._stands.append(index)
+        kind = what, self._array(index), divides
+        place = self._numbers.setdefault(kind, len(self.kinds))
+        if place == len(self.kinds):
+            self.kinds.append(Kind(what=what, value=index, divides=divides))
         return place
+
+    def _array(self, index: int) -> int:
+        """The same number for arrays that every division divides alike."""
+        if index not in self._arrays:
+            value = self._graph.values[index]
+            key = value.shape, value.dtype, self._roots(value.dims)
+            self._arrays[index] = self._unlike.setdefault(key, len(self._unlike))
+        return self._arrays[index]
+
+    def _roots(self, dims: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(map(self.timeline.root, dims))
 
     def _change(self, kind: int, index: int, sign: int = 1) -> None:
         num_bytes = self._graph.values[index].num_bytes
@@ -242,16 +247,8 @@ class Course:
         return len(self._at) - 1
 
     def _moments(self) -> np.ndarray:
-        changes = np.zeros((len(self._changes) + 1, len(self._kinds)))
+        changes = np.zeros((len(self._changes) + 1, len(self.kinds)))
         if self._changes:
             kinds, num_bytes = zip(*self._changes, strict=True)
             changes[np.arange(1, len(changes)), kinds] = num_bytes
         return changes.cumsum(axis=0)[self._at]
-
-    def _full(self) -> list[int]:
-        """Of moments after something came: those that no neighbour has all of."""
-        alive = self.alive[self._tops]
-        fewer = (alive[:-1] <= alive[1:]).all(axis=1)
-        more = (alive[:-1] >= alive[1:]).all(axis=1) & ~fewer
-        kept = ~(np.append(fewer, False) | np.insert(more, 0, False))
-        return np.asarray(self._tops)[kept].tolist()

@@ -30,6 +30,7 @@ from dtft.planner.rates import Rates
 from dtft.planner.search import Search, memory_floor
 from dtft.planner.space import REMATS, Candidate, Choices, Space
 from dtft.planner.staged import layers_of
+from dtft.planner.uncollected import uncollected
 
 BACKENDS: Mapping[str, Backend] = {
     "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",
@@ -103,6 +104,7 @@ def decide(
     return decision
 
 
+@uncollected()
 def best_of(
     question: Question,
     cluster: Cluster,

@@ -9,6 +9,7 @@ numbers. Decides nothing; must not know devices, meshes or costs.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 Kind = Literal[
@@ -165,7 +166,9 @@ class Graph:
 
     def bytes_of(self, operator: Operator) -> int:
         """Bytes that one execution reads and writes when nothing is fused."""
-        return sum(
-            self.values[index].num_bytes
-            for index in (*operator.inputs, *operator.outputs)
-        )
+        num_bytes = self._num_bytes
+        return sum([num_bytes[i] for i in (*operator.inputs, *operator.outputs)])
+
+    @cached_property
+    def _num_bytes(self) -> tuple[int, ...]:
+        return tuple(value.num_bytes for value in self.values)

@@ -18,7 +18,7 @@ RESERVE = 0.08
 """Share of a device's memory that no plan may count on: what the count of bytes misses
 where XLA runs what the plan says, fragmentation, the runtime. Of 200 compiled steps the
 count was more than this too low in 4, by 13 % at most (`experiments/results/
-plan_memory.md`): with remat XLA may keep a softmax for longer than the program says.
+plan_memory.md`): most where XLA keeps a softmax that it computes again for long.
 Verification finds those; a reserve that covers them too (14 %) would refuse twice as
 many plans that fit."""
 
@@ -31,8 +31,8 @@ class Timeline:
     gathers: bool = False
     """Whether at ZeRO level 3 the step is one of `dtft.train.gathered`, which keeps all
     of the forward pass but gathered parameters."""
-    keeps_all: bool = False
-    """Whether this is the timeline of that."""
+    below: "Timeline | None" = None
+    """If this is the timeline of that: the one of the levels below."""
     alias: Mapping[int, int] = field(default_factory=dict)
     """Dim to the dim that stands for it in equal layers: what is alike in them is
     counted together."""
@@ -41,9 +41,9 @@ class Timeline:
     def at_level_3(self) -> "Timeline":
         """That of the same program at ZeRO level 3."""
         again = any(operator.again for operator in self.graph.operators)
-        if not self.gathers or again or self.keeps_all:
+        if not self.gathers or again or self.below is not None:
             return self
-        return replace(self, keeps_all=True)
+        return replace(self, below=self)
 
     def root(self, dim: int) -> int:
         """The dim that stands for a dim."""
@@ -52,11 +52,11 @@ class Timeline:
     @cached_property
     def scheduled(self) -> Graph:
         """The program in the order in which XLA runs it."""
-        return scheduled(self.graph)
+        return scheduled(self.graph) if self.below is None else self.below.scheduled
 
     @cached_property
     def _lifetimes(self) -> Lifetimes:
-        return follow(self.scheduled, keeps_all=self.keeps_all)
+        return follow(self.scheduled, keeps_all=self.below is not None)
 
     def read_from(self, index: int) -> frozenset[int]:
         """The values in memory from which readers of a value have it."""

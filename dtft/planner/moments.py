@@ -77,13 +77,13 @@ class Moments:
         found: list[int] = []
         alike: dict[object, int] = {}
         loops = self.course.timeline.loop_dims
-        for kind, index in self.course.kinds.items():
-            value = self._graph.values[index]
+        for kind in self.course.kinds:
+            value = self._graph.values[kind.value]
             spec = self.division.spec(value)
             axes, stands = flat(spec), -1
             if kind.divides:
                 key = value.shape, spec, tuple(dim in loops for dim in value.dims)
-                stands = alike.setdefault(key, index)
+                stands = alike.setdefault(key, kind.value)
             there = kind.what != "part" or MICRO in axes
             found.append(self._total((kind.what, axes, stands)) if there else -1)
         return found

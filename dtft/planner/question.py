@@ -23,6 +23,7 @@ from dtft.planner.partition import Division
 from dtft.planner.plan import Remat
 from dtft.planner.remat import POLICIES, rematerialized
 from dtft.planner.trace import trace
+from dtft.planner.uncollected import uncollected
 from dtft.planner.weights import arrays_of_weights
 
 Role = Literal["parameter", "optimizer", "batch"]
@@ -179,6 +180,7 @@ class Question:
         return tuple(found)
 
 
+@uncollected()
 def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Question:
     """A whole training step of the user: `step(state, batch) -> (state, ...)`."""
 
@@ -198,6 +200,7 @@ def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Question:
     return _question("step", graph, roles, graph)
 
 
+@uncollected()
 def of_loss(
     loss: Callable[..., Any],
     optimizer: optax.GradientTransformation,

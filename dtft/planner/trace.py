@@ -5,10 +5,8 @@ arguments may be `jax.ShapeDtypeStruct`s of any size. Must not know devices, mes
 costs.
 """
 
-import contextlib
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +15,7 @@ from dtft.planner.dims import Dims
 from dtft.planner.drafts import Drafts
 from dtft.planner.flops import SPECIAL
 from dtft.planner.graph import Dim, Graph, Loop, Operator, Value
+from dtft.planner.uncollected import uncollected
 from dtft.planner.walk import Frame, Walk
 
 
@@ -42,7 +41,7 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
     >>> graph.inputs, [graph.values[0].dims, graph.values[1].dims]
     ({'0': 0, 'w': 1}, [(0, 1), (1, 2)])
     """
-    with _uncollected():
+    with uncollected():
         closed, result = jax.make_jaxpr(fn, return_shape=True)(*args, **keywords)
         walk = Walk()
         ins = [walk.found.value(var.aval) for var in closed.jaxpr.invars]
@@ -51,18 +50,6 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
         inputs = dict(zip(_paths(args) + _paths(keywords), ins, strict=True))
         outputs = dict(zip(_paths(result), ends, strict=True))
         return _graph(walk.found, inputs, outputs)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Python's collector at rest: all that is made here stays, a quarter is saved."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _paths(tree: Any) -> list[str]:

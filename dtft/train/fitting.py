@@ -97,7 +97,7 @@ def check(
     if experiment.balance.policy != "off":
         sharing_of(experiment.balance, experiment.data.global_batch, vars(mesh))
     if mesh.stage > 1:
-        _check_stages(experiment, mesh)
+        check_stages(experiment, mesh)
     if experiment.cluster.min_replicas:
         _check_min_replicas(experiment, mesh, hosts)
 
@@ -151,8 +151,12 @@ def _check_batch(batch: int, mesh: MeshConfig) -> None:
         )
 
 
-def _check_stages(experiment: Experiment, mesh: MeshConfig) -> None:
+def check_stages(experiment: Experiment, mesh: MeshConfig) -> None:
     """Refuses what does not go together with stages.
+
+    Args:
+        experiment: what is to run.
+        mesh: its mesh, resolved.
 
     Raises:
         ValueError: says what, and what is allowed.

@@ -16,7 +16,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.train.experiment import Experiment
+from dtft.train.experiment import Experiment, MeshConfig
+from dtft.train.fitting import check_stages
 from dtft.train.pipelined import (
     AXIS,
     Pipeline,
@@ -38,14 +39,16 @@ class PipelinedProgram(Program):
         """Traces the model; allocates nothing.
 
         Args:
-            experiment: what `fitting.check` has passed for this mesh.
-            mesh: has the axis `stage`.
+            experiment: what is to run.
+            mesh: of `step.make_mesh`, with several stages.
 
         Raises:
-            ValueError: the model's layers are not equal, or not all it has.
+            ValueError: something of the experiment does not go together with stages,
+                or the model's layers are not equal, or not all it has.
         """
+        check_stages(experiment, MeshConfig(**mesh.shape))
         layers = experiment.model.layers
-        assert layers is not None  # fitting.check refuses such models
+        assert layers is not None  # was checked
         stages = mesh.shape[AXIS]
         self._name, self._num_layers = layers.name, layers.count
         self._pipeline = Pipeline(

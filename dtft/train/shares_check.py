@@ -46,7 +46,9 @@ def judged(records: Sequence[Record]) -> list[Record]:
         step, shares = record["step"], record["shares"]
         # What a lost attempt found after the restored step counts no more.
         in_force = [(at, it) for at, it in in_force if at <= step]
-        replayed = not in_force or in_force[-1][1] == shares
+        before = in_force[-1][1] if in_force else shares
+        # Another number of replicas has other shares; no commit could have them.
+        replayed = before == shares or len(before) != len(shares)
         entry = {"step": step, "shares": shares, "replayed": replayed}
         found.append(entry | {"unknown": record["unknown"], "found": shares})
         in_force.append((step, shares))

@@ -116,6 +116,13 @@ def test_an_allowed_size():
     assert WantedSize.from_json(size.to_json()) == size
 
 
+def test_microbatches_divide_the_rows_of_a_replica_too():
+    limits = dataclasses.replace(BATCH, row_parts=12)  # 96 rows, 2 x 12 parts each
+    assert size_for(4, layout(2, 2), limits).slots == 8
+    with pytest.raises(ValueError, match=r"have 24 parts.*allowed: 2 or 4"):
+        size_for(3, layout(2, 2), limits)
+
+
 def with_leaf(leaf: Leaf) -> Layout:
     return dataclasses.replace(layout(2, 1), leaves=(leaf,))
 

@@ -23,6 +23,7 @@ def _round(step: int, *shares: int) -> dict[str, Any]:
     [
         ([_begin(0, 2, 2), _round(4, 3, 1)], [True], [3, 1]),
         ([_begin(0, 2, 2), _round(4, 3, 1), _begin(5, 2, 2)], [True, False], [2, 2]),
+        ([_begin(0, 2, 2), _begin(3, 2, 1, 1)], [True, True], [2, 1, 1]),
         # What was found after the restored step is lost with that step.
         ([_begin(0, 2, 2), _round(4, 3, 1), _begin(3, 2, 2)], [True, True], [2, 2]),
         (
