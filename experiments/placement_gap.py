@@ -306,7 +306,7 @@ def _figure(gaps: Sequence[Gap]) -> "Figure":
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     edges = np.array([1, 1.0001, 1.02, 1.05, 1.1, 1.2, 1.5, np.inf])
-    labels = ["0", "2 %", "5 %", "10 %", "20 %", "50 %", "more"]
+    labels = ["0", "2", "5", "10", "20", "50", "more"]
     axes = figure.subplots(1, len(KINDS), sharey=True)
     for ax, kind in zip(axes, KINDS, strict=True):
         for place, rule in enumerate(RULES):
@@ -315,7 +315,7 @@ def _figure(gaps: Sequence[Gap]) -> "Figure":
             at = np.arange(len(labels)) + 0.2 * (place - 1.5)
             ax.bar(at, shares, 0.2, label=rule)
         ax.set_xticks(range(len(labels)), labels)
-        ax.set(title=kind, xlabel="step over the optimum's, up to")
+        ax.set(title=kind, xlabel="% over the optimum, up to")
     axes[0].set_ylabel("share of graphs")
     axes[-1].legend(frameon=False, fontsize=8)
     return figure
