@@ -1,6 +1,7 @@
 """Placed steps against undivided ones."""
 
 import time
+from collections import Counter
 from typing import Any
 
 import jax
@@ -191,6 +192,33 @@ def test_a_row_of_stages_runs_one_forward_one_backward() -> None:
         1: "f0f1b0f2b1f3b2f4b3b4",
         2: "f0b0f1b1f2b2f3b3f4b4",
     }
+
+
+def test_any_order_can_run_and_bounds_what_is_in_flight() -> None:
+    step = placed(scattered(4), microbatches=4)
+    made: set[Key] = set()
+    flying: Counter[int] = Counter()
+    segments = step.cut.segments
+    for task in sorted(step.order.start_s, key=lambda t: step.order.start_s[t]):
+        parts = {key for key in task.reads if key.kind in PASSED}
+        assert parts <= made | {key for key in parts if _is_batch(step, key)}
+        made.update(task.writes)
+        flying[task.call.segment] += 1 if task.call.phase == "forward" else -1
+        nodes = {segment.node for segment in segments[task.call.segment :]}
+        if (task.call.segment, "backward") in _phases(step):
+            assert 0 <= flying[task.call.segment] <= len(nodes)
+    assert len(step.order.start_s) == 4 * len(_phases(step))
+
+
+PASSED = ("value", "residual", "cotangent", "partial")
+
+
+def _is_batch(step: PlacedStep, key: Key) -> bool:
+    return key.kind == "value" and key.number in step.cut.arguments
+
+
+def _phases(step: PlacedStep) -> set[tuple[int, str]]:
+    return {(task.call.segment, task.call.phase) for task in step.order.start_s}
 
 
 def test_each_node_does_its_tasks_in_the_order_of_the_schedule() -> None:
