@@ -135,10 +135,14 @@ def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
 
 
 def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
-    """The best, and every baseline, in the order of the ranking."""
+    """The best, and every baseline, in the order of the ranking.
+
+    None with idle devices, but for the best: they would be listed as faster.
+    """
     ranking = priced.ranking
-    shown = (priced.space.columns["baseline"] > 0)[ranking] & ~priced.idle[ranking]
+    shown = (priced.space.columns["baseline"] > 0)[ranking]
     shown[:num_ranked] = True
+    shown[1:] &= ~priced.idle[ranking[1:]]
     return tuple(_alternative(priced, int(at)) for at in ranking[shown])
 
 

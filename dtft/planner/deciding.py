@@ -163,8 +163,8 @@ def best_of(
 
 def _with_offload(found: Mapping[Remat, Priority]) -> dict[Remat, Priority]:
     """The same, with what would be faster if its optimizer state were elsewhere."""
-    unfit, idle, least = min(map(_first, found.values()))
-    best_s = math.inf if unfit or idle else least
+    unfit, _, least = min(map(_first, found.values()))
+    best_s = math.inf if unfit else least
     return {
         remat: replace(one, priced=one.search.with_offload(one.priced, best_s))
         for remat, one in found.items()
@@ -249,8 +249,7 @@ def _worth(found: Any) -> bool:
     """Whether computing again could help: only where something faster does not fit."""
     best = min(found, key=_first)
     priced = best.priced
-    busy = priced.step_s[~priced.idle] if not priced.idle.all() else priced.step_s
-    return _first(best) > (False, bool(priced.idle.all()), float(busy.min()))
+    return _first(best) > (False, False, float(priced.worth_s.min()))
 
 
 def _first(one: Priority) -> tuple[bool, bool, float]:
@@ -259,10 +258,11 @@ def _first(one: Priority) -> tuple[bool, bool, float]:
 
 
 def _order_of(one: Priority, at: int) -> tuple[bool, bool, float]:
-    """A candidate: does it not fit, has it idle devices, seconds (or bytes)."""
+    """As candidates are ranked: does it not fit, idle besides, seconds (or bytes)."""
     priced = one.priced
-    first = priced.step_s if priced.fits[at] else priced.memory_bytes
-    return not priced.fits[at], bool(priced.idle[at]), float(first[at])
+    if priced.fits[at]:
+        return False, False, float(priced.worth_s[at])
+    return True, bool(priced.idle[at]), float(priced.memory_bytes[at])
 
 
 def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:

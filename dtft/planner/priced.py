@@ -16,6 +16,13 @@ from dtft.planner.space import Space
 
 TERMS = ("compute", "collectives", "bubble", "optimizer", "offload", "launch")
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "reserve")
+IDLE = 4.0
+"""How many times faster a mesh must be whose devices repeat each other's work.
+
+It stands for fewer devices: worth taking where sending takes far longer than computing
+all (slow links), and not where it may be an error of the prediction, which for small
+messages is up to this much.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +72,11 @@ class Priced:
         return np.sum([self.terms[name] for name in TERMS], axis=0)
 
     @cached_property
+    def worth_s(self) -> np.ndarray:
+        """Seconds by which candidates are ranked; see `IDLE`."""
+        return np.where(self.idle, IDLE * self.step_s, self.step_s)
+
+    @cached_property
     def memory_bytes(self) -> np.ndarray:
         """Bytes of a device."""
         return np.sum([self.memory[name] for name in MEMORY], axis=0)
@@ -79,18 +91,16 @@ class Priced:
     def ranking(self) -> np.ndarray:
         """Candidates that fit before those that do not; faster before slower.
 
-        What does not fit is ordered by how little it lacks. Those with idle devices
-        come behind all that use theirs: without the axis they are meshes of fewer
-        devices. Ties: fewer bytes, then fewer microbatches, then the order of the
-        space.
+        What does not fit is ordered by how little it lacks, idle devices last. Ties:
+        fewer bytes, then fewer microbatches, then the order of the space.
         """
-        first = np.where(self.fits, self.step_s, self.memory_bytes)
+        first = np.where(self.fits, self.worth_s, self.memory_bytes)
         keys = (
             np.arange(len(first)),
             self.space.columns["microbatches"],
             np.round(self.memory_bytes),
             _rounded(first),
-            self.idle,
+            self.idle & ~self.fits,
             ~self.fits,
         )
         return np.lexsort(keys)

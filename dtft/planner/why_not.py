@@ -15,6 +15,7 @@ from dtft.planner.explain import knobs_text
 from dtft.planner.lints import batch, repeated, undivided_text
 from dtft.planner.meshes import AXES
 from dtft.planner.plan import Plan
+from dtft.planner.priced import IDLE
 from dtft.planner.wording import Section, seconds, size
 
 
@@ -75,7 +76,8 @@ def _notes(found: Decision, pins: Mapping[str, Any]) -> list[str]:
     if found.idle:
         notes.append(
             "an axis of it divides no product: its devices repeat the work of others, "
-            "as idle as if they were not there, and plans that use them all come first"
+            "as idle as if they were not there, and plans that use them all come first "
+            f"if they take less than {IDLE:g} times as long"
         )
     if pins.get("tensor", 1) > 1:
         notes.append(undivided_text(found.question, pins["tensor"]))

@@ -30,7 +30,7 @@ from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.meshes import divisors
 from dtft.planner.moments import Moments
 from dtft.planner.partition import MICRO, Division, work
-from dtft.planner.priced import Priced
+from dtft.planner.priced import IDLE, Priced
 from dtft.planner.question import Question, of_loss
 from dtft.planner.search import Search, memory_floor
 from dtft.planner.shards import further
@@ -96,6 +96,10 @@ class Point:
     num_bytes: float
     idle: bool
     """Whether an axis divides no product."""
+
+    @property
+    def worth_s(self) -> float:
+        return self.seconds * (IDLE if self.idle else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,13 +387,11 @@ def check(everything: Everything, priced: Priced, room: float) -> None:
         alike[tuple(point.mesh.items()), point.zero, point.microbatches].append(point)
     fitting = [point for point in everything.points if point.num_bytes <= room]
     at = int(priced.ranking[0])
-    assert priced.fits[at] or surely(alike, room, idle=None) == math.inf
+    unlucky = surely(alike, room)
+    assert priced.fits[at] or unlucky == math.inf
     if priced.fits[at]:
-        idle = bool(priced.idle[at])
-        assert not idle or surely(alike, room, idle=False) == math.inf
-        lucky = min(p.seconds for p in fitting if p.idle == idle)
-        unlucky = surely(alike, room, idle=idle)
-        assert lucky * (1 - CLOSE) <= priced.step_s[at] <= unlucky * (1 + CLOSE)
+        lucky = min(point.worth_s for point in fitting)
+        assert lucky * (1 - CLOSE) <= priced.worth_s[at] <= unlucky * (1 + CLOSE)
         candidate = priced.space[at]
         key = tuple(candidate.mesh.items()), candidate.knobs.zero
         same = alike[*key, candidate.knobs.microbatches]
@@ -397,19 +399,16 @@ def check(everything: Everything, priced: Priced, room: float) -> None:
         assert np.isclose(priced.step_s[at], seconds, rtol=CLOSE).any()
 
 
-def surely(
-    alike: Mapping[object, list[Point]], room: float, idle: bool | None
-) -> float:
-    """Seconds of the best candidate by its unluckiest layout; infinite without one.
+def surely(alike: Mapping[object, list[Point]], room: float) -> float:
+    """Worth of the best candidate by its unluckiest layout; infinite without one.
 
     Args:
         alike: layouts of each candidate.
         room: bytes that there are.
-        idle: only candidates that have idle devices, or none, in all layouts.
     """
     return min(
-        max(point.seconds for point in points)
-        if all(p.num_bytes <= room and idle in (None, p.idle) for p in points)
+        max(point.worth_s for point in points)
+        if all(point.num_bytes <= room for point in points)
         else math.inf
         for points in alike.values()
     )
