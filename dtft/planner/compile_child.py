@@ -10,7 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from multiprocessing import Pipe
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe, connection
 from pathlib import Path
 
 import dtft
@@ -45,10 +46,10 @@ class Child:
         self._timer.daemon = True
         self._timer.start()
 
-    def send(self, module: bytes) -> None:
+    def send(self, module: bytes, mesh: Mapping[str, int]) -> None:
         """Asks for a module to be compiled; answers come in the same order."""
         with contextlib.suppress(OSError):  # it is gone: `receive` will say so
-            self._link.send_bytes(module)
+            self._link.send((module, dict(mesh)))
 
     def has_answer(self) -> bool:
         """Whether `receive` would not wait."""
@@ -77,6 +78,11 @@ class Child:
 
     def _kill(self) -> None:
         self._process.kill()
+
+
+def wait_for_any(children: Sequence[Child]) -> None:
+    """Until one of them has an answer, or is gone; all are at their deadline."""
+    connection.wait([child._link for child in children])
 
 
 def _environment(num_devices: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The child of `compiling`: compiles modules that it is sent, for its own devices.
+"""The child of `compiling`: compiles modules that it is sent, and reads the programs.
 
 `python -m dtft.planner.compile_worker FD TARGET NUM_DEVICES`. It ends when the other
 end of FD is closed, also in the middle of a compilation. Must not know what the modules
@@ -14,12 +14,13 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, TypedDict
 
+from dtft.planner.hlo_collectives import CompiledCollective, collectives
+
 
 class Program(TypedDict):
     """What came of a module."""
 
-    text: str
-    """Of the optimized program."""
+    collectives: tuple[CompiledCollective, ...]
     memory: dict[str, int]
     """Bytes of one device: arguments, outputs, temporaries, aliased."""
     seconds: float
@@ -37,19 +38,21 @@ _CPU_OPTIONS = {
 
 def main(link: Connection, target: str, num_devices: int) -> None:
     """Answers every module that comes over `link`, until it is closed."""
-    modules: SimpleQueue[bytes] = SimpleQueue()
+    modules: SimpleQueue[tuple[bytes, dict[str, int]]] = SimpleQueue()
     threading.Thread(target=_listen, args=(link, modules), daemon=True).start()
     devices, problem = _devices(target, num_devices)
     while True:
-        module = modules.get()
-        link.send(problem or _compile(module, devices))
+        module, mesh = modules.get()
+        link.send(problem or _read(_compile(module, devices), mesh))
 
 
-def _listen(link: Connection, modules: "SimpleQueue[bytes]") -> None:
+def _listen(
+    link: Connection, modules: "SimpleQueue[tuple[bytes, dict[str, int]]]"
+) -> None:
     """Runs beside the compiler, so that nobody's question is not answered on."""
     try:
         while True:
-            modules.put(link.recv_bytes())
+            modules.put(link.recv())
     except (EOFError, OSError):
         os._exit(0)
 
@@ -67,7 +70,20 @@ def _devices(target: str, num_devices: int) -> tuple[Sequence[Any], str]:
         return (), f"{type(error).__name__}: {error}"
 
 
-def _compile(module: bytes, devices: Sequence[Any]) -> Answer:
+def _read(compiled: dict[str, Any] | str, mesh: Mapping[str, int]) -> Answer:
+    """Here, not where it is asked for: a text has megabytes, which a pipe has not."""
+    if isinstance(compiled, str):
+        return compiled
+    try:
+        found = collectives(compiled["text"], mesh)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return Program(
+        collectives=found, memory=compiled["memory"], seconds=compiled["seconds"]
+    )
+
+
+def _compile(module: bytes, devices: Sequence[Any]) -> dict[str, Any] | str:
     from dtft.planner import gpu_program
 
     if devices[0].platform == "cpu":
@@ -75,7 +91,9 @@ def _compile(module: bytes, devices: Sequence[Any]) -> Answer:
     return gpu_program.until_assigned(lambda more: _whole(module, devices, more))
 
 
-def _whole(module: bytes, devices: Sequence[Any], options: Mapping[str, Any]) -> Answer:
+def _whole(
+    module: bytes, devices: Sequence[Any], options: Mapping[str, Any]
+) -> dict[str, Any] | str:
     from dtft._jax_internals import compile_module
 
     start = time.monotonic()
@@ -85,16 +103,16 @@ def _whole(module: bytes, devices: Sequence[Any], options: Mapping[str, Any]) ->
         texts = [part.to_string() for part in program.hlo_modules()]
     except Exception as error:  # whatever the compiler says goes to who asked
         return f"{type(error).__name__}: {error}"
-    return Program(
-        text="\n\n".join(texts),
-        memory={
+    return {
+        "text": "\n\n".join(texts),
+        "memory": {
             "arguments": stats.argument_size_in_bytes,
             "outputs": stats.output_size_in_bytes,
             "temporaries": stats.temp_size_in_bytes,
             "aliased": stats.alias_size_in_bytes,
         },
-        seconds=time.monotonic() - start,
-    )
+        "seconds": time.monotonic() - start,
+    }
 
 
 if __name__ == "__main__":

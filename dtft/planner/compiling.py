@@ -3,9 +3,9 @@
 A step is traced and lowered here, over a mesh without devices; what comes out is a
 module of StableHLO with its shardings and donations, the same that `jit` would hand to
 XLA. A child process that has the devices (as many fake CPU devices as needed, or XLA's
-GPU compiler) compiles it and sends text and memory back; as many as there are cores do
-so at a time. A child ends by itself when nobody listens, is killed at the deadline, and
-is replaced when the compiler crashes.
+GPU compiler) compiles it and sends back what it communicates and needs; as many as
+there are cores do so at a time. A child ends by itself when nobody listens, is killed
+at the deadline, and is replaced when the compiler crashes.
 Must not know plans, costs or what a candidate is for.
 """
 
@@ -22,9 +22,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from dtft.planner import gpu_targets
-from dtft.planner.compile_child import TAIL, Child
+from dtft.planner.compile_child import TAIL, Child, wait_for_any
 from dtft.planner.compile_worker import Answer
-from dtft.planner.hlo_collectives import collectives
 from dtft.planner.verify import Compiled, Failure, Memory
 
 _MAX_CHILDREN = 4
@@ -186,9 +185,11 @@ class _Run:
         self._added += 1
 
     def finish(self) -> None:
-        """Waits for all that was added."""
-        for lane in self._lanes:
-            lane.collect(self.results, wait=True)
+        """Waits for all that was added; takes what comes first, from any child."""
+        while busy := [lane for lane in self._lanes if lane.num_waiting]:
+            wait_for_any([lane.child for lane in busy])
+            for lane in busy:
+                lane.collect(self.results)
 
     def stop(self) -> None:
         for lane in self._lanes:
@@ -203,7 +204,7 @@ class _Lane:
         self.devices = devices
         self._end, self._deadline_s = end, deadline_s
         self._waiting: deque[tuple[int, Candidate]] = deque()
-        self._child = Child(*devices, end)
+        self.child = Child(*devices, end)
 
     @property
     def num_waiting(self) -> int:
@@ -211,26 +212,27 @@ class _Lane:
 
     def add(self, number: int, candidate: Candidate) -> None:
         self._waiting.append((number, candidate))
-        self._child.send(candidate.module)
+        self._send(candidate)
 
-    def collect(
-        self, results: dict[int, Compiled | Failure], *, wait: bool = False
-    ) -> None:
-        """Takes the answers that are there; all that are due if it should wait."""
-        while self._waiting and (wait or self._child.has_answer()):
-            answer = self._child.receive()
+    def collect(self, results: dict[int, Compiled | Failure]) -> None:
+        """Takes the answers that are there."""
+        while self._waiting and self.child.has_answer():
+            answer = self.child.receive()
             if answer is None and time.monotonic() >= self._end:
                 answer = f"not compiled within deadline_s={self._deadline_s:g} seconds"
             elif answer is None:  # it crashed of one; the others get a new child
-                answer = f"the compiler crashed: {self._child.stop()}"
-                self._child = Child(*self.devices, self._end)
+                answer = f"the compiler crashed: {self.child.stop()}"
+                self.child = Child(*self.devices, self._end)
                 for _, candidate in list(self._waiting)[1:]:
-                    self._child.send(candidate.module)
+                    self._send(candidate)
             number, candidate = self._waiting.popleft()
             results[number] = _result(candidate, answer)
 
     def stop(self) -> None:
-        self._child.stop()
+        self.child.stop()
+
+    def _send(self, candidate: Candidate) -> None:
+        self.child.send(candidate.module, candidate.mesh)
 
 
 def _num_children() -> int:
@@ -247,7 +249,7 @@ def _result(candidate: Candidate, answer: Answer) -> Compiled | Failure:
     return Compiled(
         name=candidate.name,
         target=candidate.target,
-        collectives=collectives(answer["text"], candidate.mesh),
+        collectives=answer["collectives"],
         memory=Memory(**answer["memory"]),
         seconds=answer["seconds"],
     )

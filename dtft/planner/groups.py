@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from dtft.planner.combining import awaited, nobody_waits
 from dtft.planner.graph import Graph, Operator
+from dtft.planner.loop_copies import loop_copies
 
 CHEAP = ("elementwise", "layout", "random")
 """Kinds that a compiler fuses with what is before or after them."""
@@ -28,6 +29,13 @@ class Group:
     """Where in the step: forward, backward or update."""
     last: bool = False
     """Whether it sums, and only the update, or nobody, waits for the sums."""
+    copies: bool = False
+    """Whether it stands for what loops copy (`loop_copies`)."""
+
+    @property
+    def cold(self) -> bool:
+        """Whether its bytes were not used just now: state, and stacks of loops."""
+        return self.copies or self.region == "update"
 
 
 def region(operator: Operator) -> str:
@@ -76,7 +84,20 @@ def group(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]:
         _merged(graph, operators, _moved(graph, operators, readers))
         for operators in cheap.values()
     ]
-    return tuple(found)
+    return (*found, *_copied(graph, alias))
+
+
+def _copied(graph: Graph, alias: Mapping[int, int]) -> list[Group]:
+    """What loops copy, in parts with the same dims."""
+    alike: dict[object, list[tuple[Operator, int]]] = defaultdict(list)
+    for operator, passes in loop_copies(graph, CHEAP):
+        alike[_key(graph, operator, alias)].append((operator, passes))
+    found = []
+    for copies in alike.values():
+        moved = sum(passes * op.trips * graph.bytes_of(op) / 2 for op, passes in copies)
+        merged = _merged(graph, [operator for operator, _ in copies], moved)
+        found.append(replace(merged, copies=True))
+    return found
 
 
 def _waits(operator: Operator) -> bool:

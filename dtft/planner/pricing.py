@@ -83,9 +83,8 @@ class Prices:
 
     def _way(self, key: GroupKey, done: Work, sending: Iterable[Table]) -> Way:
         group, rates = self.question.groups[key[0]], self.rates
-        cold = group.region == "update"
         pattern = self.works.pattern(key)
-        computing = rates.computing(self.question.graph, pattern, done, cold=cold)
+        computing = rates.computing(self.question.graph, pattern, done, cold=group.cold)
         starts = 0.0 if group.operator.kind in CHEAP else group.times
         known = tuple(sending)
         return Way(

@@ -63,7 +63,9 @@ def test_on_cpu_each_array_is_priced_as_a_message() -> None:
     """XLA writes one all-reduce for many arrays, and then sends each by itself."""
     plan = planned("8xcpu", replica=8)
     step = make_step(loss, OPTIMIZER, plan)
-    found = collectives(step.lower(PARAMS, BATCH).compile().as_text(), plan.mesh)
+    text = step.lower(PARAMS, BATCH).compile().as_text()
+    assert text is not None
+    found = collectives(text, plan.mesh)
     assert sum(one.trips for one in found if one.kind == "all_reduce") == LAYERS + 1
     arrays = sum(one.trips * len(one.operands) for one in found)
     assert arrays == sum(one.trips for one in plan.collectives)

@@ -210,8 +210,7 @@ class Everything:
         done, sizes = self._works[way], {**mesh, MICRO: parts}
         times = group.times * runs(done, sizes)
         speeds = Speeds(pool=self.pool, mesh=mesh)
-        cold = group.region == "update"
-        computing = computing_s(graph, self.pool.device, done, sizes, cold=cold)
+        computing = computing_s(graph, self.pool.device, done, sizes, cold=group.cold)
         sending = alone = 0.0
         together: dict[Joint, float] = defaultdict(float)
         for sent in done.sent:
