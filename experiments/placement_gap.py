@@ -226,10 +226,10 @@ def main() -> None:
         figure=_figure(gaps),
         notes=(
             "Seconds of a step over the best's: of all ways to lay tasks on nodes, "
-            "each scheduled in four orders of upward rank and in the program's. Of the graphs of up to "
-            f"{MOST_FOR_ORDERS} tasks in all ({len(exact)}) every order was tried: "
-            f"there {np.mean(np.array(exact) < 1 + 1e-9):.1%} of placements are "
-            f"optimal, the worst is {max(exact):.3f} of the optimum.",
+            "each scheduled in four orders of upward rank and in the program's. Of the "
+            f"graphs of up to {MOST_FOR_ORDERS} tasks in all ({len(exact)}) every "
+            f"order was tried: there {np.mean(np.array(exact) < 1 + 1e-9):.1%} of "
+            f"placements are optimal, the worst is {max(exact):.3f} of the optimum.",
             "A third of the graphs have nodes on which not everything fits. Baselines "
             "are everything on one node, stretches of the program, a random node for "
             "each task; the best of those that can run counts.",
