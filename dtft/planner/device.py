@@ -118,10 +118,6 @@ class DeviceType:
                 return self.peak_flops[name]
         return min(self.peak_flops.values())
 
-    def has_kernel(self, kind: str) -> bool:
-        """Whether it can run operators of a kind (`graph.Kind`)."""
-        return self.kernels is None or kind in self.kernels
-
 
 # By the first six letters of the dtype: what stands in for it, best first.
 _ALIKE: Mapping[str, tuple[str, ...]] = {

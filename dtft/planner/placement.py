@@ -65,8 +65,8 @@ def place(
         The best placement found, never worse than one of its baselines.
 
     Raises:
-        ValueError: an operator without a kernel, a pin that cannot be met, weights that
-            are none, or not enough memory; says what there is.
+        ValueError: an operator without a kernel, a pin that cannot be met, weights or
+            microbatches that are none, or not enough memory; says what there is.
     """
     asked = Priced.of(
         graph,
@@ -138,6 +138,10 @@ def place_tasks(
     Raises:
         ValueError: see `place`.
     """
+    if microbatches < 1:
+        raise ValueError(
+            f"microbatches={microbatches} is not positive. Give 1 or more."
+        )
     given = _checked(weights, nodes)
     weighted = tasks if weights is None else tasks.weighted(given)
     if (idle := np.isinf(weighted.seconds).all(axis=1)).any():

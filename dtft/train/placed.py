@@ -80,7 +80,7 @@ def make_placed_step(
         seconds = seconds or seconds_of(nodes)
         at = devices_of(nodes, at)
         nodes = nodes.of_operator
-    _check(nodes, at)
+    _check(nodes, at, seconds)
     divided = cut(program, nodes, seconds)
     count = len(jax.tree.leaves(params))
     gradients = differentiated(divided, count, microbatches)
@@ -264,7 +264,14 @@ class PlacedStep:
         return hub.all(work, deadline)
 
 
-def _check(nodes: Sequence[int], devices: Mapping[int, Any]) -> None:
+def _check(
+    nodes: Sequence[int], devices: Mapping[int, Any], seconds: Sequence[float] | None
+) -> None:
+    if seconds is not None and len(seconds) != len(nodes):
+        raise ValueError(
+            f"seconds has {len(seconds)} entries, but nodes has {len(nodes)}. Give one "
+            "for each operator, or leave seconds out."
+        )
     missing = sorted(set(nodes) - set(devices))
     if missing:
         raise ValueError(

@@ -27,11 +27,13 @@ def parts_of(batch: Any, num_parts: int) -> list[Any]:
         num_parts: parts, which divide the rows.
 
     Raises:
-        ValueError: names the array whose rows cannot be divided.
+        ValueError: names the array whose rows cannot be divided, or no part is wanted.
 
     >>> [part["x"].tolist() for part in parts_of({"x": np.arange(4)}, 2)]
     [[0, 1], [2, 3]]
     """
+    if num_parts < 1:
+        raise ValueError(f"microbatches={num_parts} is not positive. Give 1 or more.")
     for path, leaf in tree.to_paths(batch).items():
         if np.ndim(leaf) and np.shape(leaf)[0] % num_parts:
             raise ValueError(

@@ -276,6 +276,11 @@ def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
         place_tasks(chain([[1.0, 1.0]]), Nodes.joined([1.0, 1.0]), weights)
 
 
+def test_no_microbatch_is_refused() -> None:
+    with pytest.raises(ValueError, match="microbatches=0 is not positive"):
+        place_tasks(chain([[1.0]]), Nodes.joined([1.0]), microbatches=0)
+
+
 def test_a_slow_node_is_left_idle_and_the_table_says_so() -> None:
     tasks = chain([[1.0, 50.0], [1.0, 50.0]], 1.0)
     placement = place_tasks(tasks, Nodes.joined([9.0, 9.0], bandwidth=1.0))

@@ -308,6 +308,10 @@ def test_what_cannot_be_placed_is_refused() -> None:
         placed([5] * len(UNEVEN), rows)
     with pytest.raises(ValueError, match="'token' has 8 rows"):
         placed(UNEVEN, rows, microbatches=3)
+    with pytest.raises(ValueError, match="microbatches=0"):
+        placed(UNEVEN, rows, microbatches=0)
+    with pytest.raises(ValueError, match="seconds has 1 entries"):
+        placed(UNEVEN, rows, seconds=[1.0])
 
     def constant(params: Any, batch: Any) -> jax.Array:
         return jnp.mean(batch["x"])
