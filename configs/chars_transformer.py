@@ -2,8 +2,11 @@
 
     dtft train configs/chars_transformer.py
     dtft launch configs/chars_transformer.py --hosts 4 --spares 2
+    dtft launch configs/chars_transformer.py --hosts 4 --spares 1 \\
+        --mesh.fsdp 1 --mesh.replica 2 --mesh.stage 2
 
 With fsdp=4 no host has the whole state, so only the memory tier makes it survive one.
+The last command has two stages, each with half of the layers, in two replicas.
 Expect a test loss of about 2.1 after 200 steps. The text differs between Python's
 patch releases, so the last digits do too; its hash is in the resolved config.
 """

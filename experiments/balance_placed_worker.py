@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Peers:
         self._device = device
         self._arrived: dict[Key, Any] = {}
         self._changed = threading.Condition()
-        self._links: dict[int, Connection] = {}
+        self._links: dict[int, Any] = {}
         with Listener(str(folder / f"{rank}"), "AF_UNIX", backlog=num) as listener:
             for other in range(rank):
                 link = _reached(folder / f"{other}", other)
@@ -128,7 +128,7 @@ class Peers:
                 raise TimeoutError(f"{key} did not come")
             return jax.device_put(self._arrived.pop(key), self._device)
 
-    def _listen(self, link: Connection) -> None:
+    def _listen(self, link: Any) -> None:
         while True:
             try:
                 name, array = link.recv()
@@ -139,7 +139,8 @@ class Peers:
                 self._changed.notify_all()
 
 
-def _reached(path: Path, other: int) -> Connection:
+def _reached(path: Path, other: int) -> Any:
+    """A connection to a node that may not listen yet."""
     end = time.monotonic() + CONNECT_S
     while True:
         try:
@@ -199,7 +200,9 @@ class Worker:
         first = sum(self._counts[: self._rank])
         for index in range(first, first + self._counts[self._rank]):
             layer = self._state["params"][index]
-            arrays = {name: np.asarray(array) for name, array in layer.items()}
+            arrays: dict[str, Any] = {
+                k: np.asarray(array) for k, array in layer.items()
+            }
             np.savez(Path(folder) / f"{index}.npz", **arrays)
         return time.monotonic() - began
 

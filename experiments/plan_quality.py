@@ -224,7 +224,7 @@ def write(made: Mapping[str, Mapping[str, Any]]) -> None:
 
 def asked() -> argparse.Namespace:
     """The options; `only` is a list of rows."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options = argparse.ArgumentParser(description=__doc__)
     options.add_argument(
         "--only", metavar="MODEL@PROCESSESxDEVICES", action="append", choices=ROWS,
         help="measure this row only (may be repeated); the others are kept",

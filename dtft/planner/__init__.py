@@ -8,6 +8,8 @@ Importing this package is light: public names load on first use.
 * `Plan`: what is decided, with `Knobs`, `Prediction`, `Collective`, `Alternative` and
   `AxisUse` in it. `dtft.Plan` is the same and can be run and asked.
 * `Calibration`: what `dtft calibrate` measured; `Lint`: what `plan.lints()` finds.
+* `place`: where operators run on nodes that are not alike, a `Placement`; `Kernels`:
+  which nodes can run what.
 * `CAPABILITIES`: the knobs that each entry point and backend can run.
 """
 
@@ -22,9 +24,12 @@ if TYPE_CHECKING:
     from dtft.planner.cluster import Pool as Pool
     from dtft.planner.device import DeviceType as DeviceType
     from dtft.planner.device import Efficiency as Efficiency
+    from dtft.planner.kernels import Kernels as Kernels
     from dtft.planner.links import Curve as Curve
     from dtft.planner.links import Link as Link
     from dtft.planner.lints import Lint as Lint
+    from dtft.planner.placement import place as place
+    from dtft.planner.placement_result import Placement as Placement
     from dtft.planner.plan import Alternative as Alternative
     from dtft.planner.plan import AxisUse as AxisUse
     from dtft.planner.plan import Collective as Collective
@@ -42,13 +47,16 @@ _PUBLIC = {
     "Curve": "links",
     "DeviceType": "device",
     "Efficiency": "device",
+    "Kernels": "kernels",
     "Knobs": "plan",
     "Level": "cluster",
     "Link": "links",
     "Lint": "lints",
+    "Placement": "placement_result",
     "Plan": "plan",
     "Pool": "cluster",
     "Prediction": "plan",
+    "place": "placement",
 }
 
 __all__ = [
@@ -61,13 +69,16 @@ __all__ = [
     "Curve",
     "DeviceType",
     "Efficiency",
+    "Kernels",
     "Knobs",
     "Level",
     "Link",
     "Lint",
+    "Placement",
     "Plan",
     "Pool",
     "Prediction",
+    "place",
 ]
 
 

@@ -56,7 +56,8 @@ CAPABILITIES: Mapping[tuple[Entry, Backend], Capabilities] = {
     ("loss", "gpu"): _LOSS,
     ("loss", "tpu"): _LOSS,
 }
-"""The list. No entry point runs pipeline stages yet, so no backend has `stage`."""
+"""The list. No backend has `stage`: entry points take any step or loss, and nobody has
+said what its layers are. A config's own mesh can have it (`train/pipelined.py`)."""
 
 PLATFORMS: Mapping[str, Backend] = {
     "cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",

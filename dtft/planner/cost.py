@@ -14,6 +14,7 @@ import numpy as np
 from dtft.planner.amounts import Sent, Sizes, Work, parts
 from dtft.planner.cluster import Pool
 from dtft.planner.collective_cost import collective_s, group_of
+from dtft.planner.combining import Bundle, messages
 from dtft.planner.compute_cost import matmul_s, memory_s, unfused_s
 from dtft.planner.device import DeviceType
 from dtft.planner.graph import Graph
@@ -32,23 +33,34 @@ class Speeds:
     mesh: Mapping[str, int]
     """Axis to size, slowest-varying first."""
 
+    def axes(self, sent: Sent | Bundle) -> tuple[str, ...]:
+        """Axes of the mesh along which a collective is."""
+        return tuple(axis for axis in sent.axes if self.mesh.get(axis, 1) > 1)
+
     def sending_s(self, sent: Sent, sizes: Sizes) -> Any:
         """Seconds of one collective."""
-        axes = [axis for axis in sent.axes if self.mesh.get(axis, 1) > 1]
+        axes = self.axes(sent)
         if not axes:
             return 0.0
         group = group_of(self.pool, self.mesh, axes)
         return collective_s(sent.kind, sent.amount.at(sizes), group)
 
+    def together_s(self, bundle: Bundle, num_bytes: float, sizes: Sizes) -> float:
+        """Seconds of a step of what is sent together.
 
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """A collective that belongs to an array, not to an operator: a gathered shard."""
-
-    sent: Sent
-    times: float
-    where: str
-    per_microbatch: bool
+        Args:
+            bundle: what.
+            num_bytes: of a step, all of it.
+            sizes: of the axes, and microbatches.
+        """
+        axes = self.axes(bundle)
+        if not axes:
+            return 0.0
+        times = bundle.times * (sizes[MICRO] if bundle.repeated else 1)
+        num = messages(self.pool.device.platform, bundle.kind, num_bytes / times)
+        group = group_of(self.pool, self.mesh, axes)
+        each = collective_s(bundle.kind, num_bytes / times / float(num), group)
+        return float(times * num * each)
 
 
 def computing_s(

@@ -5,24 +5,20 @@ run anything.
 """
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
 
-from dtft.planner.amounts import Sizes, parts
+from dtft.planner.amounts import parts
 from dtft.planner.axis_use import axes_used
 from dtft.planner.bound import lower_bound_s
 from dtft.planner.cluster import Cluster
-from dtft.planner.cost import Speeds, runs
 from dtft.planner.graph import Graph, Value
 from dtft.planner.groups import CHEAP, region
+from dtft.planner.listing import collectives
 from dtft.planner.offload import LEAST_BYTES
-from dtft.planner.partition import MICRO, Division, flat
-from dtft.planner.plan import Alternative, Collective, Plan, Prediction, Spec
+from dtft.planner.partition import Division, flat
+from dtft.planner.plan import Alternative, Plan, Prediction, Spec
 from dtft.planner.priced import MEMORY, TERMS, Priced
 from dtft.planner.search import Search
 from dtft.planner.shards import Leaf
-from dtft.planner.space import Candidate
-from dtft.planner.staged import handed_on, layers_of
-from dtft.planner.stages import transfers
 
 
 def write(
@@ -122,65 +118,6 @@ def _divided_further(
             axes = (*axes, *more)
         found.append(axes)
     return tuple(found)
-
-
-def collectives(
-    search: Search, candidate: Candidate, division: Division
-) -> tuple[Collective, ...]:
-    """Every collective of a step, largest first; alike ones of one place together.
-
-    Of a pipeline those of a stage, on the average, and what it hands on.
-    """
-    graph = search.question.graph
-    speeds = Speeds(pool=search.pool, mesh=candidate.mesh)
-    sizes: Sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
-    found: dict[tuple[Any, ...], list[float]] = {}
-    for group, done in search.works(division):
-        times = group.times * runs(done, sizes)
-        operator = group.operator
-        shape = "x".join(map(str, graph.values[operator.outputs[0]].shape))
-        where = f"{group.region} {operator.primitive} {shape}"
-        for sent in done.sent:
-            _count(found, speeds, sizes, sent, times, where)
-    for one in search.moved(division, candidate.mesh, candidate.knobs.zero):
-        repeats = candidate.knobs.microbatches if one.per_microbatch else 1
-        _count(found, speeds, sizes, one.sent, one.times * repeats, one.where)
-    stages = candidate.mesh.get("stage", 1)
-    if stages > 1:
-        found = {key: [part / stages for part in one] for key, one in found.items()}
-        layers = layers_of(search.question, search.pool.device)
-        times = transfers(candidate.knobs.virtual_stages) * sizes[MICRO]
-        for sent in handed_on(search.question, layers, division) if layers else ():
-            _count(found, speeds, sizes, sent, times, "between stages")
-    made = [
-        Collective(
-            kind=kind,
-            axes=axes,
-            num_bytes=num_bytes,
-            trips=round(trips),
-            where=where,
-            seconds=seconds,
-        )
-        for (kind, axes, num_bytes, where), (trips, seconds) in found.items()
-    ]
-    return tuple(sorted(made, key=lambda c: -c.num_bytes * c.trips))
-
-
-def _count(
-    found: dict[tuple[Any, ...], list[float]],
-    speeds: Speeds,
-    sizes: Sizes,
-    sent: Any,
-    times: float,
-    where: str,
-) -> None:
-    axes = tuple(axis for axis in sent.axes if speeds.mesh.get(axis, 1) > 1)
-    if not axes:
-        return
-    key = sent.kind, axes, round(sent.amount.at(sizes)), where
-    totals = found.setdefault(key, [0.0, 0.0])
-    totals[0] += times
-    totals[1] += times * float(speeds.sending_s(sent, sizes))
 
 
 def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:

@@ -84,7 +84,8 @@ class DeviceType:
     """Rows that are no multiple of this run at `Efficiency.misaligned`."""
     efficiency: Efficiency = field(default_factory=Efficiency)
     kernels: frozenset[str] | None = None
-    """Kinds of operators (`graph.Kind`) that it can run; None: all."""
+    """Operators that it can run: kinds (`graph.Kind`), primitives, or words such as
+    `dense` (`kernels.CLASSES`); None: all, and of platform `other` none."""
     source: str
 
     def __post_init__(self) -> None:

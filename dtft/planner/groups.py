@@ -9,7 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from dtft.planner.combining import awaited, nobody_waits
 from dtft.planner.graph import Graph, Operator
+from dtft.planner.loop_copies import loop_copies
 
 CHEAP = ("elementwise", "layout", "random")
 """Kinds that a compiler fuses with what is before or after them."""
@@ -25,6 +27,15 @@ class Group:
     """Executions of all of them in a step."""
     region: str
     """Where in the step: forward, backward or update."""
+    last: bool = False
+    """Whether it sums, and only the update, or nobody, waits for the sums."""
+    copies: bool = False
+    """Whether it stands for what loops copy (`loop_copies`)."""
+
+    @property
+    def cold(self) -> bool:
+        """Whether its bytes were not used just now: state, and stacks of loops."""
+        return self.copies or self.region == "update"
 
 
 def region(operator: Operator) -> str:
@@ -51,16 +62,21 @@ def group(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]:
     times: Counter[object] = Counter()
     first: dict[object, Operator] = {}
     cheap: dict[object, list[Operator]] = defaultdict(list)
+    known = awaited(graph, {n: _waits(op) for n, op in enumerate(graph.operators)})
+    last: dict[object, bool] = {}
     for operator in graph.operators:
         key = _key(graph, operator, alias)
         if operator.kind in CHEAP:
             cheap[key].append(operator)
-        else:
-            first.setdefault(key, operator)
-            times[key] += operator.trips
+            continue
+        is_last = nobody_waits(operator, known)
+        key = key, operator.within if is_last else None
+        first.setdefault(key, operator)
+        last[key] = is_last
+        times[key] += operator.trips
     found = [
-        Group(operator=first[key], times=count, region=region(first[key]))
-        for key, count in times.items()
+        Group(operator=first[k], times=count, region=region(first[k]), last=last[k])
+        for k, count in times.items()
     ]
     readers = Counter(index for op in graph.operators for index in set(op.inputs))
     readers.update(graph.outputs.values())
@@ -68,7 +84,29 @@ def group(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]:
         _merged(graph, operators, _moved(graph, operators, readers))
         for operators in cheap.values()
     ]
-    return tuple(found)
+    return (*found, *_copied(graph, alias))
+
+
+def _copied(graph: Graph, alias: Mapping[int, int]) -> list[Group]:
+    """What loops copy, in parts with the same dims."""
+    alike: dict[object, list[tuple[Operator, int]]] = defaultdict(list)
+    for operator, passes in loop_copies(graph, CHEAP):
+        alike[_key(graph, operator, alias)].append((operator, passes))
+    found = []
+    for copies in alike.values():
+        moved = sum(passes * op.trips * graph.bytes_of(op) / 2 for op, passes in copies)
+        merged = _merged(graph, [operator for operator, _ in copies], moved)
+        found.append(replace(merged, copies=True))
+    return found
+
+
+def _waits(operator: Operator) -> bool:
+    """Whether the passes of the model go on only when it has its operands.
+
+    A sum of sums, as of a bias that was broadcast in two steps, is none of these.
+    """
+    passing = (*CHEAP, "reduction")
+    return operator.kind not in passing and region(operator) != "update"
 
 
 def _moved(

@@ -18,7 +18,7 @@ RESERVE = 0.08
 """Share of a device's memory that no plan may count on: what the count of bytes misses
 where XLA runs what the plan says, fragmentation, the runtime. Of 200 compiled steps the
 count was more than this too low in 4, by 13 % at most (`experiments/results/
-plan_memory.md`): with remat XLA may keep a softmax for longer than the program says.
+plan_memory.md`): most where XLA keeps a softmax that it computes again for long.
 Verification finds those; a reserve that covers them too (14 %) would refuse twice as
 many plans that fit."""
 

@@ -7,7 +7,7 @@ task while that helps. Pure and deterministic. Must not know programs or cluster
 (`placement` does).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,15 +16,16 @@ import numpy as np
 from dtft.planner.contiguous import split
 from dtft.planner.list_schedule import Schedule, schedule
 from dtft.planner.moving import Climb
+from dtft.planner.node_speeds import Speeds, faster, speed_table
 from dtft.planner.problem import Problem
 from dtft.planner.ranks import TAKEN, as_they_come, by_rank, by_rank_on
 
 Order = Literal["rank", "traversal"]
-Speeds = Mapping[str, Mapping[str, float]]
-"""Class of tasks to type of node to seconds."""
 BASELINES = ("one node", "contiguous", "random")
 _TASKS_LOOKED_AT = 20_000
 """Tasks that may be scheduled again while moves are tried, in all: about 0.5 s."""
+_SMALL = 30
+"""Tasks up to which every move is looked at in all orders."""
 _FEW = 20
 """Fewer tries to move a task than this are not worth their time."""
 _DRAWS = 10
@@ -56,6 +57,9 @@ class Search:
         self.best: Schedule | None = None
         self.seen: dict[tuple[int, ...], float] = {}
         """Nodes of tasks of each candidate, and its seconds of a step."""
+        self.orders = [as_they_come(problem), *(some for _, some in self._orders())]
+        self.is_tight = False
+        """Whether memory did not suffice for a candidate."""
         self.how = ""
 
     def step_s(self, found: Schedule) -> float:
@@ -69,6 +73,7 @@ class Search:
     def see(self, found: Schedule | None, how: str) -> float | None:
         """Keeps a schedule if it is the best so far; its seconds of a step."""
         if found is None:
+            self.is_tight = True
             return None
         seconds = self.step_s(found)
         self.seen[found.node_of] = min(seconds, self.seen.get(found.node_of, seconds))
@@ -180,8 +185,10 @@ class Search:
                 return self.see(found, "a random node for each task")
         return None
 
-    def squeeze(self) -> None:
-        """Where no rule heeds memory well enough: moves tasks until all fits."""
+    def squeeze(self) -> list[tuple[int, ...]]:
+        """Where memory is short: good placements without it, the last moved until it
+        suffices, if that is reached.
+        """
         roomy = Search(self.problem.roomy(), self.order, self.microbatches)
         roomy.greedy()
         roomy.contiguous()
@@ -196,26 +203,33 @@ class Search:
 
         tries = max(_TASKS_LOOKED_AT // max(len(self.problem.seconds), 1), _FEW)
         climb = Climb(self.problem, lacking_bytes, tries)
-        node_of = climb.best_from([list(starts) for starts in roomy.seen])
+        starts = list(roomy.seen)
+        node_of = climb.best_from(starts)
         self.best_on(node_of, "tasks moved until memory sufficed")
+        return [*starts, tuple(node_of)]
 
     def best_on(self, node_of: Sequence[int], how: str) -> float | None:
         """Seconds of a step of the best schedule of tasks on given nodes."""
         found = [self.see(self.on(node_of), how)]
-        for _, order in self._orders():
+        for order in self.orders:
             found.append(self.see(schedule(self.problem, order, node_of), how))
         return min((s for s in found if s is not None), default=None)
 
     def improve(self, moves: int) -> None:
         """Moves tasks while the step gets faster, from the best candidates."""
         ranked = sorted(self.seen.items(), key=lambda item: item[1])
+        starts = [node_of for node_of, _ in ranked[:_STARTS]]
+        if self.is_tight:
+            starts += self.squeeze()
         climb = Climb(self.problem, self._step_on, moves)
-        node_of = climb.best_from([node_of for node_of, _ in ranked[:_STARTS]])
+        node_of = climb.best_from(starts)
         self.best_on(node_of, f"{self.how}, then tasks moved")
 
     def _step_on(self, node_of: Sequence[int]) -> float:
-        found = self.on(node_of)
-        return np.inf if found is None else self.step_s(found)
+        found = [self.on(node_of)]
+        if len(node_of) <= _SMALL:
+            found += [schedule(self.problem, order, node_of) for order in self.orders]
+        return min((self.step_s(one) for one in found if one), default=np.inf)
 
 
 def find(
@@ -257,43 +271,3 @@ def find(
         dropped=dropped,
         speeds=speeds,
     )
-
-
-def speed_table(problem: Problem) -> Speeds:
-    """Seconds of all tasks of a class on one node of a type, by class and type.
-
-    A type that has no kernel for one of them is left out, a class that no type has all
-    kernels for too.
-    """
-    types, kinds = problem.nodes.alike(), np.array(problem.tasks.kinds)
-    found: dict[str, dict[str, float]] = {}
-    for kind in dict.fromkeys(problem.tasks.kinds):
-        sums = problem.array[kinds == kind].sum(axis=0)
-        each: dict[str, float] = {}
-        for name, seconds in zip(types, sums.tolist(), strict=True):
-            if seconds < each.get(name, np.inf):
-                each[name] = seconds
-        if each:
-            found[kind] = each
-    return found
-
-
-def faster(problem: Problem) -> Iterator[list[int]]:
-    """All but the slower nodes: type by type, or half of many unlike ones."""
-    num, pace = len(problem.capacity), _pace(problem)
-    distinct = sorted(set(pace), reverse=True)
-    cuts = distinct[:-1] if len(distinct) <= 4 else [distinct[len(distinct) // 2 - 1]]
-    for cut in cuts:
-        kept = [node for node in range(num) if pace[node] < cut]
-        if kept and np.isfinite(problem.array[:, kept]).any(axis=1).all():
-            yield kept
-
-
-def _pace(problem: Problem) -> list[float]:
-    """How many times as long as the fastest node each takes, for what it can run."""
-    best = problem.array.min(axis=1, keepdims=True).clip(1e-300)
-    ratio = np.where(np.isfinite(problem.array), problem.array / best, np.nan)
-    weights = np.where(np.isfinite(problem.array), best, 0.0)
-    total = weights.sum(0)
-    pace = np.nansum(ratio * weights, axis=0) / np.where(total > 0, total, 1.0)
-    return [round(p, 9) if t > 0 else np.inf for p, t in zip(pace, total, strict=True)]

@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from dtft.planner.amounts import Work
-from dtft.planner.columns import Total
+from dtft.planner.amounts import Sent, Work
+from dtft.planner.columns import Cases, Total
+from dtft.planner.combining import Bundle, bundle
 from dtft.planner.groups import CHEAP, Group
 from dtft.planner.partition import Division
 from dtft.planner.question import Question
@@ -30,6 +31,8 @@ class Way:
     """Seconds of a step of each of their collectives."""
     starts: Table
     """Operators that are started in a step."""
+    bundles: tuple[tuple[Bundle, Table] | None, ...]
+    """For each collective what it is sent together with, and its bytes."""
 
     @property
     def seconds(self) -> tuple[Table, ...]:
@@ -80,17 +83,41 @@ class Prices:
 
     def _way(self, key: GroupKey, done: Work, sending: Iterable[Table]) -> Way:
         group, rates = self.question.groups[key[0]], self.rates
-        cold = group.region == "update"
         pattern = self.works.pattern(key)
-        computing = rates.computing(self.question.graph, pattern, done, cold=cold)
+        computing = rates.computing(self.question.graph, pattern, done, cold=group.cold)
         starts = 0.0 if group.operator.kind in CHEAP else group.times
+        known = tuple(sending)
         return Way(
             group=group,
             work=done,
             computing=_times(group.times, computing),
-            sending=tuple(_times(group.times, one) for one in sending),
+            sending=tuple(_times(group.times, one) for one in known),
             starts=_times(starts, rates.repeats(repeats_of(done))),
+            bundles=tuple(
+                self._bundled(group, done, sent, cases)
+                for sent, (cases, _) in zip(done.sent, known, strict=True)
+            ),
         )
+
+    def _bundled(
+        self, group: Group, done: Work, sent: Sent, cases: Cases
+    ) -> tuple[Bundle, Table] | None:
+        """What a collective is sent together with, and its bytes."""
+        found = bundle_of(self.columns.pool.device.platform, group, done, sent)
+        if found is None:
+            return None
+        count = group.times / group.operator.trips
+        parts = self.columns.parts(sent.amount.axes)[cases.first]
+        return found, (cases, count * sent.amount.total / parts)
+
+
+def bundle_of(platform: str, group: Group, done: Work, sent: Sent) -> Bundle | None:
+    """What a collective of a group is sent together with; None if it stays alone."""
+    if not group.last:
+        return None
+    place = group.operator.within, group.region == "update"
+    repeated = bool(repeats_of(done))
+    return bundle(platform, sent, group.operator.trips, repeated, place)
 
 
 def _times(number: float, table: Table) -> Table:
@@ -105,16 +132,25 @@ class Sums:
     compute: Total
     optimizer: Total
     sending: Total
+    """What is sent alone."""
     starts: Total
+    together: dict[Bundle, Total]
+    """What is sent together, and its bytes."""
 
 
 def summed(ways: Iterable[Way]) -> Sums:
     """The totals of a program's operators."""
-    totals = Sums(compute=Total(), optimizer=Total(), sending=Total(), starts=Total())
+    totals = Sums(
+        compute=Total(), optimizer=Total(), sending=Total(), starts=Total(), together={}
+    )
     for way in ways:
         updates = way.group.region == "update"
         (totals.optimizer if updates else totals.compute).add(*way.computing)
         totals.starts.add(*way.starts)
-        for cases, seconds in way.sending:
-            totals.sending.add(cases, seconds)
+        for alone, bundled in zip(way.sending, way.bundles, strict=True):
+            if bundled is None:
+                totals.sending.add(*alone)
+            else:
+                found, num_bytes = bundled
+                totals.together.setdefault(found, Total()).add(*num_bytes)
     return totals

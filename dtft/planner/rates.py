@@ -6,18 +6,21 @@ which program it comes in, or how often.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dtft.planner.amounts import Sent, Work
 from dtft.planner.collective_cost import collectives_s
-from dtft.planner.columns import Axes, Cases, Columns
+from dtft.planner.columns import Axes, Cases, Columns, Total
+from dtft.planner.combining import Bundle, messages
 from dtft.planner.cost import computing_s
 from dtft.planner.graph import Graph
+from dtft.planner.meshes import AXES
 from dtft.planner.partition import MICRO
 
+_BITS = (*AXES, MICRO)
 Table = tuple[Cases, np.ndarray]
 """A number for each case."""
 Repeats = tuple[Axes, ...]
@@ -73,16 +76,16 @@ class Rates:
             self._computing[key] = cases, seconds * np.ones(len(cases.first))
         return self._computing[key]
 
-    def sending(self, messages: Sequence[Message]) -> list[Table]:
+    def sending(self, asked: Sequence[Message]) -> list[Table]:
         """Seconds of a step of each of some collectives."""
         alike: dict[object, list[Message]] = defaultdict(list)
-        for one in dict.fromkeys(messages):
+        for one in dict.fromkeys(asked):
             if one not in self._sending:
                 divisors = frozenset({*one.repeats, one.sent.amount.axes})
                 alike[one.sent.kind, one.sent.axes, divisors].append(one)
         for some in alike.values():
             self._sending |= zip(some, self._priced(some), strict=True)
-        return [self._sending[one] for one in messages]
+        return [self._sending[one] for one in asked]
 
     def _priced(self, alike: Sequence[Message]) -> Iterable[Table]:
         """The same of one kind, along the same axes, divided alike."""
@@ -97,6 +100,48 @@ class Rates:
             seconds *= self.columns.parts(axes)[cases.first]
         for row in seconds:
             yield cases, row
+
+    def together_s(
+        self, together: Mapping[Bundle, Total], points: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of a step of what is sent together, on some points.
+
+        Args:
+            together: what, and its bytes.
+            points: of the columns.
+        """
+        columns, found = self.columns, np.zeros(len(points))
+        for one, num_bytes in self._joined(together, points):
+            num = messages(columns.pool.device.platform, one.kind, num_bytes)
+            of, groups = columns.lies(one.axes)
+            each = collectives_s(one.kind, num_bytes / num, groups, of[points])
+            often = columns.parts((MICRO,))[points] if one.repeated else 1
+            found += one.times * often * num * each
+        return found
+
+    def _joined(
+        self, together: Mapping[Bundle, Total], points: np.ndarray
+    ) -> list[tuple[Bundle, np.ndarray]]:
+        """The bytes of bundles; those of one place that are among the same devices on
+        a point are one there.
+        """
+        columns = self.columns
+        found: list[tuple[Bundle, np.ndarray, np.ndarray]] = []
+        for one, total in together.items():
+            num_bytes = total.at(points)
+            names = (*one.axes, MICRO) if one.repeated else one.axes
+            used = np.zeros(len(points), np.int64)
+            for axis in names:
+                bit = 1 << _BITS.index(axis)
+                used += np.where(columns.sizes[axis][points] > 1, bit, 0)
+            for other, known, before in found:
+                if (other.kind, other.place, other.times) == (
+                    one.kind, one.place, one.times
+                ):  # fmt: skip
+                    before += np.where(used == known, num_bytes, 0.0)
+                    num_bytes = np.where(used == known, 0.0, num_bytes)
+            found.append((one, used, num_bytes))
+        return [(one, num_bytes) for one, _, num_bytes in found]
 
 
 def repeats_of(done: Work) -> Repeats:

@@ -15,6 +15,7 @@ import numpy as np
 from dtft.planner import shards
 from dtft.planner.amounts import Amount, Sent, parts
 from dtft.planner.columns import Cases, Columns, Total, distinct
+from dtft.planner.combining import Bundle
 from dtft.planner.graph import Value
 from dtft.planner.partition import MICRO, Axes, Division, flat
 from dtft.planner.pricing import Prices
@@ -93,31 +94,59 @@ class Resting:
                 there = there * np.where(place >= 0, cases.sizes[shards.AXIS], 1)
             yield cases, count, alike.value.num_bytes / there
 
-    def gathers_s(self, division: Division, zero: int) -> Total:
-        """Seconds of a step in which divided parameters are brought together."""
-        total = Total()
+    def gathers(
+        self, division: Division, zero: int
+    ) -> tuple[Total, dict[Bundle, Total]]:
+        """What brings divided parameters together in a step.
+
+        Returns:
+            Seconds of what is gathered alone, and bytes of what is sent together.
+        """
+        alone, together = Total(), dict[Bundle, Total]()
+        platform = self._columns.pool.device.platform
         for alike, count in self.arrays["parameter"].items():
-            times, repeated = shards.times_gathered(alike.passes, alike.changes, zero)
-            if times:
-                total.add(*self._gather(alike, division, count * times, repeated))
-        return total
+            num_slices = shards.slices(alike.value, self._loops)
+            how = shards.times_gathered(alike.passes, alike.changes, zero, num_slices)
+            if not how.times:
+                continue
+            cases, used, place = self._placed(alike.value, division)
+            part = Amount(total=alike.value.num_bytes / how.slices, axes=used)
+            sent = Sent(kind="all_gather", axes=(shards.AXIS,), amount=part)
+            found = shards.gather_bundle(platform, sent, how)
+            if found is None:
+                alone.add(*self._gather(alike, division, sent, count, how))
+            else:
+                num_bytes = count * (place >= 0) * part.at(cases.sizes)
+                together.setdefault(found, Total()).add(cases, num_bytes)
+        return alone, together
 
     def _gather(
-        self, alike: Alike, division: Division, times: int, repeated: bool
+        self,
+        alike: Alike,
+        division: Division,
+        sent: Sent,
+        count: int,
+        how: shards.Gathered,
     ) -> tuple[Cases, np.ndarray]:
-        """Seconds of a step in which arrays that are alike are brought together."""
-        key = alike, division.spec(alike.value), times, repeated
+        """Seconds of a step in which arrays that are alike are gathered by themselves.
+
+        Args:
+            alike: the arrays.
+            division: which axes divide which dims while computing.
+            sent: one message.
+            count: arrays that are alike.
+            how: each is gathered.
+        """
+        key = alike, division.spec(alike.value), how
         if key not in self._gathers:
-            cases, used, place = self._placed(alike.value, division)
-            whole = Amount(total=alike.value.num_bytes, axes=used)
-            sent = Sent(kind="all_gather", axes=(shards.AXIS,), amount=whole)
-            repeats: tuple[Axes, ...] = ((MICRO,),) if repeated else ()
+            placed, _, place = self._placed(alike.value, division)
+            repeats: tuple[Axes, ...] = ((MICRO,),) if how.per_microbatch else ()
             message = Message(sent=sent, repeats=repeats)
             sending, seconds = self.prices.rates.sending([message])[0]
-            seconds = times * seconds
+            seconds = count * how.messages * seconds
             if not (place >= 0).all():
-                both = self._columns.together([cases, sending])
-                there = place[cases.of[both.first]] >= 0
+                both = self._columns.together([placed, sending])
+                there = place[placed.of[both.first]] >= 0
                 seconds = seconds[sending.of[both.first]] * there
                 sending = both
             self._gathers[key] = sending, seconds

@@ -3,7 +3,9 @@
 Lays the axes of each mesh on the dims of the program (`choosing`), prices all of them
 (`pricing`, `resting`, `memory`) and sorts. Exhaustive over what `space` holds, exact
 per mesh and number of microbatches; so the result is the best of all that can be said
-in these knobs. Pure; must not compile or run anything.
+in these knobs. Only the layout of `tensor` is chosen as if each collective were sent by
+itself, though XLA sends alike ones as one (`combining`): latency that every layout has.
+Pure; must not compile or run anything.
 
 Where a knob enters: an axis that divides examples, positions or dims of its own is laid
 in `_base`; a knob that changes what operators do on a device is a column of `Columns`;
@@ -23,7 +25,6 @@ from dtft.planner.choosing import Chooser, candidates
 from dtft.planner.cluster import Pool
 from dtft.planner.columns import Columns, distinct
 from dtft.planner.compute_cost import added_s, launch_s
-from dtft.planner.cost import Moved
 from dtft.planner.course import Course
 from dtft.planner.groups import Group
 from dtft.planner.memory import RESERVE, Timeline
@@ -153,13 +154,16 @@ class Search:
 
     def moved(
         self, division: Division, mesh: Mapping[str, int], zero: int
-    ) -> list[Moved]:
+    ) -> list[shards.Moved]:
         """Collectives that bring divided arrays together."""
         question = self.question
         parameters = self.leaves("parameter", division, mesh, zero > 0)
         times = {
             leaf.path: shards.times_gathered(
-                question.passes[leaf.path], question.changes(leaf.path), zero
+                question.passes[leaf.path],
+                question.changes(leaf.path),
+                zero,
+                shards.slices(leaf.value, question.loop_dims),
             )
             for leaf in parameters
         }
@@ -208,11 +212,15 @@ class Search:
         prices = resting.prices
         points, zero = prices.columns.of[rows], space.columns["zero"][rows]
         sums = pricing.summed(prices.ways(division))
-        sending = sums.sending.at(points)
+        sending = sums.sending.at(points) + prices.rates.together_s(
+            sums.together, points
+        )
         for level in np.unique(zero):
-            some = zero == level
-            gathers = resting.gathers_s(division, int(level))
-            sending[some] += gathers.at(points[some])
+            some = points[zero == level]
+            alone, together = resting.gathers(division, int(level))
+            sending[zero == level] += alone.at(some) + prices.rates.together_s(
+                together, some
+            )
         compute, device = sums.compute.at(points), self.pool.device
         parts = np.where(zero > 0, space.columns["fsdp"][rows], 1)
         terms = {

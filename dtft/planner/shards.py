@@ -4,13 +4,14 @@ Decides on which dim of each array the axis `fsdp` lies at a ZeRO level, and whi
 collectives bring arrays together for the model. Pure; must not know operators or costs.
 """
 
+import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from dtft.planner.amounts import Amount, Sent, Sizes, parts
-from dtft.planner.cost import Moved
+from dtft.planner.combining import Bundle, bundle
 from dtft.planner.graph import Value
 from dtft.planner.partition import Division
 from dtft.planner.plan import Spec
@@ -118,51 +119,81 @@ def leaves(
     return tuple(found)
 
 
-def times_gathered(passes: int, changes: bool, zero: int) -> tuple[int, bool]:
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """How a divided parameter is brought together."""
+
+    times: int
+    """In a step, or for each microbatch."""
+    slices: int
+    """In so many parts, one after another: where a loop goes along the parameter."""
+    per_microbatch: bool
+
+    @property
+    def messages(self) -> int:
+        """Times that a part is gathered."""
+        return self.times * self.slices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """A collective that belongs to an array, not to an operator: a gathered shard."""
+
+    sent: Sent
+    """Of one part."""
+    how: Gathered
+    where: str
+
+
+def slices(value: Value, loops: Container[int]) -> int:
+    """Parts that loops take of an array, one after another."""
+    along = (s for s, dim in zip(value.shape, value.dims, strict=True) if dim in loops)
+    return math.prod(along)
+
+
+def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Gathered:
     """How often a divided parameter is brought together, and if for each microbatch.
 
     At level 3 for every pass that reads it: the backward pass gathers again (see
-    `dtft.train.gathered`). Below it once, after the update; what a step leaves as it
-    was is still whole everywhere.
+    `dtft.train.gathered`), in a loop over layers each layer's part. Below it once,
+    after the update; what a step leaves as it was is still whole everywhere.
 
     Args:
         passes: of the model that read it.
         changes: whether the step changes it.
         zero: level.
+        num_slices: parts that a loop takes of it (`slices`).
 
-    >>> [times_gathered(2, True, zero) for zero in (0, 1, 3)]
-    [(0, False), (1, False), (2, True)]
+    >>> [times_gathered(2, True, zero, 12).messages for zero in (0, 1, 3)]
+    [0, 1, 24]
     """
     if zero == 3:
-        return passes, True
-    return int(changes and zero > 0), False
+        return Gathered(times=passes, slices=num_slices, per_microbatch=True)
+    times = int(changes and zero > 0)
+    return Gathered(times=times, slices=1, per_microbatch=False)
 
 
-def gathers(
-    parameters: Iterable[Leaf], times: Mapping[str, tuple[int, bool]]
-) -> list[Moved]:
+def gather_bundle(platform: str, sent: Sent, how: Gathered) -> Bundle | None:
+    """What a gather of a parameter is sent together with; None if it stays alone."""
+    place = "parameters", how.slices
+    return bundle(platform, sent, how.messages, how.per_microbatch, place)
+
+
+def gathers(parameters: Iterable[Leaf], times: Mapping[str, Gathered]) -> list[Moved]:
     """The all-gathers that bring divided parameters together.
 
     Args:
         parameters: leaves.
-        times: path to how often each is gathered, and if for each microbatch
-            (`times_gathered`).
+        times: path to how often each is gathered (`times_gathered`).
     """
     found = []
     for leaf in parameters:
-        often, per_microbatch = times[leaf.path]
-        if leaf.gathered and often:
+        how = times[leaf.path]
+        if leaf.gathered and how.times:
             axes = tuple(axis for part in leaf.used for axis in part)
-            whole = Amount(total=leaf.value.num_bytes, axes=axes)
-            sent = Sent(kind="all_gather", axes=leaf.gathered, amount=whole)
-            found.append(
-                Moved(
-                    sent=sent,
-                    times=often,
-                    where=leaf.path,
-                    per_microbatch=per_microbatch,
-                )
-            )
+            part = Amount(total=leaf.value.num_bytes / how.slices, axes=axes)
+            sent = Sent(kind="all_gather", axes=leaf.gathered, amount=part)
+            found.append(Moved(sent=sent, how=how, where=leaf.path))
     return found
 
 

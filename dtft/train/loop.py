@@ -90,14 +90,15 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
 
 
 def program_of(experiment: Experiment, runtime: Runtime) -> Program:
-    """What is run: as planned, or by the config's mesh, in stages or uneven shares."""
+    """What is run: as planned, or by the config's mesh, in uneven shares or stages."""
     mesh = runtime.mesh(experiment)
     if runtime.choice is not None:
         return PlannedProgram(experiment, mesh, runtime.choice.plan)
+    if experiment.balance.policy != "off":
+        return UnevenProgram(experiment, mesh)
     if mesh.shape[pipelined.AXIS] > 1:
         return PipelinedProgram(experiment, mesh)
-    balanced = experiment.balance.policy != "off"
-    return (UnevenProgram if balanced else Program)(experiment, mesh)
+    return Program(experiment, mesh)
 
 
 class Watch:

@@ -145,10 +145,17 @@ class PlacedStep:
         """The state at step 0; `params` stay usable."""
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
             opt_state = self._optimizer.init(params)
+        return self.moved({"params": params, "opt_state": opt_state})
+
+    def moved(self, state: State) -> State:
+        """The state of another placement of the loss, copied to where this one has it.
+
+        So a new placement takes over in mid-run; both must have the same optimizer.
+        """
         nodes = [node for _, node in self._feed.updating.state]
         return {
-            "params": self._feed.placed(params, self._feed.gradients.homes),
-            "opt_state": self._feed.placed(opt_state, nodes),
+            "params": self._feed.placed(state["params"], self._feed.gradients.homes),
+            "opt_state": self._feed.placed(state["opt_state"], nodes),
         }
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:

@@ -14,13 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
 
-from dtft.planner.jaxprs import is_var
+from dtft.train.placed_active import between, check
 from dtft.train.placed_calls import EACH, Call, Calls, Key, sends
 from dtft.train.placed_cut import Cut, Segment
 from dtft.train.placed_ends import Ends
-from dtft.train.placed_segment import Split, is_float, struct
+from dtft.train.placed_segment import Split, struct
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,8 +48,9 @@ def differentiated(cut: Cut, num_params: int, num_microbatches: int) -> Gradient
         num_microbatches: parts of the batch; each has a `weight`.
 
     Raises:
-        ValueError: the loss is no floating-point scalar that depends on parameters, or
-            a result cannot be averaged over microbatches.
+        ValueError: the loss is no floating-point scalar that depends on parameters, a
+            parameter is no floating-point array, or a result cannot be averaged over
+            microbatches.
     """
     return _Differentiation(cut, num_params, num_microbatches).calls()
 
@@ -73,8 +73,8 @@ class _Differentiation:
         self._params = cut.arguments[:num_params]
         self._batch = set(cut.arguments[num_params:])
         self._maker = {n: s for s in cut.segments for n in s.writes}
-        self._check()
-        self._active = self._differentiable()
+        check(cut, self._params, num_microbatches)
+        self._active = between(cut, self._params)
         self._users = _Users()
         for index, segment in enumerate(cut.segments):
             for number in segment.reads:
@@ -109,55 +109,6 @@ class _Differentiation:
                 for number in self._params
             ),
         )
-
-    # What is differentiated.
-
-    def _check(self) -> None:
-        loss = self._cut.results[0]
-        aval: Any = self._cut.variables[loss].aval if isinstance(loss, int) else None
-        made = isinstance(loss, int) and loss in self._maker
-        if aval is None or not made or aval.shape or not is_float(aval):
-            raise ValueError(
-                f"loss returns {aval}: a floating-point scalar that it computes is "
-                "needed. Return the mean over the batch."
-            )
-        for place, number in enumerate(self._cut.results):
-            if not isinstance(number, int) or number not in self._maker:
-                raise ValueError(
-                    f"loss returns, as result {place}, an argument or a constant as "
-                    "it is: only what it computes can be returned. Leave it out."
-                )
-            if self._parts > 1 and not is_float(self._cut.variables[number].aval):
-                raise ValueError(
-                    f"loss returns, as result {place}, "
-                    f"{self._cut.variables[number].aval}: with "
-                    f"{self._parts} microbatches floating-point means over the batch "
-                    "are allowed, which can be averaged. Return a mean, or nothing."
-                )
-
-    def _differentiable(self) -> frozenset[int]:
-        """Values on a way from a parameter to the loss."""
-        units = [unit for s in self._cut.segments for unit in s.units]
-        variables = self._cut.variables
-        moved: set[Var] = {
-            variables[n] for n in self._params if is_float(variables[n].aval)
-        }
-        for unit in units:
-            if moved.intersection(a for a in unit.eqn.invars if is_var(a)):
-                moved.update(v for v in unit.eqn.outvars if is_float(v.aval))
-        loss = self._cut.results[0]
-        assert isinstance(loss, int)
-        ways = moved.intersection([variables[loss]])
-        for unit in reversed(units):
-            if ways.intersection(unit.eqn.outvars):
-                ways.update(moved.intersection(filter(is_var, unit.eqn.invars)))
-        found = frozenset(n for n, var in enumerate(variables) if var in ways)
-        if loss not in found:
-            raise ValueError(
-                "loss does not depend on any floating-point parameter: there is "
-                "nothing to differentiate. Use params in the loss."
-            )
-        return found
 
     # Where things are.
 

@@ -8,7 +8,7 @@ this is 1F1B as published. Pure; must not know devices or what a call computes.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dtft.train.placed_calls import Call, Calls, Task
@@ -95,6 +95,9 @@ class _Simulation:
         self._end: dict[tuple[int, int], float] = {}
         self._done_calls = [0] * num_microbatches
         self._done_s = [0.0] * num_microbatches
+        self._after = self._followers()
+        self._startable: dict[int, float] = {}
+        self._look(range(len(calls)))
 
     def run(self) -> tuple[dict[Task, float], float]:
         """Start of every task, in an order that keeps that of each node."""
@@ -109,18 +112,38 @@ class _Simulation:
             self._next[index] += 1
             self._done_calls[part] += 1
             self._done_s[part] = max(self._done_s[part], end)
+            whole = self._done_calls[part] == len(self._calls)
+            self._look(range(len(self._calls)) if whole else self._after[index])
         return starts, max(free.values(), default=0.0)
+
+    def _followers(self) -> list[set[int]]:
+        """Of each call those that may start once it is done: itself is one."""
+        found = [{index} for index in range(len(self._calls))]
+        for index, before in enumerate(self._before):
+            for other in before:
+                found[other].add(index)
+                if self._back.get(self._calls[index].segment) == index:
+                    found[index].add(other)  # a place in the segment is free again
+        return found
+
+    def _look(self, some: Iterable[int]) -> None:
+        """Notes which of some calls could start, and when."""
+        for index in some:
+            ready = self._ready(index)
+            if ready is None:
+                self._startable.pop(index, None)
+            else:
+                self._startable[index] = ready
 
     def _first(self, free: Mapping[int, float]) -> tuple[float, int]:
         """The task that can start first; a backward one goes before a forward one."""
         found: list[tuple[float, bool, int, int, int]] = []
-        for index, call in enumerate(self._calls):
-            ready = self._ready(index)
-            if ready is not None:
-                start = max(free[call.node], ready)
-                forward = call.phase == "forward"
-                place = call.segment if forward else -call.segment
-                found.append((start, forward, self._next[index], place, index))
+        for index, ready in self._startable.items():
+            call = self._calls[index]
+            forward = call.phase == "forward"
+            place = call.segment if forward else -call.segment
+            start = max(free[call.node], ready)
+            found.append((start, forward, self._next[index], place, index))
         start, *_, index = min(found)
         return start, index
 

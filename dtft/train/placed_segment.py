@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from dtft.planner.jaxprs import is_var
@@ -121,11 +120,6 @@ def _transposable(
         return [written[n] for n in segment.writes], transposed
 
     return forward
-
-
-def is_float(aval: Any) -> bool:
-    """Whether a value has a gradient."""
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def struct(atom: Any) -> jax.ShapeDtypeStruct:

@@ -46,14 +46,18 @@ def test_computes_in_the_dtype_of_its_name(
 
 
 def test_a_block_without_shortcut_starts_as_the_identity() -> None:
-    block = Bottleneck(32, 8, 1, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    assert block.shortcut is None
-    x_BHWC = jnp.abs(jax.random.normal(jax.random.key(1), (2, 8, 8, 32)))
-    np.testing.assert_array_equal(block(x_BHWC), x_BHWC)
+    @jax.jit
+    def before_and_after() -> tuple[jax.Array, jax.Array]:
+        block = Bottleneck(32, 8, 1, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        assert block.shortcut is None
+        x_BHWC = jnp.abs(jax.random.normal(jax.random.key(1), (2, 8, 8, 32)))
+        return x_BHWC, block(x_BHWC)
+
+    np.testing.assert_array_equal(*before_and_after())
 
 
 def test_evaluation_uses_running_statistics_of_training() -> None:
-    model, images = ResNet(TINY, nnx.Rngs(0)), _images(4)
+    model, images = nnx.jit(lambda: ResNet(TINY, nnx.Rngs(0)))(), _images(4)
     before = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
     model.eval()
     apply = nnx.jit(lambda model, images: model(images))

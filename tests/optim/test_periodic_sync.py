@@ -62,23 +62,22 @@ class Toy:
         """Parameters and state of all workers after steps `first` to `last`."""
         rows = map_rows(lambda _: 0, carry[1], lambda _: None)
         everyone = jax.vmap(
-            self._step, axis_name=AXIS, in_axes=(0, rows, 0, None), out_axes=(0, rows)
+            self._step, axis_name=AXIS, in_axes=(0, rows, 0), out_axes=(0, rows)
         )
 
         def body(carry: Any, step: jax.Array) -> Any:
             key = jax.random.fold_in(jax.random.key(0), step)
-            x, state = everyone(carry[0].rows, carry[1], self._offset, key)
+            noise = 1.5 * jax.random.normal(key, self._offset.shape)
+            x, state = everyone(carry[0].rows, carry[1], self._offset + noise)
             return (PerReplica(x), state), None
 
         steps = jnp.arange(first, last)
         return jax.jit(lambda c: jax.lax.scan(body, c, steps)[0])(carry)
 
-    def _step(self, x: jax.Array, state: Any, offset: jax.Array, key: jax.Array) -> Any:
-        index = jax.lax.axis_index(AXIS)
-        noise = 1.5 * jax.random.normal(jax.random.fold_in(key, index), (2,))
+    def _step(self, x: jax.Array, state: Any, noise: jax.Array) -> Any:
         distance = x[1] - x[0] ** 2
         exact = jnp.stack([-2 * (1 - x[0]) - 400 * x[0] * distance, 200 * distance])
-        gradient = exact + noise + offset
+        gradient = exact + noise
         if self._averaged:
             gradient = jax.lax.pmean(gradient, AXIS)
         update, state = self._transform.update(gradient, state)

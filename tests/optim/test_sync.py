@@ -205,7 +205,7 @@ def test_periods_of_the_state_form() -> None:
         max_belief_phases(), AXIS, mode="state", every={"mu": 2, "nu": 3, "nu_max": 1}
     )
     state = lift(transform.init(jnp.zeros(16)), 3)
-    update = _vmapped(transform, state)
+    update = jax.jit(_vmapped(transform, state))
     for count in range(1, 13):
         _, state = update(_noise(count, 3), state)
         for name, period in (("mu", 2), ("nu", 3)):
@@ -231,11 +231,12 @@ def test_the_host_commands_an_exchange() -> None:
     )
     always: Any = sync_moments(phases, AXIS)
     states = lift(commanded.init(jnp.zeros(16)), 2), lift(always.init(jnp.zeros(16)), 2)
+    updates = _sharded(commanded, 2), _sharded(always, 2)
     held = np.zeros(16)
     for step, order in enumerate([0, 0, 1, 0, -1]):
         gradients = _noise(step, 2)
-        update, state = _sharded(commanded, 2)(gradients, states[0], jnp.int32(order))
-        expected, other = _sharded(always, 2)(gradients, states[1])
+        update, state = updates[0](gradients, states[0], jnp.int32(order))
+        expected, other = updates[1](gradients, states[1])
         states = state, other
         exchanged = (np.asarray(state.held["nu_max"]) != held).any()
         assert exchanged == (order != 0 or step == 0)

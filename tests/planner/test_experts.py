@@ -14,7 +14,7 @@ SMALL = {
     "gpt": {"batch": 8, "time": 16, "width": 16, "layers": 2, "heads": 2},
     "llama": {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64},
     "rnn": {},
-    "vit": {},
+    "vit": {"size": 32, "width": 32, "layers": 2, "heads": 2, "classes": 10},
     "lora": {"width": 64, "layers": 2, "heads": 4},
 }
 

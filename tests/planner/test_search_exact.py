@@ -19,11 +19,13 @@ import pytest
 from dtft.planner.amounts import Work
 from dtft.planner.choosing import candidates
 from dtft.planner.cluster import Cluster, Pool
+from dtft.planner.collective_cost import collective_s, group_of
 from dtft.planner.compute_cost import added_s, launch_s
 from dtft.planner.cost import Speeds, computing_s, runs
 from dtft.planner.course import Course
 from dtft.planner.enumeration import enumerate_space
 from dtft.planner.groups import CHEAP
+from dtft.planner.links import CollectiveKind
 from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.meshes import divisors
 from dtft.planner.moments import Moments
@@ -43,6 +45,10 @@ MICROBATCHES = 2
 CLOSE = 1e-9
 Rest = Mapping[frozenset[int], Mapping[int, tuple[str, ...]]]
 NOTHING: Rest = {}
+Joint = tuple[CollectiveKind, tuple[str, ...], float, bool]
+"""Kind, axes, how often, and whether in the update: what is sent together."""
+MOST_BYTES = 30 * 2**20
+"""Of what GPU and TPU send together."""
 
 
 def random_question(seed: int) -> Question:
@@ -92,6 +98,20 @@ class Point:
     """Whether an axis divides no product."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """Seconds that some operators take, and how many are started."""
+
+    computing: float
+    sending: float
+    """If each collective is by itself."""
+    starts: float
+    alone: float
+    """Of `sending`: what nothing is sent together with."""
+    together: Mapping[Joint, float]
+    """Bytes of the rest."""
+
+
 class Everything:
     """All candidates of a question on a pool, priced one by one."""
 
@@ -107,7 +127,7 @@ class Everything:
             first=question.weights,
         )
         self.dims = candidates(question)
-        self._known: dict[object, tuple[float, float, float]] = {}
+        self._known: dict[object, Taken] = {}
         self._works: dict[object, Work] = {}
         self._moments: dict[object, Moments] = {}
         self._divides: dict[object, tuple[str, ...]] = {}
@@ -166,10 +186,9 @@ class Everything:
         self, chosen: frozenset[int], mesh: Mapping[str, int], parts: int
     ) -> float:
         """Seconds of all operators, one after another, collectives between them."""
-        return sum(
-            sum(self.group(number, chosen, mesh, parts)[:2])
-            for number in range(len(self.question.groups))
-        )
+        every = range(len(self.question.groups))
+        taken = [self.group(number, chosen, mesh, parts) for number in every]
+        return sum(one.computing + one.sending for one in taken)
 
     def group(
         self,
@@ -178,8 +197,8 @@ class Everything:
         mesh: Mapping[str, int],
         parts: int,
         rest: Rest = NOTHING,
-    ) -> tuple[float, float, float]:
-        """Seconds that some operators compute and send, and how many are started."""
+    ) -> Taken:
+        """What some operators take."""
         group, graph = self.question.groups[number], self.graph
         way = number, chosen & self._here[number], repr(rest)
         key = *way, tuple(mesh.items()), parts
@@ -191,15 +210,48 @@ class Everything:
         done, sizes = self._works[way], {**mesh, MICRO: parts}
         times = group.times * runs(done, sizes)
         speeds = Speeds(pool=self.pool, mesh=mesh)
-        cold = group.region == "update"
-        computing = computing_s(graph, self.pool.device, done, sizes, cold=cold)
-        sending = sum(speeds.sending_s(sent, sizes) for sent in done.sent)
+        computing = computing_s(graph, self.pool.device, done, sizes, cold=group.cold)
+        sending = alone = 0.0
+        together: dict[Joint, float] = defaultdict(float)
+        for sent in done.sent:
+            seconds = times * float(speeds.sending_s(sent, sizes))
+            sending += seconds
+            if group.last and self.joins(sent.kind):
+                own = sent.kind, real(sent.axes, mesh), runs(done, sizes)
+                together[*own, group.region == "update"] += (
+                    group.times * sent.amount.at(sizes)
+                )
+            else:
+                alone += seconds
         starts = 0.0 if group.operator.kind in CHEAP else times
-        found = float(times * computing), float(times * sending), float(starts)
         heavy = group.operator.kind == "matmul"
         self._divides[way[:2]] = done.divided_by if heavy else ()
-        self._known[key] = found
-        return found
+        self._known[key] = Taken(
+            computing=float(times * computing),
+            sending=sending,
+            starts=float(starts),
+            alone=alone,
+            together=together,
+        )
+        return self._known[key]
+
+    def joins(self, kind: str) -> bool:
+        """Whether the backend sends alike collectives together."""
+        on_cpu = self.pool.device.platform == "cpu"
+        return not on_cpu and kind in ("all_reduce", "all_gather", "reduce_scatter")
+
+    def together_s(
+        self, together: Mapping[Joint, float], mesh: Mapping[str, int]
+    ) -> float:
+        """Seconds of what is sent together: of programs without loops."""
+        seconds = 0.0
+        for (kind, axes, times, _), num_bytes in together.items():
+            if not axes:
+                continue
+            num = math.ceil(num_bytes / MOST_BYTES)
+            group = group_of(self.pool, mesh, axes)
+            seconds += times * num * collective_s(kind, num_bytes / num, group)
+        return seconds
 
     def point(
         self, mesh: Mapping[str, int], parts: int, zero: int, chosen: frozenset[int]
@@ -211,18 +263,26 @@ class Everything:
             parameters = search.leaves("parameter", division, mesh, True)
             rest = further(parameters, division, question.loop_dims)
         compute = sending = update = starts = 0.0
+        together: dict[Joint, float] = defaultdict(float)
         idle = {axis for axis, size in mesh.items() if size > 1}
         for number, group in enumerate(question.groups):
             found = self.group(number, chosen, mesh, parts, rest)
             idle.difference_update(self._divides[number, chosen & self._here[number]])
             updates = group.region == "update"
-            update += found[0] / (fsdp if zero else 1) if updates else 0.0
-            compute += 0.0 if updates else found[0]
-            sending, starts = sending + found[1], starts + found[2]
+            update += found.computing / (fsdp if zero else 1) if updates else 0.0
+            compute += 0.0 if updates else found.computing
+            sending, starts = sending + found.alone, starts + found.starts
+            for joint, more in found.together.items():
+                together[joint] += more
         speeds, sizes = Speeds(pool=self.pool, mesh=mesh), {**mesh, MICRO: parts}
         for one in search.moved(division, mesh, zero):
-            times = one.times * (parts if one.per_microbatch else 1)
-            sending += times * speeds.sending_s(one.sent, sizes)
+            times = one.how.messages * (parts if one.how.per_microbatch else 1)
+            if self.joins("all_gather"):
+                axes = real(one.sent.axes, mesh)
+                together["all_gather", axes, times, True] += one.sent.amount.at(sizes)
+            else:
+                sending += times * speeds.sending_s(one.sent, sizes)
+        sending += self.together_s(together, mesh)
         seconds = compute + update + float(launch_s(device, starts))
         seconds += float(added_s(device.efficiency, sending, compute))
         num_bytes = self.num_bytes(division, mesh, zero, sizes)
@@ -256,6 +316,10 @@ class Everything:
         one = {axis: np.array([sizes.get(axis, 1)]) for axis in (*AXES, MICRO)}
         highest = self._moments[key].on(one).peak(zero)
         return there + float(highest.activations[0]) + float(highest.gradients[0])
+
+
+def real(axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if mesh.get(axis, 1) > 1)
 
 
 def slots(mesh: Mapping[str, int]) -> int:

@@ -88,6 +88,9 @@ def test_balance_is_short_for_its_policy() -> None:
     experiment = parse("digits_cnn", ["--balance", "exact", "--balance.every=10"])
     assert (experiment.balance.policy, experiment.balance.every) == ("exact", 10)
     check(experiment)
+    staged = ["--mesh.replica", "2", "--mesh.fsdp", "1", "--mesh.stage", "2"]
+    with pytest.raises(ValueError, match=r"mesh\.stage=2 .* --balance off"):
+        check(parse("chars_transformer", [*staged, "--balance", "exact"]))
     sharded = parse("chars_transformer", ["--balance", "proportional"])
     with pytest.raises(ValueError, match=r"mesh\.fsdp=4 .* --balance off"):
         check(sharded)

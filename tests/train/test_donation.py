@@ -80,7 +80,6 @@ def _assert_nothing_is_copied(
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        ("digits_cnn", MeshConfig(replica=1)),
         ("digits_cnn", MeshConfig(replica=3)),
         ("chars_transformer", MeshConfig(replica=1, fsdp=4)),
     ],

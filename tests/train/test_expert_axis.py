@@ -16,7 +16,6 @@ from dtft.train.planned_step import make_step
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import Model
 
-pytestmark = pytest.mark.usefixtures("fast_programs")
 LAYERS = 1
 
 

@@ -52,20 +52,21 @@ def _copies(array: jax.Array) -> int:
 
 def _by_hand(experiment: Any, program: Program, steps: int) -> tuple[Any, list[Any]]:
     """The patent's flow, one replica after the other on one device."""
-    graph, variables = nnx.split(experiment.model.build(nnx.Rngs(0)), nnx.Param)
-    params, phases = nnx.to_pure_dict(variables), max_belief_phases()
+    model, phases = experiment.model, max_belief_phases()
+    graph = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))), nnx.Param)[0]
 
     @jax.jit
+    def begun() -> Any:
+        params = nnx.to_pure_dict(nnx.state(model.build(nnx.Rngs(0)), nnx.Param))
+        return params, [phases.init(params)] * 2
+
     @jax.grad
     def gradient(params: Any, batch: Any) -> jax.Array:
-        losses, _ = experiment.model.loss(nnx.merge(graph, params), batch)
+        losses, _ = model.loss(nnx.merge(graph, params), batch)
         return jnp.mean(losses)
 
-    feed = Feed(make_datasets(experiment.data, 0).train, program, 16)
-    states = [phases.init(params)] * 2
-    for step in range(1, steps + 1):
-        batch = jax.device_get(feed.take(step).arrays)
-        halves = [{k: v[8 * i : 8 * i + 8] for k, v in batch.items()} for i in (0, 1)]
+    @jax.jit
+    def after(params: Any, states: list[Any], halves: list[Any]) -> Any:
         gradients = [gradient(params, half) for half in halves]
         states = [
             phases.accumulate(g, s) for g, s in zip(gradients, states, strict=True)
@@ -76,14 +77,27 @@ def _by_hand(experiment: Any, program: Program, steps: int) -> tuple[Any, list[A
         )
         used = states[0]._replace(mu=mu, nu_max=nu_max)
         update = phases.direction(gradients[0], used)
-        params = jax.tree.map(lambda p, u: p - 3e-3 * u, params, update)
+        return jax.tree.map(lambda p, u: p - 3e-3 * u, params, update), states
+
+    feed = Feed(make_datasets(experiment.data, 0).train, program, 16)
+    params, states = begun()
+    for step in range(1, steps + 1):
+        batch = jax.device_get(feed.take(step).arrays)
+        halves = [{k: v[8 * i : 8 * i + 8] for k, v in batch.items()} for i in (0, 1)]
+        params, states = after(params, states, halves)
     return params, states
 
 
-def test_it_is_the_patents_flow(tmp_path: Path) -> None:
-    experiment = _experiment(tmp_path, OPERANDS)
-    program, state, metrics = _train(experiment, MeshConfig(replica=2), 3)
-    params, states = _by_hand(experiment, program, 3)
+@pytest.fixture(scope="module", name="two")
+def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, Any, Any]:
+    """After three steps."""
+    experiment = _experiment(tmp_path_factory.mktemp("two"), OPERANDS)
+    return _train(experiment, MeshConfig(replica=2), 3)
+
+
+def test_it_is_the_patents_flow(tmp_path: Path, two: tuple[Program, Any, Any]) -> None:
+    program, state, metrics = two
+    params, states = _by_hand(_experiment(tmp_path, OPERANDS), program, 3)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6),
         state["params"],
@@ -104,9 +118,11 @@ def test_it_is_the_patents_flow(tmp_path: Path) -> None:
     assert metrics["learning_rate"] == np.float32(3e-3)
 
 
-def test_fsdp_inside_a_replica_changes_nothing_but_rounding(tmp_path: Path) -> None:
+def test_fsdp_inside_a_replica_changes_nothing_but_rounding(
+    tmp_path: Path, two: tuple[Program, Any, Any]
+) -> None:
     experiment = _experiment(tmp_path, OPERANDS)
-    _, whole, first = _train(experiment, MeshConfig(replica=2), 3)
+    _, whole, first = two
     program, parts, second = _train(experiment, MeshConfig(replica=2, fsdp=2), 3)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(
@@ -172,11 +188,13 @@ def test_the_guard_decides_alike_on_all_replicas(tmp_path: Path) -> None:
 def test_parameters_may_drift_between_their_means(tmp_path: Path) -> None:
     sync = SyncConfig(moments="state", every_mu=2, every_nu_max=3, every_params=4)
     experiment = _experiment(tmp_path, sync)
-    for steps, copies in ((3, 2), (4, 1)):
-        program, state, _ = _train(experiment, MeshConfig(replica=2), steps)
-        kernel = tree.to_paths(state)["params/rows/classes/kernel"]
-        assert kernel.shape == (2, 16, 10) and _copies(kernel) == copies
-    measured = evaluate(program, state, make_datasets(experiment.data, 0).test, 16)
+    program, state, _ = _train(experiment, MeshConfig(replica=2), 3)
+    data = make_datasets(experiment.data, 0)
+    kernel = tree.to_paths(state)["params/rows/classes/kernel"]
+    assert kernel.shape == (2, 16, 10) and _copies(kernel) == 2
+    state, _ = program.step(state, Feed(data.train, program, 16).take(4).arrays)
+    assert _copies(tree.to_paths(state)["params/rows/classes/kernel"]) == 1
+    measured = evaluate(program, state, data.test, 16)
     assert 0 < measured["loss"] < 3
     assert program.num_parameters == 2570
 

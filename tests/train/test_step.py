@@ -1,6 +1,7 @@
 """Where the state lives, and that init does not depend on it."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,6 +55,13 @@ def test_specs_always_divide_evenly(shape: list[int], fsdp: int, tensor: int) ->
         assert shape[list(spec).index("fsdp")] == fitting
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """What one device begins with."""
+    folder = tmp_path_factory.mktemp("one")
+    return as_bytes(_program(folder, 1, MeshConfig()).init())
+
+
 @pytest.mark.parametrize(
     ("devices", "mesh"),
     [
@@ -63,11 +71,25 @@ def test_specs_always_divide_evenly(shape: list[int], fsdp: int, tensor: int) ->
     ],
 )
 def test_init_is_the_same_on_every_mesh(
-    tmp_path: Path, devices: int, mesh: MeshConfig
+    tmp_path: Path, begun: list[bytes], devices: int, mesh: MeshConfig
 ) -> None:
-    one = _program(tmp_path, 1, MeshConfig()).init()
-    many = _program(tmp_path, devices, mesh).init()
-    assert as_bytes(one) == as_bytes(many)
+    assert as_bytes(_program(tmp_path, devices, mesh).init()) == begun
+
+
+def _after_a_step(tmp_path: Path, devices: int, mesh: MeshConfig) -> Any:
+    """Parameters less the gradient."""
+    experiment = tiny(tmp_path, optim=SGDConfig(learning_rate=1.0, momentum=0.0))
+    program = Program(experiment, make_mesh(mesh, jax.devices()[:devices]))
+    train = make_datasets(experiment.data, 0).train
+    batch = Feed(train, program, 16).take(1)
+    state, _ = program.step(program.init(), batch.arrays)
+    return jax.device_get(state["params"])
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Parameters on one device after a step."""
+    return _after_a_step(tmp_path_factory.mktemp("one"), 1, MeshConfig())
 
 
 @pytest.mark.parametrize(
@@ -75,17 +97,12 @@ def test_init_is_the_same_on_every_mesh(
     [(8, MeshConfig(replica=2, fsdp=2, tensor=2)), (4, MeshConfig(tensor=2))],
 )
 def test_gradient_is_the_same_on_every_mesh(
-    tmp_path: Path, devices: int, mesh: MeshConfig
+    tmp_path: Path, moved: Any, devices: int, mesh: MeshConfig
 ) -> None:
-    experiment = tiny(tmp_path, optim=SGDConfig(learning_rate=1.0, momentum=0.0))
-    ends = []
-    for number, sizes in ((1, MeshConfig()), (devices, mesh)):
-        program = Program(experiment, make_mesh(sizes, jax.devices()[:number]))
-        train = make_datasets(experiment.data, 0).train
-        batch = Feed(train, program, 16).take(1)
-        state, _ = program.step(program.init(), batch.arrays)
-        ends.append(jax.device_get(state["params"]))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), *ends)
+    found = _after_a_step(tmp_path, devices, mesh)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), moved, found
+    )
 
 
 def test_layout_names_what_each_device_holds(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Shares as data: the even step's gradients for any shares, compiled once."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -118,22 +119,22 @@ def test_shares_are_data_and_equal_shares_give_equal_bits(trained: Trained) -> N
     batches = [trained.batch(counts) for counts in (*UNEVEN, EVEN)]
     state = trained.program.init()
     with compilations() as found:
+        jax.jit(lambda x: x + 1)(0)
+        assert found
+        found.clear()
         for batch in batches:
             state, _ = trained.program.step(state, batch)
     assert not found
     assert as_bytes(trained.after(EVEN)) == as_bytes(first)
 
 
-@pytest.mark.parametrize("name", ["attention", "convolution"])
-def test_devices_of_a_replica_meet_inside_of_its_loop(
-    tmp_path: Path, name: str
-) -> None:
-    model: Any = {
-        "model": TransformerConfig(context=8, width=16, num_layers=1, num_heads=2),
-        "data": CharsConfig(global_batch=16, context=8),
-    }
-    changes = model if name == "attention" else {}
-    job = Trained(_experiment(tmp_path, **changes), MeshConfig(replica=4, tensor=2))
+def test_devices_of_a_replica_meet_inside_of_its_loop(tmp_path: Path) -> None:
+    experiment = _experiment(
+        tmp_path,
+        model=TransformerConfig(context=8, width=16, num_layers=1, num_heads=2),
+        data=CharsConfig(global_batch=16, context=8),
+    )
+    job = Trained(experiment, MeshConfig(replica=4, tensor=2))
     for counts in UNEVEN:
         state, _ = job.after(counts)
         _assert_equal_but_for_rounding(state["params"], job.undivided["params"])
@@ -147,15 +148,23 @@ def test_layers_that_normalize_see_the_same_microbatches(tmp_path: Path) -> None
         _assert_equal_but_for_rounding(job.after(counts), even)
 
 
-def test_the_two_programs_of_a_probe_are_the_step(tmp_path: Path) -> None:
-    optim = MaxAdaBeliefConfig(learning_rate=3e-3, clip=0.1)
-    job = Trained(_experiment(tmp_path, optim=optim), MeshConfig(replica=4))
+def test_the_two_programs_of_a_probe_are_the_step(trained: Trained) -> None:
+    program = trained.program
     for counts in (EVEN, *UNEVEN):
-        batch = job.batch(counts)
-        job.program.compile_apart(batch)
-        begin = job.program.init()
-        apart = job.program.finish(begin, job.program.local(begin, batch))
-        assert as_bytes(apart) == as_bytes(job.after(counts))
+        batch = trained.batch(counts)
+        program.compile_apart(batch)
+        begin = program.init()
+        apart = program.finish(begin, program.local(begin, batch))
+        assert as_bytes(apart) == as_bytes(trained.after(counts))
+
+
+def test_replicas_meet_once_and_only_after_their_loops(trained: Trained) -> None:
+    trained.program.compile_apart(trained.batch(EVEN))
+    assert trained.program._apart is not None
+    local, finish = (it.as_text() for it in trained.program._apart)
+    collective = r" (all-|reduce-scatter|collective-)[a-z-]*\("
+    assert not re.findall(collective, local)
+    assert re.findall(collective, finish) == ["all-"]
 
 
 def test_all_processes_learn_what_each_knows(trained: Trained) -> None:

@@ -1,0 +1,120 @@
+"""Which collectives a compiler sends as one: like ones that nothing waits for.
+
+XLA joins collectives of one kind among the same devices that do not need each other:
+the sums of all gradients of a loop's body (or outside of loops), and the arrays that
+are gathered behind an update. Their latency then counts once. Seen with jax 0.10.2: the
+GPU compiler joins all-reduces, all-gathers and reduce-scatters up to 30 MiB. The CPU
+compiler joins all-reduces too, but its runtime then sends each array by itself
+(`AllReduceThunk` of XLA), so that nothing is saved. What waits in a chain, such as the
+sums of activations, is never joined. Pure; must not know seconds.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dtft.planner.amounts import Sent, Sizes
+from dtft.planner.graph import Graph, Operator
+from dtft.planner.links import CollectiveKind
+from dtft.planner.partition import MICRO
+
+LIMITS: Mapping[str, Mapping[CollectiveKind, float]] = {
+    "cpu": {},
+}
+"""Platform to kind to the most bytes of what is joined; others are as a GPU."""
+_ACCELERATOR: Mapping[CollectiveKind, float] = dict.fromkeys(
+    ("all_reduce", "all_gather", "reduce_scatter"), 30 * 2.0**20
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """What may be sent as one."""
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    times: float
+    """How often it is sent, in a step or for each microbatch."""
+    repeated: bool
+    """Whether for each microbatch."""
+    place: Hashable
+    """Where in the program: nothing is joined across loops."""
+
+    def on(self, sizes: Sizes) -> "Bundle":
+        """The same on one mesh, without what has one part: what is equal, is one."""
+        axes = tuple(axis for axis in self.axes if sizes.get(axis, 1) > 1)
+        repeated = self.repeated and sizes.get(MICRO, 1) > 1
+        return replace(self, axes=axes, repeated=repeated)
+
+
+def bundle(
+    platform: str, sent: Sent, times: float, repeated: bool, place: Hashable
+) -> Bundle | None:
+    """Where a collective that nothing waits for belongs; None if it stays alone."""
+    if sent.kind not in LIMITS.get(platform, _ACCELERATOR):
+        return None
+    return Bundle(
+        kind=sent.kind, axes=sent.axes, times=times, repeated=repeated, place=place
+    )
+
+
+def messages(platform: str, kind: CollectiveKind, num_bytes: Any) -> Any:
+    """In how many messages joined collectives are sent.
+
+    Args:
+        platform: of the devices.
+        kind: of the collectives.
+        num_bytes: of all of them together; a number or an array of them.
+
+    >>> messages("cuda", "all_reduce", np.array([1e6, 40e6])).tolist()
+    [1.0, 2.0]
+    """
+    limit = LIMITS.get(platform, _ACCELERATOR)[kind]
+    return np.maximum(1.0, np.ceil(np.asarray(num_bytes) / limit))
+
+
+def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
+    """Values that an operator waits for, itself or through others that do not wait.
+
+    Args:
+        graph: the program.
+        waits: for the number of each operator whether it is one to wait for.
+    """
+    sources = _sources(graph, waits)
+    open_ = [i for n, op in enumerate(graph.operators) if waits[n] for i in op.inputs]
+    found: set[int] = set()
+    while open_:
+        index = open_.pop()
+        if index not in found:
+            found.add(index)
+            open_ += sources.get(index, ())
+    return frozenset(found)
+
+
+def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
+    """Value to the values that it is made of, other than by what is waited for."""
+    sources: dict[int, list[int]] = {}
+
+    def comes(value: int, *values: int) -> None:
+        sources.setdefault(value, []).extend(values)
+
+    for number, operator in enumerate(graph.operators):
+        for output in operator.outputs:
+            if not waits[number]:
+                comes(output, *operator.inputs)
+    for loop in graph.loops:
+        for inside, outside in loop.stacked:
+            comes(outside, inside)
+        for outside, inside in loop.sliced:
+            comes(inside, outside)
+        for before, into, out, after in loop.carried:
+            comes(into, before, out)
+            comes(after, out)
+    return sources
+
+
+def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
+    """Whether an operator sums, and none of its sums is `awaited`."""
+    return bool(operator.summed) and not known.intersection(operator.outputs)

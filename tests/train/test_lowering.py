@@ -1,0 +1,25 @@
+"""JAX is asked which operators a platform has kernels for; placement keeps to it."""
+
+import jax
+import jax.numpy as jnp
+
+from dtft.planner.cluster import Cluster
+from dtft.planner.kernels import Kernels
+from dtft.planner.placement import place
+from dtft.planner.trace import trace
+from dtft.train.lowering import lacking
+
+
+def triangle(x: jax.Array) -> jax.Array:
+    return jnp.sin(jax.lax.linalg.schur(jnp.cos(x))[0]) @ x
+
+
+def test_a_program_goes_where_jax_can_lower_it() -> None:
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+    cluster = Cluster.parse("h100+v5e+cpu")
+    found = lacking(triangle, x, platforms=cluster)
+    assert found == {"cuda": frozenset({1}), "tpu": frozenset({1})}
+    placement = place(trace(triangle, x), cluster, kernels=Kernels(lacking=found))
+    assert placement.types[placement.of_operator[1]] == "cpu"
+    plain = lacking(lambda x: jnp.sin(x) @ x, x, platforms=("cpu", "cuda", "tpu"))
+    assert not plain
