@@ -129,7 +129,10 @@ def place(tree: Any, specs: Any, mesh: Any) -> Any:
 
 
 def compile_all(
-    candidates: Iterable[Candidate], *, deadline_s: float = 60.0
+    candidates: Iterable[Candidate],
+    *,
+    deadline_s: float = 60.0,
+    coming: Sequence[tuple[str, int]] = (),
 ) -> tuple[Compiled | Failure, ...]:
     """Compiles candidates in child processes, several at a time where there are cores.
 
@@ -140,12 +143,15 @@ def compile_all(
         candidates: of `lower`; give a mesh of any size.
         deadline_s: seconds for all of them, starting the children included. What is
             not compiled by then is a failure.
+        coming: target and number of devices of candidates that are not made yet:
+            children start while the first of them is.
 
     Returns:
         One result per candidate, in their order.
     """
     run = _Run(deadline_s)
     try:
+        run.start(coming)
         for candidate in candidates:
             if run.over:
                 break
@@ -169,6 +175,12 @@ class _Run:
     @property
     def over(self) -> bool:
         return time.monotonic() >= self._end
+
+    def start(self, coming: Sequence[tuple[str, int]]) -> None:
+        """Children for the first of these that are for the same devices."""
+        for devices in coming[: _num_children()]:
+            if devices == coming[0]:
+                self._lanes.append(_Lane(devices, self._end, self._deadline_s))
 
     def add(self, candidate: Candidate) -> None:
         """Gives it to the child that has least to do."""

@@ -103,7 +103,8 @@ def _compiled(
             yield _candidate(one.plan, asked, target, str(number))
 
     left = max(0.0, end - time.monotonic())
-    results = list(compile_all(lowered(), deadline_s=left))
+    coming = [(target, math.prod(one.plan.mesh.values())) for one in known]
+    results = list(compile_all(lowered(), deadline_s=left, coming=coming))
     late = Failure(name="", reason=f"not compiled within {left:g} s")
     results += [late] * (len(known) - len(results))
     return tuple(

@@ -236,6 +236,15 @@ def test_a_crash_fails_one_candidate_and_a_new_child_takes_the_others() -> None:
     assert isinstance(compiled, Compiled)
 
 
+def test_children_start_while_the_first_candidate_is_made() -> None:
+    def candidates() -> Iterator[Candidate]:
+        assert len(_children()) == 1
+        yield from ()
+
+    assert compile_all(candidates(), coming=[("cpu", 8)]) == ()
+    assert not _children()
+
+
 def test_an_error_of_the_caller_ends_the_child() -> None:
     def candidates() -> Iterator[Candidate]:
         yield _candidate()
