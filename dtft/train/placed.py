@@ -28,6 +28,7 @@ from dtft.train.placed_order import Order, order
 from dtft.train.placed_placement import devices_of, predicted_starts, seconds_of
 from dtft.train.placed_timeline import Timeline
 from dtft.train.placed_update import updating
+from dtft.train.plan_arguments import check_arrays, check_like
 
 State = dict[str, Any]
 """`{"params": ..., "opt_state": ...}`, every leaf on the device that updates it."""
@@ -72,6 +73,8 @@ def make_placed_step(
         ValueError: nodes do not fit the loss or the devices, rows cannot be divided,
             or the loss has no gradient.
     """
+    for name, value in (("params", params), ("batch", batch)):
+        check_arrays(name, value)
     part = jax.eval_shape(lambda whole: parts_of(whole, microbatches)[0], batch)
     program, shape = traced(loss, params, part)
     has_aux = isinstance(shape, tuple) and len(shape) == 2
@@ -85,8 +88,8 @@ def make_placed_step(
     count = len(jax.tree.leaves(params))
     gradients = differentiated(divided, count, microbatches)
     keys = [key for key, _ in gradients.gradients]
-    like = jax.eval_shape(lambda tree: tree, params)
-    update = updating(optimizer, like, keys, gradients.homes)
+    planned = jax.eval_shape(lambda *trees: trees, params, batch)
+    update = updating(optimizer, planned[0], keys, gradients.homes)
     each = [
         sum(seconds[n] for n in s.operators) if seconds else 1.0
         for s in divided.segments
@@ -106,6 +109,7 @@ def make_placed_step(
             weight=weight,
         ),
         _optimizer=optimizer,
+        _planned=planned,
         _aux=jax.tree.structure(shape[1]) if has_aux else None,
         _nodes={node: Node(device) for node, device in at.items()},
     )
@@ -127,6 +131,8 @@ class PlacedStep:
     """How long a step may take, compiling included."""
     _feed: Feed
     _optimizer: optax.GradientTransformation
+    _planned: tuple[Any, Any]
+    """Shapes of parameters and batch."""
     _aux: Any
     _nodes: Mapping[int, Node]
 
@@ -142,7 +148,12 @@ class PlacedStep:
         return predicted_starts(placement, self.cut, self.order, active)
 
     def init(self, params: Any) -> State:
-        """The state at step 0; `params` stay usable."""
+        """The state at step 0; `params` stay usable.
+
+        Raises:
+            ValueError: another tree, shape or dtype than planned; names the path.
+        """
+        check_like("params", params, self._planned[0])
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
             opt_state = self._optimizer.init(params)
         return self.moved({"params": params, "opt_state": opt_state})
@@ -151,7 +162,11 @@ class PlacedStep:
         """The state of another placement of the loss, copied to where this one has it.
 
         So a new placement takes over in mid-run; both must have the same optimizer.
+
+        Raises:
+            ValueError: its parameters are others than planned; names the path.
         """
+        check_like("params", state["params"], self._planned[0])
         nodes = [node for _, node in self._feed.updating.state]
         return {
             "params": self._feed.placed(state["params"], self._feed.gradients.homes),
@@ -165,7 +180,8 @@ class PlacedStep:
             The state, and what the loss returned, as a mean over the batch.
 
         Raises:
-            ValueError: rows of the batch cannot be divided.
+            ValueError: the batch has another tree, shape (rows too) or dtype than the
+                planned one; names the path.
             TimeoutError: a node waited until the deadline; says for what.
         """
         after, value, _ = self._step(state, batch, measure=False)
@@ -184,7 +200,7 @@ class PlacedStep:
         """
         made = self._feed.gradients.gradients
         tasks = self.order.without(self._feed.updating.calls)
-        stores = self._feed.stores(state, batch, list(self.devices))
+        stores = self._stores(state, batch, list(self.devices))
         self._work(tasks, stores, made, measure=False)
         gradients = [stores[node][key] for key, node in made]
         return self._value(stores), like(state["params"], gradients)
@@ -205,11 +221,12 @@ class PlacedStep:
             is in no state: the node that computes it sends it to nobody.
 
         Raises:
+            ValueError: as `step`.
             TimeoutError: as `step`.
         """
         made = (*self._feed.gradients.results, *self._feed.updating.after)
         began = time.monotonic()
-        stores = self._feed.stores(state, batch, [node])
+        stores = self._stores(state, batch, [node])
         spans = self._nodes[node].run(
             self.order.by_node.get(node, ()),
             stores[node],
@@ -223,11 +240,18 @@ class PlacedStep:
     def _step(
         self, state: State, batch: Any, *, measure: bool
     ) -> tuple[State, Any, Timeline]:
-        stores = self._feed.stores(state, batch, list(self.devices))
+        stores = self._stores(state, batch, list(self.devices))
         made = [(key, node) for key, node in self._feed.updating.after if key]
         spans = self._work(self.order, stores, made, measure=measure)
         timeline = Timeline(spans=tuple(spans), nodes=tuple(self.devices))
         return self._feed.state(state, stores), self._value(stores), timeline
+
+    def _stores(
+        self, state: State, batch: Any, nodes: Sequence[int]
+    ) -> dict[int, dict[Key, Any]]:
+        """What nodes begin with, once the batch is seen to be the planned one."""
+        check_like("batch", batch, self._planned[1])
+        return self._feed.stores(state, batch, nodes)
 
     def _value(self, stores: Mapping[int, Mapping[Key, Any]]) -> Any:
         """What the loss returns."""

@@ -327,6 +327,41 @@ def test_what_cannot_be_placed_is_refused() -> None:
     assert placed([0, 1], counting).transfers == ()
 
 
+def test_another_batch_than_planned_is_refused_before_anything_runs() -> None:
+    step = placed(UNEVEN, rows, microbatches=2)
+    state, batch = step.init(some_params()), some_batch()
+    others = {
+        r"batch 'x' is float32\[6, 4\], planned was float32\[8, 4\].*rows too": {
+            **batch,
+            "x": batch["x"][:6],
+        },
+        r"batch 'x' is int32.*planned was float32": {
+            **batch,
+            "x": batch["x"].astype(np.int32),
+        },
+        r"batch 'y' is nothing, planned": {"x": batch["x"], "token": batch["token"]},
+        r"batch 'more' is float32\[\], planned was nothing": {**batch, "more": 1.0},
+    }
+    calls = (step.step, step.measured, step.gradients)
+    for words, other in others.items():
+        for call in calls:
+            with pytest.raises(ValueError, match=words):
+                call(state, other)
+        with pytest.raises(ValueError, match=words):
+            step.run_node(0, state, other, _Silent())
+    step._stores(state, {**batch, "token": batch["token"].astype(np.int64)}, range(3))
+
+
+def test_other_parameters_than_planned_are_refused() -> None:
+    step = placed(UNEVEN, rows)
+    params = some_params()
+    wrong = {**params, "unused": np.ones(3, np.float32)}
+    with pytest.raises(ValueError, match=r"params 'unused' is float32\[3\], planned"):
+        step.init(wrong)
+    with pytest.raises(ValueError, match=r"params 'unused' is float32\[3\], planned"):
+        step.moved({"params": wrong, "opt_state": ()})
+
+
 def test_what_nothing_needs_is_not_computed() -> None:
     def loss(params: Any, batch: Any) -> jax.Array:
         jnp.sin(batch["x"])
