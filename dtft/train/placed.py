@@ -18,6 +18,14 @@ import optax
 from dtft.planner.jaxprs import traced
 from dtft.planner.placement_result import Placement
 from dtft.train.accumulate import Weight
+from dtft.train.placed_arguments import (
+    check_given,
+    check_nodes,
+    check_weight,
+    device_table,
+    node_numbers,
+    operator_seconds,
+)
 from dtft.train.placed_calls import Key, Task, Transfer
 from dtft.train.placed_cut import Cut, cut
 from dtft.train.placed_feed import Feed, like, parts_of
@@ -28,7 +36,7 @@ from dtft.train.placed_order import Order, order
 from dtft.train.placed_placement import devices_of, predicted_starts, seconds_of
 from dtft.train.placed_timeline import Timeline
 from dtft.train.placed_update import updating
-from dtft.train.plan_arguments import check_arrays, check_like
+from dtft.train.plan_arguments import check_like
 
 State = dict[str, Any]
 """`{"params": ..., "opt_state": ...}`, every leaf on the device that updates it."""
@@ -64,26 +72,31 @@ def make_placed_step(
         devices: of each node, by number, or of a placement's by name or type; nodes
             may share one.
         microbatches: parts of the batch that go through the nodes one after another.
-        weight: `(batch) -> scalar`, what a part counts in means, such as its tokens.
+        weight: `(batch) -> scalar`, what a part counts in means, such as its tokens;
+            a step refuses a batch whose parts all count 0.
         seconds: that each operator is expected to take; by default what the placement
             says, or all segments are equal.
         deadline_s: after which a step that has not ended is given up.
 
     Raises:
-        ValueError: nodes do not fit the loss or the devices, rows cannot be divided,
-            or the loss has no gradient.
+        ValueError: an argument is something else than it may be, nodes do not fit the
+            loss or the devices, rows cannot be divided, or the loss has no gradient.
     """
-    for name, value in (("params", params), ("batch", batch)):
-        check_arrays(name, value)
+    check_given(loss, optimizer, params, batch, microbatches)
+    at = device_table(devices)
     part = jax.eval_shape(lambda whole: parts_of(whole, microbatches)[0], batch)
     program, shape = traced(loss, params, part)
     has_aux = isinstance(shape, tuple) and len(shape) == 2
-    at = dict(enumerate(devices)) if isinstance(devices, Sequence) else dict(devices)
+    if weight is not None:
+        check_weight(weight, part)
     if isinstance(nodes, Placement):
-        seconds = seconds or seconds_of(nodes)
+        seconds = seconds_of(nodes) if seconds is None else seconds
         at = devices_of(nodes, at)
         nodes = nodes.of_operator
-    _check(nodes, at, seconds)
+    nodes = node_numbers(nodes)
+    check_nodes(nodes, at)
+    if seconds is not None:
+        seconds = operator_seconds(seconds, len(nodes))
     divided = cut(program, nodes, seconds)
     count = len(jax.tree.leaves(params))
     gradients = differentiated(divided, count, microbatches)
@@ -91,7 +104,7 @@ def make_placed_step(
     planned = jax.eval_shape(lambda *trees: trees, params, batch)
     update = updating(optimizer, planned[0], keys, gradients.homes)
     each = [
-        sum(seconds[n] for n in s.operators) if seconds else 1.0
+        sum(seconds[n] for n in s.operators) if seconds is not None else 1.0
         for s in divided.segments
     ]
     return PlacedStep(
@@ -286,19 +299,3 @@ class PlacedStep:
             )
 
         return hub.all(work, deadline)
-
-
-def _check(
-    nodes: Sequence[int], devices: Mapping[int, Any], seconds: Sequence[float] | None
-) -> None:
-    if seconds is not None and len(seconds) != len(nodes):
-        raise ValueError(
-            f"seconds has {len(seconds)} entries, but nodes has {len(nodes)}. Give one "
-            "for each operator, or leave seconds out."
-        )
-    missing = sorted(set(nodes) - set(devices))
-    if missing:
-        raise ValueError(
-            f"nodes has node {missing[0]}, for which devices has no device. It has "
-            f"nodes {sorted(devices)}: add one, or place operators on these only."
-        )

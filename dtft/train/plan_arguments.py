@@ -144,12 +144,6 @@ def check_like(name: str, value: Any, planned: Any) -> None:
 
     Raises:
         ValueError: another tree, shape or dtype; names the path and both.
-
-    >>> check_like("batch", {"x": np.ones(3, "f4")}, {"x": np.ones(4, "f4")})
-    Traceback (most recent call last):
-    ...
-    ValueError: batch 'x' is float32[3], planned was float32[4]. Allowed: the tree,
-    shapes (rows too) and dtypes that were planned. Change it, or plan it again.
     """
     given, wanted = tree.to_paths(value), tree.to_paths(planned)
     for path in {**wanted, **given}:

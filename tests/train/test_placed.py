@@ -362,6 +362,53 @@ def test_other_parameters_than_planned_are_refused() -> None:
         step.moved({"params": wrong, "opt_state": ()})
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"microbatches": 2.0}, "microbatches=2.0 is no whole number of 1 or more"),
+        ({"microbatches": True}, "microbatches=True is no whole number"),
+        ({"seconds": [-1.0] * 14}, r"seconds=\[-1.0.*finite number of 0 or more"),
+        ({"seconds": np.full(14, np.nan)}, r"seconds=\[nan.*leave seconds out"),
+        ({"seconds": 3.0}, "seconds=3.0. Allowed: a finite number"),
+        ({"nodes": None}, "nodes=None is neither a placement nor numbers"),
+        ({"nodes": [0.5] * 14}, "neither a placement nor numbers"),
+        ({"devices": None}, "devices=None is neither a sequence nor a mapping"),
+        ({"devices": jax.devices()[0]}, "devices=.* is neither a sequence"),
+        ({"devices": ["cpu"] * 3}, r"devices\[0\]='cpu' is no device of JAX"),
+        ({"optimizer": "sgd"}, "optimizer='sgd' is no optax transformation"),
+        ({"weight": 2.0}, "weight=2.0 cannot be called"),
+        ({"weight": lambda part: part["x"]}, r"returns \(8, 4\). Allowed: a scalar"),
+        ({"loss": 1}, "loss=1 cannot be called"),
+        ({"batch": {"x": "text"}}, "batch 'x' is 'text', a str"),
+        ({"params": {}}, "params={} has no arrays"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(
+    options: dict[str, Any], words: str
+) -> None:
+    given = {
+        "loss": rows,
+        "optimizer": optax.sgd(0.1),
+        "params": some_params(),
+        "batch": some_batch(),
+        "nodes": UNEVEN,
+        "devices": jax.devices()[:NODES],
+    }
+    with pytest.raises(ValueError, match=words):
+        make_placed_step(**{**given, **options})
+
+
+def test_parts_that_all_count_nothing_have_no_mean() -> None:
+    step = placed(UNEVEN, rows, microbatches=2, weight=lambda part: 0.0)
+    with pytest.raises(ValueError, match=r"is \[0.0, 0.0\] for the microbatches"):
+        step.step(step.init(some_params()), some_batch())
+
+
+def test_seconds_may_be_an_array() -> None:
+    step = placed(UNEVEN, rows, seconds=np.ones(len(UNEVEN)))
+    assert set(step.order.start_s.values()) > {0.0}
+
+
 def test_what_nothing_needs_is_not_computed() -> None:
     def loss(params: Any, batch: Any) -> jax.Array:
         jnp.sin(batch["x"])
