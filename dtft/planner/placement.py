@@ -16,6 +16,12 @@ from dtft.planner.kernels import Kernels
 from dtft.planner.list_schedule import Schedule
 from dtft.planner.memory import RESERVE
 from dtft.planner.nodes import Nodes
+from dtft.planner.placement_arguments import (
+    check_choice,
+    check_program,
+    check_whole,
+    numbers,
+)
 from dtft.planner.placement_bound import bound_s
 from dtft.planner.placement_result import Placement, Run, Transfer
 from dtft.planner.placing import Found, Order, find
@@ -65,8 +71,8 @@ def place(
         The best placement found, never worse than one of its baselines.
 
     Raises:
-        ValueError: an operator without a kernel, a pin that cannot be met, weights or
-            microbatches that are none, or not enough memory; says what there is.
+        ValueError: an argument is something else than it may be, an operator without a
+            kernel, a pin that cannot be met, or not enough memory; says what there is.
     """
     asked = Priced.of(
         graph,
@@ -109,6 +115,8 @@ class Priced:
         backward: bool = False,
     ) -> "Priced":
         """Prices a program; arguments and errors as those of `place`."""
+        check_program(graph, cluster)
+        check_choice("grain", grain, Grain)
         found = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         nodes = Nodes.of(found, reserve=RESERVE)
         made = tasks_of(
@@ -138,11 +146,14 @@ def place_tasks(
     Raises:
         ValueError: see `place`.
     """
-    if microbatches < 1:
-        raise ValueError(
-            f"microbatches={microbatches} is not positive. Give 1 or more."
-        )
-    given = _checked(weights, nodes)
+    check_choice("order", order, Order)
+    check_whole("microbatches", microbatches, 1)
+    if moves is not None:
+        check_whole("moves", moves, 0)
+    each = f"each of {nodes.num} nodes ({', '.join(nodes.names)})"
+    given = numbers(
+        "weights", [1.0] * nodes.num if weights is None else weights, each, nodes.names
+    )
     weighted = tasks if weights is None else tasks.weighted(given)
     if (idle := np.isinf(weighted.seconds).all(axis=1)).any():
         name = tasks.names[int(np.argmax(idle))]
@@ -158,16 +169,6 @@ def place_tasks(
             bound = bound_s(problem, microbatches)
             return _result(problem, found, given, of, microbatches, bound)
     raise ValueError(_no_room(tasks, nodes, copies))
-
-
-def _checked(weights: Sequence[float] | None, nodes: Nodes) -> tuple[float, ...]:
-    given = tuple(map(float, [1.0] * nodes.num if weights is None else weights))
-    if len(given) != nodes.num or not all(0 <= w < np.inf for w in given):
-        raise ValueError(
-            f"weights={list(given)}. Allowed: a finite number of 0 or more for each of "
-            f"{nodes.num} nodes ({', '.join(nodes.names)})."
-        )
-    return given
 
 
 def _no_room(tasks: Tasks, nodes: Nodes, copies: int) -> str:

@@ -34,6 +34,9 @@ def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
         graph: of the loss (`dtft.planner.trace.trace`).
         table: scope to node.
 
+    Raises:
+        ValueError: a scope that no operator of the program is in.
+
     >>> import jax, jax.numpy as jnp
     >>> def loss(x):
     ...     for name in ("low", "high"):
@@ -45,6 +48,13 @@ def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
     ...     "low": 0})
     (0, 0, 1, 1, 1)
     """
+    scopes = {part: None for op in graph.operators for part in op.name.split("/")}
+    if unknown := [scope for scope in table if scope not in scopes]:
+        raise ValueError(
+            f"table has the scope {unknown[0]!r}, in which the program has no "
+            f"operator. Allowed: {', '.join(filter(None, scopes)) or 'it has none'}. "
+            "A scope is what jax.named_scope(...) names, or a module of NNX."
+        )
     found: list[int | None] = []
     for op in graph.operators:
         inside = [table[part] for part in op.name.split("/") if part in table]

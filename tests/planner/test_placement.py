@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,28 @@ def test_only_nodes_that_have_a_kernel_run_an_operator(
     assert on(placement, "dot_general") == "h100:0"
     slow = place(program, lab, [0.0, 1.0, 1.0], kernels=registered("fpga", "dense"))
     assert on(slow, "dot_general") == FPGA and on(slow, "tanh") == ASIC
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"order": "depth"}, "order='depth'. Allowed: rank, traversal"),
+        ({"grain": "layer"}, "grain='layer'. Allowed: operator, block"),
+        ({"moves": 1.5}, "moves=1.5 is no whole number of 0 or more"),
+        ({"moves": -1}, "moves=-1 is no whole number"),
+        ({"microbatches": 2.0}, "microbatches=2.0 is no whole number of 1 or more"),
+        ({"weights": {"fpga:0": 1.0}}, "weights=.*finite number of 0 or more for each"),
+        ({"weights": ["fast"] * 3}, r"weights=\['fast.*each of 3 nodes \(h100:0"),
+        ({"weights": 1.0}, "weights=1.0. Allowed"),
+        ({"cluster": None}, "cluster=None is no cluster, but a NoneType"),
+        ({"graph": len}, "Trace it first: dtft.planner.trace.trace"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(
+    program: Graph, lab: Cluster, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        place(**{"graph": program, "cluster": lab, **options})
 
 
 def registered(device: str, *names: str) -> Kernels:
