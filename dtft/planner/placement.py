@@ -57,7 +57,8 @@ def place(
             takes none. Default: all 1.
         kernels: which operators have kernels where, beside `DeviceType.kernels`.
         affinity: operator (a primitive, a kind, or `dense`, `conv`, `activation`) to
-            the node, type of device or platform that it is wanted on.
+            the node, type of device or platform that it is wanted on. A primitive's
+            pin counts before its kind's; one that the program lacks is noted only.
         order: in which tasks take their places: by upward rank, or `traversal`: as the
             program has them.
         grain: `operator`, or `block`: equal layers are one task each. Loops always are.
@@ -196,6 +197,7 @@ def _result(
     return Placement(
         nodes=nodes.names,
         types=tuple(nodes.alike()),
+        platforms=tuple(device.platform for device in nodes.devices),
         tasks=tasks.names,
         kinds=tasks.kinds,
         node_of=schedule.node_of,
@@ -213,6 +215,7 @@ def _result(
         memory_bytes=tuple(round(most) for most in schedule.memory_bytes),
         capacity_bytes=tuple(int(has) for has in problem.capacity),
         how=found.how,
+        notes=of.notes if of else (),
     )
 
 

@@ -46,6 +46,8 @@ class Placement:
     """Such as `h100:0`: type and number within the type, in the cluster's order."""
     types: tuple[str, ...]
     """Of each node."""
+    platforms: tuple[str, ...] = ()
+    """Of each node, as `DeviceType.platform`; empty where that is not known."""
     tasks: tuple[str, ...]
     """Name of each task; backward tasks come after all forward ones, in reverse."""
     kinds: tuple[str, ...]
@@ -80,6 +82,8 @@ class Placement:
     capacity_bytes: tuple[int, ...]
     how: str
     """Which rule found it."""
+    notes: tuple[str, ...] = ()
+    """What was asked for and is not in the program."""
 
     @property
     def gap(self) -> float:

@@ -17,7 +17,8 @@ from dtft.planner.cost import computing_s
 from dtft.planner.device import DeviceType
 from dtft.planner.graph import Graph, Operator
 from dtft.planner.groups import CHEAP
-from dtft.planner.kernels import Kernels, check_pins, pinned
+from dtft.planner.kernel_names import check_kernels, check_pins
+from dtft.planner.kernels import Kernels, pinned
 from dtft.planner.nodes import Nodes
 from dtft.planner.partition import Division, work
 from dtft.planner.tasks import Passed, Tasks
@@ -39,6 +40,8 @@ class TaskGraph:
     """Of each value that tasks pass on its number in `Graph.values`."""
     backward: tuple[float, ...]
     """Seconds of each task's backward pass over its forward."""
+    notes: tuple[str, ...] = ()
+    """What was asked for and is not in the program."""
 
 
 def tasks_of(
@@ -63,11 +66,12 @@ def tasks_of(
             the executor cannot cut (`jaxprs.uncut`).
 
     Raises:
-        ValueError: an operator that no node has a kernel for, or a pin that cannot be
-            met; names the operator and what there is.
+        ValueError: an operator that no node has a kernel for, a pin that cannot be
+            met, or a name of neither; names the operator and what there is.
     """
-    pins = affinity or {}
-    check_pins(pins, graph.operators)
+    pins = {} if affinity is None else affinity
+    check_kernels(kernels, nodes, graph.operators)
+    notes = check_pins(pins, nodes, graph.operators)
     operators = tuple(_intervals(graph, grain, together))
     seconds = _Seconds(graph, nodes, kernels, pins)
     rows = [seconds.of(start, stop) for start, stop in operators]
@@ -82,6 +86,7 @@ def tasks_of(
         operators=operators,
         values=tuple(values),
         backward=tuple(seconds.backward(*some) for some in operators),
+        notes=notes,
     )
 
 

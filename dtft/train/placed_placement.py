@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dtft.planner.graph import Graph
+from dtft.planner.kernels import words_of_platform
 from dtft.planner.placement_result import Placement
 from dtft.train.placed_calls import Task
 from dtft.train.placed_cut import Cut
@@ -69,24 +70,32 @@ def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]
 
     Args:
         placement: has nodes with names and types.
-        table: number, name (`h100:0`) or type (`h100`) of a node to its device, so
-            that CPU devices can play types.
+        table: number, name (`h100:0`), type (`fpga-u280`, or `fpga`) or platform
+            (`cuda`, `gpu`) of a node to its device, so that CPU devices can play types.
+            What is said of fewer nodes counts first.
 
     Raises:
         ValueError: a node that has operators is not in the table.
     """
     found: dict[int, Any] = {}
     for node, names in enumerate(zip(placement.nodes, placement.types, strict=True)):
-        known = [key for key in (node, *names) if key in table]
+        words = (*names, names[1].split("-")[0], *_platforms(placement, node))
+        known = [key for key in (node, *words) if key in table]
         if known:
             found[node] = table[known[0]]
         elif node in placement.node_of:
             raise ValueError(
                 f"devices has no device for node {names[0]!r}, which has operators. "
                 f"It has {list(table)}: add the node's number, name, or its type "
-                f"{names[1]!r}."
+                f"or platform ({', '.join(dict.fromkeys(words[1:]))})."
             )
     return found
+
+
+def _platforms(placement: Placement, node: int) -> tuple[str, ...]:
+    if not placement.platforms:
+        return ()
+    return words_of_platform(placement.platforms[node])
 
 
 def predicted_starts(

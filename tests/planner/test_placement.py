@@ -267,14 +267,56 @@ def test_types_can_be_pinned(program: Graph, lab: Cluster) -> None:
     [
         ({"dense": "fpga"}, "affinity wants dot_general .*only on h100:0"),
         ({"dense": "npu"}, "no such node. Allowed: a node .h100:0, fpga:0, asic:0"),
-        ({"sort": "gpu"}, "the program has no such operator. Allowed: activation"),
+        ({"dense": "npu"}, "or a platform .cuda, gpu, other"),
+        ({"sort": "npu"}, "'sort'.='npu': the cluster has no such node"),
+        ({"dot_genral": "gpu"}, "did you mean 'dot_general'.*a word .dense, conv"),
+        ("gpu", "affinity='gpu' is no mapping"),
     ],
 )
 def test_a_pin_that_cannot_be_met_says_so(
-    program: Graph, lab: Cluster, pins: dict[str, str], said: str
+    program: Graph, lab: Cluster, pins: Any, said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
         place(program, lab, affinity=pins)
+
+
+def test_a_pin_of_what_the_program_lacks_is_noted(lab: Cluster) -> None:
+    mlp = trace(lambda x, w: jnp.tanh(x @ w), shape(8, 8), shape(8, 8))
+    pins = {"dot_general": "gpu", "conv": "fpga", "activation": "asic"}
+    placement = place(mlp, lab, affinity=pins)
+    assert on(placement, "tanh") == ASIC
+    (note,) = placement.notes
+    assert "no conv, which is wanted on fpga" in note and note in placement.table()
+
+
+def test_the_pin_of_a_primitive_comes_before_its_class(
+    program: Graph, lab: Cluster
+) -> None:
+    placement = place(program, lab, affinity={"activation": "asic", "tanh": "gpu"})
+    assert on(placement, "tanh") == "h100:0"
+
+
+@pytest.mark.parametrize(
+    "kernels, said",
+    [
+        (("fpga", "densee"), "'densee', which is no operator .did you mean 'dense'"),
+        (("fpgaa", "dense"), r"has 'fpgaa', .*no device \(did you mean 'fpga'.*h100"),
+    ],
+)
+def test_misspelt_kernels_are_refused(
+    program: Graph, lab: Cluster, kernels: tuple[str, str], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        place(program, lab, kernels=registered(*kernels))
+
+
+def test_misspelt_kernels_and_platforms_of_cluster_files_are_refused(
+    program: Graph,
+) -> None:
+    with pytest.raises(ValueError, match="kernels of device 'fpga' has 'convv'"):
+        place(program, from_text(LAB.replace("[conv,", "[convv,")))
+    with pytest.raises(ValueError, match="platform='fpga'. Allowed: cpu, cuda"):
+        from_text(LAB.replace("platform: other", "platform: fpga"))
 
 
 def test_weights_scale_the_load_that_a_node_is_given() -> None:
@@ -300,7 +342,7 @@ def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
 
 
 def test_no_microbatch_is_refused() -> None:
-    with pytest.raises(ValueError, match="microbatches=0 is not positive"):
+    with pytest.raises(ValueError, match="microbatches=0 is no whole number"):
         place_tasks(chain([[1.0]]), Nodes.joined([1.0]), microbatches=0)
 
 
