@@ -1,7 +1,9 @@
 """Where operators of a program go: each clause of the rule, and never a bad answer."""
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -445,6 +447,38 @@ def test_it_survives_its_json(program: Graph, lab: Cluster) -> None:
         Placement.from_json('{"schema": 7}')
     with pytest.raises(ValueError, match="has not what a placement has"):
         Placement.from_json('{"schema": 1, "nodes": []}')
+    with pytest.raises(ValueError, match="is no JSON .*not the path of its file"):
+        Placement.from_json("placement.json")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"node_of": [7]}, "node_of has 1 entries instead of 3"),
+        ({"node_of": [0, 1, 7]}, "node_of has 7; allowed: 0 to 2"),
+        ({"node_of": 3}, "has not what a placement has"),
+        ({"weights": [1.0]}, "weights has 1 entries instead of 3"),
+        ({"schedule": [{"task": 0}]}, "has not what a placement has"),
+        ({"operators": [[0, 1], [2, 3]]}, r"operators has \[2, 3\] after 1"),
+        ({"operators": [1]}, "has not what a placement has"),
+    ],
+)
+def test_json_of_another_shape_is_refused(
+    program: Graph, lab: Cluster, changes: dict[str, Any], words: str
+) -> None:
+    items = json.loads(place(program, lab).to_json())
+    with pytest.raises(ValueError, match=words):
+        Placement.from_json(json.dumps({**items, **changes}))
+
+
+def test_pictures_of_other_kinds_and_in_no_folder_are_refused(
+    program: Graph, lab: Cluster, tmp_path: Path
+) -> None:
+    placement = place(program, lab)
+    with pytest.raises(ValueError, match="ends in '.xyz'. Allowed: .png, .svg, .pdf"):
+        placement.save_picture(tmp_path / "schedule.xyz")
+    with pytest.raises(ValueError, match="there is no folder .*missing"):
+        placement.save_picture(tmp_path / "missing" / "schedule.png")
 
 
 def check(placement: Placement, tasks: Tasks) -> None:
