@@ -45,6 +45,7 @@ def place(
     grain: Grain = "operator",
     together: Sequence[tuple[int, int]] = (),
     backward: bool = False,
+    params: str | None = None,
     microbatches: int = 1,
     moves: int | None = None,
 ) -> Placement:
@@ -64,7 +65,10 @@ def place(
         grain: `operator`, or `block`: equal layers are one task each. Loops always are.
         together: operators that stay on one node, first and after the last.
         backward: whether the step has the backward pass of this program too: each task
-            again, on its node.
+            again, on its node, and gradients of what is between `params` and the first
+            result; one for each task that reads it, also where a node has several.
+        params: path of the argument that is differentiated; default: the first one, as
+            in `loss(params, batch)`.
         microbatches: of one step, that follow each other through the nodes.
         moves: tries to move a task to another node; default: what takes little time.
 
@@ -83,6 +87,7 @@ def place(
         grain=grain,
         together=together,
         backward=backward,
+        params=params,
     )
     return place_tasks(
         asked.tasks,
@@ -114,6 +119,7 @@ class Priced:
         grain: Grain = "operator",
         together: Sequence[tuple[int, int]] = (),
         backward: bool = False,
+        params: str | None = None,
     ) -> "Priced":
         """Prices a program; arguments and errors as those of `place`."""
         check_program(graph, cluster)
@@ -127,6 +133,7 @@ class Priced:
             affinity=affinity,
             grain=grain,
             together=together,
+            params=params,
         )
         tasks = made.tasks.with_backward(made.backward) if backward else made.tasks
         return cls(tasks=tasks, nodes=nodes, made=made)

@@ -6,7 +6,7 @@ grain `block` each of a row of equal layers. Pure; must not know links or schedu
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -52,6 +52,7 @@ def tasks_of(
     affinity: Mapping[str, str] | None = None,
     grain: Grain = "operator",
     together: Sequence[tuple[int, int]] = (),
+    params: str | None = None,
 ) -> TaskGraph:
     """The tasks of a program.
 
@@ -64,6 +65,7 @@ def tasks_of(
         grain: `block`: each of a row of equal layers is one task.
         together: operators that stay on one node, first and after the last: calls that
             the executor cannot cut (`jaxprs.uncut`).
+        params: path of the argument that is differentiated; default: the first one.
 
     Raises:
         ValueError: an operator that no node has a kernel for, a pin that cannot be
@@ -76,6 +78,7 @@ def tasks_of(
     seconds = _Seconds(graph, nodes, kernels, pins)
     rows = [seconds.of(start, stop) for start, stop in operators]
     values, passed = _passed(graph, operators)
+    passed = _with_gradients(graph, values, passed, params)
     return TaskGraph(
         tasks=Tasks(
             names=tuple(_name(graph, *some) for some in operators),
@@ -283,6 +286,34 @@ def _passed(
             )
         )
     return values, passed
+
+
+def _with_gradients(
+    graph: Graph, values: Sequence[int], passed: Sequence[Passed], params: str | None
+) -> list[Passed]:
+    """Gradients only for values between parameters and the loss, the first result."""
+    heads = dict.fromkeys(path.split("/")[0] for path in graph.inputs)
+    if params is not None and params not in heads:
+        raise ValueError(
+            f"params={params!r}: the program has no such argument. Allowed: the first "
+            f"part of the path of one ({', '.join(heads)})."
+        )
+    head = next(iter(heads), None) if params is None else params
+    given = {v for path, v in graph.inputs.items() if path.split("/")[0] == head}
+    moved, tasks = set[int](), set[int]()
+    for at in sorted(range(len(passed)), key=lambda at: passed[at].producer):
+        one = passed[at]
+        starts = values[at] in given if one.producer < 0 else one.producer in tasks
+        if starts and one.has_gradient:
+            moved.add(at)
+            tasks.update(one.readers)
+    wanted, ways = set[int](), set[int]()
+    loss = next(iter(graph.outputs.values()), None)
+    for at in sorted(moved, key=lambda at: -passed[at].producer):
+        if values[at] == loss or wanted.intersection(passed[at].readers):
+            ways.add(at)
+            wanted.add(passed[at].producer)
+    return [replace(one, has_gradient=at in ways) for at, one in enumerate(passed)]
 
 
 def _name(graph: Graph, start: int, stop: int) -> str:

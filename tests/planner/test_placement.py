@@ -440,6 +440,26 @@ def test_the_backward_pass_runs_in_reverse_on_the_same_nodes(
     assert placement.step_s >= placement.makespan_s + 3 * fullest
 
 
+def test_only_what_is_between_parameters_and_the_loss_has_a_gradient() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wanted = jnp.sin(x) * 2
+        h = jnp.tanh(x @ w)
+        return jnp.sum(h * wanted), jnp.sum(jnp.cos(h))
+
+    graph = trace(loss, shape(8, 8), shape(8, 8))
+    nodes = Nodes.of(Cluster.parse("2xh100"))
+
+    def moved(params: str | None) -> set[str]:
+        made = tasks_of(graph, nodes, kernels=Kernels(), params=params)
+        some = [v for v in made.tasks.passed if v.has_gradient and v.producer >= 0]
+        return {made.tasks.names[v.producer].split()[1] for v in some}
+
+    assert moved(None) == moved("0") == {"dot_general", "tanh", "mul", "reduce_sum"}
+    assert moved("1") > {"sin"}
+    with pytest.raises(ValueError, match=r"params='w': .*Allowed: .*\(0, 1\)"):
+        moved("w")
+
+
 def test_it_survives_its_json(program: Graph, lab: Cluster) -> None:
     placement = place(program, lab, backward=True)
     assert Placement.from_json(placement.to_json()) == placement
