@@ -11,11 +11,14 @@ import optax
 import pytest
 
 from dtft.planner.jaxprs import operators, traced
+from dtft.planner.placement import place
+from dtft.planner.trace import trace
 from dtft.train.placed import PlacedStep, make_placed_step
 from dtft.train.placed_calls import Key
 from dtft.train.placed_cut import cut
 from dtft.train.placed_hub import Hub
 from dtft.train.placed_node import Node, Span
+from dtft.train.placed_placement import devices_of, nodes_of_scopes
 
 ROWS, WIDTH, NODES = 8, 4, 3
 
@@ -407,6 +410,28 @@ def test_parts_that_all_count_nothing_have_no_mean() -> None:
 def test_seconds_may_be_an_array() -> None:
     step = placed(UNEVEN, rows, seconds=np.ones(len(UNEVEN)))
     assert set(step.order.start_s.values()) > {0.0}
+
+
+def test_devices_of_a_placement_may_be_given_by_platform_and_first_part_of_type() -> (
+    None
+):
+    graph = trace(rows, some_params(), some_batch())
+    placement = place(graph, "h100+fpga-u280", affinity={"activation": "fpga"})
+    gpu, fpga = jax.devices()[:2]
+    assert devices_of(placement, {"gpu": gpu, "fpga": fpga}) == {0: gpu, 1: fpga}
+    assert devices_of(placement, {"cuda": fpga, 0: gpu, "other": fpga})[0] == gpu
+    with pytest.raises(ValueError, match="type or platform .fpga-u280, fpga, other"):
+        devices_of(placement, {"h100": gpu})
+
+
+def test_scopes_that_the_program_lacks_are_refused() -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        with jax.named_scope("low"):
+            return jnp.sum(x * 2)
+
+    graph = trace(loss, jax.ShapeDtypeStruct((2,), "float32"))
+    with pytest.raises(ValueError, match="scope 'high', .*Allowed: low"):
+        nodes_of_scopes(graph, {"low": 0, "high": 1})
 
 
 def test_what_nothing_needs_is_not_computed() -> None:
