@@ -52,7 +52,7 @@ def place(
     """Places the operators of a program on the nodes of a cluster.
 
     Args:
-        graph: the program (`trace.trace`).
+        graph: the program (`trace.trace`), of one microbatch.
         cluster: its devices are the nodes; or its text (`Cluster.parse`).
         weights: of each node; 1 is as fast as the cluster says, 0.5 half as fast, 0
             takes none. Default: all 1.

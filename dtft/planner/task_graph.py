@@ -6,7 +6,7 @@ grain `block` each of a row of equal layers. Pure; must not know links or schedu
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -17,11 +17,12 @@ from dtft.planner.cost import computing_s
 from dtft.planner.device import DeviceType
 from dtft.planner.graph import Graph, Operator
 from dtft.planner.groups import CHEAP
+from dtft.planner.handing import handed, with_gradients
 from dtft.planner.kernel_names import check_kernels, check_pins
 from dtft.planner.kernels import Kernels, pinned
 from dtft.planner.nodes import Nodes
 from dtft.planner.partition import Division, work
-from dtft.planner.tasks import Passed, Tasks
+from dtft.planner.tasks import Tasks
 
 Grain = Literal["operator", "block"]
 Floats = NDArray[np.float64]
@@ -77,8 +78,8 @@ def tasks_of(
     operators = tuple(_intervals(graph, grain, together))
     seconds = _Seconds(graph, nodes, kernels, pins)
     rows = [seconds.of(start, stop) for start, stop in operators]
-    values, passed = _passed(graph, operators)
-    passed = _with_gradients(graph, values, passed, params)
+    values, passed = handed(graph, operators)
+    passed = with_gradients(graph, values, passed, params)
     return TaskGraph(
         tasks=Tasks(
             names=tuple(_name(graph, *some) for some in operators),
@@ -241,79 +242,6 @@ def _seconds(graph: Graph, device: DeviceType, done: Any) -> float:
     # What a compiler fuses with its neighbours is not started by itself.
     launch = 0.0 if op.kind in CHEAP else device.efficiency.launch_s
     return op.trips * (float(computing_s(graph, device, done, {})) + launch)
-
-
-def _passed(
-    graph: Graph, operators: Sequence[tuple[int, int]]
-) -> tuple[list[int], list[Passed]]:
-    """Values that go from task to task, with arguments and results."""
-    task_of = [
-        t for t, (start, stop) in enumerate(operators) for _ in range(start, stop)
-    ]
-    made: dict[int, int] = {}
-    read: dict[int, list[int]] = {}
-    for number, op in enumerate(graph.operators):
-        made |= dict.fromkeys(op.outputs, task_of[number])
-        for value in op.inputs:
-            read.setdefault(value, []).append(task_of[number])
-    for loop in graph.loops:
-        if loop.operators[0] == loop.operators[1]:
-            continue
-        task = task_of[loop.operators[0]]
-        made |= {inner: task for _, inner in loop.sliced}
-        made |= {whole: task for _, whole in loop.stacked}
-        for before, into, _, after in loop.carried:
-            made |= {into: task, after: task}
-            read.setdefault(before, []).append(task)
-        for outer, _ in loop.sliced:
-            read.setdefault(outer, []).append(task)
-    kept = set(graph.outputs.values())
-    values, passed = [], []
-    for value in sorted({*read, *(kept & made.keys())}):
-        producer = made.get(value, -1)
-        readers = sorted({task for task in read.get(value, ()) if task != producer})
-        if not readers and value not in kept:
-            continue
-        array = graph.values[value]
-        values.append(value)
-        passed.append(
-            Passed(
-                producer=producer,
-                num_bytes=array.num_bytes,
-                readers=tuple(readers),
-                is_kept=value in kept,
-                has_gradient=array.dtype.startswith(("float", "bfloat", "complex")),
-            )
-        )
-    return values, passed
-
-
-def _with_gradients(
-    graph: Graph, values: Sequence[int], passed: Sequence[Passed], params: str | None
-) -> list[Passed]:
-    """Gradients only for values between parameters and the loss, the first result."""
-    heads = dict.fromkeys(path.split("/")[0] for path in graph.inputs)
-    if params is not None and params not in heads:
-        raise ValueError(
-            f"params={params!r}: the program has no such argument. Allowed: the first "
-            f"part of the path of one ({', '.join(heads)})."
-        )
-    head = next(iter(heads), None) if params is None else params
-    given = {v for path, v in graph.inputs.items() if path.split("/")[0] == head}
-    moved, tasks = set[int](), set[int]()
-    for at in sorted(range(len(passed)), key=lambda at: passed[at].producer):
-        one = passed[at]
-        starts = values[at] in given if one.producer < 0 else one.producer in tasks
-        if starts and one.has_gradient:
-            moved.add(at)
-            tasks.update(one.readers)
-    wanted, ways = set[int](), set[int]()
-    loss = next(iter(graph.outputs.values()), None)
-    for at in sorted(moved, key=lambda at: -passed[at].producer):
-        if values[at] == loss or wanted.intersection(passed[at].readers):
-            ways.add(at)
-            wanted.add(passed[at].producer)
-    return [replace(one, has_gradient=at in ways) for at, one in enumerate(passed)]
 
 
 def _name(graph: Graph, start: int, stop: int) -> str:

@@ -69,8 +69,8 @@ def make_placed_step(
         batch: arrays or shapes of a whole batch, rows in dim 0.
         nodes: of each operator of `loss`, numbered as in `dtft.planner.jaxprs`; or a
             placement of it (`dtft.planner.placement.place`).
-        devices: of each node, by number, or of a placement's by name or type; nodes
-            may share one.
+        devices: of each node, by number, or of a placement's by name, type or
+            platform, as pins of `place` name them; nodes may share one.
         microbatches: parts of the batch that go through the nodes one after another.
         weight: `(batch) -> scalar`, what a part counts in means, such as its tokens;
             a step refuses a batch whose parts all count 0.
