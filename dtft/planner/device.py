@@ -6,7 +6,7 @@ from (`catalog`, `calibration`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Platform = Literal["cpu", "cuda", "rocm", "tpu", "other"]
 
@@ -89,6 +89,12 @@ class DeviceType:
     source: str
 
     def __post_init__(self) -> None:
+        if self.platform not in get_args(Platform):
+            raise ValueError(
+                f"device {self.name!r}: platform={self.platform!r}. Allowed: "
+                f"{', '.join(get_args(Platform))}; what JAX cannot run on, such as an "
+                "FPGA, is 'other'."
+            )
         figures = (self.memory_bytes, self.memory_bandwidth, self.cores)
         figures += (*self.tile, self.alignment_bytes, *self.peak_flops.values())
         if not self.peak_flops or any(figure <= 0 for figure in figures):

@@ -287,3 +287,6 @@ _RULES: dict[str, tuple[Kind, Count]] = {
     "hessenberg": ("reduction", _matrix(lambda m, n: 10 * n**3 / 3)),
     "tridiagonal": ("reduction", _matrix(lambda m, n: 4 * n**3 / 3)),
 }  # fmt: skip
+
+COUNTED = frozenset(_RULES)
+"""Primitives that there is a rule for."""

@@ -5,7 +5,7 @@ the answer); for everything else a registry is the only source, and what is not 
 not there. Pure; must not know speeds, links or schedules.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dtft.planner.device import DeviceType
@@ -73,22 +73,26 @@ def names_of(operator: Operator) -> frozenset[str]:
 
 def platforms_of(device: DeviceType) -> tuple[str, ...]:
     """What a registry or a pin may call the platform of a device."""
-    words = [word for word, some in PLATFORMS.items() if device.platform in some]
-    return (device.platform, *words)
+    return words_of_platform(device.platform)
 
 
-def check_pins(affinity: Mapping[str, str], operators: Sequence[Operator]) -> None:
-    """Refuses pins of operators that a program does not have.
+def words_of_platform(platform: str) -> tuple[str, ...]:
+    """What a platform may be called.
 
-    Raises:
-        ValueError: names the pin, and what may be pinned.
+    >>> words_of_platform("cuda"), words_of_platform("cpu")
+    (('cuda', 'gpu'), ('cpu',))
     """
-    there = frozenset[str]().union(*map(names_of, operators))
-    if unknown := [name for name in affinity if name not in there]:
-        raise ValueError(
-            f"affinity has {unknown[0]!r}, but the program has no such operator. "
-            f"Allowed: {', '.join(sorted(there))}."
-        )
+    return (platform, *(word for word, some in PLATFORMS.items() if platform in some))
+
+
+def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
+    """What a pin may call a node: its name, type (or its first part), or platform.
+
+    >>> from dtft.planner.catalog import device_type
+    >>> places_of("fpga-u280:0", device_type("fpga-u280"))
+    ('fpga-u280:0', 'fpga-u280', 'fpga', 'other')
+    """
+    return (name, device.name, device.name.split("-")[0], *platforms_of(device))
 
 
 def pinned(
@@ -96,27 +100,15 @@ def pinned(
 ) -> frozenset[int] | None:
     """The nodes that a user wants an operator on; None: any.
 
-    The primitive's pin comes before the one of its kind.
-
-    Raises:
-        ValueError: the cluster has no such node or type.
+    The primitive's pin comes before the one of its kind or class.
     """
     names = sorted(names_of(operator) & affinity.keys())
     if not names:
         return None
     name = operator.primitive if operator.primitive in affinity else names[0]
-    found = frozenset(
+    each = zip(nodes.names, nodes.devices, strict=True)
+    return frozenset(
         number
-        for number, (node, device) in enumerate(
-            zip(nodes.names, nodes.devices, strict=True)
-        )
-        if affinity[name] in (node, device.name, device.name.split("-")[0])
-        or affinity[name] in platforms_of(device)
+        for number, (node, device) in enumerate(each)
+        if affinity[name] in places_of(node, device)
     )
-    if not found:
-        raise ValueError(
-            f"affinity[{name!r}]={affinity[name]!r}: the cluster has no such node. "
-            f"Allowed: a node ({', '.join(nodes.names)}), a type of device "
-            f"({', '.join(sorted({d.name for d in nodes.devices}))}), or a platform."
-        )
-    return found

@@ -16,6 +16,12 @@ from dtft.planner.kernels import Kernels
 from dtft.planner.list_schedule import Schedule
 from dtft.planner.memory import RESERVE
 from dtft.planner.nodes import Nodes
+from dtft.planner.placement_arguments import (
+    check_choice,
+    check_program,
+    check_whole,
+    numbers,
+)
 from dtft.planner.placement_bound import bound_s
 from dtft.planner.placement_result import Placement, Run, Transfer
 from dtft.planner.placing import Found, Order, find
@@ -39,25 +45,30 @@ def place(
     grain: Grain = "operator",
     together: Sequence[tuple[int, int]] = (),
     backward: bool = False,
+    params: str | None = None,
     microbatches: int = 1,
     moves: int | None = None,
 ) -> Placement:
     """Places the operators of a program on the nodes of a cluster.
 
     Args:
-        graph: the program (`trace.trace`).
+        graph: the program (`trace.trace`), of one microbatch.
         cluster: its devices are the nodes; or its text (`Cluster.parse`).
         weights: of each node; 1 is as fast as the cluster says, 0.5 half as fast, 0
             takes none. Default: all 1.
         kernels: which operators have kernels where, beside `DeviceType.kernels`.
         affinity: operator (a primitive, a kind, or `dense`, `conv`, `activation`) to
-            the node, type of device or platform that it is wanted on.
+            the node, type of device or platform that it is wanted on. A primitive's
+            pin counts before its kind's; one that the program lacks is noted only.
         order: in which tasks take their places: by upward rank, or `traversal`: as the
             program has them.
         grain: `operator`, or `block`: equal layers are one task each. Loops always are.
         together: operators that stay on one node, first and after the last.
         backward: whether the step has the backward pass of this program too: each task
-            again, on its node.
+            again, on its node, and gradients of what is between `params` and the first
+            result; one for each task that reads it, also where a node has several.
+        params: path of the argument that is differentiated; default: the first one, as
+            in `loss(params, batch)`.
         microbatches: of one step, that follow each other through the nodes.
         moves: tries to move a task to another node; default: what takes little time.
 
@@ -65,8 +76,8 @@ def place(
         The best placement found, never worse than one of its baselines.
 
     Raises:
-        ValueError: an operator without a kernel, a pin that cannot be met, weights or
-            microbatches that are none, or not enough memory; says what there is.
+        ValueError: an argument is something else than it may be, an operator without a
+            kernel, a pin that cannot be met, or not enough memory; says what there is.
     """
     asked = Priced.of(
         graph,
@@ -76,6 +87,7 @@ def place(
         grain=grain,
         together=together,
         backward=backward,
+        params=params,
     )
     return place_tasks(
         asked.tasks,
@@ -107,8 +119,11 @@ class Priced:
         grain: Grain = "operator",
         together: Sequence[tuple[int, int]] = (),
         backward: bool = False,
+        params: str | None = None,
     ) -> "Priced":
         """Prices a program; arguments and errors as those of `place`."""
+        check_program(graph, cluster)
+        check_choice("grain", grain, Grain)
         found = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         nodes = Nodes.of(found, reserve=RESERVE)
         made = tasks_of(
@@ -118,6 +133,7 @@ class Priced:
             affinity=affinity,
             grain=grain,
             together=together,
+            params=params,
         )
         tasks = made.tasks.with_backward(made.backward) if backward else made.tasks
         return cls(tasks=tasks, nodes=nodes, made=made)
@@ -138,11 +154,14 @@ def place_tasks(
     Raises:
         ValueError: see `place`.
     """
-    if microbatches < 1:
-        raise ValueError(
-            f"microbatches={microbatches} is not positive. Give 1 or more."
-        )
-    given = _checked(weights, nodes)
+    check_choice("order", order, Order)
+    check_whole("microbatches", microbatches, 1)
+    if moves is not None:
+        check_whole("moves", moves, 0)
+    each = f"each of {nodes.num} nodes ({', '.join(nodes.names)})"
+    given = numbers(
+        "weights", [1.0] * nodes.num if weights is None else weights, each, nodes.names
+    )
     weighted = tasks if weights is None else tasks.weighted(given)
     if (idle := np.isinf(weighted.seconds).all(axis=1)).any():
         name = tasks.names[int(np.argmax(idle))]
@@ -158,16 +177,6 @@ def place_tasks(
             bound = bound_s(problem, microbatches)
             return _result(problem, found, given, of, microbatches, bound)
     raise ValueError(_no_room(tasks, nodes, copies))
-
-
-def _checked(weights: Sequence[float] | None, nodes: Nodes) -> tuple[float, ...]:
-    given = tuple(map(float, [1.0] * nodes.num if weights is None else weights))
-    if len(given) != nodes.num or not all(0 <= w < np.inf for w in given):
-        raise ValueError(
-            f"weights={list(given)}. Allowed: a finite number of 0 or more for each of "
-            f"{nodes.num} nodes ({', '.join(nodes.names)})."
-        )
-    return given
 
 
 def _no_room(tasks: Tasks, nodes: Nodes, copies: int) -> str:
@@ -195,6 +204,7 @@ def _result(
     return Placement(
         nodes=nodes.names,
         types=tuple(nodes.alike()),
+        platforms=tuple(device.platform for device in nodes.devices),
         tasks=tasks.names,
         kinds=tasks.kinds,
         node_of=schedule.node_of,
@@ -212,6 +222,7 @@ def _result(
         memory_bytes=tuple(round(most) for most in schedule.memory_bytes),
         capacity_bytes=tuple(int(has) for has in problem.capacity),
         how=found.how,
+        notes=of.notes if of else (),
     )
 
 

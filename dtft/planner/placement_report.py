@@ -41,7 +41,7 @@ def summary(placement: Placement) -> Section:
         f"{len(placement.nodes)} nodes",
         columns=("", ""),
         rows=tuple(rows),
-        notes=(words,),
+        notes=(words, *placement.notes),
     )
 
 

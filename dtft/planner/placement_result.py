@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,8 @@ class Placement:
     """Such as `h100:0`: type and number within the type, in the cluster's order."""
     types: tuple[str, ...]
     """Of each node."""
+    platforms: tuple[str, ...] = ()
+    """Of each node, as `DeviceType.platform`; empty where that is not known."""
     tasks: tuple[str, ...]
     """Name of each task; backward tasks come after all forward ones, in reverse."""
     kinds: tuple[str, ...]
@@ -80,6 +83,8 @@ class Placement:
     capacity_bytes: tuple[int, ...]
     how: str
     """Which rule found it."""
+    notes: tuple[str, ...] = ()
+    """What was asked for and is not in the program."""
 
     @property
     def gap(self) -> float:
@@ -126,9 +131,13 @@ class Placement:
         Args:
             path: of a picture: `.png`, `.svg`, `.pdf`.
             title: stands above it.
+
+        Raises:
+            ValueError: another ending, or a folder that does not exist.
         """
         from dtft.planner import gantt
 
+        _check_picture(Path(path))
         gantt.figure([(title, self)]).savefig(path, dpi=120)
 
     def to_json(self) -> str:
@@ -140,9 +149,15 @@ class Placement:
         """The placement of `to_json`.
 
         Raises:
-            ValueError: another version, or not a placement.
+            ValueError: no JSON, another version, or not a placement.
         """
-        items = json.loads(text)
+        try:
+            items = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"text={text!r:.80} is no JSON ({error}). Allowed: the text that "
+                "Placement.to_json gave, not the path of its file."
+            ) from None
         found = items.pop("schema", None) if isinstance(items, dict) else None
         if found != SCHEMA:
             raise ValueError(
@@ -150,11 +165,61 @@ class Placement:
                 f"{SCHEMA}. Make the placement again."
             )
         try:
-            return cls(**{name: _plain(name, item) for name, item in items.items()})
-        except (TypeError, KeyError) as error:
+            made = cls(**{name: _plain(name, item) for name, item in items.items()})
+            _check(made)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"the file has not what a placement has ({error}). Make it again."
+                f"the text has not what a placement has ({error}). Make it again."
             ) from None
+        return made
+
+
+def _check_picture(path: Path) -> None:
+    if path.suffix.lower() not in _PICTURES:
+        raise ValueError(
+            f"path={str(path)!r} ends in {path.suffix!r}. Allowed: "
+            f"{', '.join(_PICTURES)}."
+        )
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"path={str(path)!r}: there is no folder {str(path.parent)!r}. Make it "
+            "first, or choose another."
+        )
+
+
+def _check(placement: Placement) -> None:
+    """Refuses numbers of nodes and tasks that there are not."""
+    num_nodes, num_tasks = len(placement.nodes), len(placement.tasks)
+    by_node = ("types", "weights", "memory_bytes", "capacity_bytes")
+    by_node += ("platforms",) if placement.platforms else ()
+    lengths = {name: num_nodes for name in by_node}
+    lengths |= {"kinds": num_tasks, "node_of": num_tasks, "schedule": num_tasks}
+    for name, length in lengths.items():
+        if len(getattr(placement, name)) != length:
+            raise ValueError(
+                f"{name} has {len(getattr(placement, name))} entries instead of "
+                f"{length}"
+            )
+    used = {
+        "node_of": (placement.node_of, num_nodes),
+        "node in schedule": ([run.node for run in placement.schedule], num_nodes),
+        "task in schedule": ([run.task for run in placement.schedule], num_tasks),
+        "source or target in transfers": (
+            [node for one in placement.transfers for node in (one.source, one.target)],
+            num_nodes,
+        ),
+    }
+    for name, (numbers, count) in used.items():
+        for number in numbers:
+            if type(number) is not int or not 0 <= number < count:
+                raise ValueError(f"{name} has {number!r}; allowed: 0 to {count - 1}")
+    stops = [0]
+    for start, stop in placement.operators:
+        if start != stops[-1] or type(stop) is not int or stop <= start:
+            raise ValueError(f"operators has {[start, stop]} after {stops[-1]}")
+        stops.append(stop)
+    if len(placement.operators) > num_tasks:
+        raise ValueError(f"operators has more entries than the {num_tasks} tasks")
 
 
 def _plain(name: str, item: Any) -> Any:

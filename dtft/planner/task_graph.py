@@ -17,10 +17,12 @@ from dtft.planner.cost import computing_s
 from dtft.planner.device import DeviceType
 from dtft.planner.graph import Graph, Operator
 from dtft.planner.groups import CHEAP
-from dtft.planner.kernels import Kernels, check_pins, pinned
+from dtft.planner.handing import handed, with_gradients
+from dtft.planner.kernel_names import check_kernels, check_pins
+from dtft.planner.kernels import Kernels, pinned
 from dtft.planner.nodes import Nodes
 from dtft.planner.partition import Division, work
-from dtft.planner.tasks import Passed, Tasks
+from dtft.planner.tasks import Tasks
 
 Grain = Literal["operator", "block"]
 Floats = NDArray[np.float64]
@@ -39,6 +41,8 @@ class TaskGraph:
     """Of each value that tasks pass on its number in `Graph.values`."""
     backward: tuple[float, ...]
     """Seconds of each task's backward pass over its forward."""
+    notes: tuple[str, ...] = ()
+    """What was asked for and is not in the program."""
 
 
 def tasks_of(
@@ -49,6 +53,7 @@ def tasks_of(
     affinity: Mapping[str, str] | None = None,
     grain: Grain = "operator",
     together: Sequence[tuple[int, int]] = (),
+    params: str | None = None,
 ) -> TaskGraph:
     """The tasks of a program.
 
@@ -61,17 +66,20 @@ def tasks_of(
         grain: `block`: each of a row of equal layers is one task.
         together: operators that stay on one node, first and after the last: calls that
             the executor cannot cut (`jaxprs.uncut`).
+        params: path of the argument that is differentiated; default: the first one.
 
     Raises:
-        ValueError: an operator that no node has a kernel for, or a pin that cannot be
-            met; names the operator and what there is.
+        ValueError: an operator that no node has a kernel for, a pin that cannot be
+            met, or a name of neither; names the operator and what there is.
     """
-    pins = affinity or {}
-    check_pins(pins, graph.operators)
+    pins = {} if affinity is None else affinity
+    check_kernels(kernels, nodes, graph.operators)
+    notes = check_pins(pins, nodes, graph.operators)
     operators = tuple(_intervals(graph, grain, together))
     seconds = _Seconds(graph, nodes, kernels, pins)
     rows = [seconds.of(start, stop) for start, stop in operators]
-    values, passed = _passed(graph, operators)
+    values, passed = handed(graph, operators)
+    passed = with_gradients(graph, values, passed, params)
     return TaskGraph(
         tasks=Tasks(
             names=tuple(_name(graph, *some) for some in operators),
@@ -82,6 +90,7 @@ def tasks_of(
         operators=operators,
         values=tuple(values),
         backward=tuple(seconds.backward(*some) for some in operators),
+        notes=notes,
     )
 
 
@@ -233,51 +242,6 @@ def _seconds(graph: Graph, device: DeviceType, done: Any) -> float:
     # What a compiler fuses with its neighbours is not started by itself.
     launch = 0.0 if op.kind in CHEAP else device.efficiency.launch_s
     return op.trips * (float(computing_s(graph, device, done, {})) + launch)
-
-
-def _passed(
-    graph: Graph, operators: Sequence[tuple[int, int]]
-) -> tuple[list[int], list[Passed]]:
-    """Values that go from task to task, with arguments and results."""
-    task_of = [
-        t for t, (start, stop) in enumerate(operators) for _ in range(start, stop)
-    ]
-    made: dict[int, int] = {}
-    read: dict[int, list[int]] = {}
-    for number, op in enumerate(graph.operators):
-        made |= dict.fromkeys(op.outputs, task_of[number])
-        for value in op.inputs:
-            read.setdefault(value, []).append(task_of[number])
-    for loop in graph.loops:
-        if loop.operators[0] == loop.operators[1]:
-            continue
-        task = task_of[loop.operators[0]]
-        made |= {inner: task for _, inner in loop.sliced}
-        made |= {whole: task for _, whole in loop.stacked}
-        for before, into, _, after in loop.carried:
-            made |= {into: task, after: task}
-            read.setdefault(before, []).append(task)
-        for outer, _ in loop.sliced:
-            read.setdefault(outer, []).append(task)
-    kept = set(graph.outputs.values())
-    values, passed = [], []
-    for value in sorted({*read, *(kept & made.keys())}):
-        producer = made.get(value, -1)
-        readers = sorted({task for task in read.get(value, ()) if task != producer})
-        if not readers and value not in kept:
-            continue
-        array = graph.values[value]
-        values.append(value)
-        passed.append(
-            Passed(
-                producer=producer,
-                num_bytes=array.num_bytes,
-                readers=tuple(readers),
-                is_kept=value in kept,
-                has_gradient=array.dtype.startswith(("float", "bfloat", "complex")),
-            )
-        )
-    return values, passed
 
 
 def _name(graph: Graph, start: int, stop: int) -> str:

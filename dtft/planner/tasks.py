@@ -26,7 +26,8 @@ class Passed:
     is_kept: bool = False
     """Whether it stays in memory to the end: a result of the program."""
     has_gradient: bool = True
-    """Whether a backward pass sends something back for it: integers have none."""
+    """Whether a backward pass sends something back for it: integers have none, nor has
+    what is not between parameters and the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

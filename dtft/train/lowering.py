@@ -5,13 +5,16 @@ to the planner as data (`planner.kernels.Kernels.lacking`), which must not ask i
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jax.extend.core import JaxprEqn, Literal
 
 from dtft.planner.cluster import Cluster
+from dtft.planner.device import Platform
 from dtft.planner.jaxprs import operators, traced
+
+_PLATFORMS = tuple(name for name in get_args(Platform) if name != "other")
 
 
 def lacking(
@@ -27,6 +30,9 @@ def lacking(
     Returns:
         Platform to numbers of operators (as in `trace.trace`), empty ones left out.
 
+    Raises:
+        ValueError: a platform that JAX does not lower for.
+
     >>> import jax.numpy as jnp
     >>> def triangle(x):
     ...     return jax.lax.linalg.schur(jnp.sin(x))[0]
@@ -36,6 +42,13 @@ def lacking(
     if isinstance(platforms, Cluster):
         types = {pool.device.platform for pool in platforms.pools}
         platforms = sorted(types - {"other"})
+    platforms = [platforms] if isinstance(platforms, str) else list(platforms)
+    if unknown := [platform for platform in platforms if platform not in _PLATFORMS]:
+        raise ValueError(
+            f"platforms has {unknown[0]!r}. Allowed: a cluster "
+            "(dtft.planner.cluster.Cluster.parse(...)), or some of "
+            f"{', '.join(_PLATFORMS)}; what else there is, is registered in Kernels."
+        )
     found = {}
     for platform in platforms:
         # All at once first: mostly nothing is lacking.

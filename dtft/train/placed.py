@@ -18,6 +18,14 @@ import optax
 from dtft.planner.jaxprs import traced
 from dtft.planner.placement_result import Placement
 from dtft.train.accumulate import Weight
+from dtft.train.placed_arguments import (
+    check_given,
+    check_nodes,
+    check_weight,
+    device_table,
+    node_numbers,
+    operator_seconds,
+)
 from dtft.train.placed_calls import Key, Task, Transfer
 from dtft.train.placed_cut import Cut, cut
 from dtft.train.placed_feed import Feed, like, parts_of
@@ -28,6 +36,7 @@ from dtft.train.placed_order import Order, order
 from dtft.train.placed_placement import devices_of, predicted_starts, seconds_of
 from dtft.train.placed_timeline import Timeline
 from dtft.train.placed_update import updating
+from dtft.train.plan_arguments import check_like
 
 State = dict[str, Any]
 """`{"params": ..., "opt_state": ...}`, every leaf on the device that updates it."""
@@ -60,35 +69,42 @@ def make_placed_step(
         batch: arrays or shapes of a whole batch, rows in dim 0.
         nodes: of each operator of `loss`, numbered as in `dtft.planner.jaxprs`; or a
             placement of it (`dtft.planner.placement.place`).
-        devices: of each node, by number, or of a placement's by name or type; nodes
-            may share one.
+        devices: of each node, by number, or of a placement's by name, type or
+            platform, as pins of `place` name them; nodes may share one.
         microbatches: parts of the batch that go through the nodes one after another.
-        weight: `(batch) -> scalar`, what a part counts in means, such as its tokens.
+        weight: `(batch) -> scalar`, what a part counts in means, such as its tokens;
+            a step refuses a batch whose parts all count 0.
         seconds: that each operator is expected to take; by default what the placement
             says, or all segments are equal.
         deadline_s: after which a step that has not ended is given up.
 
     Raises:
-        ValueError: nodes do not fit the loss or the devices, rows cannot be divided,
-            or the loss has no gradient.
+        ValueError: an argument is something else than it may be, nodes do not fit the
+            loss or the devices, rows cannot be divided, or the loss has no gradient.
     """
+    check_given(loss, optimizer, params, batch, microbatches)
+    at = device_table(devices)
     part = jax.eval_shape(lambda whole: parts_of(whole, microbatches)[0], batch)
     program, shape = traced(loss, params, part)
     has_aux = isinstance(shape, tuple) and len(shape) == 2
-    at = dict(enumerate(devices)) if isinstance(devices, Sequence) else dict(devices)
+    if weight is not None:
+        check_weight(weight, part)
     if isinstance(nodes, Placement):
-        seconds = seconds or seconds_of(nodes)
+        seconds = seconds_of(nodes) if seconds is None else seconds
         at = devices_of(nodes, at)
         nodes = nodes.of_operator
-    _check(nodes, at, seconds)
+    nodes = node_numbers(nodes)
+    check_nodes(nodes, at)
+    if seconds is not None:
+        seconds = operator_seconds(seconds, len(nodes))
     divided = cut(program, nodes, seconds)
     count = len(jax.tree.leaves(params))
     gradients = differentiated(divided, count, microbatches)
     keys = [key for key, _ in gradients.gradients]
-    like = jax.eval_shape(lambda tree: tree, params)
-    update = updating(optimizer, like, keys, gradients.homes)
+    planned = jax.eval_shape(lambda *trees: trees, params, batch)
+    update = updating(optimizer, planned[0], keys, gradients.homes)
     each = [
-        sum(seconds[n] for n in s.operators) if seconds else 1.0
+        sum(seconds[n] for n in s.operators) if seconds is not None else 1.0
         for s in divided.segments
     ]
     return PlacedStep(
@@ -106,6 +122,7 @@ def make_placed_step(
             weight=weight,
         ),
         _optimizer=optimizer,
+        _planned=planned,
         _aux=jax.tree.structure(shape[1]) if has_aux else None,
         _nodes={node: Node(device) for node, device in at.items()},
     )
@@ -127,6 +144,8 @@ class PlacedStep:
     """How long a step may take, compiling included."""
     _feed: Feed
     _optimizer: optax.GradientTransformation
+    _planned: tuple[Any, Any]
+    """Shapes of parameters and batch."""
     _aux: Any
     _nodes: Mapping[int, Node]
 
@@ -142,7 +161,12 @@ class PlacedStep:
         return predicted_starts(placement, self.cut, self.order, active)
 
     def init(self, params: Any) -> State:
-        """The state at step 0; `params` stay usable."""
+        """The state at step 0; `params` stay usable.
+
+        Raises:
+            ValueError: another tree, shape or dtype than planned; names the path.
+        """
+        check_like("params", params, self._planned[0])
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
             opt_state = self._optimizer.init(params)
         return self.moved({"params": params, "opt_state": opt_state})
@@ -151,7 +175,11 @@ class PlacedStep:
         """The state of another placement of the loss, copied to where this one has it.
 
         So a new placement takes over in mid-run; both must have the same optimizer.
+
+        Raises:
+            ValueError: its parameters are others than planned; names the path.
         """
+        check_like("params", state["params"], self._planned[0])
         nodes = [node for _, node in self._feed.updating.state]
         return {
             "params": self._feed.placed(state["params"], self._feed.gradients.homes),
@@ -165,7 +193,8 @@ class PlacedStep:
             The state, and what the loss returned, as a mean over the batch.
 
         Raises:
-            ValueError: rows of the batch cannot be divided.
+            ValueError: the batch has another tree, shape (rows too) or dtype than the
+                planned one; names the path.
             TimeoutError: a node waited until the deadline; says for what.
         """
         after, value, _ = self._step(state, batch, measure=False)
@@ -184,7 +213,7 @@ class PlacedStep:
         """
         made = self._feed.gradients.gradients
         tasks = self.order.without(self._feed.updating.calls)
-        stores = self._feed.stores(state, batch, list(self.devices))
+        stores = self._stores(state, batch, list(self.devices))
         self._work(tasks, stores, made, measure=False)
         gradients = [stores[node][key] for key, node in made]
         return self._value(stores), like(state["params"], gradients)
@@ -205,11 +234,12 @@ class PlacedStep:
             is in no state: the node that computes it sends it to nobody.
 
         Raises:
+            ValueError: as `step`.
             TimeoutError: as `step`.
         """
         made = (*self._feed.gradients.results, *self._feed.updating.after)
         began = time.monotonic()
-        stores = self._feed.stores(state, batch, [node])
+        stores = self._stores(state, batch, [node])
         spans = self._nodes[node].run(
             self.order.by_node.get(node, ()),
             stores[node],
@@ -223,11 +253,18 @@ class PlacedStep:
     def _step(
         self, state: State, batch: Any, *, measure: bool
     ) -> tuple[State, Any, Timeline]:
-        stores = self._feed.stores(state, batch, list(self.devices))
+        stores = self._stores(state, batch, list(self.devices))
         made = [(key, node) for key, node in self._feed.updating.after if key]
         spans = self._work(self.order, stores, made, measure=measure)
         timeline = Timeline(spans=tuple(spans), nodes=tuple(self.devices))
         return self._feed.state(state, stores), self._value(stores), timeline
+
+    def _stores(
+        self, state: State, batch: Any, nodes: Sequence[int]
+    ) -> dict[int, dict[Key, Any]]:
+        """What nodes begin with, once the batch is seen to be the planned one."""
+        check_like("batch", batch, self._planned[1])
+        return self._feed.stores(state, batch, nodes)
 
     def _value(self, stores: Mapping[int, Mapping[Key, Any]]) -> Any:
         """What the loss returns."""
@@ -262,19 +299,3 @@ class PlacedStep:
             )
 
         return hub.all(work, deadline)
-
-
-def _check(
-    nodes: Sequence[int], devices: Mapping[int, Any], seconds: Sequence[float] | None
-) -> None:
-    if seconds is not None and len(seconds) != len(nodes):
-        raise ValueError(
-            f"seconds has {len(seconds)} entries, but nodes has {len(nodes)}. Give one "
-            "for each operator, or leave seconds out."
-        )
-    missing = sorted(set(nodes) - set(devices))
-    if missing:
-        raise ValueError(
-            f"nodes has node {missing[0]}, for which devices has no device. It has "
-            f"nodes {sorted(devices)}: add one, or place operators on these only."
-        )

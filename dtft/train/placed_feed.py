@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtft.checkpoint import tree
+from dtft.train.placed_arguments import part_weights
 from dtft.train.placed_calls import EACH, Key
 from dtft.train.placed_cut import Cut
 from dtft.train.placed_gradients import Gradients
@@ -72,7 +73,8 @@ class Feed:
         """What is on the devices of nodes when a step begins.
 
         Raises:
-            ValueError: names the array whose rows cannot be divided.
+            ValueError: names the array whose rows cannot be divided; or parts whose
+                weights have no mean.
         """
         stores: dict[int, dict[Key, Any]] = {node: {} for node in self.devices}
         params = jax.tree.leaves(state["params"])
@@ -124,8 +126,7 @@ class _Parts:
     def __init__(self, feed: Feed, parts: Sequence[Any]) -> None:
         self._parts = parts
         self._leaves = [jax.tree.leaves(part) for part in parts]
-        weight = feed.weight
-        self._weights = [1.0 if weight is None else float(weight(p)) for p in parts]
+        self._weights = part_weights(feed.weight, parts)
         self._constants = feed.cut.constants
         numbers = feed.cut.arguments[len(feed.gradients.homes) :]
         self._place = {number: place for place, number in enumerate(numbers)}

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dtft.planner.graph import Graph
+from dtft.planner.kernels import words_of_platform
 from dtft.planner.placement_result import Placement
 from dtft.train.placed_calls import Task
 from dtft.train.placed_cut import Cut
@@ -34,6 +35,9 @@ def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
         graph: of the loss (`dtft.planner.trace.trace`).
         table: scope to node.
 
+    Raises:
+        ValueError: a scope that no operator of the program is in.
+
     >>> import jax, jax.numpy as jnp
     >>> def loss(x):
     ...     for name in ("low", "high"):
@@ -45,6 +49,13 @@ def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
     ...     "low": 0})
     (0, 0, 1, 1, 1)
     """
+    scopes = {part: None for op in graph.operators for part in op.name.split("/")}
+    if unknown := [scope for scope in table if scope not in scopes]:
+        raise ValueError(
+            f"table has the scope {unknown[0]!r}, in which the program has no "
+            f"operator. Allowed: {', '.join(filter(None, scopes)) or 'it has none'}. "
+            "A scope is what jax.named_scope(...) names, or a module of NNX."
+        )
     found: list[int | None] = []
     for op in graph.operators:
         inside = [table[part] for part in op.name.split("/") if part in table]
@@ -59,24 +70,32 @@ def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]
 
     Args:
         placement: has nodes with names and types.
-        table: number, name (`h100:0`) or type (`h100`) of a node to its device, so
-            that CPU devices can play types.
+        table: number, name (`h100:0`), type (`fpga-u280`, or `fpga`) or platform
+            (`cuda`, `gpu`) of a node to its device, so that CPU devices can play types.
+            What is said of fewer nodes counts first.
 
     Raises:
         ValueError: a node that has operators is not in the table.
     """
     found: dict[int, Any] = {}
     for node, names in enumerate(zip(placement.nodes, placement.types, strict=True)):
-        known = [key for key in (node, *names) if key in table]
+        words = (*names, names[1].split("-")[0], *_platforms(placement, node))
+        known = [key for key in (node, *words) if key in table]
         if known:
             found[node] = table[known[0]]
         elif node in placement.node_of:
             raise ValueError(
                 f"devices has no device for node {names[0]!r}, which has operators. "
                 f"It has {list(table)}: add the node's number, name, or its type "
-                f"{names[1]!r}."
+                f"or platform ({', '.join(dict.fromkeys(words[1:]))})."
             )
     return found
+
+
+def _platforms(placement: Placement, node: int) -> tuple[str, ...]:
+    if not placement.platforms:
+        return ()
+    return words_of_platform(placement.platforms[node])
 
 
 def predicted_starts(

@@ -134,6 +134,42 @@ def check_arrays(name: str, value: Any) -> None:
             )
 
 
+def check_like(name: str, value: Any, planned: Any) -> None:
+    """Refuses arrays that are not those that something was planned for.
+
+    Args:
+        name: of the argument.
+        value: arrays.
+        planned: arrays or shapes.
+
+    Raises:
+        ValueError: another tree, shape or dtype; names the path and both.
+    """
+    given, wanted = tree.to_paths(value), tree.to_paths(planned)
+    for path in {**wanted, **given}:
+        forms = [
+            _form(part[path]) if path in part else "nothing" for part in (given, wanted)
+        ]
+        if forms[0] != forms[1]:
+            raise ValueError(
+                f"{_named(name, path)} is {forms[0]}, planned was {forms[1]}. Allowed: "
+                "the tree, shapes (rows too) and dtypes that were planned. Change it, "
+                "or plan it again."
+            )
+    if list(given) != list(wanted):
+        raise ValueError(
+            f"{name} has its arrays in the order {', '.join(given)}, planned was "
+            f"{', '.join(wanted)}. Allowed: the tree that was planned."
+        )
+
+
+def _form(leaf: Any) -> str:
+    """Dtype as JAX takes it (of 64 bits 32, by default), and shape."""
+    if not _is_array(leaf):
+        return f"a {type(leaf).__name__}"
+    return f"{jax.dtypes.canonicalize_dtype(_dtype(leaf))}{list(np.shape(leaf))}"
+
+
 def _is_array(leaf: Any) -> bool:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return True

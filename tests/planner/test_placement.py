@@ -1,7 +1,10 @@
 """Where operators of a program go: each clause of the rule, and never a bad answer."""
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +100,28 @@ def test_only_nodes_that_have_a_kernel_run_an_operator(
     assert on(placement, "dot_general") == "h100:0"
     slow = place(program, lab, [0.0, 1.0, 1.0], kernels=registered("fpga", "dense"))
     assert on(slow, "dot_general") == FPGA and on(slow, "tanh") == ASIC
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"order": "depth"}, "order='depth'. Allowed: rank, traversal"),
+        ({"grain": "layer"}, "grain='layer'. Allowed: operator, block"),
+        ({"moves": 1.5}, "moves=1.5 is no whole number of 0 or more"),
+        ({"moves": -1}, "moves=-1 is no whole number"),
+        ({"microbatches": 2.0}, "microbatches=2.0 is no whole number of 1 or more"),
+        ({"weights": {"fpga:0": 1.0}}, "weights=.*finite number of 0 or more for each"),
+        ({"weights": ["fast"] * 3}, r"weights=\['fast.*each of 3 nodes \(h100:0"),
+        ({"weights": 1.0}, "weights=1.0. Allowed"),
+        ({"cluster": None}, "cluster=None is no cluster, but a NoneType"),
+        ({"graph": len}, "Trace it first: dtft.planner.trace.trace"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(
+    program: Graph, lab: Cluster, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        place(**{"graph": program, "cluster": lab, **options})
 
 
 def registered(device: str, *names: str) -> Kernels:
@@ -244,14 +269,56 @@ def test_types_can_be_pinned(program: Graph, lab: Cluster) -> None:
     [
         ({"dense": "fpga"}, "affinity wants dot_general .*only on h100:0"),
         ({"dense": "npu"}, "no such node. Allowed: a node .h100:0, fpga:0, asic:0"),
-        ({"sort": "gpu"}, "the program has no such operator. Allowed: activation"),
+        ({"dense": "npu"}, "or a platform .cuda, gpu, other"),
+        ({"sort": "npu"}, "'sort'.='npu': the cluster has no such node"),
+        ({"dot_genral": "gpu"}, "did you mean 'dot_general'.*a word .dense, conv"),
+        ("gpu", "affinity='gpu' is no mapping"),
     ],
 )
 def test_a_pin_that_cannot_be_met_says_so(
-    program: Graph, lab: Cluster, pins: dict[str, str], said: str
+    program: Graph, lab: Cluster, pins: Any, said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
         place(program, lab, affinity=pins)
+
+
+def test_a_pin_of_what_the_program_lacks_is_noted(lab: Cluster) -> None:
+    mlp = trace(lambda x, w: jnp.tanh(x @ w), shape(8, 8), shape(8, 8))
+    pins = {"dot_general": "gpu", "conv": "fpga", "activation": "asic"}
+    placement = place(mlp, lab, affinity=pins)
+    assert on(placement, "tanh") == ASIC
+    (note,) = placement.notes
+    assert "no conv, which is wanted on fpga" in note and note in placement.table()
+
+
+def test_the_pin_of_a_primitive_comes_before_its_class(
+    program: Graph, lab: Cluster
+) -> None:
+    placement = place(program, lab, affinity={"activation": "asic", "tanh": "gpu"})
+    assert on(placement, "tanh") == "h100:0"
+
+
+@pytest.mark.parametrize(
+    "kernels, said",
+    [
+        (("fpga", "densee"), "'densee', which is no operator .did you mean 'dense'"),
+        (("fpgaa", "dense"), r"has 'fpgaa', .*no device \(did you mean 'fpga'.*h100"),
+    ],
+)
+def test_misspelt_kernels_are_refused(
+    program: Graph, lab: Cluster, kernels: tuple[str, str], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        place(program, lab, kernels=registered(*kernels))
+
+
+def test_misspelt_kernels_and_platforms_of_cluster_files_are_refused(
+    program: Graph,
+) -> None:
+    with pytest.raises(ValueError, match="kernels of device 'fpga' has 'convv'"):
+        place(program, from_text(LAB.replace("[conv,", "[convv,")))
+    with pytest.raises(ValueError, match="platform='fpga'. Allowed: cpu, cuda"):
+        from_text(LAB.replace("platform: other", "platform: fpga"))
 
 
 def test_weights_scale_the_load_that_a_node_is_given() -> None:
@@ -277,7 +344,7 @@ def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
 
 
 def test_no_microbatch_is_refused() -> None:
-    with pytest.raises(ValueError, match="microbatches=0 is not positive"):
+    with pytest.raises(ValueError, match="microbatches=0 is no whole number"):
         place_tasks(chain([[1.0]]), Nodes.joined([1.0]), microbatches=0)
 
 
@@ -373,6 +440,26 @@ def test_the_backward_pass_runs_in_reverse_on_the_same_nodes(
     assert placement.step_s >= placement.makespan_s + 3 * fullest
 
 
+def test_only_what_is_between_parameters_and_the_loss_has_a_gradient() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wanted = jnp.sin(x) * 2
+        h = jnp.tanh(x @ w)
+        return jnp.sum(h * wanted), jnp.sum(jnp.cos(h))
+
+    graph = trace(loss, shape(8, 8), shape(8, 8))
+    nodes = Nodes.of(Cluster.parse("2xh100"))
+
+    def moved(params: str | None) -> set[str]:
+        made = tasks_of(graph, nodes, kernels=Kernels(), params=params)
+        some = [v for v in made.tasks.passed if v.has_gradient and v.producer >= 0]
+        return {made.tasks.names[v.producer].split()[1] for v in some}
+
+    assert moved(None) == moved("0") == {"dot_general", "tanh", "mul", "reduce_sum"}
+    assert moved("1") > {"sin"}
+    with pytest.raises(ValueError, match=r"params='w': .*Allowed: .*\(0, 1\)"):
+        moved("w")
+
+
 def test_it_survives_its_json(program: Graph, lab: Cluster) -> None:
     placement = place(program, lab, backward=True)
     assert Placement.from_json(placement.to_json()) == placement
@@ -380,6 +467,38 @@ def test_it_survives_its_json(program: Graph, lab: Cluster) -> None:
         Placement.from_json('{"schema": 7}')
     with pytest.raises(ValueError, match="has not what a placement has"):
         Placement.from_json('{"schema": 1, "nodes": []}')
+    with pytest.raises(ValueError, match="is no JSON .*not the path of its file"):
+        Placement.from_json("placement.json")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"node_of": [7]}, "node_of has 1 entries instead of 3"),
+        ({"node_of": [0, 1, 7]}, "node_of has 7; allowed: 0 to 2"),
+        ({"node_of": 3}, "has not what a placement has"),
+        ({"weights": [1.0]}, "weights has 1 entries instead of 3"),
+        ({"schedule": [{"task": 0}]}, "has not what a placement has"),
+        ({"operators": [[0, 1], [2, 3]]}, r"operators has \[2, 3\] after 1"),
+        ({"operators": [1]}, "has not what a placement has"),
+    ],
+)
+def test_json_of_another_shape_is_refused(
+    program: Graph, lab: Cluster, changes: dict[str, Any], words: str
+) -> None:
+    items = json.loads(place(program, lab).to_json())
+    with pytest.raises(ValueError, match=words):
+        Placement.from_json(json.dumps({**items, **changes}))
+
+
+def test_pictures_of_other_kinds_and_in_no_folder_are_refused(
+    program: Graph, lab: Cluster, tmp_path: Path
+) -> None:
+    placement = place(program, lab)
+    with pytest.raises(ValueError, match="ends in '.xyz'. Allowed: .png, .svg, .pdf"):
+        placement.save_picture(tmp_path / "schedule.xyz")
+    with pytest.raises(ValueError, match="there is no folder .*missing"):
+        placement.save_picture(tmp_path / "missing" / "schedule.png")
 
 
 def check(placement: Placement, tasks: Tasks) -> None:

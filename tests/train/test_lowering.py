@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from dtft.planner.cluster import Cluster
 from dtft.planner.kernels import Kernels
@@ -23,3 +24,10 @@ def test_a_program_goes_where_jax_can_lower_it() -> None:
     assert placement.types[placement.of_operator[1]] == "cpu"
     plain = lacking(lambda x: jnp.sin(x) @ x, x, platforms=("cpu", "cuda", "tpu"))
     assert not plain
+
+
+def test_platforms_that_jax_does_not_lower_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="'fpga'. Allowed: .*cpu, cuda, rocm, tpu"):
+        lacking(jnp.sin, 1.0, platforms=("fpga",))
+    with pytest.raises(ValueError, match="'h100'. Allowed"):
+        lacking(jnp.sin, 1.0, platforms="h100")

@@ -11,11 +11,14 @@ import optax
 import pytest
 
 from dtft.planner.jaxprs import operators, traced
+from dtft.planner.placement import place
+from dtft.planner.trace import trace
 from dtft.train.placed import PlacedStep, make_placed_step
 from dtft.train.placed_calls import Key
 from dtft.train.placed_cut import cut
 from dtft.train.placed_hub import Hub
 from dtft.train.placed_node import Node, Span
+from dtft.train.placed_placement import devices_of, nodes_of_scopes
 
 ROWS, WIDTH, NODES = 8, 4, 3
 
@@ -325,6 +328,110 @@ def test_what_cannot_be_placed_is_refused() -> None:
     with pytest.raises(ValueError, match="with 2 microbatches"):
         placed([0, 0], counting, microbatches=2)
     assert placed([0, 1], counting).transfers == ()
+
+
+def test_another_batch_than_planned_is_refused_before_anything_runs() -> None:
+    step = placed(UNEVEN, rows, microbatches=2)
+    state, batch = step.init(some_params()), some_batch()
+    others = {
+        r"batch 'x' is float32\[6, 4\], planned was float32\[8, 4\].*rows too": {
+            **batch,
+            "x": batch["x"][:6],
+        },
+        r"batch 'x' is int32.*planned was float32": {
+            **batch,
+            "x": batch["x"].astype(np.int32),
+        },
+        r"batch 'y' is nothing, planned": {"x": batch["x"], "token": batch["token"]},
+        r"batch 'more' is float32\[\], planned was nothing": {**batch, "more": 1.0},
+    }
+    calls = (step.step, step.measured, step.gradients)
+    for words, other in others.items():
+        for call in calls:
+            with pytest.raises(ValueError, match=words):
+                call(state, other)
+        with pytest.raises(ValueError, match=words):
+            step.run_node(0, state, other, _Silent())
+    step._stores(state, {**batch, "token": batch["token"].astype(np.int64)}, range(3))
+
+
+def test_other_parameters_than_planned_are_refused() -> None:
+    step = placed(UNEVEN, rows)
+    params = some_params()
+    wrong = {**params, "unused": np.ones(3, np.float32)}
+    with pytest.raises(ValueError, match=r"params 'unused' is float32\[3\], planned"):
+        step.init(wrong)
+    with pytest.raises(ValueError, match=r"params 'unused' is float32\[3\], planned"):
+        step.moved({"params": wrong, "opt_state": ()})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"microbatches": 2.0}, "microbatches=2.0 is no whole number of 1 or more"),
+        ({"microbatches": True}, "microbatches=True is no whole number"),
+        ({"seconds": [-1.0] * 14}, r"seconds=\[-1.0.*finite number of 0 or more"),
+        ({"seconds": np.full(14, np.nan)}, r"seconds=\[nan.*leave seconds out"),
+        ({"seconds": 3.0}, "seconds=3.0. Allowed: a finite number"),
+        ({"nodes": None}, "nodes=None is neither a placement nor numbers"),
+        ({"nodes": [0.5] * 14}, "neither a placement nor numbers"),
+        ({"devices": None}, "devices=None is neither a sequence nor a mapping"),
+        ({"devices": jax.devices()[0]}, "devices=.* is neither a sequence"),
+        ({"devices": ["cpu"] * 3}, r"devices\[0\]='cpu' is no device of JAX"),
+        ({"optimizer": "sgd"}, "optimizer='sgd' is no optax transformation"),
+        ({"weight": 2.0}, "weight=2.0 cannot be called"),
+        ({"weight": lambda part: part["x"]}, r"returns \(8, 4\). Allowed: a scalar"),
+        ({"loss": 1}, "loss=1 cannot be called"),
+        ({"batch": {"x": "text"}}, "batch 'x' is 'text', a str"),
+        ({"params": {}}, "params={} has no arrays"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(
+    options: dict[str, Any], words: str
+) -> None:
+    given = {
+        "loss": rows,
+        "optimizer": optax.sgd(0.1),
+        "params": some_params(),
+        "batch": some_batch(),
+        "nodes": UNEVEN,
+        "devices": jax.devices()[:NODES],
+    }
+    with pytest.raises(ValueError, match=words):
+        make_placed_step(**{**given, **options})
+
+
+def test_parts_that_all_count_nothing_have_no_mean() -> None:
+    step = placed(UNEVEN, rows, microbatches=2, weight=lambda part: 0.0)
+    with pytest.raises(ValueError, match=r"is \[0.0, 0.0\] for the microbatches"):
+        step.step(step.init(some_params()), some_batch())
+
+
+def test_seconds_may_be_an_array() -> None:
+    step = placed(UNEVEN, rows, seconds=np.ones(len(UNEVEN)))
+    assert set(step.order.start_s.values()) > {0.0}
+
+
+def test_devices_of_a_placement_may_be_given_by_platform_and_first_part_of_type() -> (
+    None
+):
+    graph = trace(rows, some_params(), some_batch())
+    placement = place(graph, "h100+fpga-u280", affinity={"activation": "fpga"})
+    gpu, fpga = jax.devices()[:2]
+    assert devices_of(placement, {"gpu": gpu, "fpga": fpga}) == {0: gpu, 1: fpga}
+    assert devices_of(placement, {"cuda": fpga, 0: gpu, "other": fpga})[0] == gpu
+    with pytest.raises(ValueError, match="type or platform .fpga-u280, fpga, other"):
+        devices_of(placement, {"h100": gpu})
+
+
+def test_scopes_that_the_program_lacks_are_refused() -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        with jax.named_scope("low"):
+            return jnp.sum(x * 2)
+
+    graph = trace(loss, jax.ShapeDtypeStruct((2,), "float32"))
+    with pytest.raises(ValueError, match="scope 'high', .*Allowed: low"):
+        nodes_of_scopes(graph, {"low": 0, "high": 1})
 
 
 def test_what_nothing_needs_is_not_computed() -> None:

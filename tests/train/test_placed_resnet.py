@@ -94,33 +94,15 @@ def _measured(step: PlacedStep) -> Sent:
 
 
 def _predicted(graph: Graph, placement: Placement) -> Sent:
-    """What tasks hand over; gradients of one value that a node sends count once.
-
-    The placement lets every floating-point value have a gradient; here only those do
-    that lie between a parameter and the loss.
-    """
+    """What tasks hand over; gradients of one value that a node sends count once."""
     made = {value for op in graph.operators for value in op.outputs}
-    ways = _differentiable(graph)
     return Counter(
         (source, target, "cotangent" if back else "value")
         for value, source, target, back in {
             (t.value, t.source, t.target, t.is_gradient) for t in placement.transfers
         }
-        if value in made and (not back or value in ways)
+        if value in made
     )
-
-
-def _differentiable(graph: Graph) -> set[int]:
-    moved = {value for path, value in graph.inputs.items() if path.startswith("0/")}
-    for op in graph.operators:
-        if moved.intersection(op.inputs):
-            some = (v for v in op.outputs if "float" in graph.values[v].dtype)
-            moved.update(some)
-    ways = {graph.outputs["0"]}
-    for op in reversed(graph.operators):
-        if ways.intersection(op.outputs):
-            ways.update(moved.intersection(op.inputs))
-    return ways
 
 
 def _runs_as_scheduled(
