@@ -109,7 +109,7 @@ class Host:
             self.task.experiment.balance,
             begin(policy, self.work, self.names, {}),
             self.names,
-            BalanceLog(folder, {}, leading=self.rank == 0, say=_say),
+            BalanceLog(folder, {}, self.names, leading=self.rank == 0, say=_say),
             step=0,
         )
 

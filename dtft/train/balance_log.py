@@ -50,24 +50,23 @@ class BalanceLog:
         self,
         run_directory: Path,
         epoch: dict[str, int],
+        names: Sequence[str],
         *,
         leading: bool,
         say: Callable[[str], None] = lambda line: print(line, flush=True),
     ) -> None:
-        """`epoch` is written into every record. Opens nothing."""
-        self._path, self._epoch = run_directory / FILE, epoch
+        """`epoch` is in every record, `names` are the nodes'. Opens nothing."""
+        self._path, self._epoch, self._names = run_directory / FILE, epoch, names
         self._leading, self._say = leading, say
         self._disk = Disk(run_directory)
 
-    def began(
-        self, step: int, begin: Begin, sharing: Sharing, names: Sequence[str]
-    ) -> None:
+    def began(self, step: int, begin: Begin, sharing: Sharing) -> None:
         """The shares that the run begins with after `step`."""
         shares = begin.balance.division
         record = {
             "event": "begin",
             "step": step,
-            "nodes": list(names),
+            "nodes": list(self._names),
             "shares": shares.tolist(),
             "recorded": begin.is_recorded,
             "unknown": list(begin.unknown),
@@ -97,13 +96,14 @@ class BalanceLog:
             "mean_wait_ms": round(1e3 * judged.mean_wait_s, 3),
             "gain": round(judged.gain, 5),
             "threshold": round(judged.threshold, 5),
-            "drifted": list(judged.drifted),
+            "drifted": [self._names[node] for node in judged.drifted],
             "settled": after.settled,
             "probe_ms": round(1e3 * cost.probe_s, 3),
             "step_ms": None if cost.step_s is None else round(1e3 * cost.step_s, 3),
             "cost": None if cost.share is None else round(cost.share, 5),
         }
-        self._write(record, round_line(step, before, after, busy_s, cost))
+        line = round_line(step, before, after, busy_s, cost, self._names)
+        self._write(record, line)
 
     def _write(self, record: dict[str, Any], line: str) -> None:
         if not self._leading:
@@ -136,6 +136,7 @@ def round_line(
     after: Balance[Counts],
     busy_s: np.ndarray,
     cost: Cost,
+    names: Sequence[str],
 ) -> str:
     """Shares and waits of a round, and what follows."""
     judged = after.judgement
@@ -148,7 +149,7 @@ def round_line(
         "of the longest work)",
     ]
     if judged.drifted:
-        parts.append(f"another speed: {', '.join(map(str, judged.drifted))}")
+        parts.append(f"another speed: {', '.join(names[it] for it in judged.drifted)}")
     if cost.share is not None:
         parts.append(f"measuring costs {cost.share:.1%}")
     return ", ".join(parts) + f": {_follows(after)}"
@@ -159,7 +160,13 @@ def _follows(after: Balance[Counts]) -> str:
     assert judged is not None
     if judged.changed:
         return f"next {_row(after.division)}"
-    return "settled" if after.settled else "unchanged"
+    word = "settled" if after.settled else "unchanged"
+    if not judged.threshold:
+        return word
+    if judged.gain <= 0:
+        return f"{word}, these are the best for the times known"
+    why = "noise" if judged.threshold > after.rules.least_gain else "least gain"
+    return f"{word}, gain {judged.gain:.1%} below {judged.threshold:.1%} ({why})"
 
 
 def _row(values: np.ndarray) -> str:

@@ -31,6 +31,14 @@ from dtft.train.uneven import UnevenProgram
 class Timing(Protocol):
     """What runs and times a step: `probing.Probe`."""
 
+    def prepare(self, batch: Mapping[str, jax.Array]) -> None:
+        """Compiles what a timed step runs."""
+        ...
+
+    def idle_at(self, state: State) -> float:
+        """Waits until the state is there; the time then, as in `Timed`."""
+        ...
+
     def step(
         self, state: State, batch: Mapping[str, jax.Array]
     ) -> tuple[State, Metrics, Timed]:
@@ -56,7 +64,7 @@ class Balancer:
         """Continues from `step` with the shares of `begin`."""
         self._program, self._config, self._names = program, config, names
         self._balance, self._log, self._step = begin.balance, log, step
-        self._timing = timing or Probe(program)
+        self._timing, self._prepared = timing or Probe(program), False
         self.feed = SharedFeed(source, program, begin.balance.division.tolist())
         """The batches of the steps that it runs."""
         self.items: Items = balance_record.to_items(begin.balance, names)
@@ -64,7 +72,7 @@ class Balancer:
         self._timed: list[Timed] = []
         self._free: tuple[int, float] | None = None
         self._untimed_s: float | None = None
-        log.began(step, begin, program.sharing, names)
+        log.began(step, begin, program.sharing)
 
     @property
     def balance(self) -> Balance[Counts]:
@@ -76,6 +84,29 @@ class Balancer:
     ) -> tuple[State, Metrics]:
         """The next step. `state` is donated: it cannot be used afterwards."""
         self._step += 1
+        if not self._prepared:
+            return self._first(state, batch)
+        return self._next(state, batch)
+
+    def _first(
+        self, state: State, batch: Mapping[str, jax.Array]
+    ) -> tuple[State, Metrics]:
+        """A step of this process that waits for compilation anyway.
+
+        All of it, so that no later step does, and no seconds of one contain it.
+        """
+        self._timing.prepare(batch)
+        for columns in (self._config.probes, len(self._names)):
+            self._program.gathered(np.zeros((len(self._program.own_replicas), columns)))
+        self._prepared = True
+        state, metrics = self._next(state, batch)
+        if self._free is None:
+            self._free = self._step, self._timing.idle_at(state)
+        return state, metrics
+
+    def _next(
+        self, state: State, batch: Mapping[str, jax.Array]
+    ) -> tuple[State, Metrics]:
         if not self._config.is_probe(self._step):
             return self._program.step(state, batch)
         state, metrics, timed = self._timing.step(state, batch)
@@ -155,6 +186,6 @@ def balancer_of(
         config,
         balance_record.begin(config.policy, program.sharing.work, names, items),
         names,
-        BalanceLog(runtime.run_directory, epoch, leading=runtime.is_leading),
+        BalanceLog(runtime.run_directory, epoch, names, leading=runtime.is_leading),
         step=items.get("step", 0),
     )

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from dtft.train.experiment import Experiment, MeshConfig, PipelineConfig
 from dtft.train.fitting import check
+from dtft.train.option_values import given, problem
 
 SCHEMA = 1
 """Number of the JSON form; raised when old readers would misread it."""
@@ -73,8 +74,9 @@ def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experime
     import tyro
 
     default = _default(find(config))
-    overrides = [_in_full(argument) for argument in overrides]
+    typed, overrides = overrides, [_in_full(argument) for argument in overrides]
     _refuse_unknown(overrides, list(keys(default)))
+    _refuse_unreadable(default, typed)
     default = _for_plan(default, overrides)
     try:
         experiment = tyro.cli(
@@ -259,6 +261,17 @@ def _refuse_unknown(overrides: Sequence[str], known: list[str]) -> None:
             raise ConfigError(
                 f"unknown config key --{key}.{_suggestion(key, known)} "
                 "Nothing was started. `--help` lists all keys."
+            )
+
+
+def _refuse_unreadable(default: Experiment, typed: Sequence[str]) -> None:
+    for flag, value in given(typed):
+        key = _in_full(flag)[2:].replace("-", "_")
+        if why := problem(default, key, value):
+            also = "" if key == flag[2:] else f" ({key})"
+            raise ConfigError(
+                f"{flag} {value} is {why}{also}. Nothing was started. `--help` says "
+                "what it is for."
             )
 
 

@@ -254,9 +254,12 @@ class Experiment:
                 "set, too. Leave --mesh.* out, or set --plan ''."
             )
         if self.mesh.stage == 1 and self.pipeline != PipelineConfig():
+            usual = vars(PipelineConfig())
+            given = [it for it in vars(self.pipeline).items() if it[1] != usual[it[0]]]
+            text = " and ".join(f"pipeline.{name}={value!r}" for name, value in given)
             raise ValueError(
-                f"pipeline={vars(self.pipeline)} has no effect with mesh.stage=1. Set "
-                "--mesh.stage 2 or more, or leave --pipeline.* out."
+                f"{text}: no effect with mesh.stage=1. Set --mesh.stage 2 or "
+                "more, or leave --pipeline.* out."
             )
         if self.plan and self.optim.reduces_itself:
             raise ValueError(
@@ -267,6 +270,12 @@ class Experiment:
             raise ValueError(
                 f"plan={self.plan!r} divides the batch equally, but balance.policy="
                 f"{self.balance.policy!r} does not. Set --plan '', or --balance off."
+            )
+        if self.balance.policy != "off" and self.optim.reduces_itself:
+            raise ValueError(
+                f"balance.policy={self.balance.policy!r}: replicas whose optimizer "
+                "communicates by itself (optim.sync.moments, optim.wire) take equal "
+                "shares. Set --balance off, or these options to none."
             )
         if self.calibration and self.plan != "auto":
             raise ValueError(

@@ -6,6 +6,7 @@ module level. What one part of an experiment allows by itself is in `experiment.
 
 from dataclasses import replace
 
+from dtft.models.base import EqualLayers
 from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.sharing import sharing_of
 
@@ -87,6 +88,8 @@ def check(
     if memory_tier:
         _check_copies(experiment.checkpoint.copies, hosts)
     _check_model(experiment)
+    if experiment.mesh.stage > 1:
+        _check_stackable(experiment, experiment.mesh.stage)
     if devices_per_host == -1 or experiment.plan:
         return
     mesh = resolve_mesh(experiment.mesh, hosts, devices_per_host)
@@ -161,18 +164,26 @@ def check_stages(experiment: Experiment, mesh: MeshConfig) -> None:
     Raises:
         ValueError: says what, and what is allowed.
     """
-    layers, where = experiment.model.layers, f"mesh.stage={mesh.stage}"
+    layers = _check_stackable(experiment, mesh.stage)
+    if mesh.tensor > 1:
+        raise ValueError(
+            f"mesh.stage={mesh.stage} does not go together with mesh.tensor="
+            f"{mesh.tensor}: a stage computes with whole matrices. Allowed: 1 "
+            "(mesh.replica and mesh.fsdp may be more). Set --mesh.tensor 1."
+        )
+    experiment.pipeline.chunks(mesh.stage, layers.count)
+    rows = experiment.data.global_batch // mesh.num_data_slots
+    experiment.pipeline.check_rows(mesh.stage, rows)
+
+
+def _check_stackable(experiment: Experiment, stages: int) -> EqualLayers:
+    """Refuses what no mesh with stages can run; the layers that stages share."""
+    layers, where = experiment.model.layers, f"mesh.stage={stages}"
     if layers is None:
         raise ValueError(
             f"{where}: the model {type(experiment.model).__name__} is not a row of "
             "equal layers that stages could share. Allowed: models whose config has "
             "`layers`, such as TransformerConfig. Set --mesh.stage 1."
-        )
-    if mesh.tensor > 1:
-        raise ValueError(
-            f"{where} does not go together with mesh.tensor={mesh.tensor}: a stage "
-            "computes with whole matrices. Allowed: 1 (mesh.replica and mesh.fsdp may "
-            "be more). Set --mesh.tensor 1."
         )
     optim = type(experiment.optim).__name__
     if experiment.optim.reduces_itself or not experiment.optim.is_elementwise:
@@ -183,9 +194,7 @@ def check_stages(experiment: Experiment, mesh: MeshConfig) -> None:
             "(MaxAdaBeliefConfig without optim.sync, AdamWConfig, SGDConfig). Set "
             "--mesh.stage 1."
         )
-    experiment.pipeline.chunks(mesh.stage, layers.count)
-    rows = experiment.data.global_batch // mesh.num_data_slots
-    experiment.pipeline.check_rows(mesh.stage, rows)
+    return layers
 
 
 def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) -> None:

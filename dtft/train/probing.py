@@ -40,11 +40,20 @@ class Probe:
         """Runs nothing yet."""
         self._program, self._clock = program, clock
 
+    def prepare(self, batch: Mapping[str, jax.Array]) -> None:
+        """Compiles what a timed step runs, for batches like this one."""
+        self._program.compile_apart(batch)
+
+    def idle_at(self, state: State) -> float:
+        """Waits until the state is there; the clock's time then."""
+        jax.block_until_ready(state)
+        return self._clock()
+
     def step(
         self, state: State, batch: Mapping[str, jax.Array]
     ) -> tuple[State, Metrics, Timed]:
-        """One optimizer step. `state` is donated: it cannot be used afterwards."""
-        self._program.compile_apart(batch)
+        """One optimizer step; `prepare` comes first. `state` is donated: it cannot be
+        used afterwards."""
         jax.block_until_ready((state, dict(batch)))
         began = self._clock()
         sums = self._program.local(state, batch)

@@ -41,14 +41,8 @@ class UnevenProgram(Program):
         """Traces the model; allocates nothing.
 
         Raises:
-            ValueError: the batch cannot be shared on this mesh, or the optimizer
-                reduces by itself.
+            ValueError: the batch cannot be shared on this mesh.
         """
-        if experiment.optim.reduces_itself:
-            raise ValueError(
-                "optim.sync: replicas that exchange moments themselves take equal "
-                "shares. Set --balance off, or leave optim.sync out."
-            )
         batch = experiment.data.global_batch
         self.sharing: Sharing = sharing_of(experiment.balance, batch, mesh.shape)
         super().__init__(experiment, mesh)

@@ -1,10 +1,13 @@
 """A tiny experiment and a runtime in memory, for the tests of the loop."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.monitoring
 import numpy as np
 
 from dtft.models.base import CNNConfig
@@ -107,3 +110,20 @@ class MemoryRuntime:
 
 
 __all__ = ["MemoryRuntime", "MeshConfig", "as_bytes", "tiny"]
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Names of the events of compiling that happen inside."""
+    found: list[str] = []
+
+    def heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
+        if event.endswith("backend_compile_duration"):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)

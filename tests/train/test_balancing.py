@@ -14,7 +14,7 @@ from dtft.planner.balance import Balance, Rules
 from dtft.planner.load_shares import Microbatches
 from dtft.train import loop
 from dtft.train.balance_config import BalanceConfig
-from dtft.train.balance_log import BalanceLog
+from dtft.train.balance_log import BalanceLog, Cost, round_line
 from dtft.train.balance_record import Begin, begin, node_names, to_items
 from dtft.train.balancing import Balancer
 from dtft.train.data import make_datasets
@@ -24,7 +24,7 @@ from dtft.train.probing import Probe, Timed
 from dtft.train.sharing import COUNTS
 from dtft.train.step import make_mesh
 from dtft.train.uneven import UnevenProgram
-from tests.train.helpers import MemoryRuntime, as_bytes, tiny
+from tests.train.helpers import MemoryRuntime, as_bytes, compilations, tiny
 
 BALANCE = BalanceConfig(policy="exact", microbatches=16, every=3, probes=2)
 SPEEDS = (4.0, 2.0, 1.0, 1.0)
@@ -41,6 +41,13 @@ class Unlike:
     ) -> None:
         self._program, self._speeds = program, np.asarray(speeds)
         self._random = np.random.default_rng(0)
+
+    def prepare(self, batch: Mapping[str, jax.Array]) -> None:
+        del batch
+
+    def idle_at(self, state: Any) -> float:
+        del state
+        return -1.0
 
     def step(
         self, state: Any, batch: Mapping[str, jax.Array]
@@ -62,14 +69,15 @@ class Job:
         self.folder = folder
 
     def balancer(
-        self, items: dict[str, Any], names: Sequence[str] = NAMES, **timing: Any
+        self, items: dict[str, Any], names: Sequence[str] = NAMES, **options: Any
     ) -> Balancer:
         made: Begin = begin("exact", self.program.sharing.work, names, items)
-        log = BalanceLog(self.folder, {}, leading=True)
+        log = BalanceLog(self.folder, {}, names, leading=True)
         return Balancer(
-            *(self.program, self.source, BALANCE, made, names, log),
+            *(self.program, self.source, options.get("config", BALANCE)),
+            *(made, names, log),
             step=items.get("step", 0),
-            timing=timing.get("timing", Unlike(self.program)),
+            timing=options.get("timing", Unlike(self.program)),
         )
 
     def run(
@@ -201,9 +209,41 @@ def test_a_probe_times_every_replica(job: Job) -> None:
     state, _, _ = job.run(balancer, job.program.init(), range(1, 4))
     record = _records(job.folder)[-1]
     assert len(record["busy_ms"]) == 4 and min(record["busy_ms"]) > 0
-    assert record["probe_ms"] > 0 and record["step_ms"] is None
+    assert record["probe_ms"] > 0
+    assert record["step_ms"] is None  # but for the first step all were measured
     job.run(balancer, state, range(4, 7))
     assert _records(job.folder)[-1]["step_ms"] > 0
+
+
+def test_only_the_first_step_compiles_and_round_1_tells_its_cost(job: Job) -> None:
+    config = replace(BALANCE, every=4)
+    balancer = job.balancer({}, timing=Probe(job.program), config=config)
+    state, _, _ = job.run(balancer, job.program.init(), [1])
+    with compilations() as found:
+        job.run(balancer, state, range(2, 5))
+    assert not found
+    record = _records(job.folder)[-1]
+    assert record["round"] == 1 and record["step_ms"] > 0
+    assert record["cost"] is not None
+
+
+def test_a_round_says_why_shares_stay_and_who_changed() -> None:
+    before, busy = _known(), BEST / np.asarray(SPEEDS)
+    cost = Cost(step_s=1.0, probe_s=1.1, probes=2, steps=4)
+
+    def line(speeds: Sequence[float], **changes: Any) -> str:
+        after = before.after(np.tile(BEST / np.asarray(speeds), (3, 1)))
+        assert after.judgement is not None
+        judged = replace(after.judgement, **changes)
+        after = replace(after, judgement=judged)
+        rows = np.tile(busy, (3, 1))
+        return round_line(8, before, after, rows, cost, NAMES)
+
+    assert line(SPEEDS).endswith(": settled, these are the best for the times known")
+    noisy = line(SPEEDS, gain=0.031, threshold=0.062)
+    assert noisy.endswith(": settled, gain 3.1% below 6.2% (noise)")
+    assert "below 1.0% (least gain)" in line(SPEEDS, gain=0.005, threshold=0.01)
+    assert "another speed: b, measuring costs 5.0%" in line((4.0, 0.5, 1.0, 1.0))
 
 
 def test_the_loop_balances_records_and_resumes(tmp_path: Path) -> None:

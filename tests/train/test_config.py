@@ -1,6 +1,7 @@
 """Reading configs: what is resolved, what is refused and how it is said."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -118,6 +119,23 @@ def test_unknown_key_gets_one_error_and_a_hint(key: str, hint: str) -> None:
     with pytest.raises(ConfigError, match="unknown config key") as caught:
         parse("digits_cnn", [key, "1"])
     assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--mesh.stage", "2.5"], "--mesh.stage 2.5 is no whole number. Nothing"),
+        (["--seed=x"], "--seed x is no whole number. Nothing"),
+        (["--optim.learning-rate", "fast"], "--optim.learning-rate fast is no number"),
+        (["--checkpoint.interval", "2.5"], "2.5 is no whole number and none of auto."),
+        (["--balance", "x"], "--balance x is none of off, proportional, exact (bal"),
+    ],
+)
+def test_values_that_cannot_be_read_are_said_as_typed(
+    arguments: list[str], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        parse("digits_cnn", arguments)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,9 @@ def test_what_does_not_fit_is_said(words: list[str], text: str) -> None:
 def test_models_without_equal_layers_are_named(config: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"{text}.*such as TransformerConfig"):
         check(_given("--data.global_batch", "64", config=config), hosts=4)
+    for devices in (3, -1):  # said before sizes that do not fit them
+        with pytest.raises(ValueError, match=text):
+            check(parse(config, ["--mesh.stage", "2"]), devices_per_host=devices)
 
 
 def test_optimizers_that_look_at_matrices_are_named() -> None:
@@ -82,7 +85,7 @@ def test_optimizers_that_look_at_matrices_are_named() -> None:
 
 def test_contradictions_are_refused() -> None:
     experiment = parse("chars_transformer", [])
-    with pytest.raises(ValueError, match=r"has no effect with mesh\.stage=1"):
+    with pytest.raises(ValueError, match=r"^pipeline\.microbatches=8: no effect"):
         replace(experiment, pipeline=PipelineConfig(microbatches=8))
     with pytest.raises(ValueError, match=r"layers=\(2, 0\) has a chunk without"):
         PipelineConfig(layers=(2, 0))

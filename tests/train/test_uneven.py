@@ -1,15 +1,13 @@
 """Shares as data: the even step's gradients for any shares, compiled once."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.monitoring
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 
 from dtft.models.base import ResNetConfig, TransformerConfig
 from dtft.train.balance_config import BalanceConfig
+from dtft.train.config import parse
 from dtft.train.data import make_datasets
 from dtft.train.datasets import CharsConfig
 from dtft.train.experiment import Experiment, MeshConfig
@@ -26,7 +25,7 @@ from dtft.train.shared_feed import SharedFeed
 from dtft.train.step import Program, make_mesh
 from dtft.train.sync_config import SyncConfig
 from dtft.train.uneven import UnevenProgram
-from tests.train.helpers import as_bytes, tiny
+from tests.train.helpers import as_bytes, compilations, tiny
 
 BALANCE = BalanceConfig(policy="exact", microbatches=8, most=6)
 EVEN = (2, 2, 2, 2)
@@ -73,23 +72,6 @@ def _experiment(tmp_path: Path, **changes: Any) -> Experiment:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     experiment = _experiment(tmp_path_factory.mktemp("run"))
     return Trained(experiment, MeshConfig(replica=4))
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Names of the events of compiling that happen inside."""
-    found: list[str] = []
-
-    def heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del duration_secs, kwargs
-        if event.endswith("backend_compile_duration"):
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(heard)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(heard)
 
 
 def _assert_equal_but_for_rounding(found: Any, expected: Any) -> None:
@@ -181,9 +163,8 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
         UnevenProgram(experiment, mesh)
     optim = MaxAdaBeliefConfig(sync=SyncConfig(moments="operands"))
     with pytest.raises(ValueError, match=r"optim\.sync"):
-        UnevenProgram(
-            replace(experiment, optim=optim),
-            make_mesh(MeshConfig(), jax.devices()[:4]),
-        )
+        replace(experiment, optim=optim)
+    with pytest.raises(ValueError, match=r"optim\.wire"):
+        replace(parse("digits_shampoo", []), balance=experiment.balance)
     with pytest.raises(ValueError, match="--balance off"):
         replace(experiment, plan="auto")
