@@ -137,12 +137,13 @@ def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
 def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
     """The best, and every baseline, in the order of the ranking.
 
-    None with idle devices, but for the best: they would be listed as faster.
+    None with idle devices, unless the best has: they would be listed as faster.
     """
     ranking = priced.ranking
     shown = (priced.space.columns["baseline"] > 0)[ranking]
     shown[:num_ranked] = True
-    shown[1:] &= ~priced.idle[ranking[1:]]
+    if not priced.idle[ranking[0]]:
+        shown &= ~priced.idle[ranking]
     return tuple(_alternative(priced, int(at)) for at in ranking[shown])
 
 

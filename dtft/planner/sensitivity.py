@@ -5,8 +5,9 @@ bandwidth, the peak and the hosts, and searches again each time. Decides which c
 are looked at. Must not compile or run anything.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dtft.planner import wording
 from dtft.planner.cluster import Cluster, Level, Pool
@@ -66,14 +67,32 @@ def section(plan: Plan, found: tuple[Effect, ...]) -> Section:
 def _effect(decision: Decision, change: str, pool: Pool) -> Effect:
     cluster = Cluster(pools=(pool,), name=f"{decision.cluster.words}, {change}")
     try:
-        found = best_of(
-            decision.question, cluster, decision.pins, what_if=decision.what_if
-        )
+        plan = _planned(decision, cluster, decision.pins)
     except ValueError as error:
         return Effect(change=change, plan=None, reason=str(error))
-    if not found.plan.fits:
+    if not plan.fits:
         return Effect(change=change, plan=None, reason="the model does not fit")
-    return Effect(change=change, plan=found.plan)
+    if decision.idle:
+        plan = _unless_slower(plan, decision, cluster)
+    return Effect(change=change, plan=plan)
+
+
+def _planned(decision: Decision, cluster: Cluster, pins: Mapping[str, Any]) -> Plan:
+    return best_of(decision.question, cluster, pins, what_if=decision.what_if).plan
+
+
+def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
+    """The plan, or the mesh that there was if it stays faster.
+
+    A mesh with idle devices is left for one that uses them before that one is faster
+    (`priced.IDLE`); no change for the better is to be shown as a loss.
+    """
+    try:
+        same = _planned(decision, cluster, {**decision.pins, **decision.plan.mesh})
+    except ValueError:
+        return plan
+    faster = same.prediction.step_s < plan.prediction.step_s
+    return same if same.fits and faster else plan
 
 
 def _changes(pool: Pool) -> Iterator[tuple[str, Pool]]:
