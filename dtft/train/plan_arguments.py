@@ -167,7 +167,9 @@ def _form(leaf: Any) -> str:
     """Dtype as JAX takes it (of 64 bits 32, by default), and shape."""
     if not _is_array(leaf):
         return f"a {type(leaf).__name__}"
-    return f"{jax.dtypes.canonicalize_dtype(_dtype(leaf))}{list(np.shape(leaf))}"
+    # Keys of random numbers have a dtype of their own.
+    dtype = jax.dtypes.canonicalize_dtype(_dtype(leaf), allow_extended_dtype=True)
+    return f"{dtype}{list(np.shape(leaf))}"
 
 
 def _is_array(leaf: Any) -> bool:

@@ -19,6 +19,7 @@ from dtft.train.placed_cut import cut
 from dtft.train.placed_hub import Hub
 from dtft.train.placed_node import Node, Span
 from dtft.train.placed_placement import devices_of, nodes_of_scopes
+from dtft.train.plan_arguments import check_like
 
 ROWS, WIDTH, NODES = 8, 4, 3
 
@@ -353,6 +354,12 @@ def test_another_batch_than_planned_is_refused_before_anything_runs() -> None:
         with pytest.raises(ValueError, match=words):
             step.run_node(0, state, other, _Silent())
     step._stores(state, {**batch, "token": batch["token"].astype(np.int64)}, range(3))
+
+
+def test_keys_of_random_numbers_are_compared_too() -> None:
+    check_like("batch", {"key": jax.random.key(0)}, {"key": jax.random.key(1)})
+    with pytest.raises(ValueError, match=r"'key' is uint32\[2\], planned was key<fry>"):
+        check_like("batch", {"key": np.ones(2, "u4")}, {"key": jax.random.key(1)})
 
 
 def test_other_parameters_than_planned_are_refused() -> None:
