@@ -22,6 +22,7 @@ from dtft.checkpoint.transport import (
     TransportServer,
     connect,
 )
+from tests.checkpoint.hosts import echo, wait_until
 
 JOB = Credentials(job="job", secret=b"s" * 32)
 Handler = Callable[[Channel], None]
@@ -42,13 +43,6 @@ def serve() -> Iterator[Serve]:
     yield start
     for server in servers:
         server.close()
-
-
-def echo(channel: Channel) -> None:
-    """Sends every frame back."""
-    while True:
-        header, payload = channel.receive(10)
-        channel.send(header, [payload], timeout_s=10)
 
 
 def call(server: TransportServer, op: str = "echo", **hello: object) -> Channel:
@@ -169,7 +163,8 @@ def test_wrong_secrets_are_told_on_both_sides(
             connect(server.address, wrong, {"op": "echo"}, 5)
         assert "secret file of this host differs" in str(error.value)
         assert_serves(server)
-    assert "wrong proof" in caplog.text
+        # The refusal is sent before the server says why, in a thread of its own.
+        wait_until(lambda: "wrong proof" in caplog.text)
 
 
 def test_a_server_without_the_secret_learns_nothing_and_is_refused() -> None:
