@@ -40,6 +40,16 @@ def test_a_product_reads_both_orders() -> None:
     assert _read(trace(lambda x: x @ x.T, X)) == {}
 
 
+def test_a_sum_over_several_dims_copies_its_left_operand() -> None:
+    x, by = (jax.ShapeDtypeStruct((2, 4, n), "float32") for n in (8, 16))
+
+    def gradient(x: jax.Array, by: jax.Array) -> jax.Array:
+        return jnp.sin(jnp.einsum("abi,abo->io", x, by).T)
+
+    found = _read(trace(gradient, x, by))
+    assert found in ({"dot_general": 2.0 * 4 * 8}, {"dot_general": 2.0 * 4 * 16})
+
+
 def test_rows_that_stay_whole_are_no_matter() -> None:
     many = jax.ShapeDtypeStruct((4, 8, 16), "float32")
     graph = trace(lambda x: jnp.exp(jnp.transpose(x, (1, 0, 2))), many)
