@@ -68,9 +68,10 @@ def group(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]:
     last: dict[object, bool] = {}
     for number, operator in enumerate(graph.operators):
         key = _key(graph, operator, alias)
+        if own := across.get(number):
+            operator = replace(operator, strided=own)
         if operator.kind in CHEAP:
-            own = across.get(number)
-            cheap[key].append(replace(operator, strided=own) if own else operator)
+            cheap[key].append(operator)
             continue
         is_last = nobody_waits(operator, known)
         key = key, operator.within if is_last else None

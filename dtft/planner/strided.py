@@ -1,10 +1,12 @@
-"""Elements that a fused loop reads across the order in which they lie.
+"""Elements that are read across the order in which they lie.
 
 The gradient of a weight comes out of its product transposed: JAX asks for the product
-and a transpose, and a compiler that keeps every array in the order of its dims, as
-XLA's CPU backend does, leaves the transpose to whoever reads it. An update that keeps
-two moments reads every element twice, a cache line for each: more than half of a step
-of a small MLP whose weights are not divided. Pure; must not know devices or meshes.
+and a transpose. A compiler that keeps every array in the order of its dims, as XLA's
+CPU backend does, leaves the transpose to whoever reads it: an update that keeps two
+moments reads every element twice, a cache line for each, which is more than half of a
+step of a small MLP whose weights are not divided. Where the product sums over several
+dims (examples and positions), XLA copies its left operand so that these come last, and
+has the result in order. Pure; must not know devices or meshes.
 """
 
 from collections import defaultdict
@@ -21,7 +23,8 @@ def strided(graph: Graph) -> Mapping[int, float]:
 
     Each element-wise operator that reads what was transposed has all of its elements;
     of what only leaves its loop or the program, the transpose itself. Products read
-    both orders as fast, and what keeps the last dim is copied line by line.
+    both orders as fast, unless they sum over several dims: then all elements of the
+    left operand are theirs. What keeps the last dim is copied line by line.
 
     >>> from dtft.planner.graph import Value
     >>> values = tuple(Value(shape=s, dtype="float32", dims=d) for s, d in
@@ -38,8 +41,12 @@ def strided(graph: Graph) -> Mapping[int, float]:
         for index in set(operator.inputs):
             readers[index].append(number)
     found: dict[int, float] = defaultdict(float)
+    in_order: set[int] = set()
     for number, operator in enumerate(graph.operators):
-        if not _turns(graph, operator):
+        if _copies_left(graph, operator):
+            found[number] += float(graph.values[operator.inputs[0]].size)
+            in_order.update(operator.outputs)
+        if not _turns(graph, operator) or operator.inputs[0] in in_order:
             continue
         size = float(graph.values[operator.outputs[0]].size)
         fused = _readers(graph, operator.outputs[0], readers)
@@ -48,16 +55,23 @@ def strided(graph: Graph) -> Mapping[int, float]:
     return dict(found)
 
 
+def _copies_left(graph: Graph, operator: Operator) -> bool:
+    """Whether a product needs the summed dims of its left operand where they are not:
+    all of them last. One that sums over a single dim takes it anywhere.
+    """
+    places = operator.contracted[0]
+    if operator.kind != "matmul" or len(places) < 2:
+        return False
+    last = len(graph.values[operator.inputs[0]].shape)
+    return sorted(places) != list(range(last - len(places), last))
+
+
 def _turns(graph: Graph, operator: Operator) -> bool:
     """Whether another dim than before has its elements side by side."""
     if operator.primitive != "transpose":
         return False
     before, after = (
-        [
-            dim
-            for dim, size in zip(value.dims, value.shape, strict=True)
-            if size > 1
-        ]
+        [dim for dim, size in zip(value.dims, value.shape, strict=True) if size > 1]
         for value in (
             graph.values[operator.inputs[0]],
             graph.values[operator.outputs[0]],
