@@ -19,6 +19,7 @@ HEADER = ("round", "divided", "division", "weights", "max wait ms", "mean wait m
 HEADER += ("step ms", "gain", "moved operators then (from to)")
 Tasks = list[list[Any]]
 """Name, microbatch, ready, start and end of each task of a node."""
+COLOURS = {"forward": "tab:purple", "backward": "tab:cyan", "update": "0.6"}
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -89,6 +90,7 @@ def _ended(name: str, one: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 def _figure(found: Mapping[str, Any]) -> "Figure":
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(15, 11))
     names = list(found["results"])
@@ -102,7 +104,11 @@ def _figure(found: Mapping[str, Any]) -> "Figure":
         axes.set_title(f"divided by {name}", size=11)
         _strips(figure.add_subplot(grid[1, column]), rounds)
         for place, (title, step) in enumerate(found["gantt"][name].items()):
-            _gantt(figure.add_subplot(grid[place + 2, column]), title, step)
+            axes = figure.add_subplot(grid[place + 2, column])
+            _gantt(axes, title, step)
+        axes.set_xlabel("ms; numbers are microbatches")
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -114,7 +120,8 @@ def _waits(axes: Any, rounds: Rows) -> None:
     slowed = sum(not one["slowed"] for one in rounds)
     axes.axvline(slowed + 0.5, color="0.7")
     axes.text(slowed + 0.55, 10, "node 0 slowed", size=8)
-    axes.set(xlabel="round", ylabel="ms", ylim=(0, None))
+    most = max(1e3 * one["step_s"] for one in rounds)
+    axes.set(xlabel="round", ylabel="ms", ylim=(0, 1.25 * most))
     axes.legend(frameon=False, ncols=3, fontsize=8)
 
 
@@ -130,15 +137,14 @@ def _strips(axes: Any, rounds: Rows) -> None:
 
 
 def _gantt(axes: Any, title: str, step: Sequence[Tasks]) -> None:
-    colours = {"forward": "tab:blue", "backward": "tab:orange"}
     for node, tasks in enumerate(step):
         for name, microbatch, _, start, end in tasks:
-            colour = colours.get(name.split()[0], "0.6")
+            colour = COLOURS.get(name.split()[0], COLOURS["update"])
             bar = [(1e3 * start, 1e3 * (end - start))]
             axes.broken_barh(bar, (node - 0.4, 0.8), color=colour, ec="white", lw=0.4)
             if microbatch is not None:
                 middle = 5e2 * (start + end)
                 axes.text(middle, node, microbatch, ha="center", va="center", size=5)
-    axes.set_title(f"{title} (ms)", size=9, loc="left")
+    axes.set_title(f"a step: {title}", size=9, loc="left")
     axes.set(yticks=range(len(step)), ylabel="node", xlim=(0, None))
     axes.invert_yaxis()

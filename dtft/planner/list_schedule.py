@@ -143,7 +143,9 @@ class _State:
         of = self.of
         more = of.made_bytes[task]
         for value in of.read[task]:
-            if node not in self.at[value] and self._whole(value) == value:
+            if node in self.at[value]:
+                continue
+            if of.sum_of[value] < 0 or self._whole(value) == value:
                 more += of.held_bytes[value]
         return self.live[node] + more <= of.capacity[node]
 
@@ -207,11 +209,9 @@ class _State:
             if self.home[value] >= 0 and node not in self.at[value]
         ]
         if len(missing) > 1:
-            whole: dict[int, float] = {}
-            for since, value in missing:
-                first = self._whole(value)
-                whole[first] = max(since, whole.get(first, 0.0))
-            missing = sorted((since, value) for value, since in whole.items())
+            if of.adds[task]:
+                missing = self._added(missing)
+            missing.sort()
         return [self._send(value, node, since) for since, value in missing]
 
     def _whole(self, value: int) -> int:
@@ -220,6 +220,14 @@ class _State:
         if behind < 0:
             return value
         return self.sums.setdefault((behind, self.home[value]), value)
+
+    def _added(self, missing: list[tuple[float, int]]) -> list[tuple[float, int]]:
+        """Parts of a gradient that are on one node as their sum, once it is there."""
+        found: dict[int, float] = {}
+        for since, value in missing:
+            whole = self._whole(value)
+            found[whole] = max(since, found.get(whole, 0.0))
+        return [(since, value) for value, since in found.items()]
 
     def _send(self, value: int, node: int, since: float) -> Sent:
         of, home = self.of, self.home[value]

@@ -51,6 +51,8 @@ class Problem:
             tasks.gradient_of.get(value, -1) for value in range(len(tasks.passed))
         ]
         """Of each value the one that it is a part of the gradient of; or -1."""
+        self.adds = [any(self.sum_of[v] >= 0 for v in read) for read in self.read]
+        """Whether a task reads such parts."""
         self.stays = [
             value.is_kept or value.producer < 0 or not frees for value in tasks.passed
         ]

@@ -9,7 +9,7 @@ arrays are before a step; the rest is decided in `placed_cut`, `placed_gradients
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,11 +20,8 @@ from dtft.planner.placement_result import Placement
 from dtft.train.accumulate import Weight
 from dtft.train.placed_arguments import (
     check_given,
-    check_nodes,
     check_weight,
     device_table,
-    node_numbers,
-    operator_seconds,
 )
 from dtft.train.placed_calls import Key, Task, Transfer
 from dtft.train.placed_cut import Cut, cut
@@ -33,7 +30,7 @@ from dtft.train.placed_gradients import differentiated
 from dtft.train.placed_hub import Hub
 from dtft.train.placed_node import Exchange, Node, Span
 from dtft.train.placed_order import Order, order
-from dtft.train.placed_placement import devices_of, predicted_starts, seconds_of
+from dtft.train.placed_placement import predicted_starts, where
 from dtft.train.placed_state import Layout, State, check_values
 from dtft.train.placed_timeline import Timeline
 from dtft.train.placed_update import updating
@@ -81,21 +78,15 @@ def make_placed_step(
             loss or the devices, rows cannot be divided, or the loss has no gradient.
     """
     check_given(loss, optimizer, params, batch, microbatches)
-    at = device_table(devices)
     part = jax.eval_shape(lambda whole: parts_of(whole, microbatches)[0], batch)
     program, shape = traced(loss, params, part)
     has_aux = isinstance(shape, tuple) and len(shape) == 2
     if weight is not None:
         check_weight(weight, part)
-    if isinstance(nodes, Placement):
-        seconds = seconds_of(nodes) if seconds is None else seconds
-        at = devices_of(nodes, at)
-        nodes = nodes.of_operator
-    nodes = node_numbers(nodes)
-    check_nodes(nodes, at)
-    if seconds is not None:
-        seconds = operator_seconds(seconds, len(nodes))
-    divided = cut(program, nodes, seconds)
+    of_operator, at, seconds = where(
+        nodes, device_table(devices), seconds, microbatches
+    )
+    divided = cut(program, of_operator, seconds)
     count = len(jax.tree.leaves(params))
     gradients = differentiated(divided, count, microbatches)
     keys = [key for key, _ in gradients.gradients]
@@ -139,23 +130,23 @@ def make_placed_step(
 class PlacedStep:
     """First `state = placed.init(params)`, then `placed.step(state, batch)`."""
 
-    cut: Cut
+    cut: Cut = field(repr=False)
     """The loss in segments."""
     devices: Mapping[int, Any]
     """Of each node."""
     microbatches: int
     """Parts of a batch."""
-    order: Order
+    order: Order = field(repr=False)
     """What each node does, in order, with the starts that are expected."""
     deadline_s: float
     """How long a step may take, compiling included."""
-    _feed: Feed
-    _optimizer: optax.GradientTransformation
-    _layout: Layout
-    _batch: Any
+    _feed: Feed = field(repr=False)
+    _optimizer: optax.GradientTransformation = field(repr=False)
+    _layout: Layout = field(repr=False)
+    _batch: Any = field(repr=False)
     """Shapes."""
-    _aux: Any
-    _nodes: Mapping[int, Node]
+    _aux: Any = field(repr=False)
+    _nodes: Mapping[int, Node] = field(repr=False)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:

@@ -474,6 +474,17 @@ def test_devices_of_a_placement_may_be_given_by_platform_and_first_part_of_type(
     assert devices_of(placement, {"cuda": fpga, 0: gpu, "other": fpga})[0] == gpu
     with pytest.raises(ValueError, match="type or platform .fpga-u280, fpga, other"):
         devices_of(placement, {"h100": gpu})
+    with pytest.raises(ValueError, match="devices has 'asic', but .*Allowed: h100:0"):
+        devices_of(placement, {"gpu": gpu, "fpga": fpga, "asic": gpu})
+    with pytest.raises(ValueError, match="microbatches=4, .*is a placement for 1"):
+        placed(placement, rows, microbatches=4)
+
+
+def test_a_step_and_its_tasks_are_shown_in_a_line() -> None:
+    step = placed(UNEVEN, rows)
+    assert len(repr(step)) < 300
+    assert "node=0, phase='begin'" in repr(step.order.by_node[0][0])
+    assert len(repr(step.order.by_node[0])) < 1000
 
 
 def test_scopes_that_the_program_lacks_are_refused() -> None:
