@@ -39,8 +39,10 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
                  "vocabulary": 1024},
     "resnet": {"batch": 64, "size": 32, "depths": (1, 1), "width": 32, "classes": 64},
 }  # fmt: skip
-FIRST_S, BEST, ROUNDS = 0.6, 10, 5
-"""Seconds of steps of every plan at first; plans measured again; turns of each."""
+TURNS, TURN_S = 3, 0.25
+"""Turns of every plan, and seconds of each."""
+BEST, AGAIN, AGAIN_S = 10, 5, 0.3
+"""Plans measured again; turns of each, and seconds of each."""
 ONE_PASS = {"microbatches": 1, "remat": "none"}
 
 
@@ -78,15 +80,12 @@ def of_model(name: str, calibration: Calibration) -> dict[str, Any]:
     found = _plans(decide(asked, cluster, ONE_PASS))
     found.setdefault(_name(chosen), chosen)
     before = _plans(decide(asked, catalog, ONE_PASS))
+    runners = {text: Runner(plan, given) for text, plan in found.items()}
     rows = []
-    runners = {}
-    for text, plan in found.items():
-        runner = runners[text] = Runner(plan, given)
-        begin = time.monotonic()
-        runner.start()
-        compiled_s = time.monotonic() - begin
-        times = [runner.step_s(1) for _ in range(max(3, runner.num_steps(FIRST_S)))]
-        runner.stop()
+    # All are compiled first: a step right behind compiling takes up to twice as long.
+    for (text, plan), times in zip(
+        found.items(), in_turns(list(runners.values()), TURNS, TURN_S), strict=True
+    ):
         known = before.get(text)
         rows.append(
             {
@@ -96,7 +95,6 @@ def of_model(name: str, calibration: Calibration) -> dict[str, Any]:
                 "terms": dict(plan.prediction.terms),
                 "catalog_s": known and known.prediction.step_s,
                 "chosen": text == _name(chosen),
-                "compiled_s": compiled_s,
             }
         )
         _say(rows[-1])
@@ -125,7 +123,7 @@ def _again(rows: list[dict[str, Any]], runners: Mapping[str, Runner]) -> None:
     best += sorted(rows, key=lambda row: row["predicted_s"])[:3]
     best += [row for row in rows if row["chosen"]]
     again = {row["plan"]: row for row in best}
-    turns = in_turns([runners[text] for text in again], ROUNDS, FIRST_S / 2)
+    turns = in_turns([runners[text] for text in again], AGAIN, AGAIN_S)
     for row, times in zip(again.values(), turns, strict=True):
         row["turns_s"], row["again_s"] = times, median(times)
 

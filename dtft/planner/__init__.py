@@ -10,6 +10,8 @@ Importing this package is light: public names load on first use.
 * `Calibration`: what `dtft calibrate` measured; `Lint`: what `plan.lints()` finds.
 * `place`: where operators run on nodes that are not alike, a `Placement`; `Kernels`:
   which nodes can run what.
+* `Balance` (`Rules`): how load is divided anew from measured waits; what is divided:
+  `Operators` of a `Priced` program, `Layers` of stages, `Microbatches` of replicas.
 * `CAPABILITIES`: the knobs that each entry point and backend can run.
 """
 
@@ -17,6 +19,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtft.planner.balance import Balance as Balance
+    from dtft.planner.balance import Rules as Rules
     from dtft.planner.calibration import Calibration as Calibration
     from dtft.planner.capabilities import CAPABILITIES as CAPABILITIES
     from dtft.planner.cluster import Cluster as Cluster
@@ -25,11 +29,15 @@ if TYPE_CHECKING:
     from dtft.planner.device import DeviceType as DeviceType
     from dtft.planner.device import Efficiency as Efficiency
     from dtft.planner.kernels import Kernels as Kernels
+    from dtft.planner.layer_work import Layers as Layers
     from dtft.planner.links import Curve as Curve
     from dtft.planner.links import Link as Link
     from dtft.planner.lints import Lint as Lint
+    from dtft.planner.load_shares import Microbatches as Microbatches
+    from dtft.planner.placement import Priced as Priced
     from dtft.planner.placement import place as place
     from dtft.planner.placement_result import Placement as Placement
+    from dtft.planner.placement_work import Operators as Operators
     from dtft.planner.plan import Alternative as Alternative
     from dtft.planner.plan import AxisUse as AxisUse
     from dtft.planner.plan import Collective as Collective
@@ -40,6 +48,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Alternative": "plan",
     "AxisUse": "plan",
+    "Balance": "balance",
     "CAPABILITIES": "capabilities",
     "Calibration": "calibration",
     "Cluster": "cluster",
@@ -49,13 +58,18 @@ _PUBLIC = {
     "Efficiency": "device",
     "Kernels": "kernels",
     "Knobs": "plan",
+    "Layers": "layer_work",
     "Level": "cluster",
     "Link": "links",
     "Lint": "lints",
+    "Microbatches": "load_shares",
+    "Operators": "placement_work",
     "Placement": "placement_result",
     "Plan": "plan",
     "Pool": "cluster",
     "Prediction": "plan",
+    "Priced": "placement",
+    "Rules": "balance",
     "place": "placement",
 }
 
@@ -63,6 +77,7 @@ __all__ = [
     "CAPABILITIES",
     "Alternative",
     "AxisUse",
+    "Balance",
     "Calibration",
     "Cluster",
     "Collective",
@@ -71,13 +86,18 @@ __all__ = [
     "Efficiency",
     "Kernels",
     "Knobs",
+    "Layers",
     "Level",
     "Link",
     "Lint",
+    "Microbatches",
+    "Operators",
     "Placement",
     "Plan",
     "Pool",
     "Prediction",
+    "Priced",
+    "Rules",
     "place",
 ]
 

@@ -17,6 +17,8 @@ from dtft.planner.device import DeviceType, Efficiency
 from dtft.planner.links import CollectiveKind, Curve, Link
 from dtft.planner.scalar_fit import Fit, fit
 
+_BEYOND = 2
+"""Sizes of streams that are larger than any cache that is found."""
 _PLAIN = 0.2
 """Relative error up to which bytes over bandwidth explain how long a stream takes."""
 
@@ -87,11 +89,13 @@ def fit_memory(
     Apart from the start of an operator. Small arrays that are used again and again stay
     in a cache; the rest goes through the memory. The cache is as large as one of the
     sizes measured, whichever explains them best; where bandwidth alone explains them,
-    there is none.
+    there is none. Two sizes at least lie beyond it: what nothing was measured beyond is
+    noise, not a cache (devices of one machine share the cache that it has).
     """
     cache_bytes, found = _fit_memory(device, times, 0.0)
-    if found.worst > _PLAIN:
-        tries = [_fit_memory(device, times, float(time.num_bytes)) for time in times]
+    sizes = sorted({float(time.num_bytes) for time in times})[:-_BEYOND]
+    if found.worst > _PLAIN and sizes:
+        tries = [_fit_memory(device, times, size) for size in sizes]
         cache_bytes, found = min(tries, key=lambda one: one[1].worst)
     reached = found.values["bandwidth"]
     bandwidth = max(device.memory_bandwidth, reached)

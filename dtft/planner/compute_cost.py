@@ -12,6 +12,9 @@ import numpy as np
 from dtft.planner.device import DeviceType, Efficiency
 from dtft.planner.graph import item_bits
 
+_TILES_OF_A_PART = 4
+"""Steps along k below which splitting a sum does not pay: parts are added up again."""
+
 
 def shape_factor(
     device: DeviceType, m: Any, n: Any, k: Any, batch: Any = 1, dtype: str = "bfloat16"
@@ -19,7 +22,8 @@ def shape_factor(
     """Share of its speed that a matmul keeps, being made of whole tiles.
 
     q of reference section 7: dims are padded to the tile, the last wave of tiles does
-    not fill all cores, and rows that are not aligned are slower.
+    not fill all cores, and rows that are not aligned are slower. Where the result has
+    fewer tiles than half the cores, several cores share each sum (split-K of cuBLAS).
 
     >>> from dtft.planner.catalog import device_type
     >>> a100 = device_type("a100")
@@ -31,7 +35,10 @@ def shape_factor(
     tiles = [np.ceil(s / tile) for s, tile in zip(sizes, device.tile, strict=True)]
     padded = math.prod(tiles) * math.prod(device.tile)
     used = math.prod(sizes) / padded
-    waves = tiles[0] * tiles[1] * batch / device.cores
+    results = tiles[0] * tiles[1] * batch
+    most = np.maximum(tiles[2] / _TILES_OF_A_PART, 1)
+    parts = np.clip(device.cores // results, 1, most)
+    waves = results * parts / device.cores
     used = used * waves / np.ceil(waves)
     row = device.alignment_bytes * 8 // item_bits(dtype)
     aligned = (sizes[1] % max(row, 1) == 0) & (sizes[2] % max(row, 1) == 0)
@@ -43,7 +50,8 @@ def matmul_s(
 ) -> Any:
     """Seconds of `batch` matmuls (m, k) by (k, n), at least what their bytes take.
 
-    The start of the operator (`launch_s`) is not counted.
+    The start of the operator (`launch_s`) is not counted. A matrix by a vector is not
+    made of tiles: kernels for it read the matrix once, as fast as memory gives it.
 
     Args:
         device: its peak, tile and efficiency.
@@ -63,8 +71,9 @@ def matmul_s(
     """
     efficiency = device.efficiency
     rows = np.asarray(m) * batch
-    share = efficiency.e0 * rows / (rows + efficiency.x0)
-    share = share * shape_factor(device, m, n, k, batch, dtype)
+    tiled = rows / (rows + efficiency.x0) * shape_factor(device, m, n, k, batch, dtype)
+    vector = np.minimum(m, n) == 1
+    share = efficiency.e0 * np.where(vector, 1.0, tiled)
     flops = 2.0 * m * n * k * batch
     item_bytes = item_bits(dtype) / 8
     num_bytes = (1.0 * m * k + 1.0 * k * n + 1.0 * m * n) * batch * item_bytes

@@ -79,11 +79,16 @@ def computing_s(
     dtype = graph.values[operator.inputs[0]].dtype if operator.inputs else "float32"
     if work.sizes:
         rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
-        return matmul_s(device, rows, columns, depth, batch, dtype)
+        seconds = matmul_s(device, rows, columns, depth, batch, dtype)
+        if not operator.strided:
+            return seconds
+        part = work.reads[0].at(sizes) / work.reads[0].total
+        return seconds + operator.strided * part * device.efficiency.strided_s
     moved = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
     simple, special = work.flops.at(sizes), work.special.at(sizes)
     if operator.kind in CHEAP:
-        return unfused_s(device, moved, simple, special, cold=cold)
+        across = work.strided.at(sizes) * device.efficiency.strided_s
+        return unfused_s(device, moved, simple, special, cold=cold) + across
     each = 1 / (device.peak(dtype) * device.efficiency.e0)
     if work.columns is not None:
         each = each * (1 + device.efficiency.c0 / work.columns.at(sizes))

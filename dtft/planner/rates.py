@@ -63,11 +63,13 @@ class Rates:
             done: the work.
             cold: as for `cost.computing_s`.
         """
-        key = key, done.operator.flops, done.operator.special, cold
+        one = done.operator
+        key = key, one.flops, one.special, one.strided, cold
         if key not in self._computing:
             columns, repeats = self.columns, repeats_of(done)
             amounts = done.sizes or (*done.reads, *done.writes, done.flops)
             amounts += (done.columns,) if done.columns is not None else ()
+            amounts += done.reads[:1] if one.strided else ()
             cases = columns.divided({*repeats, *(amount.axes for amount in amounts)})
             device = columns.pool.device
             seconds = computing_s(graph, device, done, cases.sizes, cold=cold)

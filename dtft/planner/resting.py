@@ -120,6 +120,42 @@ class Resting:
                 together.setdefault(found, Total()).add(cases, num_bytes)
         return alone, together
 
+    def copying_s(
+        self, division: Division, points: np.ndarray, zero: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of a step in which gathered parameters are copied into order.
+
+        A compiler that keeps every array in the order of its dims copies what it
+        gathered along the last of them (`shards.turned_place`).
+
+        Args:
+            division: which axes divide which dims while computing.
+            points: of the columns.
+            zero: level of each.
+        """
+        found = np.zeros(len(points))
+        each = self._columns.pool.device.efficiency.strided_s
+        for level in np.unique(zero).tolist() if each else ():
+            some = points[zero == level]
+            often = self._columns.parts((MICRO,))[some] if level == 3 else 1
+            found[zero == level] = each * often * self._turned(division, level).at(some)
+        return found
+
+    def _turned(self, division: Division, zero: int) -> Total:
+        """Elements that are copied so in a step, or for a microbatch."""
+        total = Total()
+        for alike, count in self.arrays["parameter"].items():
+            value = alike.value
+            num_slices = shards.slices(value, self._loops)
+            how = shards.times_gathered(alike.passes, alike.changes, zero, num_slices)
+            if not how.times:
+                continue
+            cases, used, place = self._placed(value, division)
+            turned = shards.turned_place(value)
+            part = Amount(total=how.times * value.size, axes=used).at(cases.sizes)
+            total.add(cases, count * part * ((place == turned) & (place >= 0)))
+        return total
+
     def _gather(
         self,
         alike: Alike,

@@ -222,9 +222,10 @@ class Search:
                 together, some
             )
         compute, device = sums.compute.at(points), self.pool.device
+        copying = resting.copying_s(division, points, zero)
         parts = np.where(zero > 0, space.columns["fsdp"][rows], 1)
         terms = {
-            "compute": compute,
+            "compute": compute + copying,
             "collectives": np.asarray(added_s(device.efficiency, sending, compute)),
             "optimizer": sums.optimizer.at(points) / parts,
             "launch": np.asarray(launch_s(device, sums.starts.at(points))),

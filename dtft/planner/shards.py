@@ -77,6 +77,20 @@ def rest_place(
     return best
 
 
+def turned_place(value: Value) -> int:
+    """The dim along which gathering an array leaves its elements out of order.
+
+    What is gathered along a dim lies as if that dim were the first. Of the last dim the
+    elements of a row are then far apart; of others whole rows are moved. -1: of none,
+    as there is one dim only.
+
+    >>> turned_place(Value(shape=(12, 8, 1), dtype="float32", dims=(0, 1, 2)))
+    1
+    """
+    places = [place for place, size in enumerate(value.shape) if size > 1]
+    return places[-1] if len(places) > 1 else -1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
     """An array of the state: what it is and where it is divided."""

@@ -48,6 +48,9 @@ class Sizes:
     """Rows, side and channels of convolutions."""
     elements: int
     """Side of a square array, small enough to stay at hand."""
+    strided: int | None
+    """Side of a square array that is as large as a weight; None: the compiler lays
+    arrays out in the order in which they are read."""
     collectives: tuple[int, ...]
     """Bytes."""
     overlap: tuple[int, tuple[int, ...]] | None
@@ -69,6 +72,7 @@ CPU = Sizes(
     streams=_powers(2**18, 2**27, 7),
     convolutions=((8, 16, 8), (8, 8, 32), (4, 8, 128)),
     elements=128,
+    strided=512,
     collectives=_powers(2**12, 2**24, 8),
     overlap=None,
 )
@@ -79,6 +83,7 @@ ACCELERATOR = Sizes(
     streams=_powers(2**22, 2**30, 5),
     convolutions=((64, 32, 32), (64, 32, 128), (64, 16, 512)),
     elements=2048,
+    strided=None,
     collectives=_powers(2**14, 2**28, 8),
     overlap=(4096, (2**20, 2**24, 2**26)),
 )
@@ -151,6 +156,11 @@ def _compute(
     device, fits["memory"] = fit_memory(device, streams)
     _say("element-wise operators ...")
     device, fits["elements"] = fit_elements(device, _elements(mesh, sizes))
+    if sizes.strided is not None:
+        _say("transposed arrays ...")
+        across = measuring.strided_s(mesh, sizes.strided, sizes.pace)
+        made = replace(device.efficiency, strided_s=across)
+        device = replace(device, efficiency=made)
     for number, dtype in enumerate(sizes.dtypes):
         _say(f"matmuls of {dtype} ...")
         times, dispatch = _matmuls(mesh, dtype, sizes)

@@ -99,6 +99,7 @@ def table(found: Calibration) -> str:
     row("    up to", f"{efficiency.cache_bytes / 2**20:.2f} MiB")
     row("element-wise operation", _ns(efficiency.simple_s), "elements: simple_s")
     row("    one like exp", _ns(efficiency.special_s), "elements: special_s")
+    row("element read across the order", _ns(efficiency.strided_s))
     for key, link in found.links.items():
         for kind, curves in link.measured.items():
             for n, curve in curves.items():

@@ -184,6 +184,27 @@ def element_wise_s(mesh: Mesh, name: str, side: int, pace: Pace) -> Timed:
     return timed(mesh, lambda x: (function(x),), [(side, side)], jnp.float32, pace)
 
 
+def strided_s(mesh: Mesh, side: int, pace: Pace) -> float:
+    """Seconds of one element read across the order in which elements lie.
+
+    As an update reads a gradient that its product made transposed; beyond what reading
+    it in that order takes. Both arrays change in every turn, or XLA would transpose one
+    before the loop.
+    """
+
+    def along(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        return 0.9 * x + 0.1 * y, x
+
+    def across(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        return 0.9 * x + 0.1 * y.T, x
+
+    one, other = (
+        timed(mesh, body, [(side, side)] * 2, jnp.float32, pace).seconds
+        for body in (along, across)
+    )
+    return max(0.0, other - one) / side**2
+
+
 def convolution_s(mesh: Mesh, rows: int, side: int, channels: int, pace: Pace) -> float:
     """Seconds of one 3 by 3 convolution of (rows, side, side, channels), as in a step.
 

@@ -60,13 +60,13 @@ class Call:
     phase: Phase
     segment: int = 0
     """Of the forward program, or of the update's."""
-    reads: tuple[Key, ...] = ()
-    writes: tuple[Key, ...] = ()
-    sends: tuple[tuple[Key, int], ...] = ()
+    reads: tuple[Key, ...] = field(default=(), repr=False)
+    writes: tuple[Key, ...] = field(default=(), repr=False)
+    sends: tuple[tuple[Key, int], ...] = field(default=(), repr=False)
     """What other nodes get once it is done."""
-    program: ClosedJaxpr | None = None
+    program: ClosedJaxpr | None = field(default=None, repr=False)
     """From reads to writes; None: it only sends what it reads."""
-    donated: tuple[int, ...] = ()
+    donated: tuple[int, ...] = field(default=(), repr=False)
     """Reads, by position, whose memory it may use for its results."""
 
     @property

@@ -10,9 +10,34 @@ from typing import Any
 from dtft.planner.graph import Graph
 from dtft.planner.kernels import words_of_platform
 from dtft.planner.placement_result import Placement
+from dtft.train.placed_arguments import check_nodes, node_numbers, operator_seconds
 from dtft.train.placed_calls import Task
 from dtft.train.placed_cut import Cut
 from dtft.train.placed_order import Order
+
+
+def where(
+    nodes: Sequence[int] | Placement,
+    table: Mapping[Any, Any],
+    seconds: Sequence[float] | None,
+    microbatches: int,
+) -> tuple[tuple[int, ...], dict[int, Any], tuple[float, ...] | None]:
+    """Nodes of operators, devices of nodes, seconds of operators; arguments as those of
+    `make_placed_step`, with devices by what they are found by.
+
+    Raises:
+        ValueError: see there.
+    """
+    if isinstance(nodes, Placement):
+        check_microbatches(nodes, microbatches)
+        seconds = seconds_of(nodes) if seconds is None else seconds
+        table = devices_of(nodes, table)
+        nodes = nodes.of_operator
+    of_operator = node_numbers(nodes)
+    check_nodes(of_operator, table)
+    if seconds is not None:
+        seconds = operator_seconds(seconds, len(of_operator))
+    return of_operator, dict(table), seconds
 
 
 def seconds_of(placement: Placement) -> tuple[float, ...]:
@@ -75,21 +100,52 @@ def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]
             What is said of fewer nodes counts first.
 
     Raises:
-        ValueError: a node that has operators is not in the table.
+        ValueError: a node that has operators is not in the table, or a word of the
+            table is of no node.
     """
     found: dict[int, Any] = {}
-    for node, names in enumerate(zip(placement.nodes, placement.types, strict=True)):
-        words = (*names, names[1].split("-")[0], *_platforms(placement, node))
-        known = [key for key in (node, *words) if key in table]
+    words = [_words(placement, node) for node in range(len(placement.nodes))]
+    all_words = dict.fromkeys(word for some in words for word in some)
+    # Numbers may go on: devices are often given as all that there are.
+    strange = [k for k in table if not isinstance(k, int) and k not in all_words]
+    if strange:
+        raise ValueError(
+            f"devices has {strange[0]!r}, but no node of the placement is called so. "
+            f"Allowed: {', '.join(all_words)}, or the number of a node."
+        )
+    for node, some in enumerate(words):
+        known = [key for key in (node, *some) if key in table]
         if known:
             found[node] = table[known[0]]
         elif node in placement.node_of:
             raise ValueError(
-                f"devices has no device for node {names[0]!r}, which has operators. "
+                f"devices has no device for node {some[0]!r}, which has operators. "
                 f"It has {list(table)}: add the node's number, name, or its type "
-                f"or platform ({', '.join(dict.fromkeys(words[1:]))})."
+                f"or platform ({', '.join(dict.fromkeys(some[1:]))})."
             )
     return found
+
+
+def check_microbatches(placement: Placement, microbatches: int) -> None:
+    """Refuses a placement that was made for another number of microbatches.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    if placement.microbatches != microbatches:
+        raise ValueError(
+            f"microbatches={microbatches}, but nodes is a placement for "
+            f"{placement.microbatches}: what it predicts is of another step. Give the "
+            f"same number, or place(..., microbatches={microbatches}) the program of "
+            "one such microbatch."
+        )
+
+
+def _words(placement: Placement, node: int) -> tuple[str, ...]:
+    """What a node may be called, what says most of it first."""
+    kind = placement.types[node]
+    platforms = _platforms(placement, node)
+    return (placement.nodes[node], kind, kind.split("-")[0], *platforms)
 
 
 def _platforms(placement: Placement, node: int) -> tuple[str, ...]:

@@ -97,6 +97,16 @@ def test_memory_gives_back_its_bandwidth() -> None:
     assert cpu.memory_bandwidth == pytest.approx(2.5e12, rel=0.05)
 
 
+def test_nothing_is_a_cache_beyond_which_little_was_measured() -> None:
+    """Four processes on two cores: the largest stream was slow by chance."""
+    times = [
+        MemoryTime(num_bytes=size, seconds=size / 3e9 * (4 if size == 2**27 else 1))
+        for size in (2**18, 2**20, 2**23, 2**25, 2**27)
+    ]
+    device, _ = fit_memory(device_type("cpu"), times)
+    assert device.efficiency.cache_bytes <= 2**23
+
+
 def test_small_arrays_stay_in_a_cache() -> None:
     """What half a machine's memory streams and its cache gave, with noise."""
     rng = np.random.default_rng(0)

@@ -153,3 +153,27 @@ def test_functions_cost_more_than_the_bytes_they_move() -> None:
     slow = replace(PLAIN, efficiency=replace(PLAIN.efficiency, special_s=1e-9))
     assert unfused_s(slow, 4e3, simple=1e3) == unfused_s(PLAIN, 4e3)
     assert unfused_s(slow, 4e3, simple=1e3, special=1e3) == pytest.approx(1e-6)
+
+
+def test_a_matrix_by_a_vector_takes_what_reading_it_takes() -> None:
+    device = device_type("rtx4090")
+    for m, n in ((8, 1), (1, 8), (1, 1)):
+        num_bytes = 2 * (2e8 * (m + n) + m * n)
+        assert matmul_s(device, m, n, 2e8) == memory_s(device, num_bytes)
+
+
+def test_cores_share_the_sum_of_a_product_with_few_tiles() -> None:
+    device = device_type("h100")
+    tile_m, tile_n, tile_k = device.tile
+    one_tile = shape_factor(device, tile_m, tile_n, 4096 * tile_k)
+    assert one_tile == 1.0  # all 132 cores have a part of k
+    few_steps = shape_factor(device, tile_m, tile_n, 3 * tile_k)
+    assert few_steps == pytest.approx(1 / device.cores)  # too short to be divided
+    half_full = shape_factor(device, device.cores * tile_m, tile_n, 4096 * tile_k)
+    assert half_full == 1.0
+
+
+@pytest.mark.parametrize("m", [1, 8, 128, 768, 4096])
+def test_a_longer_sum_never_takes_less(m: int) -> None:
+    times = matmul_s(A100, m, 768, 64 * np.arange(1, 2000))
+    assert np.all(np.diff(times) >= -1e-12 * times[1:])

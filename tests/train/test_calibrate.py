@@ -30,6 +30,7 @@ TINY = Sizes(
     streams=(2**12, 2**14),
     convolutions=((1, 4, 4),),
     elements=16,
+    strided=16,
     collectives=(2**10,),
     overlap=(16, (2**10,)),
     pace=Pace(budget_s=1e-4, repeats=1),
