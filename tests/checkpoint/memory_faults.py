@@ -140,11 +140,12 @@ def during_fetch(bench: Bench, rng: random.Random, source: bool) -> str:
         fired = proxy.fired.is_set()
     if source:
         host.stage(STEP)  # another's copy is as good as ever
-    if not fired:
+    if not fired and "error" not in outcome:
         return "not reached"
-    if "error" not in outcome and loads(bench.lost, STEP):
+    if fired and "error" not in outcome and loads(bench.lost, STEP):
         return "survived"
-    return bench.fetch_again()
+    again = bench.fetch_again()  # the next case needs what was restored
+    return again if fired or again != "detected" else "not reached"
 
 
 FAULTS: dict[str, Callable[[Bench, random.Random], str]] = {
