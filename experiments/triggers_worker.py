@@ -44,7 +44,7 @@ AWAITED: dict[Trigger, str] = {
     "layer": "reduced 1",
 }
 """How far the others come without the late process's gradient of layer 0."""
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Recorder:

@@ -147,7 +147,8 @@ def compile_all(
             children start while the first of them is.
 
     Returns:
-        One result per candidate, in their order.
+        One result per candidate, in their order, but for the last ones if the deadline
+        passed before they were made.
     """
     run = _Run(deadline_s)
     try:

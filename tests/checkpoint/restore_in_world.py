@@ -16,7 +16,7 @@ def main(directory: str, coordinator: str, rank: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(coordinator, 2, rank, initialization_timeout=30)
+    jax.distributed.initialize(coordinator, 2, rank, initialization_timeout=90)
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     specs = {"params/w": PartitionSpec("fsdp")}
     tier = StorageTier(directory, read_only=True)

@@ -14,6 +14,8 @@ from dtft.checkpoint.storage import StorageTier, load_numpy
 from tests.checkpoint.exporting import Process, opening, places, saving
 from tests.checkpoint.states import extent, layout, same_bits, state
 
+pytestmark = pytest.mark.timeout(180)  # children import JAX, on a busy machine too
+
 
 @pytest.fixture
 def exporters() -> Iterator[list[Process]]:
@@ -54,7 +56,7 @@ def test_world_of_one_writes_every_bit(
     assert not answer["ok"] and "step 9 is corrupt in this host's" in answer["error"]
     assert whole.slices(0)[0].key in answer["error"]
     exporter.send(op="close")
-    assert exporter.process.wait(timeout=10) == 0
+    assert exporter.process.wait(timeout=40) == 0
     assert StorageTier(tmp_path / "storage").all_steps() == (7, 8)
 
 
@@ -103,7 +105,7 @@ def test_what_does_not_open_is_answered_on_every_save(
     assert not answer["ok"] and "slots (0, 1) hold" in answer["error"]
     assert other.process.stdin is not None
     other.process.stdin.close()  # an agent that died
-    assert other.process.wait(timeout=20) == 0
+    assert other.process.wait(timeout=40) == 0
 
 
 def test_a_save_beyond_its_limit_ends_the_process(
@@ -115,7 +117,7 @@ def test_a_save_beyond_its_limit_ends_the_process(
     exporter.send(**saving(layout(slots=(0,) * 4), 0, 1, timeout_s=0))
     answer = exporter.answer()
     assert not answer["ok"] and "TimeoutError" in answer["error"]
-    assert exporter.process.wait(timeout=10) == 1
+    assert exporter.process.wait(timeout=40) == 1
 
 
 def test_every_axis_in_use_takes_every_slot_part() -> None:

@@ -393,7 +393,9 @@ def test_a_corrupt_copy_in_memory_is_replaced_from_storage(written: Any) -> None
 
 def test_a_flipped_bit_in_storage_is_not_loaded(written: Any, tmp_path: Path) -> None:
     _, directory = written
-    subprocess.run(["cp", "-r", directory / "2", tmp_path / "2"], check=True, timeout=9)
+    subprocess.run(
+        ["cp", "-r", directory / "2", tmp_path / "2"], check=True, timeout=50
+    )
     saved = tmp_path / "2" / "dtft" / "metadata"
     text = saved.read_text()
     mark = '"default/rows": "'

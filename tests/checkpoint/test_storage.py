@@ -178,6 +178,7 @@ def test_what_orbax_would_confuse_or_lose_is_refused(tmp_path: Path) -> None:
         StorageTier(tmp_path, max_to_keep=0)
 
 
+@pytest.mark.timeout(180)  # two processes that import JAX
 def test_two_gloo_processes_restore_together(tmp_path: Path, free_port: int) -> None:
     save(tmp_path, 5, devices=2)
     module = "tests.checkpoint.restore_in_world"
@@ -190,7 +191,7 @@ def test_two_gloo_processes_restore_together(tmp_path: Path, free_port: int) -> 
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=45)[0] for process in processes]
+        outputs = [process.communicate(timeout=150)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -241,6 +241,7 @@ def test_stacked_layers_are_reduced_inside_the_backward_scan() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_unrolled_layers_are_reduced_between_backward_operations() -> None:
     """On CPU only without the combiner, and then by `device` just as by `layer`."""
     result = subprocess.run(
@@ -248,7 +249,7 @@ def test_unrolled_layers_are_reduced_between_backward_operations() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=50,
+        timeout=150,
         cwd=ROOT,
         env={
             **os.environ,

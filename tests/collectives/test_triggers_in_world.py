@@ -17,8 +17,9 @@ from experiments.triggers_worker import L, data, loss
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_one_late_process(tmp_path: Path) -> None:
-    worlds, gradients = triggers.record(delay_s=0.3, deadline_s=50)
+    worlds, gradients = triggers.record(delay_s=0.3, deadline_s=150)
     table = tmp_path / "who_waits_where.json"
     rows = [
         dict(zip(triggers.HEADER, r, strict=True)) for r in triggers.rows_of(worlds)

@@ -76,7 +76,7 @@ class ServedJob:
     def end_agent(self, name: str) -> None:
         agent = self.agents.pop(name)
         try:
-            agent.wait(timeout=20)
+            agent.wait(timeout=60)
         finally:
             agent.kill()
             agent.wait(timeout=10)

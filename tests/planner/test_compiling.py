@@ -213,14 +213,21 @@ def _children() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children()
-        if compile_worker.__name__ in child.cmdline()
+        if compile_worker.__name__ in _words_of(child)
     ]
 
 
+def _words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended, as another test's may at any time
+        return []
+
+
 def test_the_child_ends_at_the_deadline() -> None:
-    late, later = compile_all([_candidate(), _candidate()], deadline_s=0.2)
-    assert isinstance(late, Failure) and isinstance(later, Failure)
-    assert "deadline_s=0.2" in late.reason
+    # On a busy machine the second is not even asked for by then.
+    for late in compile_all([_candidate(), _candidate()], deadline_s=0.2):
+        assert isinstance(late, Failure) and "deadline_s=0.2" in late.reason
     assert not _children()
 
 
