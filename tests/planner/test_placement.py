@@ -25,7 +25,7 @@ from dtft.planner.ranks import as_they_come, by_rank
 from dtft.planner.task_graph import tasks_of
 from dtft.planner.tasks import Passed, Tasks
 from dtft.planner.trace import trace
-from experiments.placement_gap import Case
+from experiments.placement_cases import Case
 
 LAB = """
 name: lab
@@ -436,6 +436,7 @@ def test_the_backward_pass_runs_in_reverse_on_the_same_nodes(
     forward = {(t.value, t.source, t.target) for t in placement.transfers}
     back = {(t.value, t.target, t.source) for t in placement.transfers if t.is_gradient}
     assert back <= forward
+    assert ("gradient of value" in placement.html()) == bool(back)
     fullest = max(placement.busy_s)
     assert placement.step_s >= placement.makespan_s + 3 * fullest
 
@@ -467,7 +468,7 @@ def test_it_survives_its_json(program: Graph, lab: Cluster) -> None:
         Placement.from_json('{"schema": 7}')
     with pytest.raises(ValueError, match="has not what a placement has"):
         Placement.from_json('{"schema": 1, "nodes": []}')
-    with pytest.raises(ValueError, match="is no JSON .*not the path of its file"):
+    with pytest.raises(ValueError, match="is no JSON.*not the path of its file"):
         Placement.from_json("placement.json")
 
 
