@@ -14,7 +14,8 @@ patch releases, so the last digits do too; its hash is in the resolved config.
 from dtft.models.base import TransformerConfig
 from dtft.train.datasets import CharsConfig
 from dtft.train.experiment import ClusterConfig, Experiment, MeshConfig, StopConfig
-from dtft.train.optimizers import MaxAdaBeliefConfig, ScheduleConfig
+from dtft.train.optimizers import MaxAdaBeliefConfig
+from dtft.train.schedule_config import ScheduleConfig
 
 
 def config() -> Experiment:

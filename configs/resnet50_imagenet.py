@@ -24,7 +24,8 @@ from dtft.train.experiment import (
     StopConfig,
 )
 from dtft.train.images import ImageFolderConfig
-from dtft.train.optimizers import MaxAdaBeliefConfig, ScheduleConfig
+from dtft.train.optimizers import MaxAdaBeliefConfig
+from dtft.train.schedule_config import ScheduleConfig
 
 
 def config() -> Experiment:

@@ -25,6 +25,7 @@ from dtft.elastic.etcd_wire import (
     next_position,
     prefix_range,
     put_request,
+    refusal,
     shut,
 )
 from dtft.elastic.store import (
@@ -36,7 +37,6 @@ from dtft.elastic.store import (
     LeaseGone,
     Put,
     Resync,
-    StoreFull,
     StoreUnavailable,
     check_changes,
 )
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _QUIET_S = 30.0  # a watch that hears nothing for so long connects again
 _PAUSES_S = (0.1, 0.2, 0.4, 0.8)  # between attempts to connect a watch
-_INVALID_ARGUMENT, _NOT_FOUND = 3, 5  # gRPC codes
 _OLDEST_SAFE = (3, 5, 6)
 
 
@@ -228,7 +227,7 @@ class EtcdStore:
         except ValueError as error:
             raise self._unavailable(operation, f"reply {raw[:200]!r}") from error
         if "error" in reply:
-            raise self._refusal(operation, reply)
+            raise refusal(self._said(operation), reply)
         return reply
 
     def _exchange(
@@ -257,24 +256,13 @@ class EtcdStore:
             found.close()  # idle, so input can only be its end
         return found
 
-    def _refusal(self, operation: str, reply: dict[str, Any]) -> Exception:
-        error = reply["error"]
-        if isinstance(error, dict):  # in streams
-            code, message = error.get("grpc_code"), error.get("message")
-        else:
-            code, message = reply.get("code"), error
-        if code == _NOT_FOUND and "lease" in str(message):
-            return LeaseGone(f"store {self._address}: {operation}: {message}")
-        if code == _INVALID_ARGUMENT:
-            return ValueError(f"store {self._address}: {operation}: {message}")
-        if "database space exceeded" in str(message):
-            return StoreFull(f"store {self._address}: {operation}: {message}")
-        return self._unavailable(operation, message)
-
     def _unavailable(self, operation: str, cause: object) -> StoreUnavailable:
         if isinstance(cause, TimeoutError):
             cause = f"no answer within {self._timeout_s} s"
-        return StoreUnavailable(f"store {self._address}: {operation}: {cause}")
+        return StoreUnavailable(f"{self._said(operation)}: {cause}")
+
+    def _said(self, operation: str) -> str:
+        return f"store {self._address}: {operation}"
 
     # ---------------------------------------------------------------- watches
 
@@ -293,7 +281,7 @@ class EtcdStore:
                 if message is None:
                     continue
                 if "error" in message:
-                    raise self._refusal(f"watch {prefix}", message)
+                    raise refusal(self._said(f"watch {prefix}"), message)
                 result = message["result"]
                 resync = self._lost_history(prefix, position, result)
                 if resync is not None:

@@ -13,9 +13,20 @@ import socket
 import time
 from typing import Any, Self
 
-from dtft.elastic.store import Compare, Delete, Event, Events, KeyValue, Put
+from dtft.elastic.store import (
+    Compare,
+    Delete,
+    Event,
+    Events,
+    KeyValue,
+    LeaseGone,
+    Put,
+    StoreFull,
+    StoreUnavailable,
+)
 
 _POLL_S = 0.2  # longest wait of `Stream.receive`
+_INVALID_ARGUMENT, _NOT_FOUND = 3, 5  # gRPC codes
 
 
 def encode(text: str | bytes) -> str:
@@ -78,6 +89,27 @@ def next_position(position: int, result: dict[str, Any], events: Events) -> int:
         return position
     # Now, for a watch that starts now; else a progress notice: all up to here was told.
     return max(position, int(result["header"]["revision"]) + 1)
+
+
+def refusal(said: str, reply: dict[str, Any]) -> Exception:
+    """What a reply with an error means.
+
+    Args:
+        said: which store was asked for what, the beginning of the error's text.
+        reply: of a call, or a message of a watch.
+    """
+    error = reply["error"]
+    if isinstance(error, dict):  # in streams
+        code, message = error.get("grpc_code"), error.get("message")
+    else:
+        code, message = reply.get("code"), error
+    if code == _NOT_FOUND and "lease" in str(message):
+        return LeaseGone(f"{said}: {message}")
+    if code == _INVALID_ARGUMENT:
+        return ValueError(f"{said}: {message}")
+    if "database space exceeded" in str(message):
+        return StoreFull(f"{said}: {message}")
+    return StoreUnavailable(f"{said}: {message}")
 
 
 def shut(connection: http.client.HTTPConnection) -> None:

@@ -1,7 +1,7 @@
 """From a config file and overrides to an Experiment, and to comparable JSON.
 
-Decides which config a name means, which keys exist, and which differences between two
-configs make a checkpoint unusable. Must not import jax, touch devices or read data.
+Decides which config a name means, and which differences between two configs make a
+checkpoint unusable. Must not import jax, touch devices or read data.
 """
 
 import dataclasses
@@ -9,13 +9,13 @@ import difflib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dtft.train.experiment import Experiment, MeshConfig, PipelineConfig
 from dtft.train.fitting import check
-from dtft.train.option_values import given, problem
+from dtft.train.overrides import checked, given
 
 SCHEMA = 1
 """Number of the JSON form; raised when old readers would misread it."""
@@ -27,10 +27,6 @@ _STAGES = ("pipeline.virtual_stages", "pipeline.layers")
 """Which stage has which layers: it decides the state's shape where there are stages."""
 _ELSEWHERE = ("data.path", "data.threads")
 """Where data lies and how fast it is read; what it is, data_identity says."""
-
-
-_SHORT = {"mesh": "plan", "balance": "balance.policy"}
-"""Other ways to say a key: `--mesh auto`, `--mesh FILE` and `--balance exact`."""
 
 
 class ConfigError(ValueError):
@@ -74,15 +70,12 @@ def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experime
     import tyro
 
     default = _default(find(config))
-    typed, overrides = overrides, [_in_full(argument) for argument in overrides]
-    _refuse_unknown(overrides, list(keys(default)))
-    _refuse_unreadable(default, typed)
-    default = _for_plan(default, overrides)
     try:
+        arguments = checked(default, overrides)
         experiment = tyro.cli(
             Experiment,
-            default=default,
-            args=overrides,
+            default=_for_plan(default, arguments),
+            args=arguments,
             prog=prog,
             config=(tyro.conf.FlagConversionOff,),
         )
@@ -123,21 +116,6 @@ def find(config: str) -> Path:
         f"config {config!r} is neither a file nor a name in configs/.{hint} "
         f"Known names: {', '.join(known) or 'none'}."
     )
-
-
-def keys(config: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all fields that can be set.
-
-    >>> from dtft.train.experiment import MeshConfig
-    >>> list(keys(MeshConfig()))
-    ['replica', 'stage', 'fsdp', 'tensor']
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from keys(value, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name
 
 
 def to_json(experiment: Experiment) -> str:
@@ -202,29 +180,14 @@ def refuse_other(saved: str, now: str, where: str | Path) -> None:
         )
 
 
-def _in_full(argument: str) -> str:
-    """A flag by its key.
-
-    >>> [_in_full(it) for it in ("--mesh=auto", "--mesh.fsdp", "--balance", "exact")]
-    ['--plan=auto', '--mesh.fsdp', '--balance.policy', 'exact']
-    """
-    flag, equals, value = argument.partition("=")
-    key = _SHORT.get(flag.removeprefix("--")) if flag.startswith("--") else None
-    return f"--{key}{equals}{value}" if key else argument
-
-
-def _for_plan(default: Experiment, overrides: Sequence[str]) -> Experiment:
+def _for_plan(default: Experiment, arguments: Sequence[str]) -> Experiment:
     """The config without its own mesh, where a plan is asked for in the place of it.
 
     A mesh that is asked for beside it stays, and is refused with the plan.
     """
-    given = [argument.partition("=") for argument in overrides]
-    asked = [
-        value if equals else "".join(overrides[at + 1 : at + 2])
-        for at, (key, equals, value) in enumerate(given)
-        if key == "--plan"
-    ]
-    own = any(key.startswith(("--mesh.", "--pipeline.")) for key, _, _ in given)
+    flags = list(given(arguments))
+    asked = [value for flag, value in flags if flag == "--plan"]
+    own = any(flag.startswith(("--mesh.", "--pipeline.")) for flag, _ in flags)
     if own or not asked or not asked[-1]:
         return default
     return dataclasses.replace(default, mesh=MeshConfig(), pipeline=PipelineConfig())
@@ -250,62 +213,6 @@ def _default(path: Path) -> Experiment:
             "must return an Experiment."
         )
     return experiment
-
-
-def _refuse_unknown(overrides: Sequence[str], known: list[str]) -> None:
-    for argument in overrides:
-        if not argument.startswith("--") or argument == "--help":
-            continue
-        key = argument[2:].partition("=")[0].replace("-", "_")
-        if key not in known:
-            raise ConfigError(
-                f"unknown config key --{key}.{_suggestion(key, known)} "
-                "Nothing was started. `--help` lists all keys."
-            )
-
-
-def _refuse_unreadable(default: Experiment, typed: Sequence[str]) -> None:
-    for flag, value in given(typed):
-        key = _in_full(flag)[2:].replace("-", "_")
-        if why := problem(default, key, value):
-            also = "" if key == flag[2:] else f" ({key})"
-            raise ConfigError(
-                f"{flag} {value} is {why}{also}. Nothing was started. `--help` says "
-                "what it is for."
-            )
-
-
-def _suggestion(key: str, known: list[str]) -> str:
-    inside = [name for name in known if name.startswith(f"{key}.")]
-    if inside:
-        return f" It is a section with the keys --{', --'.join(inside)}."
-    section, _, leaf = key.rpartition(".")
-    here = [name for name in known if name.rpartition(".")[0] == section]
-    groups = [
-        [name for name in known if _leaf(name) == leaf],
-        [name for name in here if _initials(_leaf(name)) == leaf],
-        _alike(leaf, here),
-        _alike(leaf, known),
-    ]
-    close = list(dict.fromkeys(name for group in groups for name in group))[:3]
-    if close:
-        return f" Did you mean --{' or --'.join(close)}?"
-    beside = [name for name in known if section and name.startswith(f"{section}.")]
-    return f" Keys of {section}: --{', --'.join(beside)}." if beside else ""
-
-
-def _leaf(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def _initials(name: str) -> str:
-    return "".join(word[:1] for word in name.split("_"))
-
-
-def _alike(leaf: str, names: list[str]) -> list[str]:
-    leaves = {_leaf(name) for name in names}
-    close = difflib.get_close_matches(leaf, leaves, 3, cutoff=0.7)
-    return [name for match in close for name in names if _leaf(name) == match]
 
 
 def _plain(value: Any) -> Any:

@@ -248,11 +248,16 @@ class Experiment:
                 f"name={self.name!r} cannot name a directory. Allowed: a non-empty "
                 "text without '/' that does not start with '.'. Set --name."
             )
-        if self.plan and self.mesh != MeshConfig():
+        if not 0 <= self.seed < 2**31:
             raise ValueError(
-                f"plan={self.plan!r} decides the mesh, but mesh={vars(self.mesh)} is "
-                "set, too. Leave --mesh.* out, or set --plan ''."
+                f"seed={self.seed} is out of range. Allowed: 0 <= seed < 2**31. "
+                "Set --seed."
             )
+        self._check_pipeline()
+        self._check_plan()
+        self._check_balance()
+
+    def _check_pipeline(self) -> None:
         if self.mesh.stage == 1 and self.pipeline != PipelineConfig():
             usual = vars(PipelineConfig())
             given = [it for it in vars(self.pipeline).items() if it[1] != usual[it[0]]]
@@ -260,6 +265,13 @@ class Experiment:
             raise ValueError(
                 f"{text}: no effect with mesh.stage=1. Set --mesh.stage 2 or "
                 "more, or leave --pipeline.* out."
+            )
+
+    def _check_plan(self) -> None:
+        if self.plan and self.mesh != MeshConfig():
+            raise ValueError(
+                f"plan={self.plan!r} decides the mesh, but mesh={vars(self.mesh)} is "
+                "set, too. Leave --mesh.* out, or set --plan ''."
             )
         if self.plan and self.optim.reduces_itself:
             raise ValueError(
@@ -271,19 +283,16 @@ class Experiment:
                 f"plan={self.plan!r} divides the batch equally, but balance.policy="
                 f"{self.balance.policy!r} does not. Set --plan '', or --balance off."
             )
-        if self.balance.policy != "off" and self.optim.reduces_itself:
-            raise ValueError(
-                f"balance.policy={self.balance.policy!r}: replicas whose optimizer "
-                "communicates by itself (optim.sync.moments, optim.wire) take equal "
-                "shares. Set --balance off, or these options to none."
-            )
         if self.calibration and self.plan != "auto":
             raise ValueError(
                 f"calibration={self.calibration!r} is for plan='auto', but plan="
                 f"{self.plan!r}. Set --plan auto, or leave --calibration out."
             )
-        if not 0 <= self.seed < 2**31:
+
+    def _check_balance(self) -> None:
+        if self.balance.policy != "off" and self.optim.reduces_itself:
             raise ValueError(
-                f"seed={self.seed} is out of range. Allowed: 0 <= seed < 2**31. "
-                "Set --seed."
+                f"balance.policy={self.balance.policy!r}: replicas whose optimizer "
+                "communicates by itself (optim.sync.moments, optim.wire) take equal "
+                "shares. Set --balance off, or these options to none."
             )

@@ -1,4 +1,4 @@
-"""Optimizer configs: which optax transform, with which learning rate at which step.
+"""Optimizer configs: which optax transform, with what around it.
 
 Every option keeps the structure of the optimizer state the same (clipping, decay and
 guard are always there), so that changing one does not make a checkpoint unreadable.
@@ -7,42 +7,13 @@ Must stay free of jax imports at module level.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from dtft.train.schedule_config import ScheduleConfig
 from dtft.train.sync_config import SyncConfig
 
 if TYPE_CHECKING:
     import optax
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """How the learning rate changes with the step."""
-
-    kind: Literal["constant", "warmup_cosine"] = "constant"
-    """`constant`, or linear warm-up and then a cosine to `end`."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up (`warmup_cosine` only)."""
-    decay_steps: int = 0
-    """Steps until the cosine reaches its end, warm-up included (`warmup_cosine`)."""
-    end: float = 0.1
-    """Learning rate at the end, as a fraction of the peak (`warmup_cosine` only)."""
-
-    def __post_init__(self) -> None:
-        if self.kind == "constant" and (self.warmup_steps or self.decay_steps):
-            raise ValueError(
-                f"optim.schedule.warmup_steps={self.warmup_steps} and decay_steps="
-                f"{self.decay_steps} have no effect with kind='constant'. Set "
-                "--optim.schedule.kind warmup_cosine, or both to 0."
-            )
-        if self.kind == "warmup_cosine" and not (
-            0 <= self.warmup_steps < self.decay_steps
-        ):
-            raise ValueError(
-                f"optim.schedule.warmup_steps={self.warmup_steps} must be at least 0 "
-                f"and below optim.schedule.decay_steps={self.decay_steps}. Raise "
-                "--optim.schedule.decay_steps."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,24 +56,7 @@ class OptimConfig:
 
     def learning_rate_at(self) -> Callable[[Any], Any]:
         """The schedule: step to learning rate. For use under a trace."""
-        import jax
-        import optax
-
-        if self.schedule.kind == "constant":
-            return optax.constant_schedule(self.learning_rate)
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0 if self.schedule.warmup_steps else self.learning_rate,
-            self.learning_rate,
-            self.schedule.warmup_steps,
-            self.schedule.decay_steps,
-            self.learning_rate * self.schedule.end,
-        )
-
-        def standard(step: Any) -> Any:
-            with jax.numpy_dtype_promotion("standard"):
-                return schedule(step)
-
-        return standard
+        return self.schedule.of(self.learning_rate)
 
     @property
     def reduces_itself(self) -> bool:

@@ -145,22 +145,32 @@ def check_like(name: str, value: Any, planned: Any) -> None:
     Raises:
         ValueError: another tree, shape or dtype; names the path and both.
     """
-    given, wanted = tree.to_paths(value), tree.to_paths(planned)
-    for path in {**wanted, **given}:
-        forms = [
-            _form(part[path]) if path in part else "nothing" for part in (given, wanted)
-        ]
-        if forms[0] != forms[1]:
-            raise ValueError(
-                f"{_named(name, path)} is {forms[0]}, planned was {forms[1]}. Allowed: "
-                "the tree, shapes (rows too) and dtypes that were planned. Change it, "
-                "or plan it again."
-            )
+    wanted, given = tree.to_paths(planned), tree.to_paths(value)
+    if found := _difference(wanted, given):
+        path, before, after = found
+        raise ValueError(
+            f"{_named(name, path)} is {after}, planned was {before}. Allowed: the "
+            "tree, shapes (rows too) and dtypes that were planned. Change it, or plan "
+            "it again."
+        )
     if list(given) != list(wanted):
         raise ValueError(
             f"{name} has its arrays in the order {', '.join(given)}, planned was "
             f"{', '.join(wanted)}. Allowed: the tree that was planned."
         )
+
+
+def _difference(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> tuple[str, str, str] | None:
+    """The first path whose leaf is not what it was, with both forms."""
+    for path in {**before, **after}:
+        old, new = (
+            _form(part[path]) if path in part else "nothing" for part in (before, after)
+        )
+        if old != new:
+            return path, old, new
+    return None
 
 
 def _form(leaf: Any) -> str:
@@ -244,28 +254,20 @@ def check_result(result: Any, state: Any) -> None:
             f"step returned {_words(result)}. Allowed: a pair, the state after "
             "the step and anything else. Return (state, metrics)."
         )
-    before, after = tree.to_paths(state), tree.to_paths(result[0])
-    for path in {**before, **after}:
-        shapes = [
-            _leaf(part[path]) if path in part else "nothing" for part in (before, after)
-        ]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"step turned state {path!r} from {shapes[0]} into {shapes[1]}. "
-                "Allowed: the same tree, shapes and dtypes, so that the state can be "
-                "donated. Return the state first, in the form in which it was passed."
-            )
+    if found := _difference(tree.to_paths(state), tree.to_paths(result[0])):
+        path, before, after = found
+        raise ValueError(
+            f"step turned state {path!r} from {before} into {after}. Allowed: the same "
+            "tree, shapes and dtypes, so that the state can be donated. Return the "
+            "state first, in the form in which it was passed."
+        )
 
 
 def _words(result: Any) -> str:
     """What a function returned, in few words."""
     if isinstance(result, tuple):
         return f"{len(result)} values"
-    return _leaf(result) if _is_array(result) else type(result).__name__
-
-
-def _leaf(leaf: Any) -> str:
-    return f"{_dtype(leaf)}{list(np.shape(leaf))}"
+    return _form(result) if _is_array(result) else type(result).__name__
 
 
 def _dtype(leaf: Any) -> Any:

@@ -4,7 +4,7 @@ Decides which of the two entries is meant and what `cluster` stands for. Runs no
 must not know how a plan is found or run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,26 @@ def plan(
             unknown device type, a calibration of another one; or nothing fits: by how
             much, and what would make it fit.
     """
+    _check_knobs(pins, trial, verify)
+    given = {
+        "step": step, "state": state, "loss": loss, "optimizer": optimizer,
+        "params": params, "batch": batch,
+    }  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None}
+    question = _question(given)
+    where = _cluster(cluster)
+    if calibration is not None:
+        where = apply(where, _calibration(calibration))
+    decision = decide(question, where, pins, what_if=what_if)
+    if trial:
+        decision = trials.trial(decision, given, trial)[0].decision
+    if verify:
+        found = verified(decision, given, num=verify)
+        decision = first_fitting(found).decision
+    return RunnablePlan.of(decision.plan, decision)
+
+
+def _check_knobs(pins: Mapping[str, Any], trial: Any, verify: Any) -> None:
     if unknown := [name for name in pins if name not in PINS]:
         raise ValueError(
             f"{unknown[0]}= is neither an argument nor a knob.{meant(unknown[0])} "
@@ -90,22 +110,6 @@ def plan(
             f"trial={trial} and verify={verify}: what is run here needs no proof that "
             "it fits. Give one of them."
         )
-    given = {
-        "step": step, "state": state, "loss": loss, "optimizer": optimizer,
-        "params": params, "batch": batch,
-    }  # fmt: skip
-    given = {name: value for name, value in given.items() if value is not None}
-    question = _question(given)
-    where = _cluster(cluster)
-    if calibration is not None:
-        where = apply(where, _calibration(calibration))
-    decision = decide(question, where, pins, what_if=what_if)
-    if trial:
-        decision = trials.trial(decision, given, trial)[0].decision
-    if verify:
-        found = verified(decision, given, num=verify)
-        decision = first_fitting(found).decision
-    return RunnablePlan.of(decision.plan, decision)
 
 
 def _calibration(given: Any) -> Calibration:

@@ -13,7 +13,6 @@ from dtft.train.config import (
     ConfigError,
     diff,
     find,
-    keys,
     load,
     parse,
     refuse_other,
@@ -28,7 +27,9 @@ from dtft.train.experiment import (
     StopConfig,
 )
 from dtft.train.fitting import check, resolve_mesh
-from dtft.train.optimizers import MaxAdaBeliefConfig, ScheduleConfig
+from dtft.train.optimizers import MaxAdaBeliefConfig
+from dtft.train.overrides import keys
+from dtft.train.schedule_config import ScheduleConfig
 from tests.train.pictures import make_folder
 
 GOLDEN = Path(__file__).parent / "golden"

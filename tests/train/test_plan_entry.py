@@ -15,6 +15,7 @@ import pytest
 import dtft
 from dtft.planner.cluster import Cluster
 from dtft.planner.plan import Plan
+from dtft.train.plan_arguments import check_result
 from dtft.train.planning import RunnablePlan
 from tests.planner import reading
 
@@ -236,6 +237,13 @@ def test_a_step_that_returns_no_state_is_refused(step: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         dtft.plan(step=step, state=PARAMS, batch=_batch(8), cluster="8xh100")
     assert "dtft.plan traced step(state, batch)" in caught.value.__notes__[-1]
+
+
+def test_a_state_of_64_bits_is_what_jax_makes_of_it() -> None:
+    after = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    check_result((after, 0), {"w": np.ones(2)})
+    with pytest.raises(ValueError, match=r"'w' from int32\[2\] into float32\[2\]"):
+        check_result((after, 0), {"w": np.ones(2, int)})
 
 
 def test_what_is_no_plan_is_refused() -> None:

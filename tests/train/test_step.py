@@ -18,9 +18,9 @@ from dtft.train.optimizers import (
     AdamWConfig,
     MaxAdaBeliefConfig,
     OptimConfig,
-    ScheduleConfig,
     SGDConfig,
 )
+from dtft.train.schedule_config import ScheduleConfig
 from dtft.train.state_layout import layout_of
 from dtft.train.step import Program, make_mesh, spec_of
 from tests.train.helpers import as_bytes, tiny
