@@ -53,11 +53,7 @@ def _turns(graph: Graph, operator: Operator) -> bool:
     if operator.primitive != "transpose":
         return False
     before, after = (
-        [
-            dim
-            for dim, size in zip(value.dims, value.shape, strict=True)
-            if size > 1
-        ]
+        [dim for dim, size in zip(value.dims, value.shape, strict=True) if size > 1]
         for value in (
             graph.values[operator.inputs[0]],
             graph.values[operator.outputs[0]],

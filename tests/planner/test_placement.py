@@ -107,6 +107,11 @@ def test_only_nodes_that_have_a_kernel_run_an_operator(
     [
         ({"order": "depth"}, "order='depth'. Allowed: rank, traversal"),
         ({"grain": "layer"}, "grain='layer'. Allowed: operator, block"),
+        ({"backward": "yes"}, "backward='yes'. Allowed: True, False"),
+        ({"together": [5]}, r"together=\[5\]. Allowed: pairs of the first"),
+        ({"together": [[100]]}, r"together=\[\[100\]\]. Allowed: pairs"),
+        ({"together": None}, "together=None. Allowed: pairs"),
+        ({"cluster": "h100", "weights": [1e-320]}, "weight 0, or next to it"),
         ({"moves": 1.5}, "moves=1.5 is no whole number of 0 or more"),
         ({"moves": -1}, "moves=-1 is no whole number"),
         ({"microbatches": 2.0}, "microbatches=2.0 is no whole number of 1 or more"),
@@ -333,6 +338,24 @@ def test_misspelt_kernels_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         place(program, lab, kernels=registered(*kernels))
+
+
+@pytest.mark.parametrize(
+    "kernels, said",
+    [
+        ({"registered": {"fpga": "dense"}}, "registered=.*Allowed: a mapping to sets"),
+        ({"registered": 3}, "registered=3. Allowed: a mapping to sets"),
+        ({"lacking": {"cuda": "tanh"}}, "lacking=.*sets of numbers of operators"),
+        ({"lacking": {"gpu": {0}}}, "'gpu', for which JAX .*Allowed: cpu, cuda"),
+        ({"lacking": {"cuda": {"tanh"}}}, "has 'tanh'. Allowed: numbers of operators"),
+        ({"lacking": {"cuda": {99}}}, r"lacking\['cuda'\] has 99"),
+    ],
+)
+def test_kernels_of_another_form_are_refused(
+    program: Graph, lab: Cluster, kernels: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        place(program, lab, kernels=Kernels(**kernels))
 
 
 def test_misspelt_kernels_and_platforms_of_cluster_files_are_refused(
