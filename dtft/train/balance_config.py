@@ -36,14 +36,14 @@ class BalanceConfig:
                 )
         if self.every < 1:
             raise ValueError(
-                f"balance.every={self.every} steps are no round. Set --balance.every 1 "
-                "or more."
+                f"balance.every={self.every} is not positive. Set --balance.every 1 or "
+                "more."
             )
         if not 1 <= self.probes <= self.every:
             raise ValueError(
                 f"balance.probes={self.probes} does not fit a round of balance.every="
-                f"{self.every} steps. Allowed: 1 to {self.every}. Set "
-                "--balance.probes or --balance.every."
+                f"{self.every} steps. Allowed: 1 to {self.every}. Set --balance.probes "
+                "or --balance.every."
             )
 
     def is_probe(self, step: int) -> bool:
