@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtft.planner.arguments import check_whole, numbers
+from dtft.planner.load_shares import check_division
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -113,12 +114,14 @@ class Layers:
     def load(self, division: Counts) -> Floats:
         """Nominal seconds of each stage in a step."""
         nominal = self._sums(np.ones(self.num_nodes))
-        return self.microbatches * _of_stages(nominal, division)
+        counts = check_division(division, self.num_nodes, len(self.layer_s))
+        return self.microbatches * _of_stages(nominal, counts)
 
     def seconds(self, division: Counts, unit_s: Floats) -> float:
         """Of a 1F1B step."""
         sums = self._sums(np.asarray(unit_s, float))
-        return self._step_s(_of_stages(sums, division))
+        counts = check_division(division, self.num_nodes, len(self.layer_s))
+        return self._step_s(_of_stages(sums, counts))
 
     def _step_s(self, stage_s: Floats) -> float:
         return float((self.microbatches - 1) * stage_s.max() + stage_s.sum())

@@ -77,11 +77,32 @@ class Microbatches:
 
     def load(self, division: Counts) -> NDArray[np.float64]:
         """Microbatches of each node."""
-        return division.astype(float)
+        return check_division(division, self.num_nodes, self.total).astype(float)
 
     def seconds(self, division: Counts, unit_s: NDArray[np.float64]) -> float:
         """Until the last node is done."""
-        return makespan(division, unit_s)
+        shares = check_division(division, self.num_nodes, self.total)
+        return makespan(shares, unit_s)
+
+
+def check_division(division: ArrayLike, num_nodes: int, total: int) -> Counts:
+    """A division as an array; refuses one that does not divide all there is.
+
+    Raises:
+        ValueError: names what it has to add up to.
+
+    >>> check_division([2, 1], 2, 4)
+    Traceback (most recent call last):
+    ...
+    ValueError: division=[2, 1]. Allowed: a number for each of 2 nodes, 4 in all.
+    """
+    shares = np.asarray(division)
+    if shares.shape != (num_nodes,) or shares.sum() != total:
+        raise ValueError(
+            f"division={shares.tolist()!r:.80}. Allowed: a number for each of "
+            f"{num_nodes} nodes, {total} in all."
+        )
+    return shares
 
 
 def makespan(shares: ArrayLike, unit_s: ArrayLike) -> float:

@@ -143,3 +143,12 @@ def test_caps_that_are_too_small_say_so() -> None:
         allocate([1.0, 1.0], 5, cap=[2, 2])
     with pytest.raises(ValueError, match=r"cap is \[0, 9\] and low is 1"):
         allocate([1.0, 1.0], 5, cap=[0, 9])
+
+
+@pytest.mark.parametrize("shares", [[3, 3], [2, 2, 2], [[4, 0]]])
+def test_shares_that_are_no_division_are_refused(shares: list[int]) -> None:
+    work = Microbatches(num_nodes=2, total=4)
+    with pytest.raises(ValueError, match="division=.*each of 2 nodes, 4 in all"):
+        work.load(np.array(shares))
+    with pytest.raises(ValueError, match="division="):
+        work.seconds(np.array(shares), np.ones(2))
