@@ -8,7 +8,9 @@ import dtft
 from tests.test_layers import DEPENDENCIES, imported_by
 
 
-@pytest.mark.parametrize("package", ["dtft", "dtft.planner", "dtft.train"])
+@pytest.mark.parametrize(
+    "package", ["dtft", "dtft.optim", "dtft.planner", "dtft.train"]
+)
 def test_every_public_name_is_there(package: str) -> None:
     module = importlib.import_module(package)
     assert all(getattr(module, name) is not None for name in module.__all__)
@@ -25,4 +27,7 @@ def test_a_plan_of_dtft_is_one_that_runs() -> None:
 def test_import_of_the_planner_is_light() -> None:
     modules = imported_by("dtft.planner")
     assert not modules & (DEPENDENCIES | {"numpy"})
-    assert {name for name in modules if name.startswith("dtft.")} == {"dtft.planner"}
+    assert {name for name in modules if name.startswith("dtft.")} == {
+        "dtft._lazy",
+        "dtft.planner",
+    }

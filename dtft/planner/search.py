@@ -14,7 +14,6 @@ one that changes only what is kept, gathered or updated is read from the space i
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,14 @@ from dtft.planner import pricing, shards
 from dtft.planner.amounts import Work
 from dtft.planner.choosing import Chooser, candidates
 from dtft.planner.cluster import Pool
-from dtft.planner.columns import Columns, distinct
+from dtft.planner.columns import Columns
 from dtft.planner.compute_cost import added_s, launch_s
-from dtft.planner.course import Course
 from dtft.planner.groups import Group
 from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.meshes import AXES
-from dtft.planner.moments import Moments
 from dtft.planner.offloaded import offloaded
 from dtft.planner.partition import MICRO, Division
+from dtft.planner.peaks import Peaks
 from dtft.planner.priced import MEMORY, TERMS, Priced, joined
 from dtft.planner.pricing import Prices, Way
 from dtft.planner.question import Question, Role
@@ -72,11 +70,12 @@ class Search:
             scatters: whether the backend has reduce-scatter (`Division.scatters`).
         """
         self.question, self.pool, self.scatters = question, pool, scatters
-        self._timeline = Timeline(
+        timeline = Timeline(
             graph=question.graph,
             gathers=question.entry == "loss",
             alias=question.alias,
         )
+        self._peaks = Peaks(timeline)
 
     def price(self, space: Space, rates: Rates | None = None) -> Priced:
         """Time and memory of every candidate.
@@ -249,40 +248,7 @@ class Search:
             divided = resting.num_bytes(role, division, True).at(points)
             found[name] = np.where(zero >= least, divided, whole)
         found["batch"] = resting.num_bytes("batch", division, False).at(points)
-        courses = {self._course: zero < 3}
-        if (zero == 3).any():
-            last = self._course_at_level_3
-            courses[last] = courses.get(last, False) | (zero == 3)
-        found |= {name: np.zeros(len(rows)) for name in ("activations", "gradients")}
-        for course, some in courses.items():
-            peaks = _peaks(Moments(course, division), columns, points[some], zero[some])
-            found["activations"][some], found["gradients"][some] = peaks
-        return found
-
-    @cached_property
-    def _course(self) -> Course:
-        """What is alive when."""
-        return Course(self._timeline)
-
-    @cached_property
-    def _course_at_level_3(self) -> Course:
-        timeline = self._timeline.at_level_3
-        return self._course if timeline is self._timeline else Course(timeline)
-
-
-def _peaks(
-    moments: Moments, columns: Columns, points: np.ndarray, zero: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Most bytes at a time of activations and gradients, of points at ZeRO levels."""
-    alike = columns.divided(moments.divisors()).of[points]
-    first, of = distinct([alike])
-    sizes = {axis: column[points[first]] for axis, column in columns.sizes.items()}
-    highest = moments.on(sizes)
-    found = np.zeros((2, len(points)))
-    for level in np.unique(zero).tolist():
-        some, peak = zero == level, highest.peak(level)
-        found[:, some] = peak.activations[of[some]], peak.gradients[of[some]]
-    return found[0], found[1]
+        return found | self._peaks.of(division, columns, points, zero)
 
 
 def _busy(ways: Sequence[Way]) -> set[str]:

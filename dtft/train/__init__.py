@@ -4,8 +4,9 @@
 first use.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
 
 if TYPE_CHECKING:
     from dtft.train.placed import make_placed_step as make_placed_step
@@ -13,22 +14,11 @@ if TYPE_CHECKING:
     from dtft.train.planning import jit_plan as jit_plan
 
 _PUBLIC = {
-    "jit_plan": "dtft.train.planning",
-    "make_placed_step": "dtft.train.placed",
-    "make_step": "dtft.train.planned_step",
+    "jit_plan": "planning",
+    "make_placed_step": "placed",
+    "make_step": "planned_step",
 }
 
 __all__ = ["jit_plan", "make_placed_step", "make_step"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(
-            f"module 'dtft.train' has no attribute {name!r}. It has: "
-            f"{', '.join(__all__)}."
-        )
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -20,7 +20,7 @@ import numpy as np
 
 from dtft.planner import wording
 from dtft.planner.capabilities import PLATFORMS
-from dtft.planner.deciding import BACKENDS, Decision, next_best
+from dtft.planner.deciding import Decision, next_best
 from dtft.planner.explain import knobs_text
 from dtft.planner.plan import Plan
 from dtft.planner.wording import Section
@@ -145,7 +145,7 @@ def trial(
         raise ValueError(f"trial={num}: give the number of plans to run, 1 or more.")
     there = list(jax.devices() if devices is None else devices)[0].platform
     planned = decision.cluster.uniform.device
-    if PLATFORMS.get(there) != BACKENDS.get(planned.platform):
+    if PLATFORMS.get(there) != PLATFORMS.get(planned.platform):
         raise ValueError(
             f"trial={num} runs plans on the devices here ({there}), and these are for "
             f"{planned.name} ({planned.platform}). Plan for the devices here "
