@@ -35,7 +35,8 @@ def _compile(experiment: Experiment, mesh: Mesh) -> tuple[Compiled, Program]:
         for name, column in columns.items()
         if name != "id"
     }
-    return parse(program.lower_step(batch).compile().as_text()), program
+    step = program._compiled_step.lower(program.abstract_state, batch)
+    return parse(step.compile().as_text()), program
 
 
 def _leaf_copies(compiled: Compiled, abstract: Any) -> int:
