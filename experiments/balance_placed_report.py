@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments import report
+from experiments.balance_placed_nodes import Tasks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEADER = ("round", "layers", "weights", "max wait ms", "mean wait ms", "step ms")
 HEADER += ("gain", "changed")
-Tasks = list[list[Any]]
-"""Name, microbatch, ready, start and end of each task of a node."""
 
 
 def show(found: dict[str, Any], *, write: bool) -> None:

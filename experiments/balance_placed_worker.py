@@ -164,23 +164,16 @@ class Worker:
         self._batch = make_batch()
         self._counts: tuple[int, ...] = ()
 
-    def prepare(self, counts: Sequence[int]) -> float:
-        """Makes a division's step and begins its state; seconds that it took."""
-        began = time.monotonic()
+    def prepare(self, counts: Sequence[int]) -> None:
+        """Makes a division's step, once; `begin` comes before it is run."""
         if tuple(counts) not in self._steps:
             self._steps[tuple(counts)] = make_step(counts, self._devices)
-        return time.monotonic() - began
 
-    def begin(self, counts: Sequence[int], folder: str) -> float:
-        """Changes to a division; the state is what nodes left in the folder.
-
-        Returns:
-            Seconds that it took.
-        """
+    def begin(self, counts: Sequence[int], folder: str) -> None:
+        """Changes to a division; the state is what nodes left in the folder."""
         import jax
         import numpy as np
 
-        began = time.monotonic()
         self._counts = tuple(counts)
         step = self._steps[self._counts]
         params = make_params()
@@ -190,13 +183,11 @@ class Worker:
                 with np.load(kept) as arrays:
                     params[index] = {name: arrays[name] for name in layer}
         self._state = jax.block_until_ready(step.init(params))
-        return time.monotonic() - began
 
-    def leave(self, folder: str) -> float:
-        """Writes the layers of this node to the folder; seconds that it took."""
+    def leave(self, folder: str) -> None:
+        """Writes the layers of this node to the folder."""
         import numpy as np
 
-        began = time.monotonic()
         first = sum(self._counts[: self._rank])
         for index in range(first, first + self._counts[self._rank]):
             layer = self._state["params"][index]
@@ -204,7 +195,6 @@ class Worker:
                 k: np.asarray(array) for k, array in layer.items()
             }
             np.savez(Path(folder) / f"{index}.npz", **arrays)
-        return time.monotonic() - began
 
     def step(self) -> list[list[Any]]:
         """Runs one step: name, microbatch, ready, start and end of each task."""
