@@ -1,10 +1,12 @@
 """Load balance of a placed model over unlike nodes, one of which slows down.
 
-Three processes are the nodes of a pipeline (1F1B): each runs its layers of one model
-and gets a part of a core (cgroup v1 `cpu.cfs_quota_us`, period 10 ms). Rounds of steps
-measure how long each node works and waits; `dtft.planner.balance` divides the layers
-anew. Then the first node is slowed, and it starts over. In the end every contiguous
-split is measured, interleaved, to see how far from the best the result is. Needs root.
+Three processes are the nodes of a pipeline (1F1B): each runs its part of one model and
+gets a part of a core (cgroup v1 `cpu.cfs_quota_us`, period 10 ms). Rounds of steps
+measure how long each node works and waits; `dtft.planner.balance` divides the model
+anew, state moves, and training goes on. Then the first node is slowed, and it starts
+over. Done twice: once whole layers are divided (`Layers`), once operators, each where
+`place` has it by the weights found (`Operators`). In the end every contiguous split is
+measured beside both (`balance_placed_beside`). About 4 minutes; needs root.
 """
 
 import argparse
@@ -14,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,16 +23,18 @@ from typing import Any
 import numpy as np
 
 from dtft.planner.balance import Balance, Rules
-from dtft.planner.layer_work import Layers
-from experiments.balance_placed_nodes import Counts, Nodes, Tasks, started
+from experiments.balance_placed_beside import result, splits_beside, undivided
+from experiments.balance_placed_nodes import Nodes, Tasks, started, step_s
 from experiments.balance_placed_report import show
-from experiments.balance_placed_worker import (
-    HIDDEN,
-    MICROBATCHES,
-    loss,
-    make_batch,
-    make_params,
+from experiments.balance_placed_ways import (
+    NUM_NODES,
+    Way,
+    by_layers,
+    by_operators,
+    operator_names,
+    splits,
 )
+from experiments.balance_placed_worker import HIDDEN, MICROBATCHES, Form
 from experiments.quotas import Quota, quotas
 
 SHARES = (0.6, 0.35, 0.2)
@@ -39,24 +42,27 @@ SHARES = (0.6, 0.35, 0.2)
 SLOWED = 0.25
 """That of the first node from the middle of the run on."""
 STEPS, MOST_ROUNDS = 5, 15
-REPEATS = 3
-"""Times that every split is measured."""
-FLOPS = 2e10
-"""What the cost model takes a node for."""
+RUN_STEPS = 2000
+"""For so many steps a training run would go on: what a change has to pay for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """Some steps of one division."""
 
+    way: str
     slowed: bool
-    counts: Counts
+    division: str
+    nodes: tuple[int, ...]
+    """Of each operator."""
     weights: tuple[float, ...]
     max_wait_s: float
     mean_wait_s: float
     step_s: float
     gain: float
     changed: bool
+    change_s: float
+    """What the change took afterwards, compiling and moving state."""
     drifted: tuple[int, ...]
 
 
@@ -70,165 +76,155 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with (
         tempfile.TemporaryDirectory() as name,
-        started(Path(name), len(SHARES)) as nodes,
+        started(Path(name), NUM_NODES) as nodes,
+        quotas(SHARES) as groups,
     ):
-        with quotas(SHARES) as groups:
-            found = _run(nodes, groups, quick=options.quick)
+        found = _run(nodes, groups, quick=options.quick)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     show(found, write=not options.quick)
 
 
 def _run(nodes: Nodes, groups: Sequence[Quota], *, quick: bool) -> dict[str, Any]:
-    work = Layers(layer_s=_layer_s(), microbatches=MICROBATCHES)
-    splits = _splits(len(HIDDEN), len(SHARES))
-    balance = Balance.begin(work, Rules())
-    chosen = splits[::7] if quick else splits
-    nodes.prepare([_counts(balance), *chosen])
+    rows = splits(len(HIDDEN), NUM_NODES)[:: 7 if quick else 1]
+    nodes.prepare(rows)
     for group, process in zip(groups, nodes.processes, strict=True):
         group.enter(process.pid)
-    rounds: list[Round] = []
-    pictures: dict[str, Any] = {}
-    params = nodes.folder / "params"
-    nodes.all("begin", _counts(balance), str(params))
-    for slowed in (False, True):
-        groups[0].limit(SLOWED if slowed else SHARES[0])
-        some, balance, gantts = _rounds(nodes, groups, balance, slowed)
-        rounds += some
-        pictures |= gantts
-    measured = _measured(nodes, {*chosen, _counts(balance)})
-    return _found(rounds, measured, pictures, _counts(balance))
+    runs = [_Run(nodes, groups, way) for way in (by_layers(), by_operators())]
+    for run in runs:
+        run.all()
+    ended = {run.way.name: run.form for run in runs}
+    measured = splits_beside(nodes, rows, list(ended.values()))
+    for group in groups:  # what follows is no measurement
+        group.limit(1.0)
+    wanted = undivided({run.num_steps for run in runs})
+    return {
+        "rounds": [vars(one) for run in runs for one in run.rounds],
+        "results": {
+            run.way.name: {
+                **result(measured, rows, run.form),
+                "division": run.words,
+                "steps": run.num_steps,
+                "off": run.off(wanted[run.num_steps]),
+            }
+            for run in runs
+        },
+        "splits": [{"layers": row, "step_s": measured[row]} for row in rows],
+        "gantt": {run.way.name: run.pictures for run in runs},
+        "operators": operator_names(),
+        "shares": SHARES,
+        "slowed": SLOWED,
+        "steps": STEPS,
+        "run_steps": RUN_STEPS,
+        "microbatches": MICROBATCHES,
+    }
 
 
-def _rounds(
-    nodes: Nodes, groups: Sequence[Quota], balance: Balance[Any], slowed: bool
-) -> tuple[list[Round], Balance[Any], dict[str, Any]]:
-    """Rounds until the division is stable."""
-    name = "slowed" if slowed else "equal weights"
-    rounds: list[Round] = []
-    gantts: dict[str, Any] = {}
-    steps: list[list[Tasks]] = []
-    while len(rounds) < MOST_ROUNDS and (not rounds or not balance.settled):
-        steps = nodes.steps(STEPS)
-        if not rounds:
-            gantts[f"{name}, first round"] = steps[-1]
+class _Run:
+    """One way to divide, from equal weights to the slowed node's."""
+
+    def __init__(self, nodes: Nodes, groups: Sequence[Quota], way: Way) -> None:
+        self.nodes, self.groups, self.way = nodes, groups, way
+        self.folder = nodes.folder / way.name
+        """Where nodes leave their state for the next division."""
+        self.folder.mkdir()
+        self.rounds: list[Round] = []
+        self.pictures: dict[str, list[Tasks]] = {}
+        self._balance = Balance.begin(way.work, Rules())
+        self._slowed = False
+        self._cost_s = 0.0
+
+    @property
+    def form(self) -> Form:
+        """The division in force."""
+        return self.way.form(self._balance.division)
+
+    @property
+    def words(self) -> str:
+        """What it is called."""
+        return self.way.words(self._balance.division)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were trained."""
+        return STEPS * len(self.rounds)
+
+    def all(self) -> None:
+        """Rounds until it is stable, then once more with a slower node."""
+        self._limit(1.0)
+        self._cost_s = self.nodes.change(None, self.form, self.folder)
+        for self._slowed in (False, True):
+            self._limit()
+            self._until_stable()
+        self.nodes.all("leave", str(self.folder))
+
+    def off(self, wanted: Any) -> float:
+        """How far parameters are from others, relative to these: the worst array."""
+        return max(
+            float(np.linalg.norm(found - leaf) / np.linalg.norm(leaf))
+            for found, leaf in zip(self.nodes.params(self.folder), wanted, strict=True)
+        )
+
+    def _limit(self, share: float | None = None) -> None:
+        """Gives all nodes their parts of a core, or all the same."""
+        shares = (SLOWED if self._slowed else SHARES[0], *SHARES[1:])
+        for group, own in zip(self.groups, shares, strict=True):
+            group.limit(own if share is None else share)
+
+    def _until_stable(self) -> None:
+        name = "slowed" if self._slowed else "equal weights"
+        last = len(self.rounds) + MOST_ROUNDS
+        steps = self._round()
+        self.pictures[f"{name}, first round"] = steps[-1]
+        while not self._balance.settled and len(self.rounds) < last:
+            steps = self._round()
+        self.pictures[f"{name}, stable"] = steps[-1]
+
+    def _round(self) -> list[list[Tasks]]:
+        """Steps, a judgement, and a change where it pays."""
+        steps = self.nodes.steps(STEPS)
+        before = self._balance
+        left = RUN_STEPS - self.num_steps - STEPS
         busy = np.array([[_busy(tasks) for tasks in step] for step in steps])
-        counts, weights = _counts(balance), balance.weights
-        balance = balance.after(busy)
-        judged = balance.judgement
+        self._balance = before.after(busy, remaining_steps=left, cost_s=self._cost_s)
+        judged = self._balance.judgement
         assert judged is not None
+        change_s = self._change() if judged.changed else 0.0
         waits = np.array([_wait_s(step) for step in steps])
-        rounds.append(
+        self.rounds.append(
             Round(
-                slowed=slowed,
-                counts=counts,
-                weights=tuple((weights / weights.sum()).tolist()),
+                way=self.way.name,
+                slowed=self._slowed,
+                division=self.way.words(before.division),
+                nodes=self.way.nodes(before.division),
+                weights=tuple((before.weights / before.weights.sum()).tolist()),
                 max_wait_s=float(np.median(waits.max(1))),
                 mean_wait_s=float(np.median(waits.mean(1))),
-                step_s=median(_step_s(step) for step in steps),
+                step_s=median(map(step_s, steps)),
                 gain=judged.gain,
                 changed=judged.changed,
+                change_s=change_s,
                 drifted=judged.drifted,
             )
         )
-        if judged.changed:
-            _change(nodes, groups, _counts(balance), slowed)
-    gantts[f"{name}, stable"] = steps[-1]
-    return rounds, balance, gantts
+        return steps
 
-
-def _change(
-    nodes: Nodes, groups: Sequence[Quota], counts: Counts, slowed: bool
-) -> None:
-    """Layers move to their new nodes with what they have learnt."""
-    params = nodes.folder / "params"
-    nodes.all("leave", str(params))
-    if counts not in nodes.ready:  # is compiled at full speed: that is not measured
-        for group in groups:
-            group.limit(1.0)
-        nodes.prepare([counts])
-        for group, share in zip(groups, SHARES, strict=True):
-            group.limit(share)
-        groups[0].limit(SLOWED if slowed else SHARES[0])
-    nodes.all("begin", counts, str(params))
-
-
-def _measured(nodes: Nodes, splits: set[Counts]) -> dict[Counts, list[float]]:
-    """Seconds of a step of every split, all of them in turn."""
-    found: dict[Counts, list[float]] = {counts: [] for counts in sorted(splits)}
-    for _ in range(REPEATS):
-        for counts, seconds in found.items():
-            nodes.all("begin", counts, str(nodes.folder / "nothing"))
-            seconds += [_step_s(step) for step in nodes.steps(2)[1:]]
-    return found
-
-
-def _counts(balance: Balance[Any]) -> Counts:
-    return tuple(map(int, balance.division))
-
-
-def _splits(num_layers: int, num_nodes: int) -> list[Counts]:
-    """All ways to cut a row of layers, none of the parts empty."""
-    cuts = combinations(range(1, num_layers), num_nodes - 1)
-    return [
-        tuple(np.diff((0, *places, num_layers)).astype(int).tolist()) for places in cuts
-    ]
-
-
-def _layer_s() -> np.ndarray:
-    """Seconds of each layer, forward and backward, by its operations."""
-    from dtft.planner.trace import trace
-
-    graph = trace(loss, make_params(), make_batch())
-    flops = np.zeros(len(HIDDEN))
-    for op in graph.operators:
-        for part in op.name.split("/"):
-            if part.startswith("layer"):
-                flops[int(part.removeprefix("layer"))] += op.flops
-    seconds = 3 * flops / MICROBATCHES / FLOPS
-    return np.repeat(seconds[:, None], len(SHARES), axis=1)
+    def _change(self) -> float:
+        """State moves to its new nodes; compiled at full speed, as no node slows it."""
+        self._limit(1.0)
+        self._cost_s = self.nodes.change(self.folder, self.form, self.folder)
+        self._limit()
+        return self._cost_s
 
 
 def _busy(tasks: Tasks) -> float:
     return sum(end - start for _, _, _, start, end in tasks)
 
 
-def _step_s(step: Sequence[Tasks]) -> float:
-    """Until the last node is done; all begin at the same time."""
-    return max(tasks[-1][4] for tasks in step)
-
-
 def _wait_s(step: Sequence[Tasks]) -> list[float]:
     """Seconds of the step in which each node had nothing to do."""
-    end = _step_s(step)
+    end = step_s(step)
     return [end - _busy(tasks) for tasks in step]
-
-
-def _found(
-    rounds: Sequence[Round],
-    measured: dict[Counts, list[float]],
-    pictures: dict[str, Any],
-    counts: Counts,
-) -> dict[str, Any]:
-    medians = {split: median(seconds) for split, seconds in measured.items()}
-    best = min(medians, key=lambda split: medians[split])
-    return {
-        "rounds": [vars(one) for one in rounds],
-        "result": {
-            "layers": counts,
-            "step_s": medians[counts],
-            "best": best,
-            "best_step_s": medians[best],
-            "over_best": medians[counts] / medians[best],
-        },
-        "splits": [{"layers": s, "step_s": t} for s, t in measured.items()],
-        "gantt": pictures,
-        "shares": SHARES,
-        "slowed": SLOWED,
-        "steps": STEPS,
-        "repeats": REPEATS,
-        "microbatches": MICROBATCHES,
-    }
 
 
 if __name__ == "__main__":

@@ -9,18 +9,19 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from dtft.elastic.processes import die_with_parent
+from experiments.balance_placed_worker import Form, kept, make_params
 
 ROOT = Path(__file__).parents[1]
 ANSWER_S = 180.0
 
-Counts = tuple[int, ...]
-"""Layers of each node."""
 Tasks = list[list[Any]]
 """Name, microbatch, ready, start and end of each task of a node."""
 
@@ -32,7 +33,7 @@ class Nodes:
         self, processes: Sequence[subprocess.Popen[str]], folder: Path
     ) -> None:
         self.processes, self.folder = processes, folder
-        self.ready: set[Counts] = set()
+        self.ready: set[Form] = set()
 
     def all(self, *command: Any) -> list[Any]:
         """What all nodes answer.
@@ -64,24 +65,48 @@ class Nodes:
             raise RuntimeError(f"node {node} ended at {command!r}; its text is above")
         return json.loads(line)
 
-    def prepare(self, splits: Sequence[Counts]) -> None:
-        """Compiles splits: each node runs a step of them."""
-        for counts in splits:
-            if counts not in self.ready:
-                self.all("prepare", counts)
-                self.all("begin", counts, str(self.folder / "nothing"))
+    def prepare(self, forms: Iterable[Form]) -> None:
+        """Compiles divisions: each node runs a step of them."""
+        for form in forms:
+            if form not in self.ready:
+                self.all("prepare", form)
+                self.all("begin", form, str(self.folder / "nothing"))
                 self.all("step")
-                self.ready.add(counts)
+                self.ready.add(form)
+
+    def change(self, left: Path | None, form: Form, folder: Path) -> float:
+        """Goes on with another division; seconds that it took.
+
+        Args:
+            left: folder in which nodes leave their state before; None: they forget it.
+            form: of the division.
+            folder: with the state that they go on with; what is not there begins anew.
+        """
+        began = time.monotonic()
+        if left is not None:
+            self.all("leave", str(left))
+        self.prepare([form])
+        self.all("begin", form, str(folder))
+        return time.monotonic() - began
+
+    def params(self, folder: Path) -> list[Any]:
+        """Parameters that nodes left in a folder."""
+        params = {"params": make_params()}
+        return jax.tree.leaves(kept(str(folder), params))
 
     def steps(self, num: int) -> list[list[Tasks]]:
         """So many steps: of each, the tasks of each node."""
         return [self.all("step") for _ in range(num)]
 
 
+def step_s(step: Sequence[Tasks]) -> float:
+    """Until the last node is done; all begin at the same time."""
+    return max(tasks[-1][4] for tasks in step if tasks)
+
+
 @contextmanager
 def started(folder: Path, num: int) -> Iterator[Nodes]:
     """Processes for all nodes; none outlives this."""
-    (folder / "params").mkdir()
     variables = {
         **os.environ,
         "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",

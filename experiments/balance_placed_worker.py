@@ -1,4 +1,4 @@
-"""One node of `balance_placed.py`: a process that runs its stage of a placed step.
+"""One node of `balance_placed.py`: a process that runs its part of a placed step.
 
 Arguments: RANK NUM_NODES FOLDER. In the folder are the Unix sockets of all nodes; the
 controller writes commands to stdin as JSON lines and reads answers from stdout. Arrays
@@ -19,9 +19,13 @@ from dtft.train.placed_calls import Key
 
 HIDDEN = (512, 1280, 256, 768, 1024, 256, 896, 640)
 """Inner width of each layer: no two neighbours take equally long."""
-WIDTH, ROWS, MICROBATCHES = 256, 512, 4
+WIDTH, ROWS, MICROBATCHES = 256, 512, 8
 CONNECT_S, STEP_S = 60.0, 120.0
-LEARNING_RATE = 0.01
+LEARNING_RATE, MOMENTUM = 0.01, 0.9
+
+Form = tuple[int, ...] | str
+"""A division of the loss: the number of layers of each node, in a row, or the JSON form
+of a placement of its operators."""
 
 
 def loss(params: Any, batch: Any) -> Any:
@@ -60,24 +64,44 @@ def make_batch() -> dict[str, Any]:
     return {name: rng.standard_normal((ROWS, WIDTH), np.float32) for name in ("x", "y")}
 
 
-def make_step(counts: Sequence[int], devices: Sequence[Any]) -> Any:
-    """The placed step with so many layers on each node."""
-    import numpy as np
+def make_optimizer() -> Any:
+    """It has a state that moves with parameters."""
     import optax
 
+    return optax.sgd(LEARNING_RATE, MOMENTUM)
+
+
+def traced_loss() -> Any:
+    """The loss of one microbatch, as the planner sees it."""
     from dtft.planner.trace import trace
-    from dtft.train.placed import make_placed_step
+
+    part = {name: rows[: ROWS // MICROBATCHES] for name, rows in make_batch().items()}
+    return trace(loss, make_params(), part)
+
+
+def nodes_of_layers(counts: Sequence[int]) -> tuple[int, ...]:
+    """The node of each operator with so many layers on each node."""
+    import numpy as np
+
     from dtft.train.placed_placement import nodes_of_scopes
 
-    params, batch = make_params(), make_batch()
     of_layer = np.repeat(np.arange(len(counts)), counts)
     table = {f"layer{index}": int(node) for index, node in enumerate(of_layer)}
+    return nodes_of_scopes(traced_loss(), table)
+
+
+def make_step(form: Form, devices: Sequence[Any]) -> Any:
+    """The placed step of a division."""
+    from dtft.planner.placement_result import Placement
+    from dtft.train.placed import make_placed_step
+
+    is_placement = isinstance(form, str)
     return make_placed_step(
         loss,
-        optax.sgd(LEARNING_RATE),
-        params,
-        batch,
-        nodes=nodes_of_scopes(trace(loss, params, batch), table),
+        make_optimizer(),
+        make_params(),
+        make_batch(),
+        nodes=Placement.from_json(form) if is_placement else nodes_of_layers(form),
         devices=devices,
         microbatches=MICROBATCHES,
         deadline_s=STEP_S,
@@ -153,53 +177,64 @@ def _reached(path: Path, other: int) -> Any:
             time.sleep(0.02)
 
 
+def kept(folder: str, state: Any) -> Any:
+    """A state with the arrays that nodes left in a folder in place of its own."""
+    import jax
+    import numpy as np
+
+    from dtft.checkpoint import tree
+
+    leaves = [
+        np.load(file) if (file := _file(folder, path)).exists() else leaf
+        for path, leaf in tree.to_paths(state).items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def _file(folder: str, path: str) -> Path:
+    return Path(folder) / f"{path.replace('/', '.')}.npy"
+
+
 class Worker:
     """The node's steps, one for each division that was asked for, and its state."""
 
     def __init__(self, rank: int, num: int, peers: Peers, device: Any) -> None:
         self._rank, self._peers = rank, peers
         self._devices = [device] * num
-        self._steps: dict[tuple[int, ...], Any] = {}
+        self._steps: dict[Form, Any] = {}
         self._state: Any = None
         self._batch = make_batch()
-        self._counts: tuple[int, ...] = ()
+        self._now: Any = None
+        """The step in force."""
 
-    def prepare(self, counts: Sequence[int]) -> None:
+    def prepare(self, form: Any) -> None:
         """Makes a division's step, once; `begin` comes before it is run."""
-        if tuple(counts) not in self._steps:
-            self._steps[tuple(counts)] = make_step(counts, self._devices)
+        form = form if isinstance(form, str) else tuple(form)
+        if form not in self._steps:
+            self._steps[form] = make_step(form, self._devices)
 
-    def begin(self, counts: Sequence[int], folder: str) -> None:
+    def begin(self, form: Any, folder: str) -> None:
         """Changes to a division; the state is what nodes left in the folder."""
         import jax
-        import numpy as np
 
-        self._counts = tuple(counts)
-        step = self._steps[self._counts]
-        params = make_params()
-        for index, layer in enumerate(params):
-            kept = Path(folder) / f"{index}.npz"
-            if kept.exists():
-                with np.load(kept) as arrays:
-                    params[index] = {name: arrays[name] for name in layer}
-        self._state = jax.block_until_ready(step.init(params))
+        self._now = self._steps[form if isinstance(form, str) else tuple(form)]
+        state = self._now.init(make_params())
+        self._state = jax.block_until_ready(self._now.moved(kept(folder, state)))
 
     def leave(self, folder: str) -> None:
-        """Writes the layers of this node to the folder."""
+        """Writes the arrays that are updated here to the folder."""
         import numpy as np
 
-        first = sum(self._counts[: self._rank])
-        for index in range(first, first + self._counts[self._rank]):
-            layer = self._state["params"][index]
-            arrays: dict[str, Any] = {
-                k: np.asarray(array) for k, array in layer.items()
-            }
-            np.savez(Path(folder) / f"{index}.npz", **arrays)
+        from dtft.checkpoint import tree
+
+        homes = tree.to_paths(self._now.homes)
+        for path, leaf in tree.to_paths(self._state).items():
+            if homes[path] == self._rank:
+                np.save(_file(folder, path), np.asarray(leaf))
 
     def step(self) -> list[list[Any]]:
         """Runs one step: name, microbatch, ready, start and end of each task."""
-        step = self._steps[self._counts]
-        self._state, spans = step.run_node(
+        self._state, spans = self._now.run_node(
             self._rank, self._state, self._batch, self._peers
         )
         return [[s.name, s.microbatch, s.ready_s, s.start_s, s.end_s] for s in spans]

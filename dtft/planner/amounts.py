@@ -83,3 +83,8 @@ class Work:
     def special(self) -> Amount:
         """Of these, functions such as exp."""
         return Amount(total=self.operator.special, axes=self.divided_by)
+
+    @property
+    def strided(self) -> Amount:
+        """Elements read across the order in which they lie."""
+        return Amount(total=self.operator.strided, axes=self.divided_by)

@@ -83,7 +83,8 @@ def computing_s(
     moved = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
     simple, special = work.flops.at(sizes), work.special.at(sizes)
     if operator.kind in CHEAP:
-        return unfused_s(device, moved, simple, special, cold=cold)
+        across = work.strided.at(sizes) * device.efficiency.strided_s
+        return unfused_s(device, moved, simple, special, cold=cold) + across
     each = 1 / (device.peak(dtype) * device.efficiency.e0)
     if work.columns is not None:
         each = each * (1 + device.efficiency.c0 / work.columns.at(sizes))

@@ -37,6 +37,9 @@ class Efficiency:
     nothing beside moving the bytes."""
     special_s: float = 0.0
     """Seconds of one exponential or similar function, beyond `simple_s`."""
+    strided_s: float = 0.0
+    """Seconds of one element that is read across the order in which elements lie, such
+    as of a transposed gradient, beyond what it takes in that order."""
     fuse: float = 0.5
     """Share of the bytes of unfused element-wise operators that is really moved."""
     launch_s: float = 5e-6
@@ -54,7 +57,8 @@ class Efficiency:
         shares = (self.e0, self.memory, self.fuse, self.misaligned)
         fine = all(0 < share <= 1 for share in shares)
         least = (self.x0, self.c0, self.launch_s, self.dispatch_s, self.cache_bytes)
-        fine = fine and min(*least, self.simple_s, self.special_s) >= 0
+        least += (self.simple_s, self.special_s, self.strided_s)
+        fine = fine and min(least) >= 0
         fine = fine and min(self.overlap_kappa, self.cache_gain) >= 1
         if not (fine and 0 <= self.overlap_fraction <= 1):
             raise ValueError(

@@ -96,6 +96,8 @@ class Operator:
     """Floating-point operations of one execution (multiply and add are two)."""
     special: float = 0.0
     """Of these, evaluations of functions such as exp, which cost more than one."""
+    strided: float = 0.0
+    """Elements of one execution that are read across the order in which they lie."""
     trips: int
     """How often it runs in a step: the lengths of the scans around it, multiplied."""
     summed: tuple[int, ...] = ()

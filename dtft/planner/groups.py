@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from dtft.planner.combining import awaited, nobody_waits
 from dtft.planner.graph import Graph, Operator
 from dtft.planner.loop_copies import loop_copies
+from dtft.planner.strided import strided
 
 CHEAP = ("elementwise", "layout", "random")
 """Kinds that a compiler fuses with what is before or after them."""
@@ -59,15 +60,17 @@ def group(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]:
         graph: the program.
         alias: dim to the dim that stands for it in equal layers.
     """
+    across = strided(graph)
     times: Counter[object] = Counter()
     first: dict[object, Operator] = {}
     cheap: dict[object, list[Operator]] = defaultdict(list)
     known = awaited(graph, {n: _waits(op) for n, op in enumerate(graph.operators)})
     last: dict[object, bool] = {}
-    for operator in graph.operators:
+    for number, operator in enumerate(graph.operators):
         key = _key(graph, operator, alias)
         if operator.kind in CHEAP:
-            cheap[key].append(operator)
+            own = across.get(number)
+            cheap[key].append(replace(operator, strided=own) if own else operator)
             continue
         is_last = nobody_waits(operator, known)
         key = key, operator.within if is_last else None
@@ -150,6 +153,9 @@ def _merged(graph: Graph, operators: list[Operator], total: float) -> Group:
     flops = sum(operator.flops * operator.trips for operator in operators)
     times = total / own if own else float(sum(op.trips for op in operators))
     special = sum(operator.special * operator.trips for operator in operators)
+    across = sum(operator.strided * operator.trips for operator in operators)
     each = times or 1.0
-    stands = replace(largest, flops=flops / each, special=special / each)
+    stands = replace(
+        largest, flops=flops / each, special=special / each, strided=across / each
+    )
     return Group(operator=stands, times=times, region=region(largest))

@@ -1,11 +1,11 @@
 """When tasks run on which node: one after the other takes its place in a schedule.
 
 Simulates all that a placement has to wait for: each node runs one task at a time, each
-port carries one value at a time, a value is sent to a node once, and memory holds what
-is still read. A task (or value) may take a gap that others left (insertion; HEFT,
-Topcuoglu, Hariri and Wu 2002). The order of tasks is given, and so are nodes, or each
-task takes the one where it ends first. Pure; must not know how orders or nodes are
-found (`placing`).
+port carries one value at a time, a value is sent to a node once, parts of a gradient
+are added up where they are made and sent as one, and memory holds what is still read. A
+task (or value) may take a gap that others left (insertion; HEFT, Topcuoglu, Hariri and
+Wu 2002). The order of tasks is given, and so are nodes, or each task takes the one
+where it ends first. Pure; must not know how orders or nodes are found (`placing`).
 """
 
 from collections.abc import Sequence
@@ -81,6 +81,8 @@ class _State:
         self.at: list[dict[int, float]] = [{} for _ in problem.num_bytes]
         """For each value the nodes that have it, and since when."""
         self.home = [-1] * len(problem.num_bytes)
+        self.sums: dict[tuple[int, int], int] = {}
+        """By value and node: the part of its gradient that others are added to."""
         self.left = problem.readers.copy()
         self.live = [0.0] * num
         self.node_of = [-1] * len(problem.seconds)
@@ -141,7 +143,7 @@ class _State:
         of = self.of
         more = of.made_bytes[task]
         for value in of.read[task]:
-            if node not in self.at[value]:
+            if node not in self.at[value] and self._whole(value) == value:
                 more += of.held_bytes[value]
         return self.live[node] + more <= of.capacity[node]
 
@@ -158,6 +160,9 @@ class _State:
                 self.home[value] = node
                 self.at[value][node] = 0.0
                 self.live[node] += of.held_bytes[value]
+            elif of.sum_of[value] >= 0:
+                came = self.at[self._whole(value)]
+                self.at[value].setdefault(node, came.get(node, 0.0))
         ready = max(ready, self._local(task, node))
         seconds = of.seconds[task][node]
         begin = self.nodes[node].free(ready, seconds)
@@ -175,14 +180,17 @@ class _State:
         for value in of.made[task]:
             self.home[value] = node
             self.at[value][node] = end
-            self.live[node] += of.held_bytes[value]
+            if self._whole(value) == value:
+                self.live[node] += of.held_bytes[value]
             self._free(value)
         for value in of.read[task]:
             self.left[value] -= 1
             self._free(value)
 
     def _free(self, value: int) -> None:
-        if not self.left[value] and not self.of.stays[value]:
+        if self.left[value] or self.of.stays[value]:
+            return
+        if self._whole(value) == value:
             for node in self.at[value]:
                 self.live[node] -= self.of.held_bytes[value]
 
@@ -199,8 +207,19 @@ class _State:
             if self.home[value] >= 0 and node not in self.at[value]
         ]
         if len(missing) > 1:
-            missing.sort()
+            whole: dict[int, float] = {}
+            for since, value in missing:
+                first = self._whole(value)
+                whole[first] = max(since, whole.get(first, 0.0))
+            missing = sorted((since, value) for value, since in whole.items())
         return [self._send(value, node, since) for since, value in missing]
+
+    def _whole(self, value: int) -> int:
+        """What a value is held, and sent, as: parts of a gradient are added up."""
+        behind = self.of.sum_of[value]
+        if behind < 0:
+            return value
+        return self.sums.setdefault((behind, self.home[value]), value)
 
     def _send(self, value: int, node: int, since: float) -> Sent:
         of, home = self.of, self.home[value]
@@ -249,12 +268,13 @@ class _State:
         of, held = self.of, Held()
         for task, node in enumerate(self.node_of):
             for value in of.made[task]:
-                held.add(value, node, self.starts[task], self.ends[task])
+                whole = self._whole(value)
+                held.add(whole, node, self.starts[task], self.ends[task])
         for value, source, target, begin, end in self.sent:
             held.add(value, target, begin, end)
             held.add(value, source, end, end)
         for task, node in enumerate(self.node_of):
             for value in of.read[task]:
                 begin = 0.0 if of.producer[value] < 0 else np.inf
-                held.add(value, node, begin, self.ends[task])
+                held.add(self._whole(value), node, begin, self.ends[task])
         return held.peaks(len(self.nodes), of.held_bytes, of.stays)

@@ -142,6 +142,7 @@ def instance(graph: Graph, operator: Operator, root: Callable[[int], int]) -> In
         # Of a product they give the depth; of others only a price depends on them.
         flops=operator.flops if operator.kind == "matmul" else 0.0,
         special=0.0,
+        strided=0.0,
         trips=1,
         summed=ranks(summed),
         whole=ranks(whole),

@@ -66,7 +66,7 @@ def place(
         together: operators that stay on one node, first and after the last.
         backward: whether the step has the backward pass of this program too: each task
             again, on its node, and gradients of what is between `params` and the first
-            result; one for each task that reads it, also where a node has several.
+            result, one from each node that reads it.
         params: path of the argument that is differentiated; default: the first one, as
             in `loss(params, batch)`.
         microbatches: of one step, that follow each other through the nodes.

@@ -47,6 +47,10 @@ class Problem:
         self.num_bytes = [value.num_bytes for value in tasks.passed]
         self.producer = [value.producer for value in tasks.passed]
         self.readers = [len(set(value.readers)) for value in tasks.passed]
+        self.sum_of = [
+            tasks.gradient_of.get(value, -1) for value in range(len(tasks.passed))
+        ]
+        """Of each value the one that it is a part of the gradient of; or -1."""
         self.stays = [
             value.is_kept or value.producer < 0 or not frees for value in tasks.passed
         ]

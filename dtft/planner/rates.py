@@ -63,7 +63,8 @@ class Rates:
             done: the work.
             cold: as for `cost.computing_s`.
         """
-        key = key, done.operator.flops, done.operator.special, cold
+        one = done.operator
+        key = key, one.flops, one.special, one.strided, cold
         if key not in self._computing:
             columns, repeats = self.columns, repeats_of(done)
             amounts = done.sizes or (*done.reads, *done.writes, done.flops)

@@ -43,7 +43,8 @@ class Tasks:
     groups: tuple[int, ...] = ()
     """Tasks of one number go to the same node; default: each its own."""
     gradient_of: Mapping[int, int] = field(default_factory=dict)
-    """Values of `passed` that are gradients, and of which others they are."""
+    """Values of `passed` that are parts of gradients, and of which others: those that
+    are made on one node are added up there and sent as one."""
 
     def __post_init__(self) -> None:
         num = len(self.names)
@@ -94,7 +95,8 @@ class Tasks:
         num = len(self.names)
         behind = [2 * num - 1 - task for task in range(num)]
         passed = [replace(v, readers=_again(v, behind)) for v in self.passed]
-        # A value's gradient comes in one part from each task that read it.
+        # A value's gradient comes in one part from each task that read it; a schedule
+        # adds up those of one node.
         # A task's backward comes after itself, also where it reads nothing else.
         passed += [
             Passed(producer=task, num_bytes=0.0, readers=(behind[task],))

@@ -34,12 +34,10 @@ from dtft.train.placed_hub import Hub
 from dtft.train.placed_node import Exchange, Node, Span
 from dtft.train.placed_order import Order, order
 from dtft.train.placed_placement import devices_of, predicted_starts, seconds_of
+from dtft.train.placed_state import Layout, State, check_values
 from dtft.train.placed_timeline import Timeline
 from dtft.train.placed_update import updating
 from dtft.train.plan_arguments import check_like
-
-State = dict[str, Any]
-"""`{"params": ..., "opt_state": ...}`, every leaf on the device that updates it."""
 
 
 def make_placed_step(
@@ -102,6 +100,8 @@ def make_placed_step(
     gradients = differentiated(divided, count, microbatches)
     keys = [key for key, _ in gradients.gradients]
     planned = jax.eval_shape(lambda *trees: trees, params, batch)
+    with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
+        opt_state = jax.eval_shape(optimizer.init, params)
     update = updating(optimizer, planned[0], keys, gradients.homes)
     each = [
         sum(seconds[n] for n in s.operators) if seconds is not None else 1.0
@@ -122,7 +122,14 @@ def make_placed_step(
             weight=weight,
         ),
         _optimizer=optimizer,
-        _planned=planned,
+        _layout=Layout.of(
+            planned[0],
+            opt_state,
+            homes=gradients.homes,
+            opt_homes=[node for _, node in update.state],
+            devices=at,
+        ),
+        _batch=planned[1],
         _aux=jax.tree.structure(shape[1]) if has_aux else None,
         _nodes={node: Node(device) for node, device in at.items()},
     )
@@ -144,8 +151,9 @@ class PlacedStep:
     """How long a step may take, compiling included."""
     _feed: Feed
     _optimizer: optax.GradientTransformation
-    _planned: tuple[Any, Any]
-    """Shapes of parameters and batch."""
+    _layout: Layout
+    _batch: Any
+    """Shapes."""
     _aux: Any
     _nodes: Mapping[int, Node]
 
@@ -154,6 +162,11 @@ class PlacedStep:
         """What a step sends from node to node, by link and kind."""
         calls = self._feed.gradients.calls.then(self._feed.updating.calls)
         return calls.transfers(self.microbatches)
+
+    @property
+    def homes(self) -> State:
+        """The node of each leaf of the state: it is updated there, and stays there."""
+        return self._layout.homes
 
     def predicted(self, placement: Placement) -> dict[Task, float]:
         """When a placement lets tasks of the first microbatch begin, in seconds."""
@@ -166,10 +179,10 @@ class PlacedStep:
         Raises:
             ValueError: another tree, shape or dtype than planned; names the path.
         """
-        check_like("params", params, self._planned[0])
+        check_like("params", params, self._layout.shapes["params"])
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
             opt_state = self._optimizer.init(params)
-        return self.moved({"params": params, "opt_state": opt_state})
+        return self._layout.copied({"params": params, "opt_state": opt_state})
 
     def moved(self, state: State) -> State:
         """The state of another placement of the loss, copied to where this one has it.
@@ -177,14 +190,11 @@ class PlacedStep:
         So a new placement takes over in mid-run; both must have the same optimizer.
 
         Raises:
-            ValueError: its parameters are others than planned; names the path.
+            ValueError: no such state, or one with other arrays than planned; names the
+                path.
         """
-        check_like("params", state["params"], self._planned[0])
-        nodes = [node for _, node in self._feed.updating.state]
-        return {
-            "params": self._feed.placed(state["params"], self._feed.gradients.homes),
-            "opt_state": self._feed.placed(state["opt_state"], nodes),
-        }
+        self._layout.check(state)
+        return self._layout.copied(state)
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One optimizer step. `state` is donated: it cannot be used afterwards.
@@ -193,8 +203,9 @@ class PlacedStep:
             The state, and what the loss returned, as a mean over the batch.
 
         Raises:
-            ValueError: the batch has another tree, shape (rows too) or dtype than the
-                planned one; names the path.
+            ValueError: state or batch has another tree, shape (rows too) or dtype than
+                planned; or the state was donated, or is where another placement has
+                it. Names the path.
             TimeoutError: a node waited until the deadline; says for what.
         """
         after, value, _ = self._step(state, batch, measure=False)
@@ -262,8 +273,11 @@ class PlacedStep:
     def _stores(
         self, state: State, batch: Any, nodes: Sequence[int]
     ) -> dict[int, dict[Key, Any]]:
-        """What nodes begin with, once the batch is seen to be the planned one."""
-        check_like("batch", batch, self._planned[1])
+        """What nodes begin with, once state and batch are seen to be as planned."""
+        self._layout.check(state)
+        self._layout.check_here(state, nodes)
+        check_like("batch", batch, self._batch)
+        check_values("batch", batch)
         return self._feed.stores(state, batch, nodes)
 
     def _value(self, stores: Mapping[int, Mapping[Key, Any]]) -> Any:

@@ -111,14 +111,6 @@ class Feed:
             "opt_state": like(before["opt_state"], leaves[count:]),
         }
 
-    def placed(self, values: Any, nodes: Sequence[int]) -> Any:
-        """Copies on the devices of nodes, one per leaf; a step may donate them."""
-        leaves = [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(values)]
-        pairs = zip(leaves, nodes, strict=True)
-        return like(
-            values, [jax.device_put(leaf, self.devices[node]) for leaf, node in pairs]
-        )
-
 
 class _Parts:
     """The parts of one batch."""

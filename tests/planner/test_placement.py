@@ -180,6 +180,29 @@ def test_a_value_is_sent_to_a_node_once() -> None:
     assert placement.makespan_s == 5.0
 
 
+def test_parts_of_a_gradient_are_added_up_before_they_are_sent() -> None:
+    # What task 0 makes is read twice on node 1 and once on node 2, and comes back once
+    # from each; node 1 sends when its second backward task, the one of task 1, is done.
+    forward = Tasks(
+        names=("a", "b", "c", "d"),
+        kinds=("matmul",) * 4,
+        seconds=np.array(
+            [[1.0, np.inf, np.inf]] + [[np.inf, 1.0, np.inf]] * 2 + [[np.inf] * 2 + [1]]
+        ),
+        passed=(Passed(producer=0, num_bytes=2.0, readers=(1, 2, 3)),),
+    )
+    nodes = Nodes.joined([9.0] * 3, bandwidth=1.0)
+    placement = place_tasks(forward.with_backward([1.0] * 4), nodes)
+    ends = {run.task: run.end_s for run in placement.schedule}
+    back = {t.source: t for t in placement.transfers if t.is_gradient}
+    assert len(back) == sum(t.is_gradient for t in placement.transfers) == 2
+    assert back[1].num_bytes == 2.0 and back[1].start_s >= max(ends[5], ends[6])
+    first = min(run.start_s for run in placement.schedule if run.task == 7)
+    assert first >= max(one.end_s for one in back.values())
+    # Node 0: two gradients. Others: the value and one gradient, which is summed.
+    assert placement.memory_bytes == (4, 4, 4)
+
+
 def test_an_argument_is_sent_to_the_second_node_that_reads_it() -> None:
     tasks = Tasks(
         names=("a", "b"),

@@ -368,8 +368,53 @@ def test_other_parameters_than_planned_are_refused() -> None:
     wrong = {**params, "unused": np.ones(3, np.float32)}
     with pytest.raises(ValueError, match=r"params 'unused' is float32\[3\], planned"):
         step.init(wrong)
-    with pytest.raises(ValueError, match=r"params 'unused' is float32\[3\], planned"):
-        step.moved({"params": wrong, "opt_state": ()})
+    good = step.init(params)
+    with pytest.raises(ValueError, match=r"'params/unused' is float32\[3\], planned"):
+        step.moved({**good, "params": wrong})
+
+
+def test_another_state_than_planned_is_refused_before_anything_runs() -> None:
+    step, batch = placed(UNEVEN, rows), some_batch()
+    state = step.init(some_params())
+    given = jax.tree.map(jnp.asarray, some_params())
+    shapes = jax.eval_shape(lambda tree: tree, state)
+    others = {
+        "state is a NoneType. Allowed: what init, moved or a step returned": None,
+        r"state is a dict of \[.*'table'.*init\(params\) makes one": given,
+        r"'opt_state/0/count' is int32\[\], planned was nothing": {
+            **state,
+            "opt_state": optax.adam(0.1).init(given),
+        },
+        r"ShapeDtypeStruct\(.*which has no values. Allowed: arrays": shapes,
+    }
+    for words, other in others.items():
+        for call in (step.step, step.measured, step.gradients):
+            with pytest.raises(ValueError, match=words):
+                call(other, batch)
+        with pytest.raises(ValueError, match=words):
+            step.run_node(0, other, batch, _Silent())
+        with pytest.raises(ValueError, match=words):
+            step.moved(other)
+    with pytest.raises(ValueError, match="batch 'token' is ShapeDtypeStruct.*Shapes"):
+        step.step(state, jax.eval_shape(lambda tree: tree, batch))
+
+
+def test_a_state_of_another_placement_or_a_donated_one_is_refused() -> None:
+    step, turned = (
+        placed(nodes, rows, optax.adam(0.1))
+        for nodes in (UNEVEN, [2 - node for node in UNEVEN])
+    )
+    state, batch = turned.init(some_params()), some_batch()
+    words = r"is on cpu:2, planned was cpu:0, the device of node 0.*moved"
+    with pytest.raises(ValueError, match=words):
+        step.step(state, batch)
+    state = step.moved(state)
+    nodes = jax.tree.map(lambda leaf: next(iter(leaf.devices())).id, state)
+    assert nodes == step.homes
+    step.step(state, batch)
+    for call in (lambda: step.step(state, batch), lambda: step.moved(state)):
+        with pytest.raises(ValueError, match="was given to a step already.*returned"):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -94,14 +94,12 @@ def _measured(step: PlacedStep) -> Sent:
 
 
 def _predicted(graph: Graph, placement: Placement) -> Sent:
-    """What tasks hand over; gradients of one value that a node sends count once."""
+    """What tasks hand over."""
     made = {value for op in graph.operators for value in op.outputs}
     return Counter(
-        (source, target, "cotangent" if back else "value")
-        for value, source, target, back in {
-            (t.value, t.source, t.target, t.is_gradient) for t in placement.transfers
-        }
-        if value in made
+        (t.source, t.target, "cotangent" if t.is_gradient else "value")
+        for t in placement.transfers
+        if t.value in made
     )
 
 

@@ -1,0 +1,83 @@
+"""Elements that a fused loop reads across the order in which they lie.
+
+The gradient of a weight comes out of its product transposed: JAX asks for the product
+and a transpose, and a compiler that keeps every array in the order of its dims, as
+XLA's CPU backend does, leaves the transpose to whoever reads it. An update that keeps
+two moments reads every element twice, a cache line for each: more than half of a step
+of a small MLP whose weights are not divided. Pure; must not know devices or meshes.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from dtft.planner.graph import Graph, Operator
+
+_SAME = ("convert_element_type", "copy", "name", "optimization_barrier")
+"""Operators that leave elements where they lie, and are fused with what reads them."""
+
+
+def strided(graph: Graph) -> Mapping[int, float]:
+    """Elements of one execution, by the number of the operator that reads them.
+
+    Each element-wise operator that reads what was transposed has all of its elements;
+    of what only leaves its loop or the program, the transpose itself. Products read
+    both orders as fast, and what keeps the last dim is copied line by line.
+
+    >>> from dtft.planner.graph import Value
+    >>> values = tuple(Value(shape=s, dtype="float32", dims=d) for s, d in
+    ...     (((2, 8), (0, 1)), ((8, 2), (1, 0)), ((8, 2), (1, 0))))
+    >>> turned, scaled = (Operator(primitive=p, kind=k, inputs=(n,), outputs=(n + 1,),
+    ...     flops=0.0, trips=1) for n, (p, k) in
+    ...     enumerate((("transpose", "layout"), ("mul", "elementwise"))))
+    >>> strided(Graph(values=values, operators=(turned, scaled), dims=(), loops=(),
+    ...     inputs={}, outputs={}))
+    {1: 16.0}
+    """
+    readers: dict[int, list[int]] = defaultdict(list)
+    for number, operator in enumerate(graph.operators):
+        for index in set(operator.inputs):
+            readers[index].append(number)
+    found: dict[int, float] = defaultdict(float)
+    for number, operator in enumerate(graph.operators):
+        if not _turns(graph, operator):
+            continue
+        size = float(graph.values[operator.outputs[0]].size)
+        fused = _readers(graph, operator.outputs[0], readers)
+        for reader in [number] if fused is None else fused:
+            found[reader] += size
+    return dict(found)
+
+
+def _turns(graph: Graph, operator: Operator) -> bool:
+    """Whether another dim than before has its elements side by side."""
+    if operator.primitive != "transpose":
+        return False
+    before, after = (
+        [
+            dim
+            for dim, size in zip(value.dims, value.shape, strict=True)
+            if size > 1
+        ]
+        for value in (
+            graph.values[operator.inputs[0]],
+            graph.values[operator.outputs[0]],
+        )
+    )
+    return before[-1:] != after[-1:]
+
+
+def _readers(
+    graph: Graph, index: int, readers: Mapping[int, list[int]]
+) -> list[int] | None:
+    """Element-wise operators that read a value as it lies; None: nothing reads it."""
+    if not readers.get(index):
+        return None
+    found = []
+    for number in readers[index]:
+        operator = graph.operators[number]
+        if operator.kind == "elementwise":
+            found.append(number)
+        elif operator.primitive in _SAME:
+            further = _readers(graph, operator.outputs[0], readers)
+            found += [number] if further is None else further
+    return found
