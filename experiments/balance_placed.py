@@ -11,6 +11,8 @@ measured beside both (`balance_placed_beside`). About 4 minutes; needs root.
 
 import argparse
 import json
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,6 +72,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--quick", action="store_true", help="few splits, no files")
     options = parser.parse_args()
+    # Quotas are taken down on the way out, so the way out is an exception.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with (
         tempfile.TemporaryDirectory() as name,
         started(Path(name), NUM_NODES) as nodes,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments import report
+from experiments.balance_placed_nodes import Tasks
 from experiments.balance_placed_ways import moved
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 HEADER = ("round", "divided", "division", "weights", "max wait ms", "mean wait ms")
 HEADER += ("step ms", "gain", "moved operators then (from to)")
-Tasks = list[list[Any]]
-"""Name, microbatch, ready, start and end of each task of a node."""
 COLOURS = {"forward": "tab:purple", "backward": "tab:cyan", "update": "0.6"}
 Rows = Sequence[Mapping[str, Any]]
 

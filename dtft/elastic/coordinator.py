@@ -53,7 +53,10 @@ class Coordinator:
 
         def wait() -> None:
             assert process.stdout is not None
-            if process.stdout.readline().strip() == "serving":
+            said = ""
+            with contextlib.suppress(ValueError):  # closed: it was ended before this
+                said = process.stdout.readline()
+            if said.strip() == "serving":
                 self._emit("coordinator", ballot, address)
             process.wait()
 

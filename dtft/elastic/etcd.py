@@ -192,6 +192,11 @@ class EtcdStore:
         """See `Store.status`; `version_warning` tells what to think of it."""
         return str(self._call("status", "maintenance/status", {})["version"])
 
+    def peer_urls(self) -> frozenset[str]:
+        """Where the members of this etcd meet; no other etcd has any of them."""
+        members = self._call("members", "cluster/member/list", {}).get("members", [])
+        return frozenset(url for it in members for url in it.get("peerURLs", []))
+
     def close(self) -> None:
         """See `Store.close`."""
         with self._lock:

@@ -103,9 +103,12 @@ class EmbeddedEtcd:
                 preexec_fn=die_with_parent,
             )
 
+    @property
+    def _peer_url(self) -> str:
+        return f"http://127.0.0.1:{self._peer_port}"
+
     def _command(self) -> list[str]:
-        client = f"http://{self.address}"
-        peer = f"http://127.0.0.1:{self._peer_port}"
+        client, peer = f"http://{self.address}", self._peer_url
         return [
             str(etcd_binary()),
             "--name=dtft",
@@ -126,7 +129,7 @@ class EmbeddedEtcd:
             "--unsafe-no-fsync",
         ]
 
-    def wait_ready(self, deadline_s: float = 10.0) -> None:
+    def wait_ready(self, deadline_s: float = 30.0) -> None:
         """Waits until the store answers.
 
         Raises:
@@ -140,18 +143,27 @@ class EmbeddedEtcd:
                 if self._process is None or self._process.poll() is not None:
                     text = f"etcd {self.address} does not run.{self._tail()}"
                     raise RuntimeError(text)
-                try:
-                    store.get("ready")  # needs a leader, unlike status
+                problem = self._problem(store)
+                if problem is None:
                     return
-                except StoreUnavailable as error:
-                    if time.monotonic() > end:
-                        raise TimeoutError(
-                            f"etcd {self.address} not ready after {deadline_s} s: "
-                            f"{error}.{self._tail()}"
-                        ) from error
+                if time.monotonic() > end:
+                    raise TimeoutError(
+                        f"etcd {self.address} not ready after {deadline_s} s: "
+                        f"{problem}.{self._tail()}"
+                    )
                 time.sleep(0.02)
         finally:
             store.close()
+
+    def _problem(self, store: EtcdStore) -> object:
+        """Why the store cannot be used yet; None if it can."""
+        try:
+            store.get("ready")  # needs a leader, unlike status
+            # One that has the port already answers while ours is still starting.
+            ours = self._peer_url in store.peer_urls()
+        except StoreUnavailable as error:
+            return error
+        return None if ours else "another etcd answers there"
 
     def kill(self) -> None:
         """Kills etcd (SIGKILL) and keeps its data; nothing if it does not run."""

@@ -32,7 +32,7 @@ class Writer:
     def __init__(self, emit: Callable[..., None]) -> None:
         """Starts the thread."""
         self._emit = emit
-        self._tasks: queue.Queue[Task] = queue.Queue()
+        self._tasks: queue.Queue[Task | None] = queue.Queue()
         self._closed = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -45,6 +45,8 @@ class Writer:
         while not self._closed.is_set():
             try:
                 task = self._tasks.get(timeout=RETRY_S if waiting else None)
+                if task is None:
+                    return
                 fresh = True
                 waiting = [w for w in waiting if w[0] != task[0]] + [task]
             except queue.Empty:
@@ -65,7 +67,7 @@ class Writer:
     def close(self) -> None:
         """Lets the thread end; a queued write may be lost."""
         self._closed.set()
-        self._tasks.put(("", None, lambda: True))
+        self._tasks.put(None)
 
 
 class Records:

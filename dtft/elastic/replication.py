@@ -109,6 +109,8 @@ class Pusher:
         )
         if self._channel is None:
             self._channel = self._connect(deadline)
+            if self._closed.is_set():  # `close` saw no channel yet
+                self._channel.close()
         return send_push(self._channel, outgoing, self._connect, deadline).done
 
     def _connect(self, deadline: float) -> Channel:

@@ -5,10 +5,11 @@ does not pay for them. A trainer is a command line; this module knows no model, 
 JAX, and not why a trainer is started or ended.
 """
 
+import contextlib
 import os
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,7 +73,7 @@ class TrainerPool:
             return
         trainer.link = link
         if trainer.start is not None:
-            link.send("start", **trainer.start)
+            _send(trainer, "start", trainer.start)
 
     def _spawn(self) -> Trainer:
         with open_log(self._log_path) as log:
@@ -101,20 +102,16 @@ class TrainerPool:
         trainer = self._standby or self._spawn()
         self._standby = None
         self.active, trainer.start = trainer, message
-        if trainer.link is not None:
-            trainer.link.send("start", **message)
+        _send(trainer, "start", message)
 
     def is_active(self, pid: int) -> bool:
         """Whether this process is the active trainer."""
         return self.active is not None and self.active.process.pid == pid
 
     def send(self, op: str, **fields: Any) -> None:
-        """Sends to the active trainer; one that just died is found by its exit."""
-        if self.active is not None and self.active.link is not None:
-            try:
-                self.active.link.send(op, **fields)
-            except LinkClosed:
-                pass
+        """Sends to the active trainer, if it is linked."""
+        if self.active is not None:
+            _send(self.active, op, fields)
 
     def exited(self, pid: int) -> Literal["active", "standby", "ended"]:
         """Forgets a trainer that has ended and says what it was."""
@@ -142,6 +139,13 @@ class TrainerPool:
             trainer.process.kill()
         for trainer in list(self._trainers.values()):
             trainer.process.wait(timeout=10)
+
+
+def _send(trainer: Trainer, op: str, fields: Mapping[str, Any]) -> None:
+    """Sends to a trainer, if it is linked; one that just died is found by its exit."""
+    if trainer.link is not None:
+        with contextlib.suppress(LinkClosed):
+            trainer.link.send(op, **fields)
 
 
 def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:

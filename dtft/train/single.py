@@ -57,6 +57,24 @@ def with_run_dir(experiment: Experiment) -> Experiment:
     return replace(experiment, log=replace(experiment.log, run_dir=folder))
 
 
+def make_run_directory(directory: Path) -> None:
+    """Makes a run directory, if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made, or not be written to.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(directory, os.W_OK) else "no permission, or read-only"
+    except OSError as error:
+        why = str(error.strerror)
+    if why:
+        raise configs.ConfigError(
+            f"log.run_dir={directory} cannot be written to ({why}). Allowed: a "
+            "directory, or a path where one can be made. Set --log.run_dir."
+        )
+
+
 def resume_command(
     verb: str, config: str, overrides: Sequence[str], experiment: Experiment
 ) -> str:
@@ -87,7 +105,7 @@ class LocalRuntime:
 
         Raises:
             ConfigError: the experiment does not fit the devices, or the directory
-                holds checkpoints of another config.
+                holds checkpoints of another config or cannot be written to.
         """
         from dtft.checkpoint.storage import StorageTier
 
@@ -105,6 +123,7 @@ class LocalRuntime:
         self._last: tuple[int, Any, dict[str, Any]] | None = None
         self._resolved = configs.to_json(experiment)
         self._refuse_other_config()
+        make_run_directory(self.run_directory)
         from dtft.train.logs import write_config
 
         write_config(self.run_directory, self._resolved, sys.argv)

@@ -14,6 +14,7 @@ from dtft.checkpoint.chunks import Chunks, unpack_flags
 from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.pushing import frames_of
 from dtft.checkpoint.transport import Channel, connect
+from dtft.elastic import replication
 from dtft.elastic.replication import Pusher
 from tests.checkpoint.hosts import (
     CHUNK,
@@ -119,6 +120,25 @@ def test_only_changed_chunks_travel(pair: list[Host]) -> None:
     assert receiver.holder.holdings()[1] == []
 
 
+def test_a_pusher_that_is_closed_as_it_connects_sends_nothing(
+    pair: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Channel] = []
+
+    def connecting(*arguments: Any) -> Channel:
+        made.append(connect(*arguments))
+        pusher.close()
+        return made[0]
+
+    monkeypatch.setattr(replication, "connect", connecting)
+    pair[0].stage(1)
+    (one,) = pair[0].holder.outgoing
+    pusher = Pusher(pair[0].holder, one, pair[1].address, JOB, EPOCH, 10.0)
+    pusher.offer(1)
+    wait_until(lambda: bool(made) and made[0]._closed)
+    assert pair[1].held == [] and not pair[1].receiving
+
+
 def test_a_push_that_was_cut_goes_on_after_what_was_verified(pair: list[Host]) -> None:
     header, chunks = announce(pair[1], 0, 5)
     everything = list(range(len(chunks)))
@@ -205,10 +225,10 @@ def test_a_dropped_step_is_not_taken_up_again_by_its_late_bytes(
         numbers = answer(channel, header, len(chunks))
         send(channel, chunks, numbers[:2])
         holder.keep_only(set())
-        assert (pool.num_free == 2).all()  # what may be written is nobody else's
+        assert pool.free_places.sum() == 2  # what may be written is nobody else's
         send(channel, chunks, numbers[2:])
         assert end(channel) == {"done": False}
-        wait_until(lambda: bool((pool.num_free == 3).all()))
+        wait_until(lambda: bool(pool.free_places.all()))
     assert holder.holdings() == ({}, []) and pair[1].held == []
 
 

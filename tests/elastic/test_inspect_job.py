@@ -162,8 +162,8 @@ def test_a_leader_that_changes_while_asked(job: Job) -> None:
     asked = threading.Event()
 
     def leads_no_more(kind: str, answer) -> None:
-        asked.set()
         job.demands.add(99, answer)  # answered by nobody until the host is deposed
+        asked.set()
 
     job.emits[1] = leads_no_more
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

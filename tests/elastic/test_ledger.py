@@ -18,6 +18,7 @@ from dtft.elastic.records import Writer
 from dtft.elastic.roles import Assignment
 from dtft.elastic.storage_health import FIRST_PAUSE_S, StorageHealth
 from dtft.elastic.store import StoreUnavailable
+from tests.checkpoint.hosts import wait_until
 from tests.elastic.desks import agent_config
 from tests.elastic.test_recovery import HOSTS, layout, root_of, value
 
@@ -300,6 +301,7 @@ def test_writer_goes_on_when_the_store_is_back_with_the_newest_commit():
                 lambda: sum(event[0] == kind for event in events) >= count, timeout=10
             )
 
+    before = set(threading.enumerate())
     writer = Writer(emit)
     for number, step in enumerate((1, 2, 3), start=1):
         writer.write("commit", commit(step), lambda step=step: attempt(step))
@@ -307,4 +309,5 @@ def test_writer_goes_on_when_the_store_is_back_with_the_newest_commit():
     up.set()
     wait_for("written", 1)
     writer.close()
+    wait_until(lambda: set(threading.enumerate()) <= before)
     assert tried == [3] and events[-1] == ("written", "commit", commit(3), True)

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,9 @@ from dtft.elastic.storage_watch import StorageWatch
 from tests.checkpoint.hosts import wait_until
 from tests.elastic.test_leader import Desk
 from tests.elastic.test_recovery import commit_of, holdings_of, layout
+
+PATIENCE_S = 30.0
+"""For storage that is well: a busy machine may take longer than a moment."""
 
 
 class Nfs:
@@ -37,18 +39,19 @@ def nfs() -> Iterator[Nfs]:
 
 
 def test_the_last_answer_counts_while_storage_hangs(tmp_path: Path, nfs: Nfs) -> None:
-    watch = StorageWatch(tmp_path, list_steps=nfs, wait_s=0.2)
+    watch = StorageWatch(tmp_path, list_steps=nfs, wait_s=PATIENCE_S)
     (tmp_path / "20").mkdir()
     assert watch.steps() == (20,) and watch.news() is None
     nfs.up.clear()
     (tmp_path / "40").mkdir()
+    watch._wait_s = 0.2
     assert watch.steps() == (20,) and watch.silent
     line = watch.news()
     assert line is not None and "does not answer" in line and "step 20" in line
-    begun = time.monotonic()
-    for _ in range(1000):  # it is waited for once, not at every question
+    watch._wait_s = PATIENCE_S
+    for _ in range(10):  # it is waited for once, not at every question
         assert watch.newest == 20 and watch.news() is None
-    assert time.monotonic() - begun < 30 and nfs.asked == 2
+    wait_until(lambda: nfs.asked == 2)  # the question may be late as well
     watch.wrote(60)
     assert watch.steps() == (20, 60)
     nfs.up.set()
@@ -113,8 +116,10 @@ def test_storage_that_is_needed_is_waited_for(desk: Desk, nfs: Nfs) -> None:
     desk.leader.tick()
     assert desk.leader._rounds.phase == "storage"
     assert "is silent: the job waits for it" in said(desk.directory)
+    watch = desk.leader._storage.watch
     nfs.up.set()
-    wait_until(lambda: not desk.leader._storage.watch.silent)
+    watch._wait_s = PATIENCE_S
+    wait_until(lambda: not watch.silent)
     desk.leader.tick()
     round_ = desk.leader._rounds.current
     assert desk.leader._rounds.phase == "assigning"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dtft.elastic.etcd as etcd_module
+from dtft.elastic import etcd_wire, memory_store
 from dtft.elastic.etcd import EtcdStore, version_warning
 from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.memory_store import MemoryStore
@@ -26,8 +27,11 @@ from dtft.elastic.store import (
     Store,
     StoreUnavailable,
 )
+from tests.checkpoint.hosts import wait_until
 
 AnyStore = MemoryStore | EtcdStore
+LEASE_S = 4
+"""A lease that is kept alive: a busy machine may stop a test for some seconds."""
 PROTOCOL: tuple[type[Store], ...] = (MemoryStore, EtcdStore)  # for the type checker
 
 
@@ -73,24 +77,23 @@ class Watcher:
         for batch in store.watch(prefix, revision, self.stop):
             self._batches.put(batch)
 
-    def batch(self, timeout_s: float = 5.0) -> Events:
-        return self._batches.get(timeout=timeout_s)
+    def batch(self) -> Events:
+        return self._batches.get(timeout=20)
 
-    def events(self, count: int, timeout_s: float = 5.0) -> list[Event]:
+    def events(self, count: int) -> list[Event]:
         found: list[Event] = []
         while len(found) < count:
-            found += self.batch(timeout_s)
+            found += self.batch()
         return found
 
     def silent(self) -> bool:
         return self._batches.empty()
 
-    def end(self) -> float:
-        start = time.monotonic()
+    def end(self) -> None:
+        """Also when nothing happens that would wake the watch."""
         self.stop.set()
-        self.thread.join(2.0)
+        self.thread.join(20)
         assert not self.thread.is_alive()
-        return time.monotonic() - start
 
 
 def shape(events: list[Event]) -> list[tuple[str, str, bytes]]:
@@ -194,17 +197,17 @@ def test_revoke_deletes_keys(store: AnyStore, prefix: str) -> None:
 
 
 def test_expiry(store: AnyStore, prefix: str) -> None:
-    kept, lost = store.grant(2), store.grant(2)
+    kept, lost = store.grant(LEASE_S), store.grant(2)
     watcher = Watcher(store, prefix, store.list(prefix)[1] + 1)
     store.put(prefix + "kept", b"", lease=kept)
     store.put(prefix + "lost", b"", lease=lost)
-    end = time.monotonic() + 3.5
+    end = time.monotonic() + LEASE_S + 0.5
     while time.monotonic() < end:
         remaining = store.keepalive(kept)
-        assert remaining is not None and 0 < remaining <= 2
+        assert remaining is not None and 0 < remaining <= LEASE_S
         time.sleep(0.25)
-    assert [it.key for it in store.list(prefix)[0]] == [prefix + "kept"]
     assert shape(watcher.events(3))[2] == ("delete", "lost", b"")
+    assert [it.key for it in store.list(prefix)[0]] == [prefix + "kept"]
     assert store.keepalive(lost) is None
     watcher.end()
 
@@ -221,29 +224,34 @@ def test_watch_replays_history_and_follows(store: AnyStore, prefix: str) -> None
     assert shape(events) == [("put", "b", b"2"), ("put", "c", b"")]
     assert events[0].kv.create_revision == events[0].kv.mod_revision == start + 3
     assert watcher.silent()
-    assert watcher.end() < 0.5
+    watcher.end()
 
 
 def test_watch_from_now(store: AnyStore, prefix: str) -> None:
     store.put(prefix + "before", b"")
     watcher = Watcher(store, prefix, 0)
-    time.sleep(0.3)
-    store.put(prefix + "after", b"")
-    assert shape(watcher.events(1)) == [("put", "after", b"")]
+
+    def seen() -> bool:  # "now" is when the thread comes to it
+        store.put(prefix + "after", b"")
+        return not watcher.silent()
+
+    wait_until(seen)
+    assert shape(watcher.events(1))[0] == ("put", "after", b"")
     watcher.end()
 
 
-def test_watch_sees_latency_of_milliseconds(store: AnyStore, prefix: str) -> None:
+def test_a_watch_does_not_wait_for_its_next_poll(
+    store: AnyStore, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_store, "_POLL_S", 100.0)
+    monkeypatch.setattr(etcd_wire, "_POLL_S", 100.0)
     watcher = Watcher(store, prefix, store.list(prefix)[1] + 1)
-    delays = []
     for index in range(5):
-        time.sleep(0.05)
-        start = time.monotonic()
         store.put(prefix + "a", str(index).encode())
         watcher.events(1)
-        delays.append(time.monotonic() - start)
+    watcher.stop.set()
+    store.put(prefix + "a", b"last")  # it wakes and ends
     watcher.end()
-    assert sorted(delays)[2] < 0.1
 
 
 def test_resync_after_compaction(store: AnyStore, prefix: str) -> None:
@@ -269,7 +277,7 @@ def test_close_ends_watches_and_calls(store: AnyStore, prefix: str) -> None:
     watcher = Watcher(store, prefix, 0)
     time.sleep(0.1)
     store.close()
-    watcher.thread.join(2.0)
+    watcher.thread.join(20)
     assert not watcher.thread.is_alive()
     with pytest.raises(StoreUnavailable, match="closed"):
         store.get(prefix)
@@ -288,7 +296,7 @@ def test_only_one_of_many_threads_wins(store: AnyStore, prefix: str) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5.0)
+        thread.join(20)
     pair = store.get(prefix + "leader")
     assert pair is not None and won == [int(pair.value)]
 
@@ -340,10 +348,8 @@ def test_killed_and_restarted(server: EmbeddedEtcd) -> None:
     store.put(prefix + "b", b"2")
     assert shape(watcher.events(1)) == [("put", "b", b"2")]
     server.kill()
-    start = time.monotonic()
     with pytest.raises(StoreUnavailable, match=f"{server.address}: put /restart/c"):
         store.put(prefix + "c", b"lost")
-    assert time.monotonic() - start < 0.5
     server.start()
     server.wait_ready()
     assert shape([Event(kind="put", kv=pair) for pair in store.list(prefix)[0]]) == [
@@ -396,8 +402,7 @@ def test_quiet_watch_connects_again(
 ) -> None:
     monkeypatch.setattr(etcd_module, "_QUIET_S", 0.2)
     store = EtcdStore(server.address)
-    watcher = Watcher(store, "/quiet/", 0)
-    time.sleep(0.3)
+    watcher = Watcher(store, "/quiet/", store.list("/quiet/")[1] + 1)
     for index in range(40):
         store.put("/quiet/a", str(index).encode())
         time.sleep(0.3 if index % 10 == 0 else 0.01)
@@ -409,12 +414,9 @@ def test_quiet_watch_connects_again(
 
 def test_unreachable_store() -> None:
     store = EtcdStore(f"127.0.0.1:{free_port()}")
-    start = time.monotonic()
     with pytest.raises(StoreUnavailable, match="get /a: .*refused"):
         store.get("/a")
-    watcher = Watcher(store, "/a", 1)
-    assert watcher.end() < 0.5
-    assert time.monotonic() - start < 1.0
+    Watcher(store, "/a", 1).end()
     store.close()
 
 
@@ -422,10 +424,8 @@ def test_silent_store() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         store = EtcdStore(address, timeout_s=0.2)
-        start = time.monotonic()
         with pytest.raises(StoreUnavailable, match="keepalive 7: no answer within 0.2"):
             store.keepalive(7)
-        assert time.monotonic() - start < 0.5
         store.close()
 
 

@@ -35,7 +35,8 @@ def _compile(experiment: Experiment, mesh: Mesh) -> tuple[str, Program]:
         for name, column in columns.items()
         if name != "id"
     }
-    return program.lower_step(batch).compile().as_text() or "", program
+    step = program._compiled_step.lower(program.abstract_state, batch)
+    return step.compile().as_text() or "", program
 
 
 def _leaf_copies(compiled: str, abstract: Any) -> int:
