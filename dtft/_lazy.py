@@ -1,6 +1,7 @@
 """Public names of a package that load on first use, so that importing it is light.
 
-Decides nothing; must not know which packages there are.
+Decides nothing; must not know which packages there are. `dtft.optim`, which stands
+alone, has its own.
 """
 
 import importlib

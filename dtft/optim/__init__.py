@@ -4,9 +4,9 @@ What communicates between replicas (`dtft.optim.sync`) needs `dtft.collectives` 
 names are here as well, and load on first use. Shampoo loads it with its first root.
 """
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from dtft._lazy import attributes
 from dtft.optim.guard import GuardState, guard_gradients, unguarded
 from dtft.optim.max_adabelief import (
     ScaleByMaxBeliefState,
@@ -60,4 +60,8 @@ _LAZY = {
     "with_local_gradients": "symmetric",
 }
 
-__getattr__, __dir__ = attributes(__name__, _LAZY)
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
