@@ -1,7 +1,7 @@
 """Experiments, data, the step and the loop. Decides no membership and no recovery.
 
-`make_step` and `jit_plan` run a plan, `make_placed_step` a placement; they load on
-first use.
+`make_step` and `jit_plan` run a plan, `make_placed_step` a placement, or layers that
+`nodes_of_scopes` gives to nodes; they load on first use.
 """
 
 import importlib
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtft.train.placed import make_placed_step as make_placed_step
+    from dtft.train.placed_placement import nodes_of_scopes as nodes_of_scopes
     from dtft.train.planned_step import make_step as make_step
     from dtft.train.planning import jit_plan as jit_plan
 
@@ -16,9 +17,10 @@ _PUBLIC = {
     "jit_plan": "dtft.train.planning",
     "make_placed_step": "dtft.train.placed",
     "make_step": "dtft.train.planned_step",
+    "nodes_of_scopes": "dtft.train.placed_placement",
 }
 
-__all__ = ["jit_plan", "make_placed_step", "make_step"]
+__all__ = ["jit_plan", "make_placed_step", "make_step", "nodes_of_scopes"]
 
 
 def __getattr__(name: str) -> Any:
