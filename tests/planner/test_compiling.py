@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dtft.planner import compile_worker, gpu_targets
+from dtft.planner import compile_child, compile_worker, gpu_targets
 from dtft.planner.compiling import Candidate, compile_all, lower, place
 from dtft.planner.verify import Compiled, Failure
 
@@ -289,3 +289,16 @@ def test_without_the_gpu_compiler_it_is_said_how_to_install_it(
     assert not gpu_targets.installed()
     with pytest.raises(ImportError, match=r"dtft\[aot\]"):
         gpu_targets.load()
+
+
+def test_a_child_keeps_what_its_parent_told_the_c_library() -> None:
+    def tunables(known: str) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GLIBC_TUNABLES", known)
+            return compile_child.environment(2)["GLIBC_TUNABLES"]
+
+    assert tunables("") == "glibc.malloc.hugetlb=1"
+    assert tunables("glibc.malloc.tcache_count=1") == (
+        "glibc.malloc.tcache_count=1:glibc.malloc.hugetlb=1"
+    )
+    assert tunables("glibc.malloc.hugetlb=0") == "glibc.malloc.hugetlb=0"
