@@ -298,10 +298,10 @@ def test_a_wait_that_ends_says_what_it_waited_for() -> None:
 
 def test_a_failing_node_ends_the_step_with_its_error() -> None:
     step = placed(UNEVEN, rows)
-    state = step.init(some_params())
-    state["params"]["layers"][0] = jnp.ones((3, 3))
+    stores = step._stores(step.init(some_params()), some_batch(), range(NODES))
+    wrong = dict.fromkeys(stores[0], jnp.ones((3, 3, 3)))
     with pytest.raises(TypeError):
-        step.step(state, some_batch())
+        step._work(step.order, {**stores, 0: wrong}, (), measure=False)
 
 
 def test_what_cannot_be_placed_is_refused() -> None:
