@@ -13,7 +13,7 @@ one that changes only what is kept, gathered or updated is read from the space i
 `_terms` and `_memory`. Its values come from `enumeration`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from dtft.planner.pricing import Prices, Way
 from dtft.planner.question import Question, Role
 from dtft.planner.rates import Rates
 from dtft.planner.resting import Resting
+from dtft.planner.sending import Part, sending_s
 from dtft.planner.space import MemoryFloor, Space
 from dtft.planner.staged import Staged
 from dtft.planner.works import works_of
@@ -102,8 +103,9 @@ class Search:
             if staged is not None:
                 needs = staged.memory(space, rows, needs)
             _put(memory, rows, needs)
-            for division, part in _with_sums(resting, layout, space, rows):
-                took = self._terms(resting, division, space, part)
+            parts = _with_sums(resting, layout, space, rows)
+            terms_of = self._terms(resting, parts, space)
+            for (division, part), took in zip(parts, terms_of, strict=True):
                 if staged is not None:
                     took = staged.terms(division, space, part, took)
                 _put(terms, part, took)
@@ -205,32 +207,24 @@ class Search:
         return [(one, np.flatnonzero(of == n)) for n, one in enumerate(found)]
 
     def _terms(
-        self, resting: Resting, division: Division, space: Space, rows: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """Seconds of some candidates of one division."""
-        prices = resting.prices
-        points, zero = prices.columns.of[rows], space.columns["zero"][rows]
-        sums = pricing.summed(prices.ways(division))
-        sending = sums.sending.at(points) + prices.rates.together_s(
-            sums.together, points
-        )
-        for level in np.unique(zero):
-            some = points[zero == level]
-            alone, together = resting.gathers(division, int(level))
-            sending[zero == level] += alone.at(some) + prices.rates.together_s(
-                together, some
-            )
-        compute, device = sums.compute.at(points), self.pool.device
-        copying = resting.copying_s(division, points, zero)
-        parts = np.where(zero > 0, space.columns["fsdp"][rows], 1)
-        terms = {
-            "compute": compute + copying,
-            "collectives": np.asarray(added_s(device.efficiency, sending, compute)),
-            "optimizer": sums.optimizer.at(points) / parts,
-            "launch": np.asarray(launch_s(device, sums.starts.at(points))),
-        }
-        trust = self.pool.trust
-        return {name: seconds * trust.scale(name) for name, seconds in terms.items()}
+        self, resting: Resting, parts: Sequence[Part], space: Space
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Seconds of some candidates by term, for each of some divisions."""
+        ways = resting.prices.ways
+        sums = [pricing.summed(ways(division)) for division, _ in parts]
+        sent = sending_s(resting, parts, sums, space.columns["zero"])
+        device, scale = self.pool.device, self.pool.trust.scale
+        for (division, rows), total, sending in zip(parts, sums, sent, strict=True):
+            points = resting.prices.columns.of[rows]
+            compute = total.compute.at(points)
+            zero, fsdp = space.columns["zero"][rows], space.columns["fsdp"][rows]
+            terms = {
+                "compute": compute + resting.copying_s(division, points, zero),
+                "collectives": np.asarray(added_s(device.efficiency, sending, compute)),
+                "optimizer": total.optimizer.at(points) / np.where(zero > 0, fsdp, 1),
+                "launch": np.asarray(launch_s(device, total.starts.at(points))),
+            }
+            yield {name: seconds * scale(name) for name, seconds in terms.items()}
 
     def _memory(
         self, resting: Resting, division: Division, space: Space, rows: np.ndarray

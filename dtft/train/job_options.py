@@ -14,7 +14,7 @@ from dtft.elastic.host_memory import check_arena_directory
 from dtft.elastic.journal import storage_steps
 from dtft.train import config as configs
 from dtft.train.experiment import Experiment
-from dtft.train.single import make_run_directory, with_run_dir
+from dtft.train.run_directory import make_run_directory, with_run_dir
 
 if TYPE_CHECKING:
     from dtft.elastic.launch import ClusterOptions

@@ -121,9 +121,10 @@ def ordered_digest(bench: Bench, rng: random.Random) -> str:
     key = rng.choice(sorted(digests))
     changed = bytearray(digests[key])
     flip(Parts([memoryview(changed)]), rng)
-    addresses = [peer.address for peer in bench.peers]
-    outcome = bench.restore(addresses, digests=digests | {key: bytes(changed)})
-    told = any(key in text for text in outcome.get("corrupt", ()))
+    told = bench.refused(
+        lambda outcome: any(key in text for text in outcome["corrupt"]),
+        digests=digests | {key: bytes(changed)},
+    )
     return bench.fetch_again() if told else "silent"
 
 

@@ -149,9 +149,9 @@ def test_thousands_of_slots_take_seconds_at_most() -> None:
     )
     for case in (layout, wide):
         assert case.owners
-        begun = time.monotonic()
+        begun = time.thread_time()  # what others do meanwhile is not counted
         placement = place(case, 2)
-        assert time.monotonic() - begun < 5
+        assert time.thread_time() - begun < 5
         assert placement.effective_copies == 2
 
 

@@ -16,7 +16,7 @@ from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage import StorageTier
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.exports import ExportDesk
-from tests.checkpoint.hosts import JOB, stage
+from tests.checkpoint.hosts import JOB, stage, wait_until
 
 LAYOUT = Layout(
     mesh=MeshLayout(axis_names=("replica",), axis_sizes=(1,), slots=(0,)),
@@ -95,7 +95,7 @@ def test_an_export_that_hangs_is_given_up_for_the_next_order(
         host.order(holder, 2, failures=1)  # as the leader does when a host has failed
         host.until_told(2)
         assert host.told[1:] == [(2, True, "")]
-        assert not set(hung) & set(_exporters())
+        wait_until(lambda: not set(hung) & set(_exporters()))
     finally:
         host.desk.close()
     host.until_ended()
@@ -107,12 +107,18 @@ def test_an_export_that_hangs_is_given_up_for_the_next_order(
 def _exporters() -> list[int]:
     """Exporter processes of this test that have not ended."""
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    found = [int(pid) for task in children for pid in task.read_text().split()]
+    found = [int(pid) for task in children for pid in _text(task).split()]
     return [
-        pid
-        for pid in found
-        if "checkpoint.exporter" in Path(f"/proc/{pid}/cmdline").read_text()
+        pid for pid in found if "checkpoint.exporter" in _text(f"/proc/{pid}/cmdline")
     ]
+
+
+def _text(path: Path | str) -> str:
+    """What a file of a thread or a process says; nothing once that has ended."""
+    try:
+        return Path(path).read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def test_a_step_that_was_dropped_is_told(

@@ -68,7 +68,7 @@ def test_a_host_whose_store_went_away_as_it_came_to_lead_leads_later(
         assert host.leadership.leader is None and host.leadership.pending
         etcd.start()
         etcd.wait_ready()
-        assert host.leadership.take(view)  # the agent asks at every tick
+        wait_until(lambda: host.leadership.take(view))  # the agent asks at every tick
         assert host.leadership.leader is not None and not host.leadership.pending
         assert not host.leadership.take(view)
     finally:
@@ -92,7 +92,8 @@ def test_a_host_that_cannot_lead_lets_go_of_the_key_and_another_leads(
         free = other.view(lambda it: it.leader is None and it.leases != first.leases)
         assert set(free.hosts) == {"a", "b"}  # of the key, not of its place
         other.member.campaign()
-        assert other.leadership.take(other.view(lambda it: it.leader == "b"))
+        second = other.view(lambda it: it.leader == "b")
+        wait_until(lambda: other.leadership.take(second))
     finally:
         one.close()
         other.close()

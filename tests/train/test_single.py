@@ -14,7 +14,6 @@ from dtft.train.loop import Result, run
 from dtft.train.single import (
     LocalRuntime,
     UnreadableCheckpoint,
-    make_run_directory,
     resume_command,
     train,
 )
@@ -47,12 +46,6 @@ def test_another_config_is_refused_and_touches_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="seed: 0 -> 1"):
         LocalRuntime(replace(experiment, seed=1))
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-
-
-def test_a_run_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"Not a directory.*Set --log\.run_dir"):
-        make_run_directory(tmp_path / "file" / "run")
 
 
 def test_unreadable_checkpoint_is_an_error(tmp_path: Path) -> None:
