@@ -28,8 +28,10 @@ def show(found: Mapping[str, Any], *, write: bool) -> None:
     words = [
         *(_ended(name, one, found) for name, one in found["results"].items()),
         f"{len(found['splits'])} contiguous splits of "
-        f"{sum(found['splits'][0]['layers'])} unlike layers were measured in turn, the "
-        "best of them once more, interleaved with both divisions; medians of steps. "
+        f"{sum(found['splits'][0]['layers'])} unlike layers were measured in turn: "
+        f"those that should take at most {found['near']} of the best's step, by what "
+        "the nodes were found to take; the best of them once more, interleaved with "
+        "both divisions; medians of steps. "
         f"{found['microbatches']} microbatches, rounds of {found['steps']} steps; a "
         f"change has to pay in a run of {found['run_steps']} steps.",
         "Operators are numbered as the program has them (layer n: 4n matmul, 4n + 1 "
