@@ -5,14 +5,17 @@ gets a part of a core (cgroup v1 `cpu.cfs_quota_us`, period 10 ms). Rounds of st
 measure how long each node works and waits; `dtft.planner.balance` divides the model
 anew, state moves, and training goes on. Then the first node is slowed, and it starts
 over. Done twice: once whole layers are divided (`Layers`), once operators, each where
-`place` has it by the weights found (`Operators`). In the end every contiguous split is
-measured beside both (`balance_placed_beside`). About 4 minutes; needs root.
+`place` has it by the weights found (`Operators`). In the end contiguous
+splits are measured beside both (`balance_placed_beside`). About 4 minutes; needs root.
 """
 
 import argparse
 import json
+import signal
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -39,7 +42,9 @@ SHARES = (0.6, 0.35, 0.2)
 """Part of a core of each node."""
 SLOWED = 0.25
 """That of the first node from the middle of the run on."""
-STEPS, MOST_ROUNDS = 5, 15
+STEPS, QUICK_STEPS, MOST_ROUNDS = 5, 3, 15
+NEAR = 1.35
+"""Splits are measured that are predicted to take at most this times the best's step."""
 RUN_STEPS = 2000
 """For so many steps a training run would go on: what a change has to pay for."""
 
@@ -68,8 +73,10 @@ def main() -> None:
     """Runs it and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--quick", action="store_true", help="few splits, no files")
+    parser.add_argument("--quick", action="store_true", help="short rounds, no files")
     options = parser.parse_args()
+    # Quotas are taken down on the way out, so the way out is an exception.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with (
         tempfile.TemporaryDirectory() as name,
         started(Path(name), NUM_NODES) as nodes,
@@ -82,15 +89,15 @@ def main() -> None:
 
 
 def _run(nodes: Nodes, groups: Sequence[Quota], *, quick: bool) -> dict[str, Any]:
-    rows = splits(len(HIDDEN), NUM_NODES)[:: 7 if quick else 1]
-    nodes.prepare(rows)
     for group, process in zip(groups, nodes.processes, strict=True):
         group.enter(process.pid)
-    runs = [_Run(nodes, groups, way) for way in (by_layers(), by_operators())]
+    runs = [_Run(nodes, groups, way, quick) for way in (by_layers(), by_operators())]
     for run in runs:
         run.all()
-    ended = {run.way.name: run.form for run in runs}
-    measured = splits_beside(nodes, rows, list(ended.values()))
+    rows = runs[0].near()[: 2 if quick else None]
+    with runs[0].full_speed():
+        nodes.prepare(rows)
+    measured = splits_beside(nodes, rows, [run.form for run in runs])
     for group in groups:  # what follows is no measurement
         group.limit(1.0)
     wanted = undivided({run.num_steps for run in runs})
@@ -110,7 +117,8 @@ def _run(nodes: Nodes, groups: Sequence[Quota], *, quick: bool) -> dict[str, Any
         "operators": operator_names(),
         "shares": SHARES,
         "slowed": SLOWED,
-        "steps": STEPS,
+        "near": NEAR,
+        "steps": runs[0].steps,
         "run_steps": RUN_STEPS,
         "microbatches": MICROBATCHES,
     }
@@ -119,14 +127,19 @@ def _run(nodes: Nodes, groups: Sequence[Quota], *, quick: bool) -> dict[str, Any
 class _Run:
     """One way to divide, from equal weights to the slowed node's."""
 
-    def __init__(self, nodes: Nodes, groups: Sequence[Quota], way: Way) -> None:
+    def __init__(
+        self, nodes: Nodes, groups: Sequence[Quota], way: Way, quick: bool
+    ) -> None:
         self.nodes, self.groups, self.way = nodes, groups, way
+        self.steps = QUICK_STEPS if quick else STEPS
+        """Of a round."""
         self.folder = nodes.folder / way.name
         """Where nodes leave their state for the next division."""
         self.folder.mkdir()
         self.rounds: list[Round] = []
         self.pictures: dict[str, list[Tasks]] = {}
-        self._balance = Balance.begin(way.work, Rules())
+        rules = Rules(patience=1) if quick else Rules()
+        self._balance = Balance.begin(way.work, rules)
         self._slowed = False
         self._cost_s = 0.0
 
@@ -143,12 +156,12 @@ class _Run:
     @property
     def num_steps(self) -> int:
         """Steps that were trained."""
-        return STEPS * len(self.rounds)
+        return self.steps * len(self.rounds)
 
     def all(self) -> None:
         """Rounds until it is stable, then once more with a slower node."""
-        self._limit(1.0)
-        self._cost_s = self.nodes.change(None, self.form, self.folder)
+        with self.full_speed():
+            self._cost_s = self.nodes.change(None, self.form, self.folder)
         for self._slowed in (False, True):
             self._limit()
             self._until_stable()
@@ -160,6 +173,23 @@ class _Run:
             float(np.linalg.norm(found - leaf) / np.linalg.norm(leaf))
             for found, leaf in zip(self.nodes.params(self.folder), wanted, strict=True)
         )
+
+    def near(self) -> list[tuple[int, ...]]:
+        """Splits that may be the best, by the unit times found, best first."""
+        unit_s = self._balance.times.estimate_s
+        step_s = {
+            row: self.way.work.seconds(np.array(row), unit_s)
+            for row in splits(len(HIDDEN), NUM_NODES)
+        }
+        most = NEAR * min(step_s.values())
+        return sorted((s for s in step_s if step_s[s] <= most), key=lambda s: step_s[s])
+
+    @contextmanager
+    def full_speed(self) -> Iterator[None]:
+        """What is compiled slows no node down."""
+        self._limit(1.0)
+        yield
+        self._limit()
 
     def _limit(self, share: float | None = None) -> None:
         """Gives all nodes their parts of a core, or all the same."""
@@ -178,9 +208,9 @@ class _Run:
 
     def _round(self) -> list[list[Tasks]]:
         """Steps, a judgement, and a change where it pays."""
-        steps = self.nodes.steps(STEPS)
+        steps = self.nodes.steps(self.steps)
         before = self._balance
-        left = RUN_STEPS - self.num_steps - STEPS
+        left = RUN_STEPS - self.num_steps - self.steps
         busy = np.array([[_busy(tasks) for tasks in step] for step in steps])
         self._balance = before.after(busy, remaining_steps=left, cost_s=self._cost_s)
         judged = self._balance.judgement
@@ -206,10 +236,9 @@ class _Run:
         return steps
 
     def _change(self) -> float:
-        """State moves to its new nodes; compiled at full speed, as no node slows it."""
-        self._limit(1.0)
-        self._cost_s = self.nodes.change(self.folder, self.form, self.folder)
-        self._limit()
+        """State moves to its new nodes."""
+        with self.full_speed():
+            self._cost_s = self.nodes.change(self.folder, self.form, self.folder)
         return self._cost_s
 
 

@@ -1,7 +1,7 @@
 """What the divisions that `balance_placed.py` ends with are measured beside.
 
-Every contiguous split, all in turn, and the best of them once more, interleaved with
-the divisions; and the same training undivided. Must not know how divisions came about.
+Contiguous splits, all in turn, and the best of them once more, interleaved with the
+divisions; and the same training undivided. Must not know how divisions came about.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +17,7 @@ from experiments.balance_placed_worker import (
     make_params,
 )
 
-BEST, REPEATS = 4, 4
+BEST, REPEATS = 3, 3
 """So many of the splits that were best at first are measured so many times more."""
 
 Measured = Mapping[Form, Sequence[float]]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments import report
+from experiments.balance_placed_nodes import Tasks
 from experiments.balance_placed_ways import moved
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 HEADER = ("round", "divided", "division", "weights", "max wait ms", "mean wait ms")
 HEADER += ("step ms", "gain", "moved operators then (from to)")
-Tasks = list[list[Any]]
-"""Name, microbatch, ready, start and end of each task of a node."""
 COLOURS = {"forward": "tab:purple", "backward": "tab:cyan", "update": "0.6"}
 Rows = Sequence[Mapping[str, Any]]
 
@@ -29,8 +28,10 @@ def show(found: Mapping[str, Any], *, write: bool) -> None:
     words = [
         *(_ended(name, one, found) for name, one in found["results"].items()),
         f"{len(found['splits'])} contiguous splits of "
-        f"{sum(found['splits'][0]['layers'])} unlike layers were measured in turn, the "
-        "best of them once more, interleaved with both divisions; medians of steps. "
+        f"{sum(found['splits'][0]['layers'])} unlike layers were measured in turn: "
+        f"those that should take at most {found['near']} of the best's step, by what "
+        "the nodes were found to take; the best of them once more, interleaved with "
+        "both divisions; medians of steps. "
         f"{found['microbatches']} microbatches, rounds of {found['steps']} steps; a "
         f"change has to pay in a run of {found['run_steps']} steps.",
         "Operators are numbered as the program has them (layer n: 4n matmul, 4n + 1 "

@@ -207,40 +207,30 @@ class Worker:
         self._now: Any = None
         """The step in force."""
 
-    def prepare(self, form: Any) -> float:
-        """Makes a division's step; seconds that it took."""
-        began = time.monotonic()
+    def prepare(self, form: Any) -> None:
+        """Makes a division's step, once; `begin` comes before it is run."""
         form = form if isinstance(form, str) else tuple(form)
         if form not in self._steps:
             self._steps[form] = make_step(form, self._devices)
-        return time.monotonic() - began
 
-    def begin(self, form: Any, folder: str) -> float:
-        """Changes to a division; the state is what nodes left in the folder.
-
-        Returns:
-            Seconds that it took.
-        """
+    def begin(self, form: Any, folder: str) -> None:
+        """Changes to a division; the state is what nodes left in the folder."""
         import jax
 
-        began = time.monotonic()
         self._now = self._steps[form if isinstance(form, str) else tuple(form)]
         state = self._now.init(make_params())
         self._state = jax.block_until_ready(self._now.moved(kept(folder, state)))
-        return time.monotonic() - began
 
-    def leave(self, folder: str) -> float:
-        """Writes the arrays that are updated here to the folder; seconds it took."""
+    def leave(self, folder: str) -> None:
+        """Writes the arrays that are updated here to the folder."""
         import numpy as np
 
         from dtft.checkpoint import tree
 
-        began = time.monotonic()
         homes = tree.to_paths(self._now.homes)
         for path, leaf in tree.to_paths(self._state).items():
             if homes[path] == self._rank:
                 np.save(_file(folder, path), np.asarray(leaf))
-        return time.monotonic() - began
 
     def step(self) -> list[list[Any]]:
         """Runs one step: name, microbatch, ready, start and end of each task."""

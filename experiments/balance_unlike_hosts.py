@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtft.elastic.processes import free_port
 from experiments import links, report
-from experiments.balance_unlike_worker import Task
+from experiments.balance_unlike_worker import MICROBATCHES, ROWS_EACH, STEPS, Task
 from experiments.quotas import quotas
 from experiments.worlds import run_world
 
@@ -35,6 +35,8 @@ ONE_THREAD = {
     "NPROC": "1",
     "OMP_NUM_THREADS": "1",
 }
+ROUNDS, REPETITIONS = 12, 5
+"""Most rounds of a search; turns in a comparison."""
 DEADLINE_S = 480.0
 SEARCHES = ("exact", "proportional")
 
@@ -89,8 +91,8 @@ def run(folder: Path, *, quick: bool) -> dict[str, Any]:
             cores=list(CORES),
             slowed=SLOWED,
             slowed_to=SLOWED_TO,
-            rounds=3 if quick else 12,
-            repetitions=1 if quick else 5,
+            rounds=3 if quick else ROUNDS,
+            repetitions=1 if quick else REPETITIONS,
         )
         answers = run_world(
             "experiments.balance_unlike_worker",
@@ -189,9 +191,10 @@ def _notes(figures: dict[str, Any]) -> tuple[str, ...]:
     return (
         "Hosts have the parts of a core that the first column names (quota in every "
         f"10 ms, one XLA thread) and the link of host {SLOW_LINK} carries "
-        f"{LIMITS[SLOW_LINK]:g} Mbit/s. A step has 64 microbatches of 8 rows of the "
-        "one-layer character transformer. Steps per second are medians of five turns "
-        "of three steps, all vectors in turns, without probes. `by cores` are the "
+        f"{LIMITS[SLOW_LINK]:g} Mbit/s. A step has {MICROBATCHES} microbatches of "
+        f"{ROWS_EACH} rows of the one-layer character transformer. Steps per second "
+        f"are medians of {REPETITIONS} turns of {STEPS} steps, all vectors in turns, "
+        "without probes. `by cores` are the "
         "shares that the quotas suggest, `near` those with one microbatch moved from "
         "whoever ends last. Everything else on this machine (the network between the "
         f"hosts included) used {figures['others']:.2f} of its cores meanwhile.",
@@ -223,7 +226,7 @@ def _figure(
             upper.plot(numbers, waits, "o-", ms=3, label=label)
             lower.step(numbers, [it["shares"][host] for it in rounds], where="mid")
         upper.set(title=policy, ylabel="wait for the slowest [ms]")
-        lower.set(xlabel="round", ylabel="microbatches of 64")
+        lower.set(xlabel="round", ylabel=f"microbatches of {MICROBATCHES}")
     for panel, text in (
         (panels[0][0], f"host {SLOWED} slows down"),
         (panels[1][0], ""),

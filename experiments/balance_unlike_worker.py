@@ -37,6 +37,12 @@ from experiments import worlds
 from experiments.quotas import Quota
 
 Shares = tuple[int, ...]
+MICROBATCHES, ROWS_EACH = 64, 8
+"""Of a step, over all hosts; rows of each."""
+EVERY, PROBES = 8, 5
+"""Steps of a round, and how many of them are timed."""
+STEPS = 3
+"""Of a turn of a comparison, after one that is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,29 +63,19 @@ class Task:
     """At most, of each search."""
     repetitions: int
     """Of a comparison."""
-    every: int = 8
-    """Steps of a round."""
-    probes: int = 5
-    """Of these, timed."""
-    microbatches: int = 64
-    rows_each: int = 8
 
-    @property
-    def experiment(self) -> Experiment:
-        """A transformer whose microbatch takes some milliseconds."""
-        batch = self.microbatches * self.rows_each
-        return Experiment(
-            name="balance_unlike_hosts",
-            model=TransformerConfig(context=64, num_layers=1, width=64, num_heads=4),
-            data=CharsConfig(global_batch=batch, context=64),
-            optim=MaxAdaBeliefConfig(learning_rate=1e-3),
-            balance=BalanceConfig(
-                policy="exact",
-                microbatches=self.microbatches,
-                every=self.every,
-                probes=self.probes,
-            ),
-        )
+
+def experiment() -> Experiment:
+    """A transformer whose microbatch takes some milliseconds."""
+    return Experiment(
+        name="balance_unlike_hosts",
+        model=TransformerConfig(context=64, num_layers=1, width=64, num_heads=4),
+        data=CharsConfig(global_batch=MICROBATCHES * ROWS_EACH, context=64),
+        optim=MaxAdaBeliefConfig(learning_rate=1e-3),
+        balance=BalanceConfig(
+            policy="exact", microbatches=MICROBATCHES, every=EVERY, probes=PROBES
+        ),
+    )
 
 
 class Host:
@@ -88,9 +84,11 @@ class Host:
     def __init__(self, rank: int, task: Task) -> None:
         """Compiles all that is run later, before this host becomes slow."""
         self.rank, self.task, self.num_compiled = rank, task, 0
+        trained = experiment()
         mesh = make_mesh(MeshConfig(), jax.devices())
-        self.program = UnevenProgram(task.experiment, mesh)
-        self.source = make_datasets(task.experiment.data, 0).train
+        self.program = UnevenProgram(trained, mesh)
+        self.source = make_datasets(trained.data, 0).train
+        self.config = trained.balance
         self.names = tuple(f"host-{index}" for index in range(len(task.quotas)))
         self.work: Microbatches = self.program.sharing.work
         self.state = self.program.init()
@@ -106,7 +104,7 @@ class Host:
         return Balancer(
             self.program,
             self.source,
-            self.task.experiment.balance,
+            self.config,
             begin(policy, self.work, self.names, {}),
             self.names,
             BalanceLog(folder, {}, self.names, leading=self.rank == 0, say=_say),
@@ -124,29 +122,28 @@ class Host:
             after: rounds that it has had.
             again: whether shares are settled before.
         """
-        every = self.task.every
-        for number in range(after * every + 1, (after + rounds) * every + 1):
+        for number in range(after * EVERY + 1, (after + rounds) * EVERY + 1):
             batch = balancer.feed.take(number)
             self.state, _ = balancer.step(self.state, batch.arrays)
             balancer.feed.prepare(number + 1)
             now = balancer.balance
-            if number % every == 0 and now.judgement is not None:
+            if number % EVERY == 0 and now.judgement is not None:
                 again = again and not now.judgement.changed
                 if now.settled and not again:
                     break
         return balancer.balance.rounds - after
 
-    def steps_per_s(self, shares: Sequence[int], steps: int = 3) -> float:
+    def steps_per_s(self, shares: Sequence[int]) -> float:
         """Of ordinary steps with fixed shares, after one that is not counted."""
         feed, begun = SharedFeed(self.source, self.program, shares), 0.0
-        for number in range(1, steps + 2):
+        for number in range(1, STEPS + 2):
             self.state, _ = self.program.step(self.state, feed.take(number).arrays)
             feed.prepare(number + 1)
             if number == 1:
                 jax.block_until_ready(self.state)
                 begun = time.perf_counter()
         jax.block_until_ready(self.state)
-        return steps / (time.perf_counter() - begun)
+        return STEPS / (time.perf_counter() - begun)
 
     def compared(self, vectors: dict[str, Shares]) -> dict[str, float]:
         """Steps per second of each, in turns, medians over the repetitions."""
@@ -214,7 +211,7 @@ def measured(host: Host) -> dict[str, Any]:
     proportional = host.balancer("proportional", "proportional")
     most = host.search(proportional, task.rounds)
     found = _shares(exact)
-    by_cores = allocate(1 / np.asarray(task.cores), task.microbatches)
+    by_cores = allocate(1 / np.asarray(task.cores), MICROBATCHES)
     vectors = {
         "even": tuple(host.work.by_weight(np.ones(len(task.cores))).tolist()),
         "proportional": _shares(proportional),
@@ -234,7 +231,7 @@ def measured(host: Host) -> dict[str, Any]:
     after = {
         "before": found,
         "after": _shares(exact),
-        "by cores": tuple(allocate(1 / np.asarray(cores), task.microbatches).tolist()),
+        "by cores": tuple(allocate(1 / np.asarray(cores), MICROBATCHES).tolist()),
     }
     return {
         "shares": vectors,

@@ -254,7 +254,11 @@ def main() -> None:
             f"of {len(kept)} kept programs none is of a plan of today's planner. "
             "Compile some with --compile SECONDS."
         )
-    failed = [f"* {row}" for row in made if isinstance(row, str)]
+    write(found, [row for row in made if isinstance(row, str)])
+
+
+def write(found: Sequence[Row], failed: Sequence[str]) -> None:
+    """The table and the figure; `failed`: why others have no figure."""
     worst = sorted(found, key=lambda row: -abs(row.error))[:15]
     listed = [
         f"* {row.error:+.1%} ({row.predicted / GIB:.2f} for {row.assigned / GIB:.2f} "
@@ -286,7 +290,7 @@ def main() -> None:
             "The largest errors:",
             "\n".join(listed),
             "Without a figure:" if failed else "",
-            "\n".join(failed),
+            "\n".join(f"* {text}" for text in failed),
         ],
     )
 

@@ -3,8 +3,9 @@
 Importing this package is light: public names load on first use.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
 
 if TYPE_CHECKING:
     from dtft.checkpoint.attach import NoAgent as NoAgent
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
     from dtft.checkpoint.versions import Corrupt as Corrupt
 
 _PUBLIC = {
-    "AgentGone": "dtft.checkpoint.dialogue",
-    "Corrupt": "dtft.checkpoint.versions",
-    "CorruptItems": "dtft.checkpoint.sealed_items",
-    "NoAgent": "dtft.checkpoint.attach",
-    "NotBrought": "dtft.checkpoint.attached_memory",
-    "ReplicatedCheckpointManager": "dtft.checkpoint.replicated",
-    "ReplicatedOptions": "dtft.checkpoint.options",
-    "StorageFailed": "dtft.checkpoint.storing",
+    "AgentGone": "dialogue",
+    "Corrupt": "versions",
+    "CorruptItems": "sealed_items",
+    "NoAgent": "attach",
+    "NotBrought": "attached_memory",
+    "ReplicatedCheckpointManager": "replicated",
+    "ReplicatedOptions": "options",
+    "StorageFailed": "storing",
 }
 
 __all__ = [
@@ -40,15 +41,4 @@ __all__ = [
     "StorageFailed",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(
-            f"module 'dtft.checkpoint' has no attribute {name!r}. It has: "
-            f"{', '.join(__all__)}."
-        )
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -20,8 +20,8 @@ class PlacePool:
     >>> first.tolist(), second.tolist(), pool.acquire(np.array([1]))
     ([0, 0], [255, 1], None)
     >>> pool.release(first)
-    >>> pool.num_free.tolist()
-    [2, 1]
+    >>> pool.free_places.tolist()
+    [True, False]
     """
 
     def __init__(self, num_chunks: int, num_places: int) -> None:
@@ -33,11 +33,6 @@ class PlacePool:
             )
         self.num_places = num_places
         self._counts = np.zeros((num_places, num_chunks), np.uint16)
-
-    @property
-    def num_free(self) -> np.ndarray:
-        """[chunks] int64: places of each chunk that `acquire` could give."""
-        return (self._counts == 0).sum(axis=0)
 
     @property
     def free_places(self) -> np.ndarray:

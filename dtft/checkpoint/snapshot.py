@@ -32,11 +32,6 @@ class Snapshot:
     kept: np.ndarray
     """[chunks] bool: the bytes are those of the snapshot before, in its place."""
 
-    @property
-    def written_chunks(self) -> int:
-        """Chunks that are new in the arena."""
-        return sum(map(len, self.digests)) // DIGEST_BYTES - int(self.kept.sum())
-
 
 class CorruptCopy(RuntimeError):
     """A copy in this host's memory does not match its digest; it was not loaded."""

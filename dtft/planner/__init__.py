@@ -15,8 +15,9 @@ Importing this package is light: public names load on first use.
 * `CAPABILITIES`: the knobs that each entry point and backend can run.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
 
 if TYPE_CHECKING:
     from dtft.planner.balance import Balance as Balance
@@ -101,15 +102,4 @@ __all__ = [
     "place",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(
-            f"module 'dtft.planner' has no attribute {name!r}. It has: "
-            f"{', '.join(__all__)}."
-        )
-    return getattr(importlib.import_module(f"dtft.planner.{_PUBLIC[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

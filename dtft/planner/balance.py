@@ -2,7 +2,8 @@
 
 One value, `Balance`, goes through rounds: divide, train, measure, judge. Pure: it is
 handed seconds and returns the next value. It must not know what is divided (a `Work`
-knows: microbatches in `load_shares`, operators in `placement`) nor who measures.
+knows: microbatches in `load_shares`, operators in `placement_work`,
+layers in `layer_work`) nor who measures.
 
 Two policies. `proportional` is the seeds' rule: a node's weight follows its wait.
 `exact` takes the division that is best for the pooled unit times, if its gain is
@@ -22,6 +23,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dtft.planner.arguments import check_choice, check_number, check_whole
 from dtft.planner.load_shares import waits
 from dtft.planner.unit_times import UnitTimes, drifted
 
@@ -68,6 +70,14 @@ class Rules:
     """`proportional`: how far weights follow waits."""
     patience: int = 3
     """Unchanged rounds after which the division is final."""
+
+    def __post_init__(self) -> None:
+        check_choice("policy", self.policy, Policy)
+        check_number("least_gain", self.least_gain, 0, 1)
+        check_number("noise_factor", self.noise_factor, 0)
+        # Beyond 1 the weight of the fastest node could become negative.
+        check_number("step", self.step, 0.001, 1)
+        check_whole("patience", self.patience, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +138,13 @@ class Balance(Generic[Division]):
             cost_s: Of changing the division (compiling, moving state).
 
         Raises:
-            ValueError: see `UnitTimes.after`.
+            ValueError: see `UnitTimes.after`; or a cost or steps below 0.
         """
+        if not (remaining_steps >= 0 and cost_s >= 0):
+            raise ValueError(
+                f"remaining_steps={remaining_steps}, cost_s={cost_s}. Allowed: 0 or "
+                "more each."
+            )
         busy = np.asarray(busy_s, float)
         times = self.times.after(busy, self.work.load(self.division))
         gone = drifted(self.times, times)

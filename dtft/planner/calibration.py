@@ -4,12 +4,12 @@ Decides what a calibration may be applied to and how exact it is. Must not know 
 anything is measured (`dtft.train.calibrate`) or fitted (`calibration_fit`).
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dtft.planner import versioned
 from dtft.planner.accuracy import UNCALIBRATED, Accuracy
 from dtft.planner.cluster import Cluster, Level, Pool
 from dtft.planner.device import Efficiency
@@ -77,7 +77,7 @@ class Calibration:
 
     def to_json(self) -> str:
         """The calibration as JSON, versioned."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+        return versioned.write(self, SCHEMA)
 
     @classmethod
     def read(cls, path: str | Path) -> "Calibration":
@@ -99,25 +99,12 @@ class Calibration:
         """The calibration of `to_json`.
 
         Raises:
-            ValueError: another version, or not a calibration.
+            ValueError: no JSON, another version, or not a calibration.
         """
-        try:
-            items = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the calibration file is no JSON: {error}") from None
-        found = items.pop("schema", None) if isinstance(items, dict) else None
-        if found != SCHEMA:
-            raise ValueError(
-                f"schema={found!r} is not a calibration that this dtft reads. Allowed: "
-                f"{SCHEMA}. Measure again with `dtft calibrate`."
-            )
-        try:
-            return _calibration(items)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"the calibration file has not what a calibration has ({error}). "
-                "Measure again with `dtft calibrate`."
-            ) from None
+        again = "Measure again with `dtft calibrate`."
+        return versioned.read(
+            text, _calibration, name="calibration", schema=SCHEMA, again=again
+        )
 
 
 def _calibration(items: dict[str, Any]) -> Calibration:

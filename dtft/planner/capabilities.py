@@ -62,7 +62,7 @@ said what its layers are. A config's own mesh can have it (`train/pipelined.py`)
 PLATFORMS: Mapping[str, Backend] = {
     "cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",
 }  # fmt: skip
-"""JAX's names of platforms."""
+"""Platforms of device types, and what JAX calls them, to the backend of each."""
 
 
 def everything(rematerializes: bool) -> Capabilities:

@@ -35,7 +35,7 @@ def candidates(question: Question) -> tuple[int, ...]:
     Without those along which examples go, or loops: other axes are for them, or none.
     Nor what only values inside have, such as positions cut from those of the batch.
     """
-    graph, alias = question.graph, question.alias
+    graph = question.graph
     allowed = question.weight_dims.difference(
         question.batch_dims, question.sequence_dims
     )
@@ -45,7 +45,7 @@ def candidates(question: Question) -> tuple[int, ...]:
             continue
         for index in (*group.operator.inputs, *group.operator.outputs):
             for dim in graph.values[index].dims:
-                root = alias.get(dim, dim)
+                root = question.root(dim)
                 if not graph.dims[dim].loop and root in allowed:
                     found[root] = None
     return tuple(found)

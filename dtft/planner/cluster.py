@@ -138,6 +138,11 @@ class Cluster:
         """
         from dtft.planner import cluster_file, shorthand
 
+        if not isinstance(text, str):
+            raise ValueError(
+                f"text={text!r:.80} is no text, but a {type(text).__name__}. Allowed: "
+                "such as '64x8xH100', or the path of a cluster file as a str."
+            )
         if cluster_file.is_path(text):
             return cluster_file.read(text)
         return shorthand.parse(text)

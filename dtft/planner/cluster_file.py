@@ -121,8 +121,8 @@ def _number(name: str, value: Any, hint: Any) -> Any:
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{name}={value!r} is no number. Allowed: {what}.") from None
-    if hint is int and number != int(number):
-        raise ValueError(f"{name}={value!r} is no whole number.")
+    if hint is int and not number.is_integer():
+        raise ValueError(f"{name}={value!r} is no whole number. Allowed: {what}.")
     return hint(number)
 
 

@@ -63,6 +63,7 @@ class Columns:
         self._meshes, self._mesh = distinct([known.columns["mesh"]])
         self._parts: dict[Axes, np.ndarray] = {}
         self._lies: dict[Axes, tuple[np.ndarray, Groups]] = {}
+        self._all_lie: dict[tuple[Axes, ...], tuple[list[np.ndarray], Groups]] = {}
         self._cases: dict[object, Cases] = {}
 
     def __len__(self) -> int:
@@ -81,6 +82,19 @@ class Columns:
             of, groups = self._groups(axes)
             self._lies[axes] = of[self._mesh], groups
         return self._lies[axes]
+
+    def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], Groups]:
+        """The same for each of several, and all of their groups numbered in a row."""
+        key = tuple(several)
+        if key not in self._all_lie:
+            number = {axes: at for at, axes in enumerate(dict.fromkeys(key))}
+            known = [self.lies(axes) for axes in number]
+            sizes = [groups.sizes for _, groups in known]
+            starts = np.cumsum([0, *map(len, sizes)])
+            of = [one + start for (one, _), start in zip(known, starts, strict=False)]
+            groups = Groups(sizes=np.concatenate(sizes), links=known[0][1].links)
+            self._all_lie[key] = [of[number[axes]] for axes in key], groups
+        return self._all_lie[key]
 
     def _groups(self, axes: Axes) -> tuple[np.ndarray, Groups]:
         """As `lies`, for each mesh."""

@@ -48,6 +48,11 @@ class Bundle:
         repeated = self.repeated and sizes.get(MICRO, 1) > 1
         return replace(self, axes=axes, repeated=repeated)
 
+    def joins(self, other: "Bundle") -> bool:
+        """Whether both are one where they are among the same devices."""
+        alike = self.kind, self.place, self.times
+        return alike == (other.kind, other.place, other.times)
+
 
 def bundle(
     platform: str, sent: Sent, times: float, repeated: bool, place: Hashable

@@ -18,6 +18,9 @@ import dtft
 from dtft.planner import compile_worker
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
+_HUGE_PAGES = "glibc.malloc.hugetlb"
+"""A tunable of glibc: with huge pages XLA takes a tenth less processor time (of 4 steps
+of GPT-2 small 16.7 s instead of 19.3). Other C libraries ignore it."""
 TAIL = 2000
 """Characters of an error that are kept."""
 
@@ -38,7 +41,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                env=_environment(num_devices),
+                env=environment(num_devices),
                 pass_fds=[theirs.fileno()],
             )
         # Once it is killed every wait for it ends, with an error or the end of file.
@@ -85,17 +88,21 @@ def wait_for_any(children: Sequence[Child]) -> None:
     connection.wait([child._link for child in children])
 
 
-def _environment(num_devices: int) -> dict[str, str]:
-    """This process's own, without what would choose other devices."""
+def environment(num_devices: int) -> dict[str, str]:
+    """This process's own, without what would choose other devices; with huge pages."""
     kept = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     flags = [
         flag
         for flag in kept.get("XLA_FLAGS", "").split()
         if not flag.startswith(_DEVICE_COUNT)
     ]
+    tunables = [t for t in kept.get("GLIBC_TUNABLES", "").split(":") if t]
+    if not any(one.startswith(_HUGE_PAGES) for one in tunables):
+        tunables.append(f"{_HUGE_PAGES}=1")
     root = str(Path(dtft.__file__).parents[1])
     return {
         **kept,
+        "GLIBC_TUNABLES": ":".join(tunables),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join([*flags, f"{_DEVICE_COUNT}={num_devices}"]),
         "PYTHONPATH": os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH")])),

@@ -171,6 +171,7 @@ class _Run:
         self._deadline_s = deadline_s
         self._end = time.monotonic() + deadline_s
         self._lanes: list[_Lane] = []
+        self._held: deque[tuple[int, Candidate]] = deque()
         self._added = 0
 
     @property
@@ -184,25 +185,41 @@ class _Run:
                 self._lanes.append(_Lane(devices, self._end, self._deadline_s))
 
     def add(self, candidate: Candidate) -> None:
-        """Gives it to the child that has least to do."""
+        """Gives it to the child that has least to do; holds it while all have enough.
+
+        What a child was given stays its own, however long that takes: so it is given
+        as little as will do until the next candidate is made.
+        """
         if self._lanes and self._lanes[0].devices != _devices(candidate):
             self.finish()
             self.stop()
         for lane in self._lanes:
             lane.collect(self.results)
-        lane = min(self._lanes, key=lambda lane: lane.num_waiting, default=None)
-        if lane is None or (lane.num_waiting and len(self._lanes) < _num_children()):
+        if len(self._lanes) < _num_children() and all(
+            lane.num_waiting for lane in self._lanes
+        ):
             lane = _Lane(_devices(candidate), self._end, self._deadline_s)
             self._lanes.append(lane)
-        lane.add(self._added, candidate)
+        self._held.append((self._added, candidate))
         self._added += 1
+        self._give(most=2)
+
+    def _give(self, most: int) -> None:
+        """Hands out what is held, to children with less than so many to do."""
+        while self._held:
+            lane = min(self._lanes, key=lambda lane: lane.num_waiting)
+            if lane.num_waiting >= most:
+                break
+            lane.add(*self._held.popleft())
 
     def finish(self) -> None:
         """Waits for all that was added; takes what comes first, from any child."""
+        self._give(most=1)
         while busy := [lane for lane in self._lanes if lane.num_waiting]:
             wait_for_any([lane.child for lane in busy])
             for lane in busy:
                 lane.collect(self.results)
+            self._give(most=1)
 
     def stop(self) -> None:
         for lane in self._lanes:

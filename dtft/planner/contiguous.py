@@ -34,7 +34,6 @@ def split(
     *,
     num_bytes: Floats | None = None,
     capacity: Floats | None = None,
-    in_order: bool = False,
 ) -> tuple[Stretch, ...] | None:
     """The stretches whose slowest is least; None where the items find no room.
 
@@ -42,7 +41,6 @@ def split(
         seconds: `[items, nodes]`, infinite where a node cannot have an item.
         num_bytes: of each item, `[items]`.
         capacity: bytes that each node has, `[nodes]`.
-        in_order: whether the first node has the first stretch, and so on.
 
     Returns:
         Stretches in the order of items; nodes without items have none.
@@ -52,8 +50,6 @@ def split(
     [(0, 3), (1, 1)]
     """
     row = _Row(seconds, num_bytes, capacity)
-    if in_order:
-        return row.best(lambda limit: row.along(range(seconds.shape[1]), limit))
     kinds = row.kinds()
     states = np.prod([len(nodes) + 1 for nodes in kinds])
     if states <= _MOST_STATES:

@@ -1,8 +1,7 @@
 """The decision: from a question and a cluster to the plan, and what it was chosen from.
 
-Decides which knobs are searched (what the entry point and backend can run), whether
-rematerialized programs are worth a look, and what to say when nothing fits. Must not
-compile or run anything.
+Decides whether knobs are searched that cannot be run, whether rematerialized programs
+are worth a look, and what to say when nothing fits. Must not compile or run anything.
 """
 
 import math
@@ -15,11 +14,10 @@ import numpy as np
 from dtft.planner import decided, unfit
 from dtft.planner.capabilities import (
     CAPABILITIES,
-    Backend,
-    Capabilities,
     everything,
     unsupported,
 )
+from dtft.planner.choices import backend, check_offload, choices_of, remats
 from dtft.planner.cluster import Cluster, Pool
 from dtft.planner.columns import Columns
 from dtft.planner.enumeration import enumerate_space
@@ -28,16 +26,8 @@ from dtft.planner.priced import Priced
 from dtft.planner.question import Question
 from dtft.planner.rates import Rates
 from dtft.planner.search import Search, memory_floor
-from dtft.planner.space import REMATS, Candidate, Choices, Space
-from dtft.planner.staged import layers_of
+from dtft.planner.space import Candidate, Choices, Space
 from dtft.planner.uncollected import uncollected
-
-BACKENDS: Mapping[str, Backend] = {
-    "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",
-}  # fmt: skip
-"""Platforms of device types, as capabilities name them."""
-MAX_MICROBATCHES = 64
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,24 +118,16 @@ def best_of(
     """
     pins = dict(pins or {})
     pool = cluster.uniform
-    backend = _backend(pool)
+    runs_on = backend(pool)
     can = (
         everything(question.again is not None)
         if what_if
-        else CAPABILITIES[question.entry, backend]
+        else CAPABILITIES[question.entry, runs_on]
     )
-    order = _order(can, pins)
-    choices = _choices(question, pool, can, batch or max(1, question.batch_size))
-    choices = replace(choices, remat=order[:1])
-    _check_offload(pins, can, pool)
-    floor = memory_floor(question, pool)
-    if pins.get("offload"):
-        floor = replace(floor, optimizer=0)
-    space = _enumerated(replace(choices, memory=floor), pins)
-    found = _found(question, pool, space, order)
-    if not any(one.priced.fits.any() for one in found.values()):
-        # What lacks least may be among those that have no room even for their state.
-        found = _found(question, pool, _all(choices, pins), order)
+    order = remats(can, pins)
+    choices = choices_of(question, pool, can, batch or max(1, question.batch_size))
+    check_offload(pins, can, pool)
+    found = _found(question, pool, replace(choices, remat=order[:1]), pins, order)
     if can.offload and pool.host_link is not None and _worth(found.values()):
         found = _with_offload(found)
     best = min(found.values(), key=_first)
@@ -190,59 +172,10 @@ def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
 
 def _written(one: Priority, at: int, cluster: Cluster) -> Plan:
     plan = decided.write(one.search, one.priced, at, cluster)
-    backend = _backend(cluster.uniform)
-    if unsupported(plan.entry, backend, plan.mesh, plan.knobs):
+    runs_on = backend(cluster.uniform)
+    if unsupported(plan.entry, runs_on, plan.mesh, plan.knobs):
         return replace(plan, runnable=False)
     return plan
-
-
-def _backend(pool: Pool) -> Backend:
-    platform = pool.device.platform
-    if platform not in BACKENDS:
-        raise ValueError(
-            f"cluster: JAX runs no programs on {pool.device.name} ({platform}). "
-            f"Allowed: devices of {', '.join(BACKENDS)}; others take part by placement."
-        )
-    return BACKENDS[platform]
-
-
-def _choices(question: Question, pool: Pool, can: Capabilities, batch: int) -> Choices:
-    divides: dict[str, tuple[int, ...]] = {"replica": (), "fsdp": (), "tensor": ()}
-    if "sequence" in can.axes and question.sequence_dims:
-        sizes = (question.graph.dims[d].sizes[0] for d in question.sequence_dims)
-        divides["sequence"] = tuple(sizes)
-    if "expert" in can.axes and question.expert_arrays:
-        dims = {question.graph.dims[d] for d in question.expert_arrays.values()}
-        divides["expert"] = tuple({size for dim in dims for size in dim.sizes})
-    layers = layers_of(question, pool.device) if "stage" in can.axes else None
-    if layers is not None:
-        divides["stage"] = (layers.count,)
-    return Choices(
-        num_devices=pool.num_devices,
-        batch=batch,
-        divides={axis: sizes for axis, sizes in divides.items() if axis in can.axes},
-        data_axes=("replica", "fsdp", "expert"),
-        levels=tuple(level.size for level in pool.levels),
-        max_microbatches=min(batch, MAX_MICROBATCHES) if can.microbatches else 1,
-        zero=tuple(sorted(can.zero)),
-    )
-
-
-def _check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> None:
-    """Refuses a pinned offload that there is no way to do."""
-    if pins.get("offload") and (not can.offload or pool.host_link is None):
-        lacks = "this entry point cannot" if not can.offload else "no link to the host"
-        raise ValueError(
-            f"offload=True cannot be met on {pool.words}: {lacks}. Plan with loss= and "
-            "optimizer=, for devices whose `host_link` is known (`Pool.host_link`)."
-        )
-
-
-def _order(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:
-    """Remat policies in the order in which they save more memory and cost more time."""
-    if pins.get("remat") in can.remat:
-        return (pins["remat"],)
-    return tuple(remat for remat in REMATS if remat in can.remat)
 
 
 def _worth(found: Any) -> bool:
@@ -282,6 +215,25 @@ def _all(choices: Choices, pins: Mapping[str, Any]) -> Space:
 
 
 def _found(
+    question: Question,
+    pool: Pool,
+    choices: Choices,
+    pins: Mapping[str, Any],
+    order: tuple[Remat, ...],
+) -> dict[Remat, Priority]:
+    """Candidates that have room for their state; all of them, if none of these fits."""
+    floor = memory_floor(question, pool)
+    if pins.get("offload"):
+        floor = replace(floor, optimizer=0)
+    space = _enumerated(replace(choices, memory=floor), pins)
+    found = _priced(question, pool, space, order)
+    if not any(one.priced.fits.any() for one in found.values()):
+        # What lacks least may be among those that have no room even for their state.
+        found = _priced(question, pool, _all(choices, pins), order)
+    return found
+
+
+def _priced(
     question: Question, pool: Pool, space: Space, order: tuple[Remat, ...]
 ) -> dict[Remat, Priority]:
     """Candidates priced, for as many remats in turn as may be the best."""
@@ -295,7 +247,7 @@ def _found(
     for remat in order:
         if not found or _worth(found.values()):
             asked = question if remat == "none" else question.rematerialized(remat)
-            search = Search(asked, pool, scatters=_backend(pool) != "cpu")
+            search = Search(asked, pool, scatters=backend(pool) != "cpu")
             priced = search.price(space.with_remat(remat), rates)
             found[remat] = Priority(search=search, priced=priced)
     return found

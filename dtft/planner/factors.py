@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+_SHOWN = 8
+"""Variables that an error names; of more it gives the number."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Factor:
@@ -88,11 +91,11 @@ class Problem:
         """What errors call a variable."""
         return self.names[variable] if self.names else f"variable {variable}"
 
-    def words(self, variables: Iterable[int], limit: int = 8) -> str:
+    def words(self, variables: Iterable[int]) -> str:
         """Names of variables, the first few of many."""
         names = [self.name(variable) for variable in variables]
-        more = f" and {len(names) - limit} more" if len(names) > limit else ""
-        return ", ".join(names[:limit]) + more
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return ", ".join(names[:_SHOWN]) + more
 
     def cost(self, values: Sequence[int]) -> float:
         """What an assignment costs; +inf if any factor forbids it.

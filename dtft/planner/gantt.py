@@ -33,7 +33,8 @@ def bars(placement: Placement, least_s: float = 0.0) -> list[Bar]:
     )  # fmt: skip
     received = (
         (one.target, _SENT, one.start_s, one.end_s,
-         f"value {one.value}, {size(one.num_bytes)} from {placement.nodes[one.source]}")
+         f"{'gradient of ' * one.is_gradient}value {one.value}, "
+         f"{size(one.num_bytes)} from {placement.nodes[one.source]}")
         for one in placement.transfers
     )  # fmt: skip
     return [*_joined(tasks, least_s), *_joined(received, least_s)]

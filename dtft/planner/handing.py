@@ -3,6 +3,7 @@
 Pure; must not know kernels, nodes, links or how long anything takes.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,26 +23,7 @@ def handed(
     Returns:
         Their numbers in `Graph.values`, and what tasks do with them.
     """
-    task_of = [
-        t for t, (start, stop) in enumerate(operators) for _ in range(start, stop)
-    ]
-    made: dict[int, int] = {}
-    read: dict[int, list[int]] = {}
-    for number, op in enumerate(graph.operators):
-        made |= dict.fromkeys(op.outputs, task_of[number])
-        for value in op.inputs:
-            read.setdefault(value, []).append(task_of[number])
-    for loop in graph.loops:
-        if loop.operators[0] == loop.operators[1]:
-            continue
-        task = task_of[loop.operators[0]]
-        made |= {inner: task for _, inner in loop.sliced}
-        made |= {whole: task for _, whole in loop.stacked}
-        for before, into, _, after in loop.carried:
-            made |= {into: task, after: task}
-            read.setdefault(before, []).append(task)
-        for outer, _ in loop.sliced:
-            read.setdefault(outer, []).append(task)
+    made, read = _made_and_read(graph, operators)
     kept = set(graph.outputs.values())
     values, passed = [], []
     for value in sorted({*read, *(kept & made.keys())}):
@@ -61,6 +43,33 @@ def handed(
             )
         )
     return values, passed
+
+
+def _made_and_read(
+    graph: Graph, operators: Sequence[tuple[int, int]]
+) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """For each value the task that makes it, and those that read it."""
+    task_of = [
+        t for t, (start, stop) in enumerate(operators) for _ in range(start, stop)
+    ]
+    made: dict[int, int] = {}
+    read: dict[int, list[int]] = defaultdict(list)
+    for number, op in enumerate(graph.operators):
+        made |= dict.fromkeys(op.outputs, task_of[number])
+        for value in op.inputs:
+            read[value].append(task_of[number])
+    for loop in graph.loops:
+        if loop.operators[0] == loop.operators[1]:
+            continue
+        task = task_of[loop.operators[0]]
+        made |= {inner: task for _, inner in loop.sliced}
+        made |= {whole: task for _, whole in loop.stacked}
+        for before, into, _, after in loop.carried:
+            made |= {into: task, after: task}
+            read[before].append(task)
+        for outer, _ in loop.sliced:
+            read[outer].append(task)
+    return made, read
 
 
 def with_gradients(

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled XLA program: computations, operations, aliases.
+"""Reads the text of a compiled XLA program: computations and their operations.
 
 Pure functions over text, for the spellings of jax 0.10 to 0.12 (reference section 4).
 Must not know JAX, a backend or what is looked for in a program.
@@ -81,8 +81,6 @@ class Program:
 
     computations: Mapping[str, tuple[Operation, ...]]
     entry: str
-    aliases: Mapping[int, int]
-    """Number of a flat output to that of the flat input whose buffer it takes."""
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -105,8 +103,7 @@ def parse(text: str | None) -> Program:
     """
     computations: dict[str, tuple[Operation, ...]] = {}
     entry, name, lines = "", "", []
-    text = text or ""
-    for line in text.splitlines():
+    for line in (text or "").splitlines():
         header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
         if header:
             name, lines = header[2], []
@@ -117,7 +114,7 @@ def parse(text: str | None) -> Program:
             lines.append(_operation(line))
     if not entry:
         raise ValueError("the text has no ENTRY: give Compiled.as_text().")
-    return Program(computations=computations, entry=entry, aliases=_aliases(text))
+    return Program(computations=computations, entry=entry)
 
 
 def _operation(line: str) -> Operation:
@@ -151,12 +148,6 @@ def _closing(text: str) -> int:
         if depth == 0:
             return found.end()
     raise ValueError(f"unbalanced parentheses in {text[:80]!r}")
-
-
-def _aliases(text: str) -> dict[int, int]:
-    head = text.split("\n", 1)[0]
-    pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)", head)
-    return {int(output or 0): int(number) for output, number in pairs}
 
 
 def bits(dtype: str) -> int:

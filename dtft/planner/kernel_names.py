@@ -5,7 +5,7 @@ which is noted. Must not know speeds, links or schedules.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cache
 from typing import Any, get_args
 
@@ -44,6 +44,8 @@ def check_kernels(
             f"kernels={kernels!r:.80} is no Kernels. Allowed: such as "
             "Kernels(registered={'fpga-u280': frozenset({'dense'})})."
         )
+    _check_form(kernels)
+    _check_lacking(kernels.lacking, len(operators))
     known = _known(operators)
     for device in _types(nodes):
         _check_words(f"kernels of device {device.name!r}", device.kernels or (), known)
@@ -57,6 +59,38 @@ def check_kernels(
                 f"or a platform ({', '.join(platforms)})."
             )
         _check_words(f"kernels: registered[{where!r}]", words, known)
+
+
+def _check_form(kernels: Kernels) -> None:
+    """Refuses what is no mapping to sets."""
+    for name, of in (("registered", "names"), ("lacking", "numbers")):
+        value = getattr(kernels, name)
+        if not isinstance(value, Mapping) or not all(
+            isinstance(some, Set) for some in value.values()
+        ):
+            raise ValueError(
+                f"kernels: {name}={value!r:.80}. Allowed: a mapping to sets of {of} of "
+                "operators, such as {'fpga-u280': frozenset({'dense'})} for registered."
+            )
+
+
+def _check_lacking(lacking: Mapping[str, Set[int]], num_operators: int) -> None:
+    """Refuses platforms that JAX does not lower for, and operators there are not."""
+    platforms = [name for name in get_args(Platform) if name != "other"]
+    for platform, operators in lacking.items():
+        if platform not in platforms:
+            raise ValueError(
+                f"kernels: lacking has {platform!r}, for which JAX does not lower"
+                f"{_near(platform, platforms)}. Allowed: {', '.join(platforms)}, as in "
+                "dtft.train.lowering.lacking(loss, params, batch, platforms=cluster)."
+            )
+        for number in operators:
+            if type(number) is not int or not 0 <= number < num_operators:
+                raise ValueError(
+                    f"kernels: lacking[{platform!r}] has {number!r}. Allowed: numbers "
+                    f"of operators of the program, 0 to {num_operators - 1}. Ask for "
+                    "them with dtft.train.lowering.lacking, of the same program."
+                )
 
 
 def check_pins(

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dtft.planner.arguments import check_whole, numbers
+from dtft.planner.load_shares import check_division
+
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
@@ -38,21 +41,32 @@ class Layers:
     """Of each node, `[stages]`."""
 
     def __post_init__(self) -> None:
-        bytes_there = [self.state_bytes, self.activation_bytes]
-        if self.layer_s.ndim != 2 or any(
-            b is not None and b.shape != (len(self.layer_s),) for b in bytes_there
-        ):
+        shape = np.shape(self.layer_s)
+        if len(shape) != 2:
+            raise ValueError(f"layer_s has shape {shape}. Allowed: [layers, stages].")
+        layers, stages = shape
+        self._check("layer_s", (layers, stages))
+        self._check("state_bytes", (layers,))
+        self._check("activation_bytes", (layers,))
+        self._check("capacity_bytes", (stages,))
+        check_whole("microbatches", self.microbatches, 1)
+        check_whole("low", self.low, 0)
+        if self.low * stages > layers:
             raise ValueError(
-                f"layer_s has shape {self.layer_s.shape}. Allowed: [layers, stages], "
-                "and state_bytes and activation_bytes [layers]."
+                f"low={self.low} with {layers} layers and {stages} stages. Allowed: "
+                f"at most {layers // stages}, so that each stage has as many."
             )
-        if self.microbatches < 1 or not 0 <= self.low * self.num_nodes <= len(
-            self.layer_s
-        ):
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuses a field that is no array of a shape, of numbers of 0 or more."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        is_array = isinstance(value, np.ndarray) and value.shape == shape
+        if not is_array or not (value >= 0).all():
             raise ValueError(
-                f"microbatches={self.microbatches}, low={self.low} with "
-                f"{len(self.layer_s)} layers and {self.num_nodes} stages. Allowed: at "
-                "least 1 microbatch, and at least low layers for each stage."
+                f"{name}={np.asarray(value).tolist()!r:.80}. Allowed: an array "
+                f"{list(shape)} of numbers of 0 or more."
             )
 
     @property
@@ -62,15 +76,25 @@ class Layers:
 
     def by_weight(self, weights: Floats) -> Counts:
         """The best split if each node is as fast as its weight says."""
-        return self.best(1 / np.asarray(weights, float))
+        each = f"each of {self.num_nodes} stages"
+        given = np.array(numbers("weights", weights, each))
+        with np.errstate(divide="ignore", over="ignore"):
+            return self.best(1 / given)
 
     def best(self, unit_s: Floats) -> Counts:
         """The split whose step is shortest if a nominal second takes `unit_s`.
 
         Raises:
-            ValueError: no split keeps to memory and kernels.
+            ValueError: `unit_s` is no number above 0 for each stage, or no split keeps
+                to memory and kernels.
         """
-        costs = self._costs(np.asarray(unit_s, float))
+        unit = np.asarray(unit_s, float)
+        if unit.shape != (self.num_nodes,) or not (unit > 0).all():
+            raise ValueError(
+                f"unit_s={unit.tolist()!r:.80}. Allowed: a number above 0 for each of "
+                f"{self.num_nodes} stages; infinite where one can have no layer."
+            )
+        costs = self._costs(unit)
         best, best_s, limit = None, np.inf, np.inf
         while (found := _least_sum(np.where(costs < limit, costs, np.inf))) is not None:
             stage_s = _of_stages(costs, found)
@@ -82,28 +106,31 @@ class Layers:
             raise ValueError(
                 f"no split of {len(self.layer_s)} layers over {self.num_nodes} stages "
                 f"with at least {self.low} each fits into capacity_bytes="
-                f"{self.capacity_bytes} and has all kernels. Use more stages or memory."
+                f"{self.capacity_bytes} and has all kernels, with "
+                f"unit_s={unit.tolist()}. Use more stages or memory, or low=0."
             )
         return best
 
     def load(self, division: Counts) -> Floats:
         """Nominal seconds of each stage in a step."""
         nominal = self._sums(np.ones(self.num_nodes))
-        return self.microbatches * _of_stages(nominal, division)
+        counts = check_division(division, self.num_nodes, len(self.layer_s))
+        return self.microbatches * _of_stages(nominal, counts)
 
     def seconds(self, division: Counts, unit_s: Floats) -> float:
         """Of a 1F1B step."""
         sums = self._sums(np.asarray(unit_s, float))
-        return self._step_s(_of_stages(sums, division))
+        counts = check_division(division, self.num_nodes, len(self.layer_s))
+        return self._step_s(_of_stages(sums, counts))
 
     def _step_s(self, stage_s: Floats) -> float:
         return float((self.microbatches - 1) * stage_s.max() + stage_s.sum())
 
     def _sums(self, unit_s: Floats) -> Floats:
         """Seconds of layers `[start, stop)` on each stage, `[stages, start, stop]`."""
-        finite = np.where(np.isfinite(self.layer_s), self.layer_s, 0.0)
-        upto = _upto(finite * unit_s)
-        lacking = _upto(np.isinf(self.layer_s).astype(float))
+        can = np.isfinite(self.layer_s) & np.isfinite(unit_s)
+        upto = _upto(np.where(can, self.layer_s, 0.0) * np.where(can, unit_s, 1.0))
+        lacking = _upto((~can).astype(float))
         sums = upto[None, :] - upto[:, None]
         sums = np.where(lacking[None, :] > lacking[:, None], np.inf, sums)
         return np.moveaxis(sums, 2, 0)

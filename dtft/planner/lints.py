@@ -168,7 +168,7 @@ def undivided(question: Question, parts: int) -> tuple[str, ...]:
         share = operator.flops * group.times / max(1.0, graph.flops)
         for index in (*operator.inputs, *operator.outputs):
             for dim in graph.values[index].dims:
-                root = question.alias.get(dim, dim)
+                root = question.root(dim)
                 known = graph.dims[dim]
                 if root in data or known.loop or known.divisible_by(parts):
                     continue

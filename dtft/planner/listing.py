@@ -92,8 +92,10 @@ def _of_arrays(
 def _between_stages(
     search: Search, candidate: Candidate, division: Division
 ) -> Iterator[_Listed]:
+    if candidate.mesh.get("stage", 1) == 1:  # looking for layers takes its time
+        return
     layers = layers_of(search.question, search.pool.device)
-    if candidate.mesh.get("stage", 1) == 1 or layers is None:
+    if layers is None:
         return
     knobs = candidate.knobs
     times = transfers(knobs.virtual_stages) * knobs.microbatches

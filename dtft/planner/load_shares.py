@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dtft.planner.arguments import check_whole, numbers
+
 Counts = NDArray[np.int64]
 
 
@@ -41,6 +43,7 @@ def allocate(
     array([2, 2, 0])
     """
     seconds = _checked_seconds(unit_s)
+    check_whole("total", total, 0)
     most = np.full(seconds.size, total) if cap is None else np.asarray(cap, np.int64)
     _check_bounds(total, most, low, seconds.size)
     shares = _before_makespan(seconds, total, most, low)
@@ -56,6 +59,12 @@ class Microbatches:
     cap: tuple[int, ...] | None = None
     low: int = 1
 
+    def __post_init__(self) -> None:
+        check_whole("num_nodes", self.num_nodes, 1)
+        check_whole("total", self.total, 1)
+        most = [self.total] * self.num_nodes if self.cap is None else self.cap
+        _check_bounds(self.total, np.array(most), self.low, self.num_nodes)
+
     def by_weight(self, weights: NDArray[np.float64]) -> Counts:
         """Shares in proportion to weights; a cap passes on what is above it."""
         if self.cap is None:
@@ -68,11 +77,32 @@ class Microbatches:
 
     def load(self, division: Counts) -> NDArray[np.float64]:
         """Microbatches of each node."""
-        return division.astype(float)
+        return check_division(division, self.num_nodes, self.total).astype(float)
 
     def seconds(self, division: Counts, unit_s: NDArray[np.float64]) -> float:
         """Until the last node is done."""
-        return makespan(division, unit_s)
+        shares = check_division(division, self.num_nodes, self.total)
+        return makespan(shares, unit_s)
+
+
+def check_division(division: ArrayLike, num_nodes: int, total: int) -> Counts:
+    """A division as an array; refuses one that does not divide all there is.
+
+    Raises:
+        ValueError: names what it has to add up to.
+
+    >>> check_division([2, 1], 2, 4)
+    Traceback (most recent call last):
+    ...
+    ValueError: division=[2, 1]. Allowed: a number for each of 2 nodes, 4 in all.
+    """
+    shares = np.asarray(division)
+    if shares.shape != (num_nodes,) or shares.sum() != total:
+        raise ValueError(
+            f"division={shares.tolist()!r:.80}. Allowed: a number for each of "
+            f"{num_nodes} nodes, {total} in all."
+        )
+    return shares
 
 
 def makespan(shares: ArrayLike, unit_s: ArrayLike) -> float:
@@ -92,6 +122,7 @@ def even(total: int, num_nodes: int) -> Counts:
     >>> even(10, 4)
     array([3, 3, 2, 2])
     """
+    check_whole("num_nodes", num_nodes, 1)
     return allocate(np.ones(num_nodes), total, low=0)
 
 
@@ -103,7 +134,13 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
     >>> by_weight([8.0, 8.0, 1.0], 4)
     array([2, 1, 1])
     """
-    parts = np.asarray(weights, float)
+    parts = np.array(numbers("weights", weights, "each node"))
+    if not parts.any():
+        raise ValueError(
+            f"weights={parts.tolist()!r:.80}: none is above 0. Give a node one such as "
+            "1."
+        )
+    check_whole("total", total, 0)
     _check_bounds(total, np.full(parts.size, total), low, parts.size)
     ideal = parts / parts.sum() * total
     shares = np.maximum(np.floor(ideal).astype(np.int64), low)
@@ -152,9 +189,14 @@ def _hand_out(
 
 def _checked_seconds(unit_s: ArrayLike) -> NDArray[np.float64]:
     seconds = np.asarray(unit_s, float)
-    if seconds.ndim != 1 or not seconds.size or not np.isfinite(seconds).all():
+    if seconds.ndim != 1 or not seconds.size:
         raise ValueError(
-            f"unit_s has shape {seconds.shape}: one finite number per node is needed. "
+            f"unit_s has shape {seconds.shape}: one finite number per node is needed."
+        )
+    if not np.isfinite(seconds).all():
+        node = int(np.argmin(np.isfinite(seconds)))
+        raise ValueError(
+            f"unit_s[{node}] is {seconds[node]}: one finite number per node is needed. "
             "Leave out nodes that were not measured."
         )
     if (seconds <= 0).any():
@@ -167,15 +209,20 @@ def _checked_seconds(unit_s: ArrayLike) -> NDArray[np.float64]:
 
 
 def _check_bounds(total: int, most: Counts, low: int, num_nodes: int) -> None:
-    if low < 0 or most.shape != (num_nodes,) or (most < low).any():
-        raise ValueError(
-            f"cap is {_short(most)} and low is {low}: every node needs a cap of at "
-            "least low, and low at least 0."
-        )
+    check_whole("low", low, 0)
     if low * num_nodes > total:
         raise ValueError(
             f"total is {total}: {num_nodes} nodes with at least {low} each need "
             f"{low * num_nodes}. Use more microbatches, or low=0."
+        )
+    if most.shape != (num_nodes,):
+        raise ValueError(
+            f"cap is {_short(most)}. Allowed: a number for each of {num_nodes} nodes."
+        )
+    if (most < low).any():
+        raise ValueError(
+            f"cap is {_short(most)} and low is {low}: every node needs a cap of at "
+            "least low."
         )
     if most.sum() < total:
         raise ValueError(

@@ -113,11 +113,11 @@ def _why_not_axis(choices: Choices, axis: str, size: int) -> str:
     return ""
 
 
-def nearest(values: np.ndarray, value: int, num: int = 3) -> list[int]:
-    """The values nearest to one, ascending.
+def nearest(values: np.ndarray, value: int) -> list[int]:
+    """The three values nearest to one, ascending.
 
     >>> nearest(np.array([1, 2, 4, 8, 16]), 6)
     [2, 4, 8]
     """
     distance = np.abs(values - value)
-    return sorted(values[np.argsort(distance, kind="stable")[:num]].tolist())
+    return sorted(values[np.argsort(distance, kind="stable")[:3]].tolist())

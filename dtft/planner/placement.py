@@ -10,18 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dtft.planner.arguments import check_choice, check_flag, check_whole, numbers
 from dtft.planner.cluster import Cluster
 from dtft.planner.graph import Graph
 from dtft.planner.kernels import Kernels
 from dtft.planner.list_schedule import Schedule
 from dtft.planner.memory import RESERVE
 from dtft.planner.nodes import Nodes
-from dtft.planner.placement_arguments import (
-    check_choice,
-    check_program,
-    check_whole,
-    numbers,
-)
+from dtft.planner.placement_arguments import check_program, check_together
 from dtft.planner.placement_bound import bound_s
 from dtft.planner.placement_result import Placement, Run, Transfer
 from dtft.planner.placing import Found, Order, find
@@ -124,6 +120,7 @@ class Priced:
         """Prices a program; arguments and errors as those of `place`."""
         check_program(graph, cluster)
         check_choice("grain", grain, Grain)
+        check_flag("backward", backward)
         found = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         nodes = Nodes.of(found, reserve=RESERVE)
         made = tasks_of(
@@ -132,7 +129,7 @@ class Priced:
             kernels=kernels,
             affinity=affinity,
             grain=grain,
-            together=together,
+            together=check_together(together),
             params=params,
         )
         tasks = made.tasks.with_backward(made.backward) if backward else made.tasks
@@ -166,8 +163,8 @@ def place_tasks(
     if (idle := np.isinf(weighted.seconds).all(axis=1)).any():
         name = tasks.names[int(np.argmax(idle))]
         raise ValueError(
-            f"weights={list(given)}: all nodes that can run {name} have weight 0. Give "
-            "one of them a weight above 0."
+            f"weights={list(given)}: every node that can run task {name!r} has weight "
+            "0, or next to it. Give one of them a weight such as 0.1."
         )
     copies = min(microbatches, nodes.num)
     for frees in (True, False):

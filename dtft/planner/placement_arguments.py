@@ -1,53 +1,14 @@
-"""What is handed to `place` and to placed steps: refused early, by name.
+"""What is handed to `place` as a program, nodes and stretches: refused early, by name.
 
-Decides what the plain arguments may be. Must not know how operators are placed.
+Decides what they may be. Must not know how operators are placed.
 """
 
-import math
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any
 
 from dtft.planner.cluster import Cluster
 from dtft.planner.graph import Graph
-
-
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Refuses what is no whole number, or too small a one.
-
-    Raises:
-        ValueError: names the argument.
-
-    >>> check_whole("moves", 2.0, 0)
-    Traceback (most recent call last):
-    ...
-    ValueError: moves=2.0 is no whole number of 0 or more. Give one, such as 1.
-    """
-    try:
-        is_good = not isinstance(value, bool) and operator.index(value) >= least
-    except TypeError:
-        is_good = False
-    if not is_good:
-        raise ValueError(
-            f"{name}={value!r:.80} is no whole number of {least} or more. Give one, "
-            f"such as {least + 1}."
-        )
-
-
-def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Refuses what is none of some words.
-
-    Args:
-        name: of the argument.
-        value: its value.
-        choices: a `Literal`.
-
-    Raises:
-        ValueError: names the argument, and the words.
-    """
-    words = get_args(choices)
-    if not isinstance(value, str) or value not in words:
-        raise ValueError(f"{name}={value!r:.80}. Allowed: {', '.join(words)}.")
 
 
 def check_program(graph: Any, cluster: Any) -> None:
@@ -69,28 +30,25 @@ def check_program(graph: Any, cluster: Any) -> None:
         )
 
 
-def numbers(
-    name: str, value: Any, each: str, names: Sequence[str] | None = None
-) -> tuple[float, ...]:
-    """Finite numbers of 0 or more, as floats.
-
-    Args:
-        name: of the argument.
-        value: a sequence or array of numbers.
-        each: what they are for, in words: `each of 3 nodes`.
-        names: of what they are for; there must be as many.
+def check_together(together: Any) -> Sequence[tuple[int, int]]:
+    """The stretches of operators that stay together.
 
     Raises:
-        ValueError: names the argument and what is allowed.
+        ValueError: says what form one has.
+
+    >>> check_together([[2, 5]])
+    [(2, 5)]
+    >>> check_together([5])
+    Traceback (most recent call last):
+    ...
+    ValueError: together=[5]. Allowed: pairs of the first operator and the one after \
+the last, such as [(2, 5)], or list(jaxprs.uncut(program)).
     """
-    allowed = f"Allowed: a finite number of 0 or more for {each}."
-    if isinstance(value, str | Mapping):
-        raise ValueError(f"{name}={value!r:.80}. {allowed}")
     try:
-        given = tuple(map(float, value))
+        pairs = [tuple(map(operator.index, pair)) for pair in together]
+        return [(start, stop) for start, stop in pairs]
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r:.80}. {allowed}") from None
-    is_short = names is not None and len(given) != len(names)
-    if is_short or not all(0 <= one < math.inf for one in given):
-        raise ValueError(f"{name}={list(given)!r:.80}. {allowed}")
-    return given
+        raise ValueError(
+            f"together={together!r:.80}. Allowed: pairs of the first operator and the "
+            "one after the last, such as [(2, 5)], or list(jaxprs.uncut(program))."
+        ) from None

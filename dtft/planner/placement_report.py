@@ -69,7 +69,7 @@ def others(placement: Placement) -> Section:
     ]
     for name in ("one node", "contiguous", "random"):
         if name not in placement.baselines:
-            rows.append((name, "cannot run", ""))
+            rows.append((name, "cannot run: kernels, pins or memory", ""))
             continue
         step = placement.baselines[name]
         rows.append((name, seconds(step), change(step, placement.step_s)))
@@ -104,7 +104,8 @@ def classes(placement: Placement) -> Section:
         rows=tuple(rows),
         notes=(
             "seconds of all tasks of the class on one such node, and in brackets how "
-            "many are placed there; -: not all of them have a kernel",
+            "many are placed there; -: not all of them have a kernel there, or a pin "
+            "forbids it",
         ),
     )
 

@@ -4,11 +4,12 @@ Values only. Decides nothing; must not know how a placement is found (`placement
 shown (`placement_report`) or run (`dtft.train`).
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from dtft.planner import versioned
 
 SCHEMA = 1
 _PICTURES = (".png", ".svg", ".pdf")
@@ -142,7 +143,7 @@ class Placement:
 
     def to_json(self) -> str:
         """The placement as JSON, versioned; equal placements give equal text."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+        return versioned.write(self, SCHEMA)
 
     @classmethod
     def from_json(cls, text: str) -> "Placement":
@@ -151,27 +152,10 @@ class Placement:
         Raises:
             ValueError: no JSON, another version, or not a placement.
         """
-        try:
-            items = json.loads(text)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"text={text!r:.80} is no JSON ({error}). Allowed: the text that "
-                "Placement.to_json gave, not the path of its file."
-            ) from None
-        found = items.pop("schema", None) if isinstance(items, dict) else None
-        if found != SCHEMA:
-            raise ValueError(
-                f"schema={found!r} is not a placement that this dtft reads. Allowed: "
-                f"{SCHEMA}. Make the placement again."
-            )
-        try:
-            made = cls(**{name: _plain(name, item) for name, item in items.items()})
-            _check(made)
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"the text has not what a placement has ({error}). Make it again."
-            ) from None
-        return made
+        again = "Make the placement again."
+        return versioned.read(
+            text, _placement, name="placement", schema=SCHEMA, again=again
+        )
 
 
 def _check_picture(path: Path) -> None:
@@ -220,6 +204,12 @@ def _check(placement: Placement) -> None:
         stops.append(stop)
     if len(placement.operators) > num_tasks:
         raise ValueError(f"operators has more entries than the {num_tasks} tasks")
+
+
+def _placement(items: dict[str, Any]) -> Placement:
+    made = Placement(**{name: _plain(name, item) for name, item in items.items()})
+    _check(made)
+    return made
 
 
 def _plain(name: str, item: Any) -> Any:

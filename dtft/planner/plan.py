@@ -4,10 +4,11 @@ Values only, with their JSON form. Decides nothing; must not know how a plan is 
 (`search`), explained (`explain`) or run (`dtft.train`).
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+
+from dtft.planner import versioned
 
 SCHEMA = 1
 
@@ -158,34 +159,16 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON, versioned; equal plans give equal text."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+        return versioned.write(self, SCHEMA)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """The plan of `to_json`.
 
         Raises:
-            ValueError: another version, or not a plan.
+            ValueError: no JSON, another version, or not a plan.
         """
-        try:
-            items = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"the plan file is no JSON, or only the beginning of it ({error}). "
-                f"{_AGAIN}"
-            ) from None
-        found = items.pop("schema", None) if isinstance(items, dict) else None
-        if found != SCHEMA:
-            raise ValueError(
-                f"schema={found!r} is not a plan that this dtft reads. Allowed: "
-                f"{SCHEMA}. {_AGAIN}"
-            )
-        try:
-            plan = _plan(items)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"the plan file has not what a plan has ({error}). {_AGAIN}"
-            ) from None
+        plan = versioned.read(text, _plan, name="plan", schema=SCHEMA, again=_AGAIN)
         _check(plan)
         return plan
 

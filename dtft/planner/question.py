@@ -18,15 +18,20 @@ from dtft.planner import blocks
 from dtft.planner.aligning import same_dims
 from dtft.planner.experts import Arrays, arrays_of_experts
 from dtft.planner.graph import Graph
-from dtft.planner.groups import Group, group, region
+from dtft.planner.groups import Group, group
 from dtft.planner.partition import Division
 from dtft.planner.plan import Remat
+from dtft.planner.reads import passes, read_by_model
 from dtft.planner.remat import POLICIES, rematerialized
 from dtft.planner.trace import trace
 from dtft.planner.uncollected import uncollected
 from dtft.planner.weights import arrays_of_weights
 
 Role = Literal["parameter", "optimizer", "batch"]
+_ROLES: Mapping[str, Role] = {
+    "params": "parameter", "optimizer": "optimizer", "batch": "batch",
+}  # fmt: skip
+"""First part of an argument's path to what it is; entry loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,6 +48,10 @@ class Question:
     """What constraints are numbered by: the loss alone, or the step itself."""
     again: Callable[[Remat], Graph] | None = None
     """Traces the step with parts of the loss computed again; entry loss only."""
+
+    def root(self, dim: int) -> int:
+        """The dim that stands for a dim."""
+        return self.alias.get(dim, dim)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -65,27 +74,24 @@ class Question:
         """Arrays that experts work on and make, each with its dim of experts."""
         known = {*self.batch_dims, *self.sequence_dims}
         parameters = [self.graph.inputs[path] for path in self.paths("parameter")]
-        return arrays_of_experts(
-            self.graph, parameters, lambda dim: self.alias.get(dim, dim), known
-        )
+        return arrays_of_experts(self.graph, parameters, self.root, known)
 
     @cached_property
     def weights(self) -> Arrays:
         """Arrays with the dims of a parameter, and which of these is divided first."""
-        values = (
-            self.graph.values[self.graph.inputs[p]] for p in self.paths("parameter")
-        )
-        return arrays_of_weights(
-            [[self.alias.get(dim, dim) for dim in value.dims] for value in values],
-            self.loop_dims,
-        )
+        return arrays_of_weights(self._dims_of_parameters, self.loop_dims)
 
     @cached_property
     def weight_dims(self) -> frozenset[int]:
         """Dims that parameters have, not only what is computed with them."""
-        graph = self.graph
-        values = (graph.values[graph.inputs[p]] for p in self.paths("parameter"))
-        return frozenset(self.alias.get(d, d) for value in values for d in value.dims)
+        return frozenset(dim for dims in self._dims_of_parameters for dim in dims)
+
+    @cached_property
+    def _dims_of_parameters(self) -> list[list[int]]:
+        values = (
+            self.graph.values[self.graph.inputs[p]] for p in self.paths("parameter")
+        )
+        return [[self.root(dim) for dim in value.dims] for value in values]
 
     @property
     def batch_size(self) -> int:
@@ -96,7 +102,7 @@ class Question:
     @cached_property
     def passes(self) -> Mapping[str, int]:
         """For each argument's leaf, by how many passes of the model it is read."""
-        found = _passes(self.graph)
+        found = passes(self.graph)
         return {path: found[index] for path, index in self.graph.inputs.items()}
 
     @cached_property
@@ -175,8 +181,7 @@ class Question:
         for path in self.paths("batch"):
             value = self.graph.values[self.graph.inputs[path]]
             if len(value.shape) > place and value.shape[place] > 1:
-                dim = value.dims[place]
-                found[self.alias.get(dim, dim)] = None
+                found[self.root(value.dims[place])] = None
         return tuple(found)
 
 
@@ -190,7 +195,7 @@ def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Question:
         return {"state": after, "rest": rest}
 
     graph = trace(named, state=state, batch=batch)
-    read = _read_by_model(graph)
+    read = read_by_model(graph)
     roles: dict[str, Role] = {}
     for path, index in graph.inputs.items():
         if path.split("/")[0] == "batch":
@@ -239,12 +244,7 @@ def of_loss(
     with jax.numpy_dtype_promotion("standard"):
         state = jax.eval_shape(optimizer.init, params)
     graph = traced("none")
-    names: dict[str, Role] = {
-        "params": "parameter",
-        "optimizer": "optimizer",
-        "batch": "batch",
-    }
-    roles: dict[str, Role] = {p: names[p.split("/")[0]] for p in graph.inputs}
+    roles: dict[str, Role] = {path: _ROLES[path.split("/")[0]] for path in graph.inputs}
     program = trace(
         lambda params, batch: loss(params, batch), params=params, batch=batch
     )
@@ -278,48 +278,3 @@ def _question(
         program=program,
         again=again,
     )
-
-
-def _passes(graph: Graph) -> dict[int, int]:
-    """For each argument, by how many passes (forward, backward) it is read.
-
-    Reading it converted, transposed or slice by slice counts as reading it. What a loop
-    reads as it is, in every turn, is kept for the loop of the backward pass.
-    """
-    source = {index: index for index in graph.inputs.values()}
-    sliced = {inner: outer for loop in graph.loops for outer, inner in loop.sliced}
-    carried = {inside: a for loop in graph.loops for a, inside, _, _ in loop.carried}
-    stacked = {inner: outer for loop in graph.loops for inner, outer in loop.stacked}
-    read: dict[int, set[str]] = {index: set() for index in source}
-    by_turns: set[int] = set()
-    for operator in graph.operators:
-        for index in operator.inputs:
-            outer = index
-            while outer in sliced or outer in carried:
-                outer = sliced.get(outer, carried.get(outer, outer))
-            if outer not in source:
-                continue
-            source[index] = source[outer]
-            if outer != index:
-                by_turns.add(index)
-            if operator.kind == "layout":
-                made = {v for o in operator.outputs for v in (o, stacked.get(o, o))}
-                source |= dict.fromkeys(made, source[outer])
-                by_turns |= made if index in by_turns else set()
-            elif region(operator) != "update":
-                kept = operator.within and index not in by_turns
-                read[source[outer]].add("forward" if kept else region(operator))
-    return {index: len(regions) for index, regions in read.items()}
-
-
-def _read_by_model(graph: Graph) -> set[int]:
-    """Arguments that the forward or backward pass reads, directly or converted."""
-    inner = {inside: outer for loop in graph.loops for outer, inside in loop.sliced}
-    found: set[int] = set()
-    for operator in graph.operators:
-        if region(operator) != "update":
-            for index in operator.inputs:
-                while index in inner:
-                    index = inner[index]
-                found.add(index)
-    return found & set(graph.inputs.values())

@@ -17,6 +17,7 @@ from dtft.planner.columns import Axes, Cases, Columns, Total
 from dtft.planner.combining import Bundle, messages
 from dtft.planner.cost import computing_s
 from dtft.planner.graph import Graph
+from dtft.planner.links import CollectiveKind
 from dtft.planner.meshes import AXES
 from dtft.planner.partition import MICRO
 
@@ -43,6 +44,7 @@ class Rates:
         self.columns = columns
         self._computing: dict[Hashable, Table] = {}
         self._sending: dict[Message, Table] = {}
+        self._axes_used: dict[Axes, np.ndarray] = {}
 
     def repeats(self, repeats: Repeats) -> Table:
         """How often something is done in a step."""
@@ -104,46 +106,87 @@ class Rates:
             yield cases, row
 
     def together_s(
-        self, together: Mapping[Bundle, Total], points: np.ndarray
-    ) -> np.ndarray:
-        """Seconds of a step of what is sent together, on some points.
+        self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Seconds of a step of what is sent together.
 
         Args:
-            together: what, and its bytes.
-            points: of the columns.
+            asked: what, with its bytes, and on which points of the columns. Many at
+                once take little longer than one.
+
+        Returns:
+            For each of `asked` the seconds on its points.
         """
-        columns, found = self.columns, np.zeros(len(points))
-        for one, num_bytes in self._joined(together, points):
-            num = messages(columns.pool.device.platform, one.kind, num_bytes)
-            of, groups = columns.lies(one.axes)
-            each = collectives_s(one.kind, num_bytes / num, groups, of[points])
-            often = columns.parts((MICRO,))[points] if one.repeated else 1
-            found += one.times * often * num * each
+        found = [np.zeros(len(points)) for _, points in asked]
+        joined = [
+            (number, one)
+            for number, (together, points) in enumerate(asked)
+            for one in self._joined(together, points)
+        ]
+        each_s = self._each_s([one for _, one in joined])
+        for (number, _), seconds in zip(joined, each_s, strict=True):
+            found[number] += seconds
+        return found
+
+    def _each_s(self, joined: Sequence["_Joined"]) -> list[np.ndarray]:
+        """Seconds of a step of each; all of a kind are priced in one evaluation."""
+        columns, platform = self.columns, self.columns.pool.device.platform
+        found = [np.zeros(0)] * len(joined)
+        kinds: set[CollectiveKind] = {one.bundle.kind for one in joined}
+        for kind in kinds:
+            places = [at for at, one in enumerate(joined) if one.bundle.kind == kind]
+            some = [joined[at] for at in places]
+            of, groups = columns.all_lie([one.bundle.axes for one in some])
+            which = [lie[one.points] for lie, one in zip(of, some, strict=True)]
+            num_bytes = np.concatenate([one.num_bytes for one in some])
+            num = messages(platform, kind, num_bytes)
+            each = collectives_s(kind, num_bytes / num, groups, np.concatenate(which))
+            ends = np.cumsum([len(one.points) for one in some])[:-1]
+            parts = np.split(num, ends), np.split(each, ends)
+            for at, one, times, seconds in zip(places, some, *parts, strict=True):
+                micro = columns.parts((MICRO,))[one.points]
+                often = micro if one.bundle.repeated else 1
+                found[at] = one.bundle.times * often * times * seconds
         return found
 
     def _joined(
         self, together: Mapping[Bundle, Total], points: np.ndarray
-    ) -> list[tuple[Bundle, np.ndarray]]:
+    ) -> list["_Joined"]:
         """The bytes of bundles; those of one place that are among the same devices on
         a point are one there.
         """
-        columns = self.columns
-        found: list[tuple[Bundle, np.ndarray, np.ndarray]] = []
+        found: list[tuple[_Joined, np.ndarray]] = []
         for one, total in together.items():
             num_bytes = total.at(points)
-            names = (*one.axes, MICRO) if one.repeated else one.axes
-            used = np.zeros(len(points), np.int64)
+            used = self._used((*one.axes, MICRO) if one.repeated else one.axes)[points]
+            for before, known in found:
+                if before.bundle.joins(one):
+                    same = used == known
+                    known_bytes = before.num_bytes
+                    known_bytes += np.where(same, num_bytes, 0.0)
+                    num_bytes = np.where(same, 0.0, num_bytes)
+            joined = _Joined(bundle=one, points=points, num_bytes=num_bytes)
+            found.append((joined, used))
+        return [joined for joined, _ in found]
+
+    def _used(self, names: Axes) -> np.ndarray:
+        """For each point a number that says which of some axes have parts."""
+        if names not in self._axes_used:
+            used = np.zeros(len(self.columns), np.int64)
             for axis in names:
                 bit = 1 << _BITS.index(axis)
-                used += np.where(columns.sizes[axis][points] > 1, bit, 0)
-            for other, known, before in found:
-                if (other.kind, other.place, other.times) == (
-                    one.kind, one.place, one.times
-                ):  # fmt: skip
-                    before += np.where(used == known, num_bytes, 0.0)
-                    num_bytes = np.where(used == known, 0.0, num_bytes)
-            found.append((one, used, num_bytes))
-        return [(one, num_bytes) for one, _, num_bytes in found]
+                used += np.where(self.columns.sizes[axis] > 1, bit, 0)
+            self._axes_used[names] = used
+        return self._axes_used[names]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Joined:
+    """The bytes of a bundle on some points."""
+
+    bundle: Bundle
+    points: np.ndarray
+    num_bytes: np.ndarray
 
 
 def repeats_of(done: Work) -> Repeats:

@@ -59,8 +59,7 @@ class Resting:
         }  # fmt: skip
         for path, role in question.roles.items():
             value = graph.values[graph.inputs[path]]
-            alias = question.alias
-            dims = tuple(alias.get(dim, dim) for dim in value.dims)
+            dims = tuple(map(question.root, value.dims))
             alike = Alike(
                 value=Value(shape=value.shape, dtype=value.dtype, dims=dims),
                 passes=question.passes[path],

@@ -13,8 +13,7 @@ one that changes only what is kept, gathered or updated is read from the space i
 `_terms` and `_memory`. Its values come from `enumeration`.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,20 +22,20 @@ from dtft.planner import pricing, shards
 from dtft.planner.amounts import Work
 from dtft.planner.choosing import Chooser, candidates
 from dtft.planner.cluster import Pool
-from dtft.planner.columns import Columns, distinct
+from dtft.planner.columns import Columns
 from dtft.planner.compute_cost import added_s, launch_s
-from dtft.planner.course import Course
 from dtft.planner.groups import Group
 from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.meshes import AXES
-from dtft.planner.moments import Moments
 from dtft.planner.offloaded import offloaded
 from dtft.planner.partition import MICRO, Division
+from dtft.planner.peaks import Peaks
 from dtft.planner.priced import MEMORY, TERMS, Priced, joined
 from dtft.planner.pricing import Prices, Way
 from dtft.planner.question import Question, Role
 from dtft.planner.rates import Rates
 from dtft.planner.resting import Resting
+from dtft.planner.sending import Part, sending_s
 from dtft.planner.space import MemoryFloor, Space
 from dtft.planner.staged import Staged
 from dtft.planner.works import works_of
@@ -72,11 +71,12 @@ class Search:
             scatters: whether the backend has reduce-scatter (`Division.scatters`).
         """
         self.question, self.pool, self.scatters = question, pool, scatters
-        self._timeline = Timeline(
+        timeline = Timeline(
             graph=question.graph,
             gathers=question.entry == "loss",
             alias=question.alias,
         )
+        self._peaks = Peaks(timeline)
 
     def price(self, space: Space, rates: Rates | None = None) -> Priced:
         """Time and memory of every candidate.
@@ -103,8 +103,9 @@ class Search:
             if staged is not None:
                 needs = staged.memory(space, rows, needs)
             _put(memory, rows, needs)
-            for division, part in _with_sums(resting, layout, space, rows):
-                took = self._terms(resting, division, space, part)
+            parts = _with_sums(resting, layout, space, rows)
+            terms_of = self._terms(resting, parts, space)
+            for (division, part), took in zip(parts, terms_of, strict=True):
                 if staged is not None:
                     took = staged.terms(division, space, part, took)
                 _put(terms, part, took)
@@ -206,32 +207,24 @@ class Search:
         return [(one, np.flatnonzero(of == n)) for n, one in enumerate(found)]
 
     def _terms(
-        self, resting: Resting, division: Division, space: Space, rows: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """Seconds of some candidates of one division."""
-        prices = resting.prices
-        points, zero = prices.columns.of[rows], space.columns["zero"][rows]
-        sums = pricing.summed(prices.ways(division))
-        sending = sums.sending.at(points) + prices.rates.together_s(
-            sums.together, points
-        )
-        for level in np.unique(zero):
-            some = points[zero == level]
-            alone, together = resting.gathers(division, int(level))
-            sending[zero == level] += alone.at(some) + prices.rates.together_s(
-                together, some
-            )
-        compute, device = sums.compute.at(points), self.pool.device
-        copying = resting.copying_s(division, points, zero)
-        parts = np.where(zero > 0, space.columns["fsdp"][rows], 1)
-        terms = {
-            "compute": compute + copying,
-            "collectives": np.asarray(added_s(device.efficiency, sending, compute)),
-            "optimizer": sums.optimizer.at(points) / parts,
-            "launch": np.asarray(launch_s(device, sums.starts.at(points))),
-        }
-        trust = self.pool.trust
-        return {name: seconds * trust.scale(name) for name, seconds in terms.items()}
+        self, resting: Resting, parts: Sequence[Part], space: Space
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Seconds of some candidates by term, for each of some divisions."""
+        ways = resting.prices.ways
+        sums = [pricing.summed(ways(division)) for division, _ in parts]
+        sent = sending_s(resting, parts, sums, space.columns["zero"])
+        device, scale = self.pool.device, self.pool.trust.scale
+        for (division, rows), total, sending in zip(parts, sums, sent, strict=True):
+            points = resting.prices.columns.of[rows]
+            compute = total.compute.at(points)
+            zero, fsdp = space.columns["zero"][rows], space.columns["fsdp"][rows]
+            terms = {
+                "compute": compute + resting.copying_s(division, points, zero),
+                "collectives": np.asarray(added_s(device.efficiency, sending, compute)),
+                "optimizer": total.optimizer.at(points) / np.where(zero > 0, fsdp, 1),
+                "launch": np.asarray(launch_s(device, total.starts.at(points))),
+            }
+            yield {name: seconds * scale(name) for name, seconds in terms.items()}
 
     def _memory(
         self, resting: Resting, division: Division, space: Space, rows: np.ndarray
@@ -249,40 +242,7 @@ class Search:
             divided = resting.num_bytes(role, division, True).at(points)
             found[name] = np.where(zero >= least, divided, whole)
         found["batch"] = resting.num_bytes("batch", division, False).at(points)
-        courses = {self._course: zero < 3}
-        if (zero == 3).any():
-            last = self._course_at_level_3
-            courses[last] = courses.get(last, False) | (zero == 3)
-        found |= {name: np.zeros(len(rows)) for name in ("activations", "gradients")}
-        for course, some in courses.items():
-            peaks = _peaks(Moments(course, division), columns, points[some], zero[some])
-            found["activations"][some], found["gradients"][some] = peaks
-        return found
-
-    @cached_property
-    def _course(self) -> Course:
-        """What is alive when."""
-        return Course(self._timeline)
-
-    @cached_property
-    def _course_at_level_3(self) -> Course:
-        timeline = self._timeline.at_level_3
-        return self._course if timeline is self._timeline else Course(timeline)
-
-
-def _peaks(
-    moments: Moments, columns: Columns, points: np.ndarray, zero: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Most bytes at a time of activations and gradients, of points at ZeRO levels."""
-    alike = columns.divided(moments.divisors()).of[points]
-    first, of = distinct([alike])
-    sizes = {axis: column[points[first]] for axis, column in columns.sizes.items()}
-    highest = moments.on(sizes)
-    found = np.zeros((2, len(points)))
-    for level in np.unique(zero).tolist():
-        some, peak = zero == level, highest.peak(level)
-        found[:, some] = peak.activations[of[some]], peak.gradients[of[some]]
-    return found[0], found[1]
+        return found | self._peaks.of(division, columns, points, zero)
 
 
 def _busy(ways: Sequence[Way]) -> set[str]:

@@ -195,21 +195,34 @@ class _Seconds:
             allowed = np.isin(np.arange(self.nodes.num), list(wanted))
             left = np.where(allowed, seconds, np.inf)
             if np.isinf(left).all():
-                raise ValueError(self._unmet(op, number, wanted, seconds))
+                raise ValueError(self._unmet(number, numbers, wanted, seconds))
             seconds = left
         return seconds
 
     def _unmet(
-        self, op: Operator, number: int, wanted: frozenset[int], seconds: Floats
+        self,
+        number: int,
+        task: Sequence[int],
+        wanted: frozenset[int],
+        seconds: Floats,
     ) -> str:
         names = self.nodes.names
         can = [name for name, s in zip(names, seconds, strict=True) if np.isfinite(s)]
-        return (
-            f"affinity wants {_words(op, number)} on "
-            f"{', '.join(names[node] for node in sorted(wanted))}, but what it is a "
-            f"task with has kernels, and is allowed by other pins, only on "
-            f"{', '.join(can)}. Change the pin, register the kernel, or make a task of "
-            "its own of it: grain='operator', and no loop around it."
+        what = _words(self.graph.operators[number], number)
+        text = (
+            f"affinity wants {what} on "
+            f"{', '.join(names[node] for node in sorted(wanted))}, but "
+        )
+        if len(task) == 1:
+            return text + (
+                f"it has kernels only on {', '.join(can)}. Change the pin, or register "
+                "the kernel."
+            )
+        return text + (
+            f"the task that it is in (operators {task[0]} to {task[-1]}) has all "
+            f"kernels, and is allowed by other pins, only on {', '.join(can)}. Change "
+            "the pin, register the kernels, or make a task of its own of it: "
+            "grain='operator', and no loop or `together` around it."
         )
 
     def _lacking(self, start: int, stop: int) -> str:

@@ -78,8 +78,8 @@ class Tasks:
         return list(found.values())
 
     def weighted(self, weights: Sequence[float] | Floats) -> "Tasks":
-        """With seconds divided by each node's weight; 0 takes a node out."""
-        with np.errstate(divide="ignore"):
+        """Seconds divided by each node's weight; one of 0, or nearly, takes it out."""
+        with np.errstate(divide="ignore", over="ignore"):
             factors = 1 / np.asarray(weights, float)
         return replace(self, seconds=_product(self.seconds, factors[None, :]))
 

@@ -34,11 +34,16 @@ class BalanceConfig:
                     f"balance.{name}={getattr(self, name)} is negative. Set "
                     f"--balance.{name} 1 or more, or 0 for the default."
                 )
+        if self.every < 1:
+            raise ValueError(
+                f"balance.every={self.every} is not positive. Set --balance.every 1 or "
+                "more."
+            )
         if not 1 <= self.probes <= self.every:
             raise ValueError(
                 f"balance.probes={self.probes} does not fit a round of balance.every="
-                f"{self.every} steps. Allowed: 1 to {max(1, self.every)}. Set "
-                "--balance.probes or --balance.every."
+                f"{self.every} steps. Allowed: 1 to {self.every}. Set --balance.probes "
+                "or --balance.every."
             )
 
     def is_probe(self, step: int) -> bool:

@@ -56,6 +56,7 @@ def _train(options: Namespace, overrides: list[str]) -> int:
 
 def _launch(options: Namespace, overrides: list[str]) -> int:
     from dtft.elastic.launch import LocalCluster, supervise
+    from dtft.train.run_directory import only_run_in
 
     given = list(overrides)
     experiment = load_experiment(options, overrides)
@@ -69,11 +70,12 @@ def _launch(options: Namespace, overrides: list[str]) -> int:
         + (["--min-replicas", str(least)] if least else [])
         + [*flags, *["--tls"] * options.tls]
     )
-    flags += host_flags.own_certificate(options, directory)
-    arguments = [options.config, *overrides, *extra, *flags]
-    settings = cluster_options(experiment, arguments, options.spares, directory)
-    settings.environment["DTFT_RESUME_COMMAND"] = resume
-    code = supervise(LocalCluster(settings), experiment.timeouts.stop)
+    with only_run_in(directory):
+        flags += host_flags.own_certificate(options, directory)
+        arguments = [options.config, *overrides, *extra, *flags]
+        settings = cluster_options(experiment, arguments, options.spares, directory)
+        settings.environment["DTFT_RESUME_COMMAND"] = resume
+        code = supervise(LocalCluster(settings), experiment.timeouts.stop)
     if code:
         print(f"dtft: resume with: {resume}", flush=True)
     return code

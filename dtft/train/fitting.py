@@ -217,3 +217,5 @@ def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) ->
             f"replicas, and equal parts of data.global_batch={batch} rows. Allowed: "
             f"{', '.join(map(str, fitting))}, or 0 to wait for a host."
         )
+    if experiment.balance.policy != "off":
+        sharing_of(experiment.balance, batch, vars(replace(mesh, replica=least)))

@@ -14,7 +14,7 @@ from dtft.elastic.host_memory import check_arena_directory
 from dtft.elastic.journal import storage_steps
 from dtft.train import config as configs
 from dtft.train.experiment import Experiment
-from dtft.train.single import with_run_dir
+from dtft.train.run_directory import make_run_directory, with_run_dir
 
 if TYPE_CHECKING:
     from dtft.elastic.launch import ClusterOptions
@@ -44,14 +44,15 @@ def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
     """The run directory, checked against what it already holds, and its override.
 
     Raises:
-        ValueError: it holds checkpoints of another config; nothing is touched.
+        ValueError: it holds checkpoints of another config, and nothing is touched; or
+            it cannot be written to.
     """
     directory = Path(with_run_dir(experiment).log.run_dir).resolve()
     saved = directory / "config.json"
     if saved.exists() and storage_steps(directory / "checkpoints"):
         resolved = saved.read_text()
         configs.refuse_other(resolved, configs.to_json(experiment), directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_run_directory(directory)
     return directory, ["--log.run_dir", str(directory)]
 
 

@@ -113,7 +113,7 @@ def _refuse_unknown(overrides: Sequence[str], known: list[str]) -> None:
         if key not in known:
             raise ValueError(
                 f"unknown config key --{key}.{_suggestion(key, known)} "
-                "Nothing was started. `--help` lists all keys."
+                "Nothing was started. `--help` after the config lists all keys."
             )
 
 
@@ -123,8 +123,8 @@ def _refuse_unreadable(config: Any, typed: Sequence[str]) -> None:
         if why := problem(config, key, value):
             also = "" if key == flag[2:] else f" ({key})"
             raise ValueError(
-                f"{flag} {value} is {why}{also}. Nothing was started. `--help` says "
-                "what it is for."
+                f"{flag} {value} is {why}{also}. Nothing was started. `--help` after "
+                "the config says what it is for."
             )
 
 

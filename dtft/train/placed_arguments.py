@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtft.planner.placement_arguments import check_whole, numbers
+from dtft.planner.arguments import check_whole, numbers
 from dtft.train.plan_arguments import check_arrays, check_function, check_optimizer
 
 

@@ -3,13 +3,8 @@
 Pure; must not know devices or programs.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from scipy.stats import rankdata
-
-from dtft.train.placed_calls import Task
 from dtft.train.placed_node import Span
 
 
@@ -50,26 +45,3 @@ class Timeline:
             )
             for node in self.nodes
         }
-
-    def agreement(self, start_s: Mapping[Task, float]) -> float:
-        """Rank correlation (Spearman) of measured starts with predicted ones, -1 to 1.
-
-        Args:
-            start_s: predicted start of tasks; others do not count.
-        """
-        predicted = {
-            (task.call.node, task.call.name, task.microbatch): seconds
-            for task, seconds in start_s.items()
-        }
-        pairs = [
-            (predicted[s.node, s.name, s.microbatch], s.start_s)
-            for s in self.spans
-            if (s.node, s.name, s.microbatch) in predicted
-        ]
-        return _spearman([p for p, _ in pairs], [m for _, m in pairs])
-
-
-def _spearman(one: Sequence[float], two: Sequence[float]) -> float:
-    if len(one) < 2 or min(np.ptp(one), np.ptp(two)) == 0:
-        return 1.0
-    return float(np.corrcoef(rankdata(one), rankdata(two))[0, 1])

@@ -6,7 +6,7 @@ for, nor which steps are timed.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -32,22 +32,18 @@ class Timed:
 class Probe:
     """Runs timed steps of a program."""
 
-    def __init__(
-        self,
-        program: UnevenProgram,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, program: UnevenProgram) -> None:
         """Runs nothing yet."""
-        self._program, self._clock = program, clock
+        self._program = program
 
     def prepare(self, batch: Mapping[str, jax.Array]) -> None:
         """Compiles what a timed step runs, for batches like this one."""
         self._program.compile_apart(batch)
 
     def idle_at(self, state: State) -> float:
-        """Waits until the state is there; the clock's time then."""
+        """Waits until the state is there; the time then, as in `Timed`."""
         jax.block_until_ready(state)
-        return self._clock()
+        return time.perf_counter()
 
     def step(
         self, state: State, batch: Mapping[str, jax.Array]
@@ -55,12 +51,13 @@ class Probe:
         """One optimizer step; `prepare` comes first. `state` is donated: it cannot be
         used afterwards."""
         jax.block_until_ready((state, dict(batch)))
-        began = self._clock()
+        began = time.perf_counter()
         sums = self._program.local(state, batch)
         busy = self._until_ready(sums, began)
         state, metrics = self._program.finish(state, sums)
         jax.block_until_ready((state, metrics))
-        return state, metrics, Timed(began=began, ended=self._clock(), busy_s=busy)
+        ended = time.perf_counter()
+        return state, metrics, Timed(began=began, ended=ended, busy_s=busy)
 
     def _until_ready(self, sums: Any, began: float) -> tuple[float, ...]:
         """Seconds until each replica was done; they are waited for at the same time."""
@@ -75,7 +72,7 @@ class Probe:
                 if shard.device in devices
             ]
             jax.block_until_ready(own)
-            return self._clock() - began
+            return time.perf_counter() - began
 
         if len(replicas) == 1:
             return (wait(replicas[0]),)

@@ -1,17 +1,15 @@
 """`dtft train`: one process, all local devices, no memory tier.
 
-Decides where the run directory is and what happens on a signal; state goes to and
-comes from the storage tier. Must not know other hosts.
+Decides what happens on a signal; state goes to and comes from the storage tier. Must
+not know other hosts.
 """
 
 import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dtft.train import config as configs
 from dtft.train.experiment import Experiment
 from dtft.train.heap import keep_freed
+from dtft.train.run_directory import make_run_directory, only_run_in, with_run_dir
 
 if TYPE_CHECKING:
     from dtft.train.plan_choice import Choice
@@ -34,27 +33,18 @@ def train(config: str, overrides: Sequence[str]) -> int:
     from dtft.train.loop import run
     from dtft.train.stop import NonFinite
 
+    resume = resume_command("train", config, overrides, experiment)
     try:
-        runtime = LocalRuntime(
-            experiment, resume_command("train", config, overrides, experiment)
-        )
-        with runtime.signals():
-            run(experiment, runtime)
+        with only_run_in(Path(experiment.log.run_dir)):
+            runtime = LocalRuntime(experiment, resume)
+            with runtime.signals():
+                run(experiment, runtime)
     except configs.ConfigError as error:
         configs.refuse(error)
     except (NonFinite, UnreadableCheckpoint) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def with_run_dir(experiment: Experiment) -> Experiment:
-    """Fills in the run directory from the name and the time."""
-    if experiment.log.run_dir:
-        return experiment
-    started = time.strftime("%Y%m%d-%H%M%S")
-    folder = f"runs/{experiment.name}-{started}"
-    return replace(experiment, log=replace(experiment.log, run_dir=folder))
 
 
 def resume_command(
@@ -87,7 +77,7 @@ class LocalRuntime:
 
         Raises:
             ConfigError: the experiment does not fit the devices, or the directory
-                holds checkpoints of another config.
+                holds checkpoints of another config or cannot be written to.
         """
         from dtft.checkpoint.storage import StorageTier
 
@@ -105,6 +95,7 @@ class LocalRuntime:
         self._last: tuple[int, Any, dict[str, Any]] | None = None
         self._resolved = configs.to_json(experiment)
         self._refuse_other_config()
+        make_run_directory(self.run_directory)
         from dtft.train.logs import write_config
 
         write_config(self.run_directory, self._resolved, sys.argv)

@@ -156,10 +156,6 @@ class Program:
         """One optimizer step. `state` is donated: it cannot be used afterwards."""
         return self._compiled_step(state, dict(batch))
 
-    def lower_step(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
-        """The step for batches of these shapes, to be compiled without being run."""
-        return self._compiled_step.lower(self.abstract_state, dict(batch))
-
     def sums(
         self, state: State, batch: Mapping[str, jax.Array], weight_B: jax.Array
     ) -> Metrics:

@@ -20,7 +20,7 @@ import numpy as np
 
 from dtft.planner import wording
 from dtft.planner.capabilities import PLATFORMS
-from dtft.planner.deciding import BACKENDS, Decision, next_best
+from dtft.planner.deciding import Decision, next_best
 from dtft.planner.explain import knobs_text
 from dtft.planner.plan import Plan
 from dtft.planner.wording import Section
@@ -51,29 +51,23 @@ class Tried:
 class Runner:
     """One plan's step on the devices here; compiled once, with a state or without."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        given: Mapping[str, Any],
-        devices: Sequence[Any] | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, given: Mapping[str, Any]) -> None:
         """Nothing is compiled yet.
 
         Args:
             plan: made for what is given.
             given: `step`, `state`, `batch`; or `loss`, `optimizer`, `params`, `batch`,
                 as for `dtft.plan`. Shapes are filled with numbers.
-            devices: in mesh order; default: all that JAX has.
         """
         self.plan, self._given, self._state = plan, given, None
         if plan.entry == "step":
-            planned = jit_plan(plan, given["step"], devices=devices)
+            planned = jit_plan(plan, given["step"])
             state, batch = given["state"], given["batch"]
             _, shardings = planned.plan.shardings(planned.mesh, state, batch)
             self._step: Callable[[Any, Any], Any] = planned
             self._begin = lambda: planned.place(_filled(state))
         else:
-            made = make_step(given["loss"], given["optimizer"], plan, devices=devices)
+            made = make_step(given["loss"], given["optimizer"], plan)
             shardings = made.batch_shardings(given["batch"])
             self._step = made.step
             self._begin = lambda: made.init(_filled(given["params"]))
@@ -123,19 +117,13 @@ def in_turns(
     return times
 
 
-def trial(
-    decision: Decision,
-    given: Mapping[str, Any],
-    num: int,
-    devices: Sequence[Any] | None = None,
-) -> tuple[Tried, ...]:
+def trial(decision: Decision, given: Mapping[str, Any], num: int) -> tuple[Tried, ...]:
     """Runs the best few plans of a decision; the fastest measured is the first.
 
     Args:
         decision: what they are chosen from.
         given: as in `Runner`.
         num: plans to run, those predicted fastest.
-        devices: in mesh order; default: all that JAX has.
 
     Raises:
         ValueError: less than one plan; or the cluster has other devices than there are
@@ -143,16 +131,16 @@ def trial(
     """
     if num < 1:
         raise ValueError(f"trial={num}: give the number of plans to run, 1 or more.")
-    there = list(jax.devices() if devices is None else devices)[0].platform
+    there = jax.devices()[0].platform
     planned = decision.cluster.uniform.device
-    if PLATFORMS.get(there) != BACKENDS.get(planned.platform):
+    if PLATFORMS.get(there) != PLATFORMS.get(planned.platform):
         raise ValueError(
             f"trial={num} runs plans on the devices here ({there}), and these are for "
             f"{planned.name} ({planned.platform}). Plan for the devices here "
             "(cluster=None), or leave the trial out; verify= needs no devices."
         )
     candidates = next_best(decision, num)
-    runners = [Runner(one.plan, given, devices) for one in candidates]
+    runners = [Runner(one.plan, given) for one in candidates]
     tried = [
         Tried(decision=one, step_s=median(times))
         for one, times in zip(candidates, in_turns(runners), strict=True)

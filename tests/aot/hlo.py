@@ -4,6 +4,7 @@ Counts what the entry computation runs, and what it calls; what is inside of a f
 one kernel. Must not know JAX or a backend.
 """
 
+import re
 from collections import Counter
 
 from dtft.planner.hlo import Operation, Program
@@ -45,6 +46,13 @@ def collectives(program: Program) -> Counter[str]:
     """How often each kind of communication takes place."""
     found = (o.opcode.removesuffix("-start") for o in program.operations)
     return Counter(kind for kind in found if kind in _COLLECTIVES)
+
+
+def aliases(text: str | None) -> dict[int, int]:
+    """Flat outputs, and the flat inputs whose buffers they take; of a text."""
+    head = (text or "").split("\n", 1)[0]
+    pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}, (?:may|must)-alias\)", head)
+    return {int(output or 0): int(number) for output, number in pairs}
 
 
 def bytes_moved(program: Program) -> int:

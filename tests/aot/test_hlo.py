@@ -3,7 +3,7 @@
 import pytest
 
 from dtft.planner.hlo import parse
-from tests.aot.hlo import bytes_moved, collectives, copies, kernels
+from tests.aot.hlo import aliases, bytes_moved, collectives, copies, kernels
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), \
@@ -63,9 +63,9 @@ def test_each_communication_counts_once() -> None:
 
 
 def test_aliases_name_outputs_and_their_inputs() -> None:
-    assert parse(TEXT).aliases == {0: 1, 1: 0}
+    assert aliases(TEXT) == {0: 1, 1: 0}
     single = "HloModule f, input_output_alias={ {}: (3, {}, may-alias) }\n"
-    assert parse(single + TEXT.split("\n", 1)[1]).aliases == {0: 3}
+    assert aliases(single + TEXT.split("\n", 1)[1]) == {0: 3}
 
 
 def test_bytes_are_those_of_operands_and_results() -> None:

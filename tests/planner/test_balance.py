@@ -1,5 +1,7 @@
 """The loop over simulated nodes: it stops, near the optimum, and drift re-opens it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -167,3 +169,18 @@ def test_measurements_that_are_none(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         UnitTimes.unknown(2).after(busy, load)
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"policy": "nope"}, "policy='nope'. Allowed: proportional, exact"),
+        ({"least_gain": float("nan")}, "least_gain=nan. Allowed: .* from 0 to 1"),
+        ({"noise_factor": -1}, "noise_factor=-1. Allowed: a finite number from 0 on"),
+        ({"step": 5.0}, "step=5.0. Allowed: a finite number from 0.001 to 1"),
+        ({"patience": 0}, "patience=0 is no whole number of 1 or more"),
+    ],
+)
+def test_rules_that_are_none_are_refused(rules: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Rules(**rules)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -268,3 +269,9 @@ def test_json_is_plain() -> None:
     assert items["pools"][0]["device"]["kernels"] == [
         "convolution", "elementwise", "layout",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [3, None])
+def test_what_is_no_text_is_no_cluster(text: Any) -> None:
+    with pytest.raises(ValueError, match="is no text, but a .*Allowed: such as"):
+        Cluster.parse(text)

@@ -8,10 +8,13 @@ import pytest
 
 from dtft.planner.cluster import Cluster
 from dtft.planner.collective_cost import collective_s, group_of
+from dtft.planner.columns import Columns, Total
+from dtft.planner.combining import Bundle
 from dtft.planner.deciding import decide
 from dtft.planner.hlo_collectives import collectives
 from dtft.planner.plan import Plan
 from dtft.planner.question import of_loss
+from dtft.planner.rates import Rates
 from dtft.train.planned_step import make_step
 
 LAYERS, WIDTH, ROWS = 4, 64, 512
@@ -91,3 +94,28 @@ def test_latency_counts_once_for_what_is_sent_as_one() -> None:
     each = [collective_s("all_reduce", size, group) for size in (layer, outside)]
     assert np.isclose(sum(one.seconds for one in sums), LAYERS * each[0] + each[1])
     assert sum(one.trips for one in sums) == 2 * LAYERS + 2
+
+
+def test_priced_for_many_divisions_at_once_is_as_one_by_one() -> None:
+    asked = of_loss(loss, OPTIMIZER, PARAMS, BATCH)
+    decision = decide(asked, Cluster.parse("2x8xH100"), {"remat": "none"})
+    space = decision.found["none"].priced.space
+    rates = Rates(Columns(Cluster.parse("2x8xH100").uniform, space))
+    points, cases = np.arange(len(rates.columns)), rates.columns.divided([("fsdp",)])
+    bundles = [
+        Bundle(kind=kind, axes=axes, times=2, repeated=repeated, place=0)
+        for kind in ("all_reduce", "all_gather")
+        for axes in (("replica", "fsdp"), ("fsdp",))
+        for repeated in (False, True)
+    ]
+    some = [(bundles[start::2], points[start::3]) for start in range(3)]
+    sent = []
+    for several, there in some:
+        totals = {one: Total() for one in several}
+        for size, total in enumerate(totals.values(), 20):
+            total.add(cases, 2.0**size / cases.sizes["fsdp"])
+        sent.append((totals, there))
+    together = rates.together_s(sent)
+    assert all(seconds.any() for seconds in together)
+    for one, seconds in zip(sent, together, strict=True):
+        np.testing.assert_array_equal(rates.together_s([one])[0], seconds)

@@ -1,6 +1,7 @@
 """Shares against handing out one microbatch after the other."""
 
 import heapq
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,7 +103,9 @@ def test_a_cap_holds_for_weights_too() -> None:
     [
         (([1.0, 0.0], 4), r"unit_s\[1\] is 0.0: .*Measure this node again"),
         (([[1.0]], 4), r"unit_s has shape \(1, 1\): one finite number per node"),
-        (([1.0, np.inf], 4), "one finite number per node"),
+        (([1.0, np.inf], 4), r"unit_s\[1\] is inf: one finite number per node"),
+        (([1.0, 1.0], 2.5), "total=2.5 is no whole number"),
+        (([1.0, 1.0], 0), "total is 0: 2 nodes with at least 1 each"),
         (([1.0] * 3, 2), r"total is 2: 3 nodes with at least 1 each need 3.*low=0"),
     ],
 )
@@ -113,8 +116,39 @@ def test_bad_input_says_what_to_change(
         allocate(*arguments)
 
 
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [-1.0, 2.0], [np.nan, 1.0]])
+def test_weights_are_finite_and_not_all_0(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="weights=.*(none is above 0|finite number)"):
+        by_weight(weights, 4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"num_nodes": 4, "total": 3}, "4 nodes with at least 1 each need 4"),
+        ({"num_nodes": 0, "total": 3}, "num_nodes=0 is no whole number"),
+        ({"num_nodes": 2, "total": 30, "cap": (5, 5)}, "together can take 10"),
+        ({"num_nodes": 2, "total": 4, "cap": (5,)}, "a number for each of 2 nodes"),
+    ],
+)
+def test_microbatches_that_cannot_be_divided_are_refused(
+    sizes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        Microbatches(**sizes)
+
+
 def test_caps_that_are_too_small_say_so() -> None:
     with pytest.raises(ValueError, match="together can take 4 .cap .2, 2."):
         allocate([1.0, 1.0], 5, cap=[2, 2])
     with pytest.raises(ValueError, match=r"cap is \[0, 9\] and low is 1"):
         allocate([1.0, 1.0], 5, cap=[0, 9])
+
+
+@pytest.mark.parametrize("shares", [[3, 3], [2, 2, 2], [[4, 0]]])
+def test_shares_that_are_no_division_are_refused(shares: list[int]) -> None:
+    work = Microbatches(num_nodes=2, total=4)
+    with pytest.raises(ValueError, match="division=.*each of 2 nodes, 4 in all"):
+        work.load(np.array(shares))
+    with pytest.raises(ValueError, match="division="):
+        work.seconds(np.array(shares), np.ones(2))

@@ -25,7 +25,7 @@ from dtft.planner.ranks import as_they_come, by_rank
 from dtft.planner.task_graph import tasks_of
 from dtft.planner.tasks import Passed, Tasks
 from dtft.planner.trace import trace
-from experiments.placement_gap import Case
+from experiments.placement_cases import Case
 
 LAB = """
 name: lab
@@ -107,6 +107,11 @@ def test_only_nodes_that_have_a_kernel_run_an_operator(
     [
         ({"order": "depth"}, "order='depth'. Allowed: rank, traversal"),
         ({"grain": "layer"}, "grain='layer'. Allowed: operator, block"),
+        ({"backward": "yes"}, "backward='yes'. Allowed: True, False"),
+        ({"together": [5]}, r"together=\[5\]. Allowed: pairs of the first"),
+        ({"together": [[100]]}, r"together=\[\[100\]\]. Allowed: pairs"),
+        ({"together": None}, "together=None. Allowed: pairs"),
+        ({"cluster": "h100", "weights": [1e-320]}, "weight 0, or next to it"),
         ({"moves": 1.5}, "moves=1.5 is no whole number of 0 or more"),
         ({"moves": -1}, "moves=-1 is no whole number"),
         ({"microbatches": 2.0}, "microbatches=2.0 is no whole number of 1 or more"),
@@ -335,6 +340,24 @@ def test_misspelt_kernels_are_refused(
         place(program, lab, kernels=registered(*kernels))
 
 
+@pytest.mark.parametrize(
+    "kernels, said",
+    [
+        ({"registered": {"fpga": "dense"}}, "registered=.*Allowed: a mapping to sets"),
+        ({"registered": 3}, "registered=3. Allowed: a mapping to sets"),
+        ({"lacking": {"cuda": "tanh"}}, "lacking=.*sets of numbers of operators"),
+        ({"lacking": {"gpu": {0}}}, "'gpu', for which JAX .*Allowed: cpu, cuda"),
+        ({"lacking": {"cuda": {"tanh"}}}, "has 'tanh'. Allowed: numbers of operators"),
+        ({"lacking": {"cuda": {99}}}, r"lacking\['cuda'\] has 99"),
+    ],
+)
+def test_kernels_of_another_form_are_refused(
+    program: Graph, lab: Cluster, kernels: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        place(program, lab, kernels=Kernels(**kernels))
+
+
 def test_misspelt_kernels_and_platforms_of_cluster_files_are_refused(
     program: Graph,
 ) -> None:
@@ -459,6 +482,7 @@ def test_the_backward_pass_runs_in_reverse_on_the_same_nodes(
     forward = {(t.value, t.source, t.target) for t in placement.transfers}
     back = {(t.value, t.target, t.source) for t in placement.transfers if t.is_gradient}
     assert back <= forward
+    assert ("gradient of value" in placement.html()) == bool(back)
     fullest = max(placement.busy_s)
     assert placement.step_s >= placement.makespan_s + 3 * fullest
 
@@ -490,7 +514,7 @@ def test_it_survives_its_json(program: Graph, lab: Cluster) -> None:
         Placement.from_json('{"schema": 7}')
     with pytest.raises(ValueError, match="has not what a placement has"):
         Placement.from_json('{"schema": 1, "nodes": []}')
-    with pytest.raises(ValueError, match="is no JSON .*not the path of its file"):
+    with pytest.raises(ValueError, match="is no JSON.*not the path of its file"):
         Placement.from_json("placement.json")
 
 

@@ -138,18 +138,43 @@ def test_layers_that_find_no_room_are_an_error() -> None:
     )
     with pytest.raises(ValueError, match="no split of 4 layers over 2 stages"):
         layers.best(np.ones(2))
-    with pytest.raises(ValueError, match="low=3 with 4 layers and 2 stages"):
-        Layers(layer_s=np.ones((4, 2)), microbatches=1, low=3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"low": 3}, "low=3 with 4 layers and 2 stages. Allowed: at most 2"),
+        ({"low": -1}, "low=-1 is no whole number of 0 or more"),
+        ({"microbatches": 2.5}, "microbatches=2.5 is no whole number of 1 or more"),
+        ({"layer_s": [1.0, 1.0]}, r"layer_s has shape \(2,\)"),
+        ({"layer_s": np.full((4, 2), -1.0)}, "layer_s=.* numbers of 0 or more"),
+        ({"layer_s": np.full((4, 2), np.nan)}, "layer_s=.* numbers of 0 or more"),
+        ({"capacity_bytes": np.ones(3)}, r"capacity_bytes=.* an array \[2\]"),
+    ],
+)
+def test_layers_of_another_form_are_refused(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Layers(**{"layer_s": np.ones((4, 2)), "microbatches": 1, **changed})
+
+
+def test_a_weight_of_a_stage_is_0_or_more() -> None:
+    layers = Layers(layer_s=np.ones((4, 3)), microbatches=1, low=0)
+    assert layers.by_weight(np.array([1.0, 0.0, 1.0])).tolist()[1] == 0
+    for unit_s in ([1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, np.nan, 1.0]):
+        with pytest.raises(ValueError, match="Allowed: a number above 0 for each of 3"):
+            layers.best(np.array(unit_s))
+    with pytest.raises(ValueError, match="weights=.*0 or more for each of 3 stages"):
+        layers.by_weight(np.array([-1.0, 1.0, 1.0]))
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.booleans())
-def test_the_slowest_stretch_is_as_fast_as_can_be(seed: int, in_order: bool) -> None:
+@given(st.integers(0, 10**6))
+def test_the_slowest_stretch_is_as_fast_as_can_be(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num, nodes = int(rng.integers(2, 7)), int(rng.integers(1, 4))
     seconds = rng.uniform(0.5, 2, (num, 1)) * rng.uniform(1, 4, nodes)
     seconds[rng.random(seconds.shape) < 0.15] = np.inf
-    orders = [range(nodes)] if in_order else itertools.permutations(range(nodes))
+    orders = itertools.permutations(range(nodes))
     best = np.inf
     for order, cuts in itertools.product(
         orders, itertools.combinations_with_replacement(range(num + 1), nodes - 1)
@@ -160,7 +185,7 @@ def test_the_slowest_stretch_is_as_fast_as_can_be(seed: int, in_order: bool) -> 
             for n, (a, b) in zip(order, itertools.pairwise(ends), strict=True)
         ]
         best = min(best, max(each))
-    found = split(seconds, in_order=in_order)
+    found = split(seconds)
     if found is None:
         assert best == np.inf
         return

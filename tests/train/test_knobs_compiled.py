@@ -18,6 +18,7 @@ from dtft.planner.hlo_collectives import collectives
 from dtft.planner.plan import Knobs
 from dtft.train.planned_step import make_step
 from dtft.train.planning import jit_plan
+from tests.aot.hlo import aliases
 from tests.train.plans import (
     layers_batch,
     layers_loss,
@@ -234,7 +235,7 @@ def test_an_opaque_step_gets_shardings_constraints_and_donation() -> None:
     shapes = arguments(parse(compiled))
     assert shapes[(4, 8, 16)] == 1
     assert shapes[(4, 8, 4)] == 1
-    assert len(parse(compiled).aliases) == len(jax.tree.leaves(state))
+    assert len(aliases(compiled)) == len(jax.tree.leaves(state))
     # What the constraint asks of the first product: positions over tensor.
     assert (4, 3, 32) in {a.shape for op in operations(compiled) for a in op.arrays}
     placed = run.place(state)

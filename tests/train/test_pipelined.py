@@ -220,7 +220,8 @@ def test_a_step_is_that_of_the_undivided_model(tmp_path: Path) -> None:
     sums = jax.device_get(program.sums(state, batch, weight_B))
     for name, values in each.items():
         np.testing.assert_allclose(sums[name], values.mean(1) @ WEIGHT_B, 1e-5)
-    step = program.lower_step(batch).compile()
+    lowered = program._compiled_step.lower(program.abstract_state, batch)
+    step = lowered.compile()
     state, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["loss"], mean, 1e-5)
     norm = np.sqrt(sum(np.sum(g * g) for g in jax.tree.leaves(gradient)))

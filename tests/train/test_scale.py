@@ -10,6 +10,7 @@ import pytest
 from dtft.checkpoint.slices import Layout
 from dtft.cli import main
 from dtft.elastic.sizing import SizeLimits, resized, size_for
+from dtft.train.balance_config import BalanceConfig
 from dtft.train.experiment import ClusterConfig, Experiment, MeshConfig
 from dtft.train.fitting import check, scaled_mesh
 from dtft.train.state_layout import layout_of
@@ -75,6 +76,14 @@ def test_the_least_number_of_replicas_must_be_possible(tmp_path):
         check(replace(made, cluster=replace(made.cluster, min_replicas=4)))
     with pytest.raises(ValueError, match="--min-replicas 1 or more"):
         ClusterConfig(min_replicas=-1)
+
+
+def test_the_least_number_of_replicas_must_have_room_for_all_microbatches(tmp_path):
+    balance = BalanceConfig(policy="exact", microbatches=24, most=8)
+    made = replace(job(tmp_path, 4, MeshConfig()), balance=balance)
+    check(replace(made, cluster=replace(made.cluster, min_replicas=3)))
+    with pytest.raises(ValueError, match="--balance.most 12 or more"):
+        check(replace(made, cluster=replace(made.cluster, min_replicas=2)))
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys, free_port):

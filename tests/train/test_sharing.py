@@ -91,8 +91,17 @@ def test_what_cannot_be_shared_is_refused(
 
 
 @pytest.mark.parametrize(
-    "options", [{"every": 2}, {"probes": 0}, {"microbatches": -1}, {"most": -1}]
+    ("options", "said"),
+    [
+        ({"every": 2}, "balance.probes=5 does not fit a round of balance.every=2 "),
+        ({"every": 0, "probes": 1}, "balance.every=0 is not positive"),
+        ({"probes": 0}, "balance.probes=0"),
+        ({"microbatches": -1}, "balance.microbatches=-1"),
+        ({"most": -1}, "balance.most=-1"),
+    ],
 )
-def test_settings_that_cannot_be_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"balance\."):
+def test_settings_that_cannot_be_are_refused(
+    options: dict[str, int], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
         BalanceConfig(**options)  # type: ignore[arg-type]

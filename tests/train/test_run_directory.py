@@ -1,0 +1,54 @@
+"""A run directory that can be written to and has one run."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtft.train.config import ConfigError
+from dtft.train.run_directory import make_run_directory, only_run_in
+
+
+def test_a_run_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"Not a directory.*Set --log\.run_dir"):
+        make_run_directory(tmp_path / "file" / "run")
+
+
+def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with only_run_in(directory):
+        (directory / "metrics.jsonl").touch()
+        with pytest.raises(ConfigError, match=r"has not ended.*--log\.run_dir"):
+            with only_run_in(directory):
+                raise AssertionError("entered")
+    with only_run_in(directory):
+        assert (directory / "metrics.jsonl").exists()
+
+
+def test_a_refused_run_leaves_no_empty_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="refused"):
+        with only_run_in(tmp_path / "run"):
+            raise ConfigError("refused")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_run_lets_go(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from dtft.train.run_directory import only_run_in\n"
+        "with only_run_in(Path(sys.argv[1])): print('in', flush=True); time.sleep(50)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "in\n"
+        with pytest.raises(ConfigError, match="has not ended"):
+            with only_run_in(tmp_path):
+                pass
+        os.kill(other.pid, signal.SIGKILL)
+    with only_run_in(tmp_path):
+        pass
