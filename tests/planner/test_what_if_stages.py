@@ -56,7 +56,8 @@ def test_chunks_wait_less_and_send_more(question: Question) -> None:
     assert chunks.prediction.terms["bubble"] < plain.prediction.terms["bubble"]
     assert _sent(chunks) == 2 * _sent(plain)
     assert chunks.memory["activations"] >= plain.memory["activations"]
-    assert staged(question).plan.knobs.virtual_stages == 2
+    taken = min(plain, chunks, key=lambda plan: plan.prediction.step_s)
+    assert staged(question).plan.knobs == taken.knobs
     assert "virtual_stages=2" in explain.explain(chunks)
 
 
