@@ -35,7 +35,7 @@ ONE_THREAD = {
     "NPROC": "1",
     "OMP_NUM_THREADS": "1",
 }
-ROUNDS, REPETITIONS = 12, 5
+ROUNDS, REPETITIONS = 12, 9
 """Most rounds of a search; turns in a comparison."""
 DEADLINE_S = 480.0
 SEARCHES = ("exact", "proportional")
@@ -129,6 +129,7 @@ def summary(found: dict[str, Any], rounds: list[dict[str, Any]]) -> dict[str, An
         "speed_up_over_even": speeds["exact"] / speeds["even"],
         "slowed": {
             "rounds": found["rounds"]["slowed"],
+            "settled": rounds[-1]["settled"],
             "last_change": max((it - first for it in changes if it > first), default=0),
             "shares": found["slowed_shares"],
             "steps_per_s": slow,
@@ -188,6 +189,7 @@ def _rounds(path: Path) -> list[dict[str, Any]]:
 
 def _notes(figures: dict[str, Any]) -> tuple[str, ...]:
     slow = figures["slowed"]
+    ended = "settled" if slow["settled"] else "not settled"
     return (
         "Hosts have the parts of a core that the first column names (quota in every "
         f"10 ms, one XLA thread) and the link of host {SLOW_LINK} carries "
@@ -204,7 +206,7 @@ def _notes(figures: dict[str, Any]) -> tuple[str, ...]:
         "after the start (target 0), over all hosts and phases.",
         f"In mid-run host {SLOWED} went from {CORES[SLOWED]:g} to {SLOWED_TO:g} of a "
         f"core: shares changed last in round {slow['last_change']} after that and were "
-        f"settled after {slow['rounds']} (target 10), "
+        f"{ended} after {slow['rounds']} (target 10), "
         f"{slow['speed_up_over_before']:.2f} times as fast as with the old ones.",
     )
 

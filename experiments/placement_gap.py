@@ -2,8 +2,8 @@
 
 420 graphs of three to seven tasks on two or three nodes of unlike speed, with missing
 kernels, values to send, and in a third of them little memory: how much slower a step is
-than with the best nodes for all tasks, of all that there are. Of 37 graphs no way to
-lay tasks fits into memory; the other 383 are in the table. Of a quarter of them every
+than with the best nodes for all tasks, of all that there are. Of 36 graphs no way to
+lay tasks fits into memory; the other 384 are in the table. Of a quarter of them every
 order in which tasks can take their places is tried too. Also: how long it takes to
 place 2,000 operators on 16 nodes.
 """
