@@ -1,11 +1,13 @@
 """How long the planner takes: GPT-2 small on 8 devices, 1T parameters on 4,096.
 
-    python benchmarks/planning.py [--json FILE] [--rounds 5] [--profile CASE]
+    python benchmarks/planning.py [--json FILE] [--rounds 5] [--profile]
+    python benchmarks/planning.py --cases gpt2-small --verify 16 [--cluster 8xcpu]
 
 Everything is decided from shapes: no array is made, and no device but the host's
 processor is there. Each case is planned once to warm up JAX (imports, its caches), then
 in `--rounds` fresh questions; their median is what counts, and the first is shown
-beside it. Knows `dtft.planner` only.
+beside it. `--verify` times the compilation of the best plans instead: for the GPU where
+the extra `aot` is installed, otherwise for fake CPU devices. Knows no trainer.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import platform
 import pstats
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +29,7 @@ import optax
 from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
 from dtft.planner.question import of_loss
+from dtft.train.plan_verify import target_of, verified
 
 Params = dict[str, Any]
 
@@ -127,13 +130,22 @@ def loss_of(case: Case) -> Callable[[Params, Params], jax.Array]:
     return loss
 
 
+def asked_of(case: Case) -> dict[str, Any]:
+    """What is planned: the arguments of `dtft.plan`."""
+    ints = jax.ShapeDtypeStruct((case.batch, case.time), jnp.int32)
+    return {
+        "loss": loss_of(case),
+        "optimizer": optax.adamw(1e-4),
+        "params": shapes(case),
+        "batch": {"tokens": ints, "labels": ints},
+    }
+
+
 def plan_once(case: Case) -> dict[str, Any]:
     """Traces and decides, from nothing."""
-    params, loss = shapes(case), loss_of(case)
-    ints = jax.ShapeDtypeStruct((case.batch, case.time), jnp.int32)
-    batch = {"tokens": ints, "labels": ints}
+    asked = asked_of(case)
     begun = time.perf_counter()
-    question = of_loss(loss, optax.adamw(1e-4), params, batch)
+    question = of_loss(**asked)
     traced = time.perf_counter()
     decision = decide(question, Cluster.parse(case.cluster))
     decided = time.perf_counter()
@@ -168,11 +180,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
     parser.add_argument("--profile", action="store_true", help="where the time goes")
+    parser.add_argument("--verify", type=int, metavar="N", help="of the best N plans")
+    parser.add_argument("--cluster", help="instead of the cases' own")
     options = parser.parse_args()
     print(f"jax {jax.__version__}, {platform.machine()}, {platform.system()}")
+    cases = [case for case in CASES if case.name in options.cases]
+    if options.cluster:
+        cases = [replace(case, cluster=options.cluster) for case in cases]
+    if options.verify:
+        for case in cases:
+            _verify(case, options.verify)
+        return
     print("case             parameters candidates  trace s decide s  whole s  (first)")
     results = []
-    for case in (case for case in CASES if case.name in options.cases):
+    for case in cases:
         if options.profile:
             _profile(case)
             continue
@@ -192,6 +213,18 @@ def main() -> None:
     if results:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _verify(case: Case, num: int) -> None:
+    asked = asked_of(case)
+    decision = decide(of_loss(**asked), Cluster.parse(case.cluster))
+    begun = time.perf_counter()
+    compiled = verified(decision, asked, num=num)
+    took = time.perf_counter() - begun
+    print(
+        f"{case.name}: {len(compiled)} plans compiled for {target_of(decision)} in "
+        f"{took:.1f} s"
+    )
 
 
 def _profile(case: Case) -> None:

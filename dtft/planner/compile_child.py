@@ -19,8 +19,8 @@ from dtft.planner import compile_worker
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HUGE_PAGES = "glibc.malloc.hugetlb"
-"""A tunable of glibc: with huge pages XLA takes a tenth less processor time (of 4 steps
-of GPT-2 small 16.7 s instead of 19.3). Other C libraries ignore it."""
+"""A tunable of glibc: with huge pages XLA takes less processor time (of the 16 plans of
+`benchmarks/planning.py --cases gpt2-small --verify 16` 6 %). Others ignore it."""
 TAIL = 2000
 """Characters of an error that are kept."""
 
