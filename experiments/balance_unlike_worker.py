@@ -111,7 +111,7 @@ class Host:
             self.program,
             self.source,
             self.config,
-            begin(policy, self.work, self.names, {}),
+            begin(self.config.rules(policy), self.work, self.names, {}),
             self.names,
             BalanceLog(folder, {}, self.names, leading=self.rank == 0, say=_say),
             step=0,
