@@ -1,7 +1,7 @@
 """Measures the devices at hand in under a minute: which sizes of what.
 
-How it is measured is in `measuring`, what it means in `planner.calibration_fit`. Must
-not know files or commands (`calibrate_command`).
+How it is measured is in `measuring` and `measuring_images`, what it means in
+`planner.calibration_fit`. Must not know files or commands (`calibrate_command`).
 """
 
 import math
@@ -29,7 +29,7 @@ from dtft.planner.calibration_fit import (
 )
 from dtft.planner.cluster import Cluster, DeviceType, Level, Link
 from dtft.planner.links import CollectiveKind
-from dtft.train import measuring
+from dtft.train import measuring, measuring_images
 from dtft.train.measuring import Pace
 
 
@@ -46,6 +46,9 @@ class Sizes:
     """Bytes read and written."""
     convolutions: tuple[tuple[int, int, int], ...]
     """Rows, side and channels of convolutions."""
+    images: tuple[int, int, int] | None
+    """Rows and side of images of three colours, and channels that the first convolution
+    makes of them; windows are of as many channels. None: neither is slow there."""
     elements: int
     """Side of a square array, small enough to stay at hand."""
     strided: int | None
@@ -71,6 +74,7 @@ CPU = Sizes(
     dims=((64, 64), (256, 256), (128, 512), (512, 512), (1024, 256)),
     streams=_powers(2**18, 2**27, 7),
     convolutions=((8, 16, 8), (8, 8, 32), (4, 8, 128)),
+    images=(8, 16, 32),
     elements=128,
     strided=512,
     collectives=_powers(2**12, 2**24, 8),
@@ -82,6 +86,7 @@ ACCELERATOR = Sizes(
     dims=((512, 512), (1024, 4096), (2048, 2048), (4096, 4096), (8192, 4096)),
     streams=_powers(2**22, 2**30, 5),
     convolutions=((64, 32, 32), (64, 32, 128), (64, 16, 512)),
+    images=None,
     elements=2048,
     strided=None,
     collectives=_powers(2**14, 2**28, 8),
@@ -174,6 +179,11 @@ def _compute(
     device, fits["convolutions"] = fit_convolutions(
         device, "float32", _convolutions(mesh, sizes)
     )
+    if sizes.images is not None:
+        _say("windows ...")
+        forward, back = measuring_images.windows_s(mesh, *sizes.images, sizes.pace)
+        made = replace(device.efficiency, window_s=forward, window_back_s=back)
+        device = replace(device, efficiency=made)
     return device, fits
 
 
@@ -193,14 +203,30 @@ def _elements(mesh: Any, sizes: Sizes) -> list[ElementTime]:
 
 
 def _convolutions(mesh: Any, sizes: Sizes) -> list[ConvolutionTime]:
-    return [
+    """Both passes of some, and those of three channels forward."""
+    times = [
         ConvolutionTime(
             flops=2.0 * rows * side**2 * 9 * channels**2,
             channels=channels,
-            seconds=measuring.convolution_s(mesh, rows, side, channels, sizes.pace),
+            strided=rows * side**2 * channels * measuring_images.GRADIENTS,
+            seconds=measuring_images.convolution_s(
+                mesh, rows, side, channels, sizes.pace
+            ),
         )
         for rows, side, channels in sizes.convolutions
     ]
+    if sizes.images is not None:
+        rows, side, channels = sizes.images
+        colours = measuring_images.COLOURS
+        seconds = measuring_images.first_s(mesh, rows, side, channels, sizes.pace)
+        first = ConvolutionTime(
+            flops=2.0 * rows * side**2 * 9 * colours * channels,
+            channels=channels,
+            odd=True,
+            seconds=seconds,
+        )
+        times.append(first)
+    return times
 
 
 def _matmuls(mesh: Any, dtype: str, sizes: Sizes) -> tuple[list[MatmulTime], float]:

@@ -72,7 +72,7 @@ def timed(
         PartitionSpec(("outer", "group", "inner"), *[None] * (len(shape) - 1))
         for shape in shapes
     )
-    arrays = _arrays(mesh, shapes, specs, dtype)
+    arrays = filled(mesh, shapes, specs, dtype)
 
     def loop(turns: jax.Array, *carried: jax.Array) -> tuple[jax.Array, ...]:
         return lax.fori_loop(0, turns, lambda _, state: body(*state), carried)
@@ -122,12 +122,18 @@ def agreed(seconds: float) -> float:
     return float(np.asarray(found))
 
 
-def _arrays(
+def filled(
     mesh: Mesh, shapes: Sequence[tuple[int, ...]], specs: Sequence[Any], dtype: Any
 ) -> tuple[jax.Array, ...]:
     """Random arrays: zeros are computed with less power, so faster, on accelerators.
 
     Made by the host, the same for every device: no program has to be compiled for it.
+
+    Args:
+        mesh: of `make_mesh`.
+        shapes: on one device.
+        specs: how each is divided along its first dim.
+        dtype: of all.
     """
     values = np.random.default_rng(0).standard_normal(1021)
     made = []
@@ -203,42 +209,6 @@ def strided_s(mesh: Mesh, side: int, pace: Pace) -> float:
         for body in (along, across)
     )
     return max(0.0, other - one) / side**2
-
-
-def convolution_s(mesh: Mesh, rows: int, side: int, channels: int, pace: Pace) -> float:
-    """Seconds of one 3 by 3 convolution of (rows, side, side, channels), as in a step.
-
-    Both passes of a few in a row, and no loop: XLA's CPU backend computes convolutions
-    inside of loops many times slower.
-    """
-    num = 6
-    everywhere = PartitionSpec(("outer", "group", "inner"))
-
-    def loss(kernels: jax.Array, x: jax.Array) -> jax.Array:
-        for kernel in kernels:
-            x = lax.conv_general_dilated(
-                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
-        return jnp.sum(x * x)
-
-    program = jax.jit(
-        jax.shard_map(
-            lambda kernels, x: jax.grad(loss)(kernels[0], x)[None],
-            mesh=mesh,
-            in_specs=(everywhere, everywhere),
-            out_specs=everywhere,
-            check_vma=False,
-        )
-    )
-    shapes = [(1, num, 3, 3, channels, channels), (rows, side, side, channels)]
-    arrays = _arrays(mesh, shapes, [everywhere] * 2, jnp.float32)
-    jax.block_until_ready(program(*arrays))
-    times = []
-    for _ in range(max(pace.repeats, 1)):
-        begin = time.perf_counter()
-        jax.block_until_ready(program(*arrays))
-        times.append(time.perf_counter() - begin)
-    return agreed(median(times)) / (3 * num - 1)  # the first needs no gradient of x
 
 
 def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: Pace) -> Timed:

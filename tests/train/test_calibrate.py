@@ -29,6 +29,7 @@ TINY = Sizes(
     dims=((16, 32),),
     streams=(2**12, 2**14),
     convolutions=((1, 4, 4),),
+    images=(1, 4, 4),
     elements=16,
     strided=16,
     collectives=(2**10,),
