@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 
 from dtft import _jax_internals
 from dtft.planner.hlo_collectives import CompiledCollective, collectives
+from dtft.planner.uncollected import uncollected
 
 
 class Program(TypedDict):
@@ -69,6 +70,7 @@ def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
     GPUs are loaded once; CPU devices have threads, so each fork makes its own.
     """
     import jax
+    import jax.extend.backend  # here once, not in each fork
 
     from dtft.planner import gpu_targets
 
@@ -81,6 +83,7 @@ def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
     return lambda: gpus, ""
 
 
+@uncollected()
 def _read(compiled: dict[str, Any] | str, mesh: Mapping[str, int]) -> Answer:
     """Here, not where it is asked for: a text has megabytes, which a pipe has not."""
     if isinstance(compiled, str):
