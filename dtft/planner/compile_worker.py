@@ -9,12 +9,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, TypedDict
 
+from dtft import _jax_internals
 from dtft.planner.hlo_collectives import CompiledCollective, collectives
+from dtft.planner.uncollected import uncollected
 
 
 class Program(TypedDict):
@@ -29,11 +31,15 @@ class Program(TypedDict):
 Answer = Program | str
 """A program, or why there is none."""
 
-# Machine code is not needed, only the program: without these half of the time.
+_Devices = Callable[[], Sequence[Any]]
+
+# Where machine code is made after all, it need not be fast.
 _CPU_OPTIONS = {
     "xla_llvm_disable_expensive_passes": True,
     "xla_backend_optimization_level": 0,
 }
+# There are as many children as cores: threads of each would only wait for each other.
+_GPU_OPTIONS = {"xla_gpu_force_compilation_parallelism": 1}
 
 
 def main(link: Connection, target: str, num_devices: int) -> None:
@@ -41,9 +47,10 @@ def main(link: Connection, target: str, num_devices: int) -> None:
     modules: SimpleQueue[tuple[bytes, dict[str, int]]] = SimpleQueue()
     threading.Thread(target=_listen, args=(link, modules), daemon=True).start()
     devices, problem = _devices(target, num_devices)
+    options = _CPU_OPTIONS if target == "cpu" else _GPU_OPTIONS
     while True:
         module, mesh = modules.get()
-        link.send(problem or _read(_compile(module, devices), mesh))
+        link.send(problem or _read(_compile(module, devices, options), mesh))
 
 
 def _listen(
@@ -57,19 +64,26 @@ def _listen(
         os._exit(0)
 
 
-def _devices(target: str, num_devices: int) -> tuple[Sequence[Any], str]:
+def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
+    """How to have the devices, or why they cannot be had.
+
+    GPUs are loaded once; CPU devices have threads, so each fork makes its own.
+    """
     import jax
+    import jax.extend.backend  # here once, not in each fork
 
     from dtft.planner import gpu_targets
 
     if target == "cpu":
-        return jax.devices("cpu")[:num_devices], ""
+        return lambda: jax.devices("cpu")[:num_devices], ""
     try:
-        return gpu_targets.devices(gpu_targets.target(target), num_devices), ""
+        gpus = gpu_targets.devices(gpu_targets.target(target), num_devices)
     except (ImportError, ValueError) as error:
-        return (), f"{type(error).__name__}: {error}"
+        return list, f"{type(error).__name__}: {error}"
+    return lambda: gpus, ""
 
 
+@uncollected()
 def _read(compiled: dict[str, Any] | str, mesh: Mapping[str, int]) -> Answer:
     """Here, not where it is asked for: a text has megabytes, which a pipe has not."""
     if isinstance(compiled, str):
@@ -83,22 +97,20 @@ def _read(compiled: dict[str, Any] | str, mesh: Mapping[str, int]) -> Answer:
     )
 
 
-def _compile(module: bytes, devices: Sequence[Any]) -> dict[str, Any] | str:
-    from dtft.planner import gpu_program
+def _compile(
+    module: bytes, devices: _Devices, options: Mapping[str, Any]
+) -> dict[str, Any] | str:
+    from dtft.planner.assigned_program import until_assigned
 
-    if devices[0].platform == "cpu":
-        return _whole(module, devices, _CPU_OPTIONS)
-    return gpu_program.until_assigned(lambda more: _whole(module, devices, more))
+    return until_assigned(lambda more: _whole(module, devices(), {**options, **more}))
 
 
 def _whole(
     module: bytes, devices: Sequence[Any], options: Mapping[str, Any]
 ) -> dict[str, Any] | str:
-    from dtft._jax_internals import compile_module
-
     start = time.monotonic()
     try:
-        program = compile_module(module, devices, options)
+        program = _jax_internals.compile_module(module, devices, options)
         stats = program.get_compiled_memory_stats()
         texts = [part.to_string() for part in program.hlo_modules()]
     except Exception as error:  # whatever the compiler says goes to who asked

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from dtft.planner.capabilities import check_runnable
 from dtft.planner.compiling import Candidate, candidate, platform_of
 from dtft.planner.plan import Plan
+from dtft.planner.uncollected import uncollected
 from dtft.train.planned_step import Step
 from dtft.train.planning import PlannedStep, RunnablePlan
 
@@ -65,6 +66,7 @@ def of_step(
     return _candidate(planned, state, batch, target, name)
 
 
+@uncollected()
 def _candidate(
     step: Step | PlannedStep, state: Any, batch: Any, target: str, name: str
 ) -> Candidate:

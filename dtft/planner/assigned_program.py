@@ -1,9 +1,10 @@
-"""A program for a GPU, read as soon as XLA has assigned its memory.
+"""A program read as soon as XLA has assigned its memory.
 
-What XLA's GPU compiler does after that is machine code: nobody runs it here, it takes
-more than half of the time, and it needs `ptxas` of a CUDA installation. So a process of
-its own compiles, XLA writes down the program and its buffers when both are final, and
-the process is ended there. Must not know what programs are for.
+What XLA does after that is machine code: nobody runs it here, it takes a third of the
+time for CPU and more than half of it for a GPU, and there it needs `ptxas` of a CUDA
+installation. So a process of its own compiles, XLA writes down the program and its
+buffers when both are final, and the process is ended there. Must not know what programs
+are for.
 """
 
 import json
@@ -21,14 +22,17 @@ from typing import Any
 _POLL_S = 0.02
 _ANSWER = "answer.json"
 # Written after the program and its buffers, before any machine code.
-_LAST = "*gpu_after_optimizations-memory-usage-report.txt"
-_PROGRAM = "*gpu_after_optimizations.txt"
-_BUFFERS = "*gpu_after_optimizations-buffer-assignment.txt"
+_LAST = "*pu_after_optimizations-memory-usage-report.txt"
+_PROGRAM = "*pu_after_optimizations.txt"
+_BUFFERS = "*pu_after_optimizations-buffer-assignment.txt"
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 
 
 def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
     """What `compiled` would return, without waiting for machine code.
+
+    It runs in a fork of this process, which must not have made a client of XLA that
+    has threads (such as that of CPU devices): a fork has none of them.
 
     Args:
         compiled: compiles with additional options of XLA; returns a dict with `text`,
