@@ -1,7 +1,8 @@
 """Measures the devices at hand in under a minute: which sizes of what.
 
-How it is measured is in `measuring`, what it means in `planner.calibration_fit`. Must
-not know files or commands (`calibrate_command`).
+How it is measured is in `measuring` and `measuring_links`, what it means in
+`planner.calibration_fit` and `meeting_fit`. Must not know files or commands
+(`calibrate_command`).
 """
 
 import math
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
+
+import jax
 
 from dtft.planner.calibration import Calibration, link_key
 from dtft.planner.calibration_fit import (
@@ -29,7 +32,8 @@ from dtft.planner.calibration_fit import (
 )
 from dtft.planner.cluster import Cluster, DeviceType, Level, Link
 from dtft.planner.links import CollectiveKind
-from dtft.train import measuring
+from dtft.planner.meeting_fit import BehindTime, fit_meeting
+from dtft.train import measuring, measuring_links
 from dtft.train.measuring import Pace
 
 
@@ -49,10 +53,14 @@ class Sizes:
     elements: int
     """Side of a square array, small enough to stay at hand."""
     strided: int | None
-    """Side of a square array that is as large as a weight; None: the compiler lays
-    arrays out in the order in which they are read."""
+    """Side of a square array as large as a weight; None: the compiler lays arrays out
+    in the order in which they are read."""
+    kinds: tuple[CollectiveKind, ...]
+    """Of collectives; the others are priced by the curve of all."""
     collectives: tuple[int, ...]
     """Bytes."""
+    meeting: tuple[int, ...]
+    """Bytes of all-reduces behind computing, in jobs of several processes."""
     overlap: tuple[int, tuple[int, ...]] | None
     """Side of a matmul, and bytes of the all-reduces beside it; None: nothing overlaps,
     a device computes and communicates in one thread."""
@@ -73,7 +81,9 @@ CPU = Sizes(
     convolutions=((8, 16, 8), (8, 8, 32), (4, 8, 128)),
     elements=128,
     strided=512,
-    collectives=_powers(2**12, 2**24, 8),
+    kinds=("all_reduce", "all_gather", "all_to_all", "permute"),  # XLA:CPU has no more
+    collectives=_powers(2**12, 2**23, 8),
+    meeting=(2**16,),
     overlap=None,
 )
 ACCELERATOR = Sizes(
@@ -84,7 +94,9 @@ ACCELERATOR = Sizes(
     convolutions=((64, 32, 32), (64, 32, 128), (64, 16, 512)),
     elements=2048,
     strided=None,
+    kinds=get_args(CollectiveKind),
     collectives=_powers(2**14, 2**28, 8),
+    meeting=(),
     overlap=(4096, (2**20, 2**24, 2**26)),
 )
 
@@ -98,8 +110,6 @@ def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
         devices: of one type; see `Cluster.from_devices`.
         sizes: default: by the platform.
     """
-    import jax
-
     pool = Cluster.from_devices(devices).uniform
     sizes = sizes or (CPU if pool.device.platform == "cpu" else ACCELERATOR)
     device, fits = _compute(devices, pool.device, sizes)
@@ -109,7 +119,8 @@ def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
         key = link_key(level.link)
         _say(f"collectives on {key} ...")
         times = _collectives(devices, inner, level, sizes)
-        links[key], found = fit_link(level.link, times)
+        link, found = fit_link(level.link, times)
+        links[key] = fit_meeting(link, _behind(devices, inner, level, sizes))
         fits |= {f"collectives on {key}, {name}": f for name, f in found.items()}
         inner *= level.size
     residuals = {name: found.residual for name, found in fits.items()}
@@ -144,6 +155,8 @@ def _compute(
     devices: Sequence[Any], device: DeviceType, sizes: Sizes
 ) -> tuple[DeviceType, dict[str, Fit]]:
     """Memory first: it bounds what matmuls of few rows can reach."""
+    pace = sizes.pace.among(jax.process_count(), apart=True)
+    sizes = replace(sizes, pace=pace)
     mesh = measuring.make_mesh(devices, 1, len(devices))
     _say("memory ...")
     streams = [
@@ -218,12 +231,12 @@ def _collectives(
     devices: Sequence[Any], inner: int, level: Level, sizes: Sizes
 ) -> list[CollectiveTime]:
     """Every kind and size, among each number of devices of `_group_sizes`."""
-    times = []
+    times, pace = [], sizes.pace.among(jax.process_count())
     for members in _group_sizes(level.size):
         mesh = measuring.make_mesh(devices, inner, members)
-        for kind in get_args(CollectiveKind):
+        for kind in sizes.kinds:
             for size in sizes.collectives:
-                found = measuring.collective_s(mesh, kind, size, sizes.pace)
+                found = measuring_links.collective_s(mesh, kind, size, pace)
                 times.append(
                     CollectiveTime(
                         kind=kind,
@@ -232,6 +245,23 @@ def _collectives(
                         seconds=found.seconds,
                     )
                 )
+    return times
+
+
+def _behind(
+    devices: Sequence[Any], inner: int, level: Level, sizes: Sizes
+) -> list[BehindTime]:
+    """All-reduces behind computing; none in one process, whose devices are threads."""
+    if jax.process_count() == 1 or not sizes.meeting:
+        return []
+    times: list[BehindTime] = []
+    for members in _group_sizes(level.size):
+        mesh = measuring.make_mesh(devices, inner, members)
+        found = measuring_links.behind_s(mesh, sizes.meeting, sizes.pace.repeats)
+        times += [
+            BehindTime(num_bytes=size, num_devices=members, seconds=seconds)
+            for size, seconds in zip(sizes.meeting, found, strict=True)
+        ]
     return times
 
 
@@ -260,8 +290,10 @@ def _overlap(
     times = [
         OverlapTime(
             compute_s=compute,
-            collective_s=measuring.collective_s(mesh, "all_reduce", size, pace).seconds,
-            together_s=measuring.overlap_s(mesh, side, size, dtype, pace).seconds,
+            collective_s=measuring_links.collective_s(
+                mesh, "all_reduce", size, pace
+            ).seconds,
+            together_s=measuring_links.overlap_s(mesh, side, size, dtype, pace).seconds,
         )
         for size in all_bytes
     ]

@@ -21,7 +21,8 @@ from dtft.planner.links import CollectiveKind
 from dtft.planner.past_runs import PastRun
 from dtft.train.calibrate import ACCELERATOR, CPU, Sizes, measure
 from dtft.train.calibrate_command import table
-from dtft.train.measuring import Pace, collective, make_mesh, matmul_s
+from dtft.train.measuring import Pace, make_mesh, matmul_s
+from dtft.train.measuring_links import collective
 
 TINY = Sizes(
     dtypes=("float32", "bfloat16"),
@@ -31,7 +32,9 @@ TINY = Sizes(
     convolutions=((1, 4, 4),),
     elements=16,
     strided=16,
+    kinds=ACCELERATOR.kinds,
     collectives=(2**10,),
+    meeting=(2**10,),
     overlap=(16, (2**10,)),
     pace=Pace(budget_s=1e-4, repeats=1),
 )
