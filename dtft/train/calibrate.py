@@ -230,22 +230,24 @@ def _matmuls(mesh: Any, dtype: str, sizes: Sizes) -> tuple[list[MatmulTime], flo
 def _collectives(
     devices: Sequence[Any], inner: int, level: Level, sizes: Sizes
 ) -> list[CollectiveTime]:
-    """Every kind and size, among each number of devices of `_group_sizes`."""
-    times, pace = [], sizes.pace.among(jax.process_count())
-    for members in _group_sizes(level.size):
-        mesh = measuring.make_mesh(devices, inner, members)
-        for kind in sizes.kinds:
-            for size in sizes.collectives:
-                found = measuring_links.collective_s(mesh, kind, size, pace)
-                times.append(
-                    CollectiveTime(
-                        kind=kind,
-                        num_bytes=size,
-                        num_devices=members,
-                        seconds=found.seconds,
-                    )
-                )
-    return times
+    """Every kind and size, among each number of devices of `_group_sizes`.
+
+    Size by size: seconds in which the machine is slow meet all kinds alike.
+    """
+    pace = sizes.pace.among(jax.process_count())
+    groups = _group_sizes(level.size)
+    meshes = [measuring.make_mesh(devices, inner, members) for members in groups]
+    return [
+        CollectiveTime(
+            kind=kind,
+            num_bytes=size,
+            num_devices=members,
+            seconds=measuring_links.collective_s(mesh, kind, size, pace).seconds,
+        )
+        for size in sizes.collectives
+        for members, mesh in zip(groups, meshes, strict=True)
+        for kind in sizes.kinds
+    ]
 
 
 def _behind(
