@@ -67,6 +67,10 @@ class Sizes:
     pace: Pace = Pace()
 
 
+_ROUNDS = 5
+"""Times that an all-reduce is timed behind computing."""
+
+
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
     """Sizes evenly spaced as logarithms, multiples of 1024."""
     ratio = (last / first) ** (1 / (num - 1))
@@ -112,6 +116,7 @@ def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
     """
     pool = Cluster.from_devices(devices).uniform
     sizes = sizes or (CPU if pool.device.platform == "cpu" else ACCELERATOR)
+    sizes = replace(sizes, pace=sizes.pace.among(jax.process_count()))
     device, fits = _compute(devices, pool.device, sizes)
     links: dict[str, Link] = {}
     inner = 1
@@ -155,8 +160,6 @@ def _compute(
     devices: Sequence[Any], device: DeviceType, sizes: Sizes
 ) -> tuple[DeviceType, dict[str, Fit]]:
     """Memory first: it bounds what matmuls of few rows can reach."""
-    pace = sizes.pace.among(jax.process_count(), apart=True)
-    sizes = replace(sizes, pace=pace)
     mesh = measuring.make_mesh(devices, 1, len(devices))
     _say("memory ...")
     streams = [
@@ -234,7 +237,6 @@ def _collectives(
 
     Size by size: seconds in which the machine is slow meet all kinds alike.
     """
-    pace = sizes.pace.among(jax.process_count())
     groups = _group_sizes(level.size)
     meshes = [measuring.make_mesh(devices, inner, members) for members in groups]
     return [
@@ -242,7 +244,7 @@ def _collectives(
             kind=kind,
             num_bytes=size,
             num_devices=members,
-            seconds=measuring_links.collective_s(mesh, kind, size, pace).seconds,
+            seconds=measuring_links.collective_s(mesh, kind, size, sizes.pace).seconds,
         )
         for size in sizes.collectives
         for members, mesh in zip(groups, meshes, strict=True)
@@ -259,7 +261,7 @@ def _behind(
     times: list[BehindTime] = []
     for members in _group_sizes(level.size):
         mesh = measuring.make_mesh(devices, inner, members)
-        found = measuring_links.behind_s(mesh, sizes.meeting, sizes.pace.repeats)
+        found = measuring_links.behind_s(mesh, sizes.meeting, _ROUNDS)
         times += [
             BehindTime(num_bytes=size, num_devices=members, seconds=seconds)
             for size, seconds in zip(sizes.meeting, found, strict=True)

@@ -38,23 +38,19 @@ class Pace:
     repeats: int = 5
     """Times that it is timed; the median counts."""
 
-    def among(self, num_processes: int, *, apart: bool = False) -> "Pace":
-        """Fewer repeats in a job of several processes, which find together each time.
+    def among(self, num_processes: int) -> "Pace":
+        """Longer loops, fewer times, in a job of several processes.
 
-        Args:
-            num_processes: of the job.
-            apart: whether each runs by itself what is timed. They begin milliseconds
-                apart, so it is longer.
+        They begin milliseconds apart, find together after each time, and for some
+        turns in a row one of them has a core for itself.
 
-        >>> Pace(budget_s=0.5).among(1, apart=True)
-        Pace(budget_s=0.5, repeats=5)
-        >>> Pace(budget_s=0.5).among(4), Pace(budget_s=0.5).among(4, apart=True)
-        (Pace(budget_s=0.5, repeats=3), Pace(budget_s=1.5, repeats=3))
+        >>> Pace(budget_s=0.5).among(1), Pace(budget_s=0.5).among(4)
+        (Pace(budget_s=0.5, repeats=5), Pace(budget_s=1.5, repeats=3))
         """
         if num_processes == 1:
             return self
-        budget_s = 3 * self.budget_s if apart else self.budget_s
-        return Pace(budget_s=budget_s, repeats=math.ceil(self.repeats / 2))
+        repeats = math.ceil(self.repeats / 2)
+        return Pace(budget_s=3 * self.budget_s, repeats=repeats)
 
 
 @dataclass(frozen=True, kw_only=True)
