@@ -73,7 +73,7 @@ class Rates:
         if key not in self._computing:
             columns, repeats = self.columns, repeats_of(done)
             amounts = done.sizes or (*done.reads, *done.writes, done.flops)
-            amounts += (done.columns,) if done.columns is not None else ()
+            amounts += done.sides or ()
             amounts += done.reads[:1] if one.strided else ()
             cases = columns.divided({*repeats, *(amount.axes for amount in amounts)})
             device = columns.pool.device

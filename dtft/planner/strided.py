@@ -6,7 +6,9 @@ CPU backend does, leaves the transpose to whoever reads it: an update that keeps
 moments reads every element twice, a cache line for each, which is more than half of a
 step of a small MLP whose weights are not divided. Where the product sums over several
 dims (examples and positions), XLA copies its left operand so that these come last, and
-has the result in order. Pure; must not know devices or meshes.
+has the result in order. A convolution wants channels last: the gradient of a kernel,
+whose channels are the examples, copies what came in. Pure; must not know devices or
+meshes.
 """
 
 from collections import defaultdict
@@ -57,10 +59,11 @@ def strided(graph: Graph) -> Mapping[int, float]:
 
 def _copies_left(graph: Graph, operator: Operator) -> bool:
     """Whether a product needs the summed dims of its left operand where they are not:
-    all of them last. One that sums over a single dim takes it anywhere.
+    all of them last. A matmul that sums over a single dim takes it anywhere.
     """
     places = operator.contracted[0]
-    if operator.kind != "matmul" or len(places) < 2:
+    least = {"matmul": 2, "convolution": 1}.get(operator.kind)
+    if least is None or len(places) < least:
         return False
     last = len(graph.values[operator.inputs[0]].shape)
     return sorted(places) != list(range(last - len(places), last))

@@ -1,12 +1,12 @@
-"""Times of single operations on the devices at hand: matmuls, memory, convolutions.
+"""Times of single operations on the devices at hand: matmuls, memory, element-wise.
 
 Every device works at once, as in a step: devices that share cores or a bus are seen so.
 An operation runs many times in a loop of one program, and the time of a program with
 one turn is taken off, so what the host needs to start it does not count. In a job of
 several processes all of them call this alike, they begin a program together, and its
 time is that of the last to end: where processes share cores the first to end has had
-more than its share. Collectives are in `measuring_links`. Decides nothing about models
-or plans.
+more than its share. More of them are in `measuring_images` and `measuring_links`.
+Decides nothing about models or plans.
 """
 
 import math
@@ -45,12 +45,12 @@ class Pace:
         turns in a row one of them has a core for itself.
 
         >>> Pace(budget_s=0.5).among(1), Pace(budget_s=0.5).among(4)
-        (Pace(budget_s=0.5, repeats=5), Pace(budget_s=1.5, repeats=3))
+        (Pace(budget_s=0.5, repeats=5), Pace(budget_s=1.0, repeats=3))
         """
         if num_processes == 1:
             return self
         repeats = math.ceil(self.repeats / 2)
-        return Pace(budget_s=3 * self.budget_s, repeats=repeats)
+        return Pace(budget_s=2 * self.budget_s, repeats=repeats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def make_loop(
         PartitionSpec(("outer", "group", "inner"), *[None] * (len(shape) - 1))
         for shape in shapes
     )
-    arrays = _arrays(mesh, shapes, specs, dtype)
+    arrays = filled(mesh, shapes, specs, dtype)
 
     def loop(turns: jax.Array, *carried: jax.Array) -> tuple[jax.Array, ...]:
         return lax.fori_loop(0, turns, lambda _, state: body(*state), carried)
@@ -158,12 +158,18 @@ def slowest(seconds: float) -> float:
     return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
 
 
-def _arrays(
+def filled(
     mesh: Mesh, shapes: Sequence[tuple[int, ...]], specs: Sequence[Any], dtype: Any
 ) -> tuple[jax.Array, ...]:
     """Random arrays: zeros are computed with less power, so faster, on accelerators.
 
     Made by the host, the same for every device: no program has to be compiled for it.
+
+    Args:
+        mesh: of `make_mesh`.
+        shapes: on one device.
+        specs: how each is divided along its first dim.
+        dtype: of all.
     """
     values = np.random.default_rng(0).standard_normal(1021)
     made = []
@@ -239,40 +245,3 @@ def strided_s(mesh: Mesh, side: int, pace: Pace) -> float:
         for body in (along, across)
     )
     return max(0.0, other - one) / side**2
-
-
-def convolution_s(mesh: Mesh, rows: int, side: int, channels: int, pace: Pace) -> float:
-    """Seconds of one 3 by 3 convolution of (rows, side, side, channels), as in a step.
-
-    Both passes of a few in a row, and no loop: XLA's CPU backend computes convolutions
-    inside of loops many times slower.
-    """
-    num = 6
-    everywhere = PartitionSpec(("outer", "group", "inner"))
-
-    def loss(kernels: jax.Array, x: jax.Array) -> jax.Array:
-        for kernel in kernels:
-            x = lax.conv_general_dilated(
-                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
-        return jnp.sum(x * x)
-
-    program = jax.jit(
-        jax.shard_map(
-            lambda kernels, x: jax.grad(loss)(kernels[0], x)[None],
-            mesh=mesh,
-            in_specs=(everywhere, everywhere),
-            out_specs=everywhere,
-            check_vma=False,
-        )
-    )
-    shapes = [(1, num, 3, 3, channels, channels), (rows, side, side, channels)]
-    arrays = _arrays(mesh, shapes, [everywhere] * 2, jnp.float32)
-    jax.block_until_ready(program(*arrays))
-    slowest(0.0)  # compiling takes processes unlike times
-    times = []
-    for _ in range(max(pace.repeats, 1)):
-        begin = time.perf_counter()
-        jax.block_until_ready(program(*arrays))
-        times.append(slowest(time.perf_counter() - begin))
-    return median(times) / (3 * num - 1)  # the first needs no gradient of x
