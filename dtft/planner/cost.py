@@ -25,6 +25,7 @@ from dtft.planner.compute_cost import (
 from dtft.planner.device import DeviceType
 from dtft.planner.graph import Graph
 from dtft.planner.groups import CHEAP
+from dtft.planner.meeting import meeting_s
 from dtft.planner.partition import MICRO
 
 _ELEMENT_BY_ELEMENT = ("reduction", "gather", "scatter", "sort")
@@ -51,8 +52,13 @@ class Speeds:
         group = group_of(self.pool, self.mesh, axes)
         return collective_s(sent.kind, sent.amount.at(sizes), group)
 
+    def meeting_s(self, sent: Sent | Bundle) -> float:
+        """Seconds until the devices have met for a collective."""
+        axes = self.axes(sent)
+        return meeting_s(group_of(self.pool, self.mesh, axes)) if axes else 0.0
+
     def together_s(self, bundle: Bundle, num_bytes: float, sizes: Sizes) -> float:
-        """Seconds of a step of what is sent together.
+        """Seconds of a step of what goes together, beyond what is sent by itself.
 
         Args:
             bundle: what.
@@ -63,10 +69,13 @@ class Speeds:
         if not axes:
             return 0.0
         times = bundle.times * (sizes[MICRO] if bundle.repeated else 1)
+        met = float(times * self.meeting_s(bundle))
+        if not bundle.is_one:
+            return met
         num = messages(self.pool.device.platform, bundle.kind, num_bytes / times)
         group = group_of(self.pool, self.mesh, axes)
         each = collective_s(bundle.kind, num_bytes / times / float(num), group)
-        return float(times * num * each)
+        return float(times * num * each) + met
 
 
 def computing_s(

@@ -114,6 +114,8 @@ def table(found: Calibration) -> str:
                 )
                 rate = f"{curve.bandwidth / 1e9:.3f} GB/s"
                 row("    bandwidth", rate, f"{of}: bandwidth")
+        for n, seconds in link.meeting.items():
+            row(f"meeting of {n} behind computing", _us(seconds))
     if found.links:
         row("overlap: computing slowed by", f"{efficiency.overlap_kappa:.2f}")
         row("overlap: share of computing", f"{efficiency.overlap_fraction:.2f}")
