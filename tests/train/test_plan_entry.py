@@ -153,6 +153,27 @@ def test_a_model_that_cannot_fit_says_by_how_much_and_what_would_help() -> None:
     assert all(term in text for term in ("parameters", "optimizer", "activations"))
 
 
+@pytest.mark.parametrize("cluster", ["h100", "rtx4090", "1xcpu", "v5e"])
+def test_one_device_that_is_too_small_is_told_how_many_fit(cluster: str) -> None:
+    whole = sum(4 * array.size for array in jax.tree.leaves(PARAMS))
+    small = _with_memory(cluster, 3 * whole // 2)
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        _planned(small)
+    found = re.search(r"make it fit: (\d+) devices instead of 1: ", str(caught.value))
+    assert found is not None, caught.value
+    fits = _with_memory(f"{found[1]}x{cluster}", 3 * whole // 2)
+    assert _planned(fits).fits
+
+
+def test_one_device_that_nothing_joins_is_not_said_to_fit_nowhere() -> None:
+    (pool,) = Cluster.parse("h100").pools
+    device = dataclasses.replace(pool.device, name="own", memory_bytes=2**17)
+    own = dataclasses.replace(pool, device=device)
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        _planned(Cluster(pools=(own,)))
+    assert "more devices not among it, as no link joins them" in str(caught.value)
+
+
 def test_five_devices_and_a_batch_of_eight_use_what_works_and_say_its_price() -> None:
     plan = _planned("5x1xH100", rows=8)
     assert plan.fits
