@@ -33,6 +33,11 @@ def planned(
     return plan_of(asked.params, asked.batch, asked.optimizer, mesh, knobs)
 
 
+def on(plan: Plan, mesh: Mapping[str, int]) -> Plan:
+    """The plan with another mesh, and nothing that is divided over the one before."""
+    return replace(plan, mesh=mesh, batch={}, optimizer={})
+
+
 def two() -> list[Any]:
     return jax.devices()[:2]
 
@@ -106,7 +111,7 @@ def test_auto_is_decided_again_for_another_number_of_devices(
     tmp_path: Path, plan: Plan
 ) -> None:
     items = Choice(asked="auto", plan=plan).items
-    other = replace(plan, mesh={"fsdp": 3})
+    other = on(plan, {"fsdp": 3})
     asked = []
 
     def decide(_: Experiment, devices: Sequence[Any]) -> Plan:
@@ -141,7 +146,7 @@ def test_a_files_plan_gets_more_replicas_or_is_refused(
     }  # fmt: skip
     with pytest.raises(ConfigError, match="does not fit 3 devices. Allowed: multiples"):
         choose(experiment, jax.devices()[:3], items.items, never)
-    alone = Choice(asked="x.json", plan=replace(plan, mesh={"fsdp": 2})).items
+    alone = Choice(asked="x.json", plan=on(plan, {"fsdp": 2})).items
     with pytest.raises(ConfigError, match=r"fsdp=2 does not fit 8 devices.*Allowed: 2"):
         choose(experiment, jax.devices(), alone, never)
 
