@@ -147,6 +147,9 @@ class Plan:
     cluster_hash: str = ""
     cluster: str = ""
     """The cluster in words."""
+    predicted_for: str = ""
+    """The devices that the prediction is of (`Pool.fabric_words`); empty where it is of
+    none, as where the replicas were changed since, and in older files."""
 
     @property
     def memory_bytes(self) -> int:
