@@ -87,11 +87,14 @@ class Calibration:
         """
         try:
             return cls.from_json(Path(path).read_text())
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
             raise ValueError(
-                f"calibration {path} cannot be read ({error.strerror}). Allowed: a "
-                "file that `dtft calibrate --out` wrote."
+                f"calibration {path} cannot be read ({why}). Allowed: a file that "
+                "`dtft calibrate --out` wrote."
             ) from None
+        except ValueError as error:
+            raise ValueError(f"calibration {path}: {error}") from None
 
     @classmethod
     def from_json(cls, text: str) -> "Calibration":

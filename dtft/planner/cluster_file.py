@@ -47,6 +47,11 @@ def read(path: str | Path) -> Cluster:
         text = Path(path).read_text()
     except OSError as error:
         raise ValueError(f"cluster file {path}: {error.strerror}.") from error
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"cluster file {path} is no text. Allowed: YAML or JSON, as "
+            "`dtft.planner.cluster_file` describes it."
+        ) from None
     try:
         return from_text(text)
     except ValueError as error:
@@ -63,7 +68,7 @@ def from_text(text: str) -> Cluster:
     16
     """
     try:
-        items = yaml.safe_load(text)
+        items = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"neither YAML nor JSON: {error}") from error
     items = _checked(items, Cluster, "cluster")
@@ -76,6 +81,20 @@ def from_text(text: str) -> Cluster:
         between=None if between is None else _link(between, "between"),
         name=str(items.get("name", "")),
     )
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose keys each stand once in their mapping."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag.endswith(":str")]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            line = node.start_mark.line + 1
+            raise ValueError(
+                f"the key {twice[0]} stands more than once in the mapping that begins "
+                f"in line {line}. Leave one of them."
+            )
+        return super().construct_mapping(node, deep)
 
 
 def _checked(

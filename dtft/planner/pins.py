@@ -76,7 +76,10 @@ def _allowed(name: str, value: Any) -> str:
     if name == "offload":
         return "" if isinstance(value, bool) else "True, False"
     if name == "order":
-        axes = f"different axes out of {', '.join(AXES)}, outermost on the fabric first"
+        axes = (
+            "a tuple of different axes, outermost on the fabric first, such as "
+            f"('replica', 'tensor'); there are {', '.join(AXES)}"
+        )
         fits = not isinstance(value, str) and set(value) <= set(AXES)
         return "" if fits and len(set(value)) == len(value) else axes
     least = 0 if name == "zero" else 1

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from dtft.planner import catalog
+from dtft.planner.capabilities import PLATFORMS
 from dtft.planner.cluster import Cluster, Pool
 from dtft.planner.device import DeviceType
 from dtft.planner.row_scales import Scales, scales_of
@@ -15,12 +16,13 @@ from dtft.planner.row_table import Habits, Row, Table
 from dtft.planner.rows import step_cost
 from dtft.planner.transformer_memory import memory
 
-STEP, RATE, MEMORY = (
+STEP, RATE, MEMORY, FITS = (
     "predicted_step_s",
     "predicted_tflops_per_gpu",
     "predicted_memory_bytes",
+    "predicted_fits",
 )
-"""Columns that are added."""
+"""Columns that are added; the last is `yes` or `no`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,11 @@ class RowPrediction:
     def memory_bytes(self) -> int:
         """Bytes of the fullest device."""
         return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has room for it."""
+        return self.memory_bytes <= self.capacity_bytes
 
 
 def predict_row(row: Row, pool: Pool, scales: Scales) -> RowPrediction:
@@ -76,12 +83,18 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
             `Cluster.parse` reads, which must be large enough for every row.
 
     Raises:
-        ValueError: the table or a row cannot be read or run, or the cluster is unknown
-            or too small; the text names row and column.
+        ValueError: the table or a row cannot be read or run, or the cluster is unknown,
+            too small, or of devices that JAX runs nothing on; the text names row and
+            column.
     """
     table = Table.parse(text)
     found = []
     device = pool_of(cluster, 1).device
+    if device.platform not in PLATFORMS:
+        raise ValueError(
+            f"cluster {cluster}: no training step runs on {device.name} "
+            f"({device.platform}). Allowed: devices of {', '.join(PLATFORMS)}."
+        )
     scales = scales_of(catalog.canonical(cluster), device.name)
     for row in table.rows(habits_of(device)):
         try:
@@ -93,6 +106,7 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
         STEP: [f"{row.step_s:.6g}" for row in found],
         RATE: [f"{row.tflops_per_gpu:.5g}" for row in found],
         MEMORY: [row.memory_bytes for row in found],
+        FITS: ["yes" if row.fits else "no" for row in found],
     }
     return table.with_columns(columns), tuple(found)
 

@@ -67,7 +67,8 @@ class Table:
         """A table from comma-separated text with a header row.
 
         Raises:
-            ValueError: no header, no row, or a row of another length than the header.
+            ValueError: no header, no row, a column twice, or a row of another length
+                than the header.
         """
         lines = [line for line in csv.reader(io.StringIO(text)) if line]
         if len(lines) < 2:
@@ -76,6 +77,11 @@ class Table:
                 f"{', '.join(REQUIRED)}, and at least one row."
             )
         header = tuple(name.strip() for name in lines[0])
+        if twice := [name for name in header if name and header.count(name) > 1]:
+            raise ValueError(
+                f"the header has the column {twice[0]} {header.count(twice[0])} times. "
+                "Leave one of them, or rename the others."
+            )
         for number, line in enumerate(lines[1:], 1):
             if len(line) != len(header):
                 raise ValueError(

@@ -3,6 +3,7 @@
 Knows paths only; must not know what is in the files.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -23,8 +24,29 @@ def check_writable(flag: str, path: str | None) -> None:
         )
 
 
+def check_apart(paths: Mapping[str, str | None]) -> None:
+    """Refuses two flags with one file, of which one would destroy the other.
+
+    Args:
+        paths: flag to its path; None or '' where there is none.
+
+    Raises:
+        ValueError: names both flags.
+    """
+    seen: dict[Path, str] = {}
+    for flag, path in paths.items():
+        if not path:
+            continue
+        other = seen.setdefault(Path(path).resolve(), flag)
+        if other != flag:
+            raise ValueError(
+                f"{flag} {path} is the file of {other}, too, and would be written over "
+                f"it. Name another for {flag}."
+            )
+
+
 def read_text(flag: str, path: str, allowed: str) -> str:
-    """The text of a file.
+    """The text of a file, without the mark that some programs begin it with.
 
     Args:
         flag: what gave it.
@@ -35,7 +57,7 @@ def read_text(flag: str, path: str, allowed: str) -> str:
         ValueError: it cannot be read.
     """
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ValueError(

@@ -178,7 +178,7 @@ def read(path: str) -> Plan:
     """
     try:
         return Plan.from_json(Path(path).read_text())
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"plan={path!r} cannot be read ({error}). Allowed: auto, the path of a "
             "file that `dtft plan --json PATH` wrote, or nothing. Set --plan."

@@ -17,7 +17,7 @@ from dtft.planner.pins import COUNTS
 from dtft.planner.wording import Section
 from dtft.train import trial
 from dtft.train.experiment import Experiment
-from dtft.train.out_files import check_writable
+from dtft.train.out_files import check_apart, check_writable
 from dtft.train.plan_entry import plan
 from dtft.train.plan_question import Asked, asked_of
 from dtft.train.plan_verify import verified
@@ -39,6 +39,14 @@ def run(options: Namespace, experiment: Experiment) -> int:
         )
     for name, path in (("--json", options.json), ("--html", options.html)):
         check_writable(name, path)
+    check_apart(
+        {
+            "--cluster": options.cluster,
+            "--calibration": options.calibration,
+            "--json": options.json,
+            "--html": options.html,
+        }
+    )
     asked = asked_of(experiment)
     found = planned(
         asked,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtft.train.out_files import check_writable, read_text
+from dtft.train.out_files import check_apart, check_writable, read_text
 
 if TYPE_CHECKING:
     from dtft.planner.row_prediction import RowPrediction
@@ -21,11 +21,14 @@ def run(options: Namespace) -> int:
 
     Raises:
         ValueError: a table or row that cannot be, an unknown or too small cluster, no
-            such table, or no folder for the result.
+            such table, no folder for the result, or a result that would take the place
+            of what is read.
     """
     from dtft.planner.row_prediction import predict_table
 
     check_writable("--out", options.out)
+    files = {"ROWS.csv": options.rows, "--cluster": options.cluster}
+    check_apart({**files, "--out": options.out})
     allowed = "a table (CSV) with the columns of experiments/data/megatron_a100.csv"
     text = read_text("ROWS.csv", options.rows, allowed)
     table, found = predict_table(text, options.cluster)

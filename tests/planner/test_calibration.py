@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -351,6 +352,14 @@ def test_a_file_that_is_no_calibration_is_refused(
     assert said in str(raised.value) and "dtft calibrate" in str(raised.value)
     with pytest.raises(ValueError, match="is no JSON"):
         Calibration.from_json("{")
+
+
+def test_a_calibration_file_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    for content, said in ((b"\xff\xfe", "it is no text"), (b"{}", "schema=None")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"calibration \S*c\.json.*{said}"):
+            Calibration.read(path)
 
 
 def test_the_source_and_the_interval_say_what_supports_them() -> None:

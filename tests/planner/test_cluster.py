@@ -224,6 +224,10 @@ def test_a_yaml_file(tmp_path: Path) -> None:
         ("pools: [{shorthand: h100, device: h100}]", "stands alone"),
         ("{", "neither YAML nor JSON"),
         ("pools: []", "0 pools"),
+        (
+            "name: a\npools:\n - device: h100\n   levels: []\n   device: a100\n",
+            "the key device stands more than once in the mapping that begins in line 3",
+        ),
     ],
 )
 def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -> None:
@@ -232,6 +236,13 @@ def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -
     with pytest.raises(ValueError) as raised:
         Cluster.parse(str(path))
     assert said in str(raised.value) and "cluster.yml" in str(raised.value)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ValueError, match=r"cluster.yaml is no text. Allowed: YAML or"):
+        Cluster.parse(str(path))
 
 
 def test_the_fingerprint_is_of_figures_not_of_names() -> None:

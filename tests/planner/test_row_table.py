@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtft.cli import main
-from dtft.planner.row_prediction import MEMORY, RATE, STEP, pool_of, predict_table
+from dtft.planner.row_prediction import FITS, MEMORY, RATE, STEP, pool_of, predict_table
 from dtft.planner.row_table import REQUIRED, Habits, Table
 from experiments.published_rows import DATA
 
@@ -25,10 +25,11 @@ def changed(column: str, value: str) -> str:
 
 def test_the_published_table_comes_back_with_predictions() -> None:
     table, found = predict_table(TEXT, "selene")
-    assert table.header == (*Table.parse(TEXT).header, STEP, RATE, MEMORY)
+    assert table.header == (*Table.parse(TEXT).header, STEP, RATE, MEMORY, FITS)
     for cells, row in zip(table.cells, found, strict=True):
         assert float(cells[STEP]) == pytest.approx(row.step_s, rel=1e-5)
         assert int(cells[MEMORY]) == row.memory_bytes < row.capacity_bytes
+        assert cells[FITS] == "yes"
         rate = float(cells["tflops_per_gpu"])
         assert float(cells[RATE]) == pytest.approx(rate, rel=0.15)
     again, _ = predict_table(table.text(), "selene")
@@ -85,6 +86,22 @@ def test_interleaving_needs_a_pipeline() -> None:
 def test_an_empty_table_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="Give a header with the columns heads"):
         predict_table(text, "a100")
+
+
+def test_what_does_not_fit_is_said_in_the_table() -> None:
+    table, found = predict_table(TEXT, "rtx4090")
+    assert {cells[FITS] for cells in table.cells} == {"no"}
+    assert not any(row.fits for row in found)
+
+
+def test_a_column_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="header has the column tp 2 times"):
+        Table.parse(f"{HEADER},tp\n{ROW},2\n")
+
+
+def test_devices_that_run_no_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="no training step runs on fpga-u280"):
+        predict_table(TEXT, "fpga-u280")
 
 
 def test_a_short_row_is_refused() -> None:
@@ -170,7 +187,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "2 rows written" in shown and "GB too large" in shown
-    assert out.read_text().splitlines()[0] == f"{HEADER},{STEP},{RATE},{MEMORY}"
+    assert out.read_text().splitlines()[0] == f"{HEADER},{STEP},{RATE},{MEMORY},{FITS}"
+    rows.write_bytes(b"\xef\xbb\xbf" + rows.read_bytes())  # as Excel begins a file
+    assert main(words) == 0
+    assert capsys.readouterr().out == shown and shown.startswith("toy: ")
+    assert main([*words[:-1], str(rows)]) == 2
+    assert "is the file of ROWS.csv, too" in capsys.readouterr().err
     rows.write_text(changed("gpus", "17"))
     assert main(words) == 2
     assert "row 2 (toy), column gpus" in capsys.readouterr().err

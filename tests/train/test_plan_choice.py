@@ -93,14 +93,19 @@ def test_another_wish_is_decided_anew(tmp_path: Path, plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [(None, "cannot be read"), ("{}", "schema=None"), ("{", "plan='.*': ")],
+    [
+        (None, "cannot be read"),
+        (b"{}", "schema=None"),
+        (b"{", "plan='.*': "),
+        (b"\xff\x00", "plan='.*plan.json' cannot be read.* file that `dtft plan"),
+    ],
 )
 def test_what_is_no_plan_is_refused(
-    tmp_path: Path, text: str | None, words: str
+    tmp_path: Path, text: bytes | None, words: str
 ) -> None:
     path = tmp_path / "plan.json"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text)
     with pytest.raises(ConfigError, match=words):
         choose(tiny(tmp_path, plan=str(path)), two(), {}, never)
 

@@ -46,6 +46,7 @@ def test_a_plan_is_printed_and_written(
         (["--html", "/nowhere/r.html"], "--html /nowhere/r.html: no file can be"),
         (["--json", "/tmp"], "Allowed: the path of a file in a folder that exists"),
         (["--pin", "offload=maybe"], "Allowed: offload=true, offload=false"),
+        (["--html", "o.x", "--json", "./o.x"], "--html o.x is the file of --json, too"),
         (["--pin", "=2"], "a pin is NAME=VALUE"),
         (["--pin", "tp=2"], "Did you mean 'tensor'"),
         (["--cluster", "8xH100", "--optim.learning_rat", "1"], "learning_rat"),
