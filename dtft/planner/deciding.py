@@ -21,6 +21,7 @@ from dtft.planner.choices import backend, check_offload, choices_of, remats
 from dtft.planner.cluster import Cluster, Pool
 from dtft.planner.columns import Columns
 from dtft.planner.enumeration import enumerate_space
+from dtft.planner.fewer_devices import worthwhile
 from dtft.planner.plan import Plan, Remat
 from dtft.planner.priced import Priced
 from dtft.planner.question import Question
@@ -102,8 +103,12 @@ def best_of(
     *,
     what_if: bool = False,
     batch: int | None = None,
+    fewer: bool = False,
 ) -> Decision:
     """As `decide`, but where nothing fits: what lacks least.
+
+    Where devices would repeat each other's work, fewer of them are taken if the best
+    plan on these is faster.
 
     Args:
         question: the step.
@@ -112,11 +117,33 @@ def best_of(
         what_if: as for `decide`.
         batch: what meshes have to divide, if not the batch of the question; what is
             computed is priced as it is there.
+        fewer: looks at fewer devices in any case, so that pins can be met that no mesh
+            of all devices has.
 
     Raises:
         ValueError: pins that cannot be met.
     """
-    pins = dict(pins or {})
+    pins, pool = dict(pins or {}), cluster.uniform
+    rows = batch or max(1, question.batch_size)
+    some = worthwhile(question, pins, pool.num_devices, rows) if fewer else ()
+    best = _best_of(question, cluster, pins, what_if, rows, some)
+    if fewer or not (best.idle and best.plan.fits):
+        return best
+    some = worthwhile(question, pins, pool.num_devices, rows)
+    other = _best_of(question, cluster, pins, what_if, rows, some) if some else best
+    faster = other.plan.prediction.step_s < best.plan.prediction.step_s
+    return other if faster and not other.idle else best
+
+
+def _best_of(
+    question: Question,
+    cluster: Cluster,
+    pins: dict[str, Any],
+    what_if: bool,
+    batch: int,
+    fewer: tuple[int, ...],
+) -> Decision:
+    """The best on all devices, or on so many of them."""
     pool = cluster.uniform
     runs_on = backend(pool)
     can = (
@@ -125,7 +152,7 @@ def best_of(
         else CAPABILITIES[question.entry, runs_on]
     )
     order = remats(can, pins)
-    choices = choices_of(question, pool, can, batch or max(1, question.batch_size))
+    choices = replace(choices_of(question, pool, can, batch), fewer=fewer)
     check_offload(pins, can, pool)
     found = _found(question, pool, replace(choices, remat=order[:1]), pins, order)
     if can.offload and pool.host_link is not None and _worth(found.values()):
