@@ -71,6 +71,7 @@ def decide(
     pins: Mapping[str, Any] | None = None,
     *,
     what_if: bool = False,
+    whole: bool = False,
 ) -> Decision:
     """The best plan.
 
@@ -80,16 +81,19 @@ def decide(
         pins: knobs that are given, such as `{"tensor": 8}`.
         what_if: looks at all knobs that can be priced, also those that this entry point
             or backend cannot run; such a plan is not `runnable`.
+        whole: leaves no device out, as where each is of a process of its own.
 
     Raises:
         ValueError: pins that cannot be met; or nothing fits: says by how much, and what
             would make it fit.
     """
-    decision = best_of(question, cluster, pins, what_if=what_if)
+    fewer = None if whole else False
+    decision = best_of(question, cluster, pins, what_if=what_if, fewer=fewer)
     if not decision.plan.fits:
 
         def best(cluster: Cluster, pins: Mapping[str, Any], anything: bool) -> Plan:
-            return best_of(question, cluster, pins, what_if=what_if or anything).plan
+            looks = what_if or anything
+            return best_of(question, cluster, pins, what_if=looks, fewer=fewer).plan
 
         raise ValueError(unfit.text(decision.plan, cluster, decision.pins, best))
     return decision
@@ -103,7 +107,7 @@ def best_of(
     *,
     what_if: bool = False,
     batch: int | None = None,
-    fewer: bool = False,
+    fewer: bool | None = False,
 ) -> Decision:
     """As `decide`, but where nothing fits: what lacks least.
 
@@ -118,19 +122,26 @@ def best_of(
         batch: what meshes have to divide, if not the batch of the question; what is
             computed is priced as it is there.
         fewer: looks at fewer devices in any case, so that pins can be met that no mesh
-            of all devices has.
+            of all devices has; None: leaves no device out.
 
     Raises:
         ValueError: pins that cannot be met.
     """
     pins, pool = dict(pins or {}), cluster.uniform
     rows = batch or max(1, question.batch_size)
-    some = worthwhile(question, pins, pool.num_devices, rows) if fewer else ()
-    best = _best_of(question, cluster, pins, what_if, rows, some)
-    if fewer or not (best.idle and best.plan.fits):
-        return best
+
+    def best_with(fewer: tuple[int, ...] | None) -> Decision:
+        return _best_of(question, cluster, pins, what_if, rows, fewer)
+
+    if fewer is None:
+        return best_with(None)
     some = worthwhile(question, pins, pool.num_devices, rows)
-    other = _best_of(question, cluster, pins, what_if, rows, some) if some else best
+    if fewer:
+        return best_with(some)
+    best = best_with(())
+    if not (some and best.idle and best.plan.fits):
+        return best
+    other = best_with(some)
     faster = other.plan.prediction.step_s < best.plan.prediction.step_s
     return other if faster and not other.idle else best
 
@@ -141,9 +152,9 @@ def _best_of(
     pins: dict[str, Any],
     what_if: bool,
     batch: int,
-    fewer: tuple[int, ...],
+    fewer: tuple[int, ...] | None,
 ) -> Decision:
-    """The best on all devices, or on so many of them."""
+    """The best with one value of `Choices.fewer`."""
     pool = cluster.uniform
     runs_on = backend(pool)
     can = (
@@ -228,6 +239,8 @@ def _order_of(one: Priority, at: int) -> tuple[bool, bool, float]:
 def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
     """Candidates; pipelines with every number of virtual stages."""
     space = enumerate_space(choices, pins)
+    if choices.fewer is None:
+        space = space.where(space.columns["devices_used"] == choices.num_devices)
     if num_layers := choices.divides.get("stage"):
         return space.with_chunks(num_layers[0], pins.get("virtual_stages"))
     return space

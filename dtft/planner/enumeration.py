@@ -67,7 +67,7 @@ def _roomy(choices: Choices) -> Choices:
 def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
     rules = _rules(choices, pins)
     meshes, reasons = _meshes(rules, pins)
-    meshes = _with_fewer(meshes, rules, choices.fewer, reasons)
+    meshes = _with_fewer(meshes, rules, choices.fewer or (), reasons)
     host_size = choices.levels[0] if choices.levels else choices.num_devices
     known = baselines(rules, host_size)
     for baseline in known:

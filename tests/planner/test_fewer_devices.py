@@ -47,6 +47,12 @@ def test_what_fewer_devices_would_take_has_a_price() -> None:
     assert "replica=16 is not possible" in why_not(found, replica=16)
 
 
+def test_devices_of_several_processes_are_all_used() -> None:
+    model = mlp(batch=512, widths=(1024, 4096, 256))
+    plan = decide(model, Cluster.parse("3x5xcpu"), whole=True).plan
+    assert math.prod(plan.mesh.values()) == 15
+
+
 def test_numbers_that_a_batch_and_the_weights_can_share() -> None:
     model = mlp(batch=96, widths=(1024, 4096, 256))
     assert worthwhile(model, {}, 100, 96) == (96, 64, 48)
