@@ -44,10 +44,13 @@ def shape_factor(
 
 
 def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
-    """Share of its speed that rows keep which may not be aligned."""
+    """Share of its speed that rows keep which may not be aligned.
+
+    Sizes below one aligned part count as that: a tile pads them anyway.
+    """
     row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
-    aligned = (np.asarray(n) % row == 0) & (np.asarray(k) % row == 0)
-    return np.where(aligned, 1.0, device.efficiency.misaligned)
+    odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]
+    return np.where(odd[0] | odd[1], device.efficiency.misaligned, 1.0)
 
 
 def matmul_s(

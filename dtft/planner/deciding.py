@@ -135,13 +135,12 @@ def best_of(
 
     if fewer is None:
         return best_with(None)
-    some = worthwhile(question, pins, pool.num_devices, rows)
-    if fewer:
-        return best_with(some)
-    best = best_with(())
-    if not (some and best.idle and best.plan.fits):
+    best = None if fewer else best_with(())
+    if best is not None and not (best.idle and best.plan.fits):
         return best
-    other = best_with(some)
+    other = best_with(worthwhile(question, pins, pool.num_devices, rows))
+    if best is None:
+        return other
     faster = other.plan.prediction.step_s < best.plan.prediction.step_s
     return other if faster and not other.idle else best
 

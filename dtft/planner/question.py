@@ -65,7 +65,10 @@ class Question:
 
     @cached_property
     def sequence_dims(self) -> tuple[int, ...]:
-        """Dims along which an example goes: the second of the batch leaves' dims."""
+        """Dims along which an example goes: the second of the batch leaves' dims.
+
+        Positions of tokens, rows of images; of examples that are vectors, features.
+        """
         known = set(self.batch_dims)
         return tuple(dim for dim in self._of_batch(1) if dim not in known)
 

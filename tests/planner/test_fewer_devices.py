@@ -2,13 +2,18 @@
 
 import itertools
 import math
+from functools import partial
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
 from dtft.planner.fewer_devices import worthwhile
-from dtft.planner.lints import batch
+from dtft.planner.lints import batch as batch_lints
+from dtft.planner.question import of_loss
 from dtft.planner.why_not import why_not
 from tests.planner import reading
 from tests.planner.deciding_zoo import mlp
@@ -30,7 +35,7 @@ def test_no_axis_is_there_for_devices_that_are_of_no_use(words: str) -> None:
     assert not found.idle
     used, there = math.prod(found.plan.mesh.values()), found.cluster.num_devices
     assert used < there
-    (text,) = (one.text for one in batch(found) if "devices are used" in one.text)
+    (text,) = (one.text for one in batch_lints(found) if "devices are used" in one.text)
     assert f"{used} of {there} devices are used" in text
     assert f"(all {there} take " in text
 
@@ -58,3 +63,25 @@ def test_numbers_that_a_batch_and_the_weights_can_share() -> None:
     assert worthwhile(model, {}, 100, 96) == (96, 64, 48)
     assert worthwhile(model, {"replica": 3}, 100, 96) == (96, 48, 24)
     assert worthwhile(model, {"replica": 101}, 100, 96) == ()
+
+
+def test_an_axis_that_divides_nearly_nothing_counts_as_idle() -> None:
+    # Along time a recurrent model is one loop; the second dim of its targets is all
+    # that `sequence` divides: the last layer.
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+    def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+        def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ params["x"] + h @ params["h"]), None
+
+        first = jnp.zeros((batch["x"].shape[0], 64))
+        last, _ = jax.lax.scan(cell, first, batch["x"].transpose(1, 0, 2))
+        return jnp.mean((last @ params["out"] - batch["y"]) ** 2)
+
+    params = {"x": shape((32, 64)), "h": shape((64, 64)), "out": shape((64, 8))}
+    batch = {"x": shape((64, 100, 32)), "y": shape((64, 8))}
+    model = of_loss(loss, optax.adamw(1e-3), params, batch)
+    found = decide(model, Cluster.parse("8xh100"))
+    assert all(use.work > 0.99 for use in found.plan.axes.values())
+    other = decide(model, Cluster.parse("8xh100"), {"sequence": 4})
+    assert 0 < other.plan.axes["sequence"].work < 0.01 and other.idle
