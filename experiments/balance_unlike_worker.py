@@ -5,6 +5,7 @@ the same phases; each answers with what it measured, and the first one leaves th
 of each search in `FOLDER/PHASE/balance.jsonl`.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -21,7 +22,7 @@ import numpy as np
 
 from dtft.models.base import TransformerConfig
 from dtft.planner.balance import Policy
-from dtft.planner.load_shares import Microbatches, allocate
+from dtft.planner.load_shares import Microbatches, allocate, makespan
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.balance_log import BalanceLog
 from dtft.train.balance_record import begin
@@ -43,6 +44,9 @@ EVERY, PROBES = 8, 5
 """Steps of a round, and how many of them are timed."""
 STEPS = 3
 """Of a turn of a comparison, after one that is not counted."""
+NEAR, FEW = 6, 4
+"""Shares one microbatch from those found that are candidates for the best; how many of
+all candidates are compared again: a best of many noisy figures is too good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +65,10 @@ class Task:
     """Its part of a core then."""
     rounds: int
     """At most, of each search."""
+    trials: int
+    """Turns in which all candidates are compared."""
     repetitions: int
-    """Of a comparison."""
+    """Turns in which the few that count are compared."""
 
 
 def experiment() -> Experiment:
@@ -105,7 +111,7 @@ class Host:
             self.program,
             self.source,
             self.config,
-            begin(policy, self.work, self.names, {}),
+            begin(self.config.rules(policy), self.work, self.names, {}),
             self.names,
             BalanceLog(folder, {}, self.names, leading=self.rank == 0, say=_say),
             step=0,
@@ -145,30 +151,37 @@ class Host:
         jax.block_until_ready(self.state)
         return STEPS / (time.perf_counter() - begun)
 
-    def compared(self, vectors: dict[str, Shares]) -> dict[str, float]:
-        """Steps per second of each, in turns, medians over the repetitions."""
-        found: dict[Shares, list[float]] = {it: [] for it in vectors.values()}
-        for _ in range(self.task.repetitions):
-            for shares, speeds in found.items():
-                speeds.append(self.steps_per_s(shares))
-        return {n: statistics.median(found[it]) for n, it in vectors.items()}
+    def compared(self, vectors: Sequence[Shares], turns: int) -> dict[Shares, float]:
+        """Steps per second of each: medians over turns, each in an order of its own."""
+        found: dict[Shares, list[float]] = {it: [] for it in vectors}
+        for turn in range(turns):
+            order = np.random.default_rng(turn).permutation(len(found))
+            for place in order:
+                shares = list(found)[place]
+                found[shares].append(self.steps_per_s(shares))
+        return {shares: statistics.median(speeds) for shares, speeds in found.items()}
 
     def _heard(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         del duration_secs, kwargs
         self.num_compiled += event.endswith("backend_compile_duration")
 
 
-def neighbours(shares: Shares, unit_s: np.ndarray) -> list[Shares]:
-    """Shares with one microbatch less for who ends last, one more for another."""
-    last = int(np.argmax(np.asarray(shares) * unit_s))
-    found = []
-    for other in range(len(shares)):
-        if other != last and shares[last] > 1:
-            moved = list(shares)
-            moved[last] -= 1
-            moved[other] += 1
+def neighbours(shares: Shares, unit_s: np.ndarray, num: int) -> list[Shares]:
+    """The best, by seconds of a microbatch, of those one microbatch away.
+
+    Args:
+        shares: to start from.
+        unit_s: seconds of a microbatch on each host, `[hosts]`.
+        num: how many.
+    """
+    found: list[Shares] = []
+    for giver, taker in itertools.permutations(range(len(shares)), 2):
+        moved = list(shares)
+        moved[giver] -= 1
+        moved[taker] += 1
+        if moved[giver] > 0:
             found.append(tuple(moved))
-    return found
+    return sorted(found, key=lambda moved: makespan(moved, unit_s))[:num]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,38 +224,39 @@ def measured(host: Host) -> dict[str, Any]:
     proportional = host.balancer("proportional", "proportional")
     most = host.search(proportional, task.rounds)
     found = _shares(exact)
-    by_cores = allocate(1 / np.asarray(task.cores), MICROBATCHES)
     vectors = {
         "even": tuple(host.work.by_weight(np.ones(len(task.cores))).tolist()),
         "proportional": _shares(proportional),
         "exact": found,
-        "by cores": tuple(by_cores.tolist()),
+        "by cores": _by_cores(task.cores),
     }
-    near = neighbours(found, exact.balance.times.estimate_s)
-    vectors |= {f"near {number}": it for number, it in enumerate(near)}
-    speeds = host.compared(vectors)
+    near = neighbours(found, exact.balance.times.estimate_s, NEAR)
+    trials = host.compared([*vectors.values(), *near], task.trials)
+    first = sorted(trials, key=lambda shares: -trials[shares])[:FEW]
+    again = host.compared([*list(vectors.values())[:3], *first], task.repetitions)
     if host.rank == task.slowed:
         Quota(path=task.quotas[host.rank]).limit(task.slowed_to)
     slow_rounds = host.search(exact, task.rounds, after=rounds, again=True)
-    cores = [
-        task.slowed_to if rank == task.slowed else share
-        for rank, share in enumerate(task.cores)
-    ]
-    after = {
-        "before": found,
-        "after": _shares(exact),
-        "by cores": tuple(allocate(1 / np.asarray(cores), MICROBATCHES).tolist()),
-    }
+    cores = list(task.cores)
+    cores[task.slowed] = task.slowed_to
+    after = {"before": found, "after": _shares(exact), "by cores": _by_cores(cores)}
+    slow = host.compared(list(after.values()), task.repetitions)
     return {
         "shares": vectors,
-        "steps_per_s": speeds,
+        "trials": list(trials.items()),
+        "again": list(again.items()),
         "rounds": {"exact": rounds, "proportional": most, "slowed": slow_rounds},
         "settled": proportional.balance.settled,
         "slowed_shares": after,
-        "slowed_steps_per_s": host.compared(after),
+        "slowed_steps_per_s": {name: slow[it] for name, it in after.items()},
         "recompilations": host.num_compiled,
         "used": Used.now().since(begun),
     }
+
+
+def _by_cores(cores: Sequence[float]) -> Shares:
+    """The shares that quotas suggest."""
+    return tuple(allocate(1 / np.asarray(cores), MICROBATCHES).tolist())
 
 
 def main(rank: int, num: int, address: str, task: str) -> None:

@@ -2,11 +2,11 @@
 
 Eight CPU devices of one process, and four processes over gloo, each calibrated first
 (`dtft calibrate`). Every mesh that the planner can choose and every ZeRO level is
-compiled, then all are timed in three turns; the ten best, the chosen one and the three
-that are predicted best in five more. Reported: how much slower than the best the chosen
-plan is, with a trial of the first three and without; and how many pairs of plans, more
-than 5 % apart, the prediction orders rightly, with the calibration and with the
-catalog.
+compiled, then all are timed in five turns; the ten best, the chosen one and the three
+that are predicted best in eleven more. Reported: how much slower than the best the
+chosen plan is, with a trial of the first three and without; and how many pairs of
+plans, more than 5 % apart, the prediction orders rightly, with the calibration and with
+the catalog.
 
     python experiments/plan_quality.py                        # all six rows
     python experiments/plan_quality.py --only gpt_scan@1x8    # one; the others are kept
@@ -212,10 +212,10 @@ def write(made: Mapping[str, Mapping[str, Any]]) -> None:
             f"{max(seconds):.0f} s among them. The planner that predicts a row is that "
             "of the hour in which it was measured (`--only` measures single rows "
             "again). `ms` is from the best to the slowest plan. Ratios are of medians "
-            "of five turns each, measured in turns; concordance is over all plans, "
+            "of eleven turns each, measured in turns; concordance is over all plans, "
             "pairs more than 5 % apart (predicted alike: half); error is the median of "
             "|predicted / measured - 1|.",
-            f"Noise: the five turns of one plan lie {spread(made):.0%} apart (median "
+            f"Noise: the turns of one plan lie {spread(made):.0%} apart (median "
             "of the plans measured again). The best of a dozen such medians is below "
             "what that plan takes on the average, so a ratio of a few percent says "
             "little.",

@@ -39,9 +39,9 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
                  "vocabulary": 1024},
     "resnet": {"batch": 64, "size": 32, "depths": (1, 1), "width": 32, "classes": 64},
 }  # fmt: skip
-TURNS, TURN_S = 3, 0.25
+TURNS, TURN_S = 5, 0.25
 """Turns of every plan, and seconds of each."""
-BEST, AGAIN, AGAIN_S = 10, 5, 0.3
+BEST, AGAIN, AGAIN_S = 10, 11, 0.3
 """Plans measured again; turns of each, and seconds of each."""
 ONE_PASS = {"microbatches": 1, "remat": "none"}
 

@@ -71,8 +71,9 @@ class Work:
     writes: tuple[Amount, ...]
     """Bytes of each result."""
     sent: tuple[Sent, ...]
-    columns: Amount | None = None
-    """Of a convolution: what each patch is multiplied by."""
+    sides: tuple[Amount, Amount] | None = None
+    """Of a convolution: columns that each patch is multiplied by, and the channels of a
+    patch."""
 
     @property
     def flops(self) -> Amount:

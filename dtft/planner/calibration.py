@@ -120,7 +120,9 @@ def _link(items: dict[str, Any]) -> Link:
         kind: {int(n): Curve(**curve) for n, curve in curves.items()}
         for kind, curves in items.pop("measured").items()
     }
-    return Link(curve=curve, measured=measured, **items)
+    # Not in files of before it was measured.
+    meeting = {int(n): seconds for n, seconds in items.pop("meeting", {}).items()}
+    return Link(curve=curve, measured=measured, meeting=meeting, **items)
 
 
 def link_key(link: Link) -> str:

@@ -58,7 +58,11 @@ class ConvolutionTime:
 
     flops: float
     channels: int
-    """On either side."""
+    """On either side; of those that are odd on one side, on the other."""
+    odd: bool = False
+    """Whether an odd number of channels comes in."""
+    strided: float = 0.0
+    """Elements that are copied into another order first."""
     seconds: float
 
 
@@ -176,14 +180,23 @@ def fit_matmuls(
 def fit_convolutions(
     device: DeviceType, dtype: str, times: Sequence[ConvolutionTime]
 ) -> tuple[DeviceType, Fit]:
-    """Channels at which convolutions are half as fast as large matmuls."""
+    """Channels at which convolutions are half as fast as large matmuls, and what an odd
+    number of channels costs, where there are times of it.
+    """
     flops, channels = np.array([(t.flops, t.channels) for t in times], float).T
     alone = flops / (device.peak(dtype) * device.efficiency.e0)
+    odd = np.array([time.odd for time in times])
+    across = np.array([time.strided for time in times]) * device.efficiency.strided_s
+
+    def predict(values: Mapping[str, float]) -> Any:
+        longer = np.where(odd, values.get("odd", 1.0), 1.0)
+        return alone * (1 + values["c0"] / channels) * longer + across
+
     found = fit(
-        lambda v: alone * (1 + v["c0"] / channels),
-        {"c0": 32.0},
+        predict,
+        {"c0": 32.0, **({"odd": 2.0} if odd.any() else {})},
         [time.seconds for time in times],
-        {"c0": (1e-3, 1e5)},
+        {"c0": (1e-3, 1e5), "odd": (1.0, 100.0)},
     )
     return replace(device, efficiency=replace(device.efficiency, **found.values)), found
 

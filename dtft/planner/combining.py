@@ -1,12 +1,13 @@
-"""Which collectives a compiler sends as one: like ones that nothing waits for.
+"""Which collectives go together: like ones that nothing waits for.
 
 XLA joins collectives of one kind among the same devices that do not need each other:
 the sums of all gradients of a loop's body (or outside of loops), and the arrays that
 are gathered behind an update. Their latency then counts once. Seen with jax 0.10.2: the
 GPU compiler joins all-reduces, all-gathers and reduce-scatters up to 30 MiB. The CPU
 compiler joins all-reduces too, but its runtime then sends each array by itself
-(`AllReduceThunk` of XLA), so that nothing is saved. What waits in a chain, such as the
-sums of activations, is never joined. Pure; must not know seconds.
+(`AllReduceThunk` of XLA), so that all that is saved is that devices meet once for all
+of them (`meeting`). What waits in a chain, such as the sums of activations, is never
+joined. Pure; must not know seconds.
 """
 
 from collections.abc import Hashable, Mapping
@@ -24,14 +25,13 @@ LIMITS: Mapping[str, Mapping[CollectiveKind, float]] = {
     "cpu": {},
 }
 """Platform to kind to the most bytes of what is joined; others are as a GPU."""
-_ACCELERATOR: Mapping[CollectiveKind, float] = dict.fromkeys(
-    ("all_reduce", "all_gather", "reduce_scatter"), 30 * 2.0**20
-)
+_TOGETHER: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+_ACCELERATOR: Mapping[CollectiveKind, float] = dict.fromkeys(_TOGETHER, 30 * 2.0**20)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What may be sent as one."""
+    """What goes together."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
@@ -41,6 +41,8 @@ class Bundle:
     """Whether for each microbatch."""
     place: Hashable
     """Where in the program: nothing is joined across loops."""
+    is_one: bool = True
+    """Whether it is sent as one; otherwise array by array, one right behind another."""
 
     def on(self, sizes: Sizes) -> "Bundle":
         """The same on one mesh, without what has one part: what is equal, is one."""
@@ -58,10 +60,15 @@ def bundle(
     platform: str, sent: Sent, times: float, repeated: bool, place: Hashable
 ) -> Bundle | None:
     """Where a collective that nothing waits for belongs; None if it stays alone."""
-    if sent.kind not in LIMITS.get(platform, _ACCELERATOR):
+    if sent.kind not in _TOGETHER:
         return None
     return Bundle(
-        kind=sent.kind, axes=sent.axes, times=times, repeated=repeated, place=place
+        kind=sent.kind,
+        axes=sent.axes,
+        times=times,
+        repeated=repeated,
+        place=place,
+        is_one=sent.kind in LIMITS.get(platform, _ACCELERATOR),
     )
 
 

@@ -80,6 +80,42 @@ def matmul_s(
     return np.maximum(flops / (device.peak(dtype) * share), memory_s(device, num_bytes))
 
 
+def convolution_factor(device: DeviceType, columns: Any, depth: Any) -> Any:
+    """How many times as long a convolution takes as a large matmul of its operations.
+
+    Args:
+        device: its `c0` and `odd`.
+        columns: channels that each patch makes, on one device.
+        depth: channels of a patch, on one device.
+
+    >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1, source="",
+    ...     memory_bandwidth=1.0, peak_flops={"float32": 1},
+    ...     efficiency=Efficiency(c0=32.0, odd=4.0))
+    >>> [float(convolution_factor(device, 32, n)) for n in (1, 3, 4)]
+    [2.0, 8.0, 2.0]
+    """
+    deep = np.asarray(depth)
+    longer = np.where((deep % 2 == 1) & (deep > 1), device.efficiency.odd, 1.0)
+    return (1 + device.efficiency.c0 / columns) * longer
+
+
+def element_s(efficiency: Efficiency, primitive: str) -> float:
+    """Seconds of one operation of what matmul units do not compute: of reductions,
+    sorts, and what is gathered or scattered.
+
+    >>> element_s(Efficiency(simple_s=1e-9, window_s=5e-9), "reduce_window_max")
+    5e-09
+    >>> element_s(Efficiency(simple_s=1e-9, window_s=5e-9), "reduce_max")
+    1e-09
+    """
+    own = 0.0
+    if primitive.startswith("reduce_window"):
+        own = efficiency.window_s
+    elif primitive == "select_and_scatter_add":
+        own = efficiency.window_back_s
+    return own or efficiency.simple_s
+
+
 def memory_s(device: DeviceType, num_bytes: Any, *, cold: bool = False) -> Any:
     """Seconds in which bytes pass through the device's memory, read or written.
 

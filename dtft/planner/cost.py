@@ -15,10 +15,17 @@ from dtft.planner.amounts import Sent, Sizes, Work, parts
 from dtft.planner.cluster import Pool
 from dtft.planner.collective_cost import collective_s, group_of
 from dtft.planner.combining import Bundle, messages
-from dtft.planner.compute_cost import matmul_s, memory_s, unfused_s
+from dtft.planner.compute_cost import (
+    convolution_factor,
+    element_s,
+    matmul_s,
+    memory_s,
+    unfused_s,
+)
 from dtft.planner.device import DeviceType
 from dtft.planner.graph import Graph
 from dtft.planner.groups import CHEAP
+from dtft.planner.meeting import meeting_s
 from dtft.planner.partition import MICRO
 
 _ELEMENT_BY_ELEMENT = ("reduction", "gather", "scatter", "sort")
@@ -45,8 +52,13 @@ class Speeds:
         group = group_of(self.pool, self.mesh, axes)
         return collective_s(sent.kind, sent.amount.at(sizes), group)
 
+    def meeting_s(self, sent: Sent | Bundle) -> float:
+        """Seconds until the devices have met for a collective."""
+        axes = self.axes(sent)
+        return meeting_s(group_of(self.pool, self.mesh, axes)) if axes else 0.0
+
     def together_s(self, bundle: Bundle, num_bytes: float, sizes: Sizes) -> float:
-        """Seconds of a step of what is sent together.
+        """Seconds of a step of what goes together, beyond what is sent by itself.
 
         Args:
             bundle: what.
@@ -57,10 +69,13 @@ class Speeds:
         if not axes:
             return 0.0
         times = bundle.times * (sizes[MICRO] if bundle.repeated else 1)
+        met = float(times * self.meeting_s(bundle))
+        if not bundle.is_one:
+            return met
         num = messages(self.pool.device.platform, bundle.kind, num_bytes / times)
         group = group_of(self.pool, self.mesh, axes)
         each = collective_s(bundle.kind, num_bytes / times / float(num), group)
-        return float(times * num * each)
+        return float(times * num * each) + met
 
 
 def computing_s(
@@ -80,21 +95,27 @@ def computing_s(
     if work.sizes:
         rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
         seconds = matmul_s(device, rows, columns, depth, batch, dtype)
-        if not operator.strided:
-            return seconds
-        part = work.reads[0].at(sizes) / work.reads[0].total
-        return seconds + operator.strided * part * device.efficiency.strided_s
+        return seconds + _copying_s(device, work, sizes)
     moved = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
     simple, special = work.flops.at(sizes), work.special.at(sizes)
     if operator.kind in CHEAP:
         across = work.strided.at(sizes) * device.efficiency.strided_s
         return unfused_s(device, moved, simple, special, cold=cold) + across
     each = 1 / (device.peak(dtype) * device.efficiency.e0)
-    if work.columns is not None:
-        each = each * (1 + device.efficiency.c0 / work.columns.at(sizes))
+    if work.sides is not None:
+        each = each * convolution_factor(device, *(s.at(sizes) for s in work.sides))
     if operator.kind in _ELEMENT_BY_ELEMENT:
-        each = device.efficiency.simple_s
-    return np.maximum(simple * each, memory_s(device, moved, cold=cold))
+        each = element_s(device.efficiency, operator.primitive)
+    seconds = np.maximum(simple * each, memory_s(device, moved, cold=cold))
+    return seconds + _copying_s(device, work, sizes)
+
+
+def _copying_s(device: DeviceType, work: Work, sizes: Sizes) -> Any:
+    """Seconds to copy the left operand of a product into the order that it wants."""
+    if not work.operator.strided:
+        return 0.0
+    part = work.reads[0].at(sizes) / work.reads[0].total
+    return work.operator.strided * part * device.efficiency.strided_s
 
 
 def runs(work: Work, sizes: Sizes) -> Any:

@@ -26,6 +26,9 @@ class Efficiency:
     c0: float = 0.0
     """Channels at which a convolution reaches half the speed of a matmul: patches are
     laid out first, which pays by the channels that they are used for."""
+    odd: float = 1.0
+    """How many times as long a convolution takes whose channels in are an odd number
+    above one, such as colours: XLA's CPU backend multiplies them in pairs."""
     memory: float = 0.85
     """Share of the memory's bandwidth that a stream reaches."""
     cache_bytes: float = 0.0
@@ -40,6 +43,12 @@ class Efficiency:
     strided_s: float = 0.0
     """Seconds of one element that is read across the order in which elements lie, such
     as of a transposed gradient, beyond what it takes in that order."""
+    window_s: float = 0.0
+    """Seconds of one element of one window of `reduce_window`, as of max pooling; 0: an
+    operation as any other."""
+    window_back_s: float = 0.0
+    """Seconds of one where a window's result is given back to the element it came of
+    (`select_and_scatter_add`); 0: an operation as any other."""
     fuse: float = 0.5
     """Share of the bytes of unfused element-wise operators that is really moved."""
     launch_s: float = 5e-6
@@ -58,13 +67,14 @@ class Efficiency:
         fine = all(0 < share <= 1 for share in shares)
         least = (self.x0, self.c0, self.launch_s, self.dispatch_s, self.cache_bytes)
         least += (self.simple_s, self.special_s, self.strided_s)
+        least += (self.window_s, self.window_back_s)
         fine = fine and min(least) >= 0
-        fine = fine and min(self.overlap_kappa, self.cache_gain) >= 1
+        fine = fine and min(self.overlap_kappa, self.cache_gain, self.odd) >= 1
         if not (fine and 0 <= self.overlap_fraction <= 1):
             raise ValueError(
                 f"{self}: no device is so. Allowed: e0, memory, fuse and misaligned "
                 "above 0 and at most 1; x0, c0, cache_bytes and all seconds 0 or more; "
-                "overlap_kappa and cache_gain 1 or more; overlap_fraction 0 to 1."
+                "odd, overlap_kappa and cache_gain 1 or more; overlap_fraction 0 to 1."
             )
 
 

@@ -103,7 +103,8 @@ class Operator:
     summed: tuple[int, ...] = ()
     """Dims that are summed over: divided among devices they leave partial results."""
     contracted: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Of a matmul: places of the summed dims in its left and in its right operand."""
+    """Places of the summed dims in the left and in the right operand of a matmul; of a
+    convolution those of the channels that come in."""
     whole: tuple[int, ...] = ()
     """Dims that this operator needs undivided (sorted along, rolled, indexed)."""
     again: bool = False

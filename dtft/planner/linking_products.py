@@ -10,7 +10,13 @@ from dtft.planner.dims import Case, Linked
 
 
 def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Places of the dims that a matmul sums over, in each operand; else empty."""
+    """Places of the dims that a product sums over, in each operand; else empty.
+
+    Of a convolution the channels in; the places of its kernel are not counted.
+    """
+    if eqn.primitive.name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        return (numbers.lhs_spec[1],), (numbers.rhs_spec[1],)
     if eqn.primitive.name != "dot_general":
         return (), ()
     (left, right), _ = eqn.params["dimension_numbers"]

@@ -5,7 +5,7 @@ A value only. Must not know devices, meshes or which collective uses a link
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -69,6 +69,9 @@ class Link:
     measured: Mapping[CollectiveKind, Mapping[int, Curve]] = field(default_factory=dict)
     """Collectives that have curves of their own, such as sums done in the switch: by
     the number of devices that they were measured among."""
+    meeting: Mapping[int, float] = field(default_factory=dict)
+    """By number of devices: seconds that a collective behind computing takes beyond its
+    own. Members come at unlike times, and who waits has to be woken. Empty: none."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(LinkKind):
@@ -83,6 +86,11 @@ class Link:
             )
         if not all(self.measured.values()):
             raise ValueError("measured has a collective without a curve. Leave it out.")
+        if any(seconds < 0 for seconds in self.meeting.values()):
+            raise ValueError(
+                f"meeting={dict(self.meeting)} of a {self.kind} link. Allowed: 0 "
+                "seconds or more of each number of devices."
+            )
         if unknown := set(self.measured) - set(get_args(CollectiveKind)):
             raise ValueError(
                 f"measured={sorted(unknown)} are no collectives. Allowed: "
@@ -98,22 +106,45 @@ class Link:
         curves = self.measured.get(kind)
         if not curves:
             return self.curve
-        low = max((n for n in curves if n <= num_devices), default=min(curves))
-        high = min((n for n in curves if n >= num_devices), default=max(curves))
-        if low >= high:
-            return curves[high]
-        share = math.log(num_devices / low) / math.log(high / low)
-        return _between(curves[low], curves[high], share)
+        low, high, share = _beside(num_devices, curves)
+        return _between(curves[low], curves[high], share) if share else curves[low]
+
+    def meeting_s(self, num_devices: float) -> float:
+        """Seconds of `meeting` among some devices, interpolated as curves are.
+
+        >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
+        >>> seconds = {2: 1.0, 8: 2.0}
+        >>> link = Link(kind="loopback", curve=port, source="", meeting=seconds)
+        >>> [link.meeting_s(n) for n in (1, 2, 4, 16)]
+        [0.0, 1.0, 1.5, 2.0]
+        """
+        if num_devices <= 1 or not self.meeting:
+            return 0.0
+        low, high, share = _beside(num_devices, self.meeting)
+        return _mean(self.meeting[low], self.meeting[high], share)
+
+
+def _beside(num_devices: float, known: Iterable[int]) -> tuple[int, int, float]:
+    """The numbers below and above, and how far it lies between them (0: at the first).
+
+    Beyond what is known, the nearest.
+    """
+    numbers = sorted(known)
+    low = max((n for n in numbers if n <= num_devices), default=numbers[0])
+    high = min((n for n in numbers if n >= num_devices), default=numbers[-1])
+    if low >= high:
+        return high, high, 0.0
+    return low, high, math.log(num_devices / low) / math.log(high / low)
+
+
+def _mean(low: float, high: float, share: float) -> float:
+    return low + (high - low) * share
 
 
 def _between(low: Curve, high: Curve, share: float) -> Curve:
     """Seconds per byte, not bytes per second, are what adds up."""
-
-    def mean(a: float, b: float) -> float:
-        return a + (b - a) * share
-
     return Curve(
-        latency_s=mean(low.latency_s, high.latency_s),
-        bandwidth=1 / mean(1 / low.bandwidth, 1 / high.bandwidth),
-        half_bytes=mean(low.half_bytes, high.half_bytes),
+        latency_s=_mean(low.latency_s, high.latency_s, share),
+        bandwidth=1 / _mean(1 / low.bandwidth, 1 / high.bandwidth, share),
+        half_bytes=_mean(low.half_bytes, high.half_bytes, share),
     )

@@ -1,7 +1,7 @@
 """The collectives of a candidate one by one, with the seconds that each accounts for.
 
-Their seconds add up to what the search counted for sending: collectives that are sent
-as one (`combining`) share the seconds of that message by their bytes. Must not know how
+Their seconds add up to what the search counted for sending: collectives that go
+together (`combining`) share the seconds of that by their bytes. Must not know how
 candidates are found.
 """
 
@@ -117,11 +117,14 @@ def _counted(
     for one in listed:
         num_bytes = float(one.sent.amount.at(sizes))
         seconds = one.times * float(speeds.sending_s(one.sent, sizes))
-        if one.bundle is not None:
+        if one.bundle is None:
+            seconds += one.times * speeds.meeting_s(one.sent)
+        else:
             bundle = one.bundle.on(sizes)
             all_bytes = sums[bundle]
-            seconds = speeds.together_s(bundle, all_bytes, sizes)
-            seconds *= one.times * num_bytes / all_bytes
+            together = speeds.together_s(bundle, all_bytes, sizes)
+            together *= one.times * num_bytes / all_bytes
+            seconds = together + (0.0 if bundle.is_one else seconds)
         key = one.sent.kind, speeds.axes(one.sent), round(num_bytes), one.where
         known = totals.setdefault(key, [0.0, 0.0])
         known[0] += one.times * one.share

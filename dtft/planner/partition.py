@@ -15,7 +15,7 @@ from dtft.planner.amounts import MICRO, Amount, Sent, Work
 from dtft.planner.graph import Graph, Operator, Value
 from dtft.planner.links import CollectiveKind
 from dtft.planner.plan import Spec
-from dtft.planner.products import convolution_columns, product_sizes
+from dtft.planner.products import convolution_sides, product_sizes
 from dtft.planner.work_dims import WorkDims, position
 
 Axes = tuple[str, ...]
@@ -115,7 +115,7 @@ class _Placed(WorkDims):
                 for value, spec in zip(self.outputs, self.out_specs, strict=True)
             ),
             sent=tuple(self.sent),
-            columns=convolution_columns(
+            sides=convolution_sides(
                 self.op, self.inputs, self.outputs, self.division.root, self.kept
             ),
         )

@@ -70,8 +70,8 @@ class Prices:
         sending = iter(
             self.rates.sending(
                 [
-                    Message(sent=sent, repeats=repeats_of(done))
-                    for done in works
+                    self._message(key, done, sent)
+                    for key, done in zip(keys, works, strict=True)
                     for sent in done.sent
                 ]
             )
@@ -80,6 +80,11 @@ class Prices:
             self._way(key, done, itertools.islice(sending, len(done.sent)))
             for key, done in zip(keys, works, strict=True)
         ]
+
+    def _message(self, key: GroupKey, done: Work, sent: Sent) -> Message:
+        group = self.question.groups[key[0]]
+        found = bundle_of(self.columns.pool.device.platform, group, done, sent)
+        return Message(sent=sent, repeats=repeats_of(done), meets=found is None)
 
     def _way(self, key: GroupKey, done: Work, sending: Iterable[Table]) -> Way:
         group, rates = self.question.groups[key[0]], self.rates
@@ -132,10 +137,10 @@ class Sums:
     compute: Total
     optimizer: Total
     sending: Total
-    """What is sent alone."""
+    """What is sent by itself."""
     starts: Total
     together: dict[Bundle, Total]
-    """What is sent together, and its bytes."""
+    """What goes together, and its bytes."""
 
 
 def summed(ways: Iterable[Way]) -> Sums:
@@ -148,9 +153,9 @@ def summed(ways: Iterable[Way]) -> Sums:
         (totals.optimizer if updates else totals.compute).add(*way.computing)
         totals.starts.add(*way.starts)
         for alone, bundled in zip(way.sending, way.bundles, strict=True):
-            if bundled is None:
+            if bundled is None or not bundled[0].is_one:
                 totals.sending.add(*alone)
-            else:
+            if bundled is not None:
                 found, num_bytes = bundled
                 totals.together.setdefault(found, Total()).add(*num_bytes)
     return totals

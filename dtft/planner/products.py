@@ -4,7 +4,7 @@ Pure; must not know how the division was found or what a matmul costs.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from dtft.planner.amounts import Amount
 from dtft.planner.graph import Operator, Value
@@ -38,14 +38,15 @@ def product_sizes(
     )
 
 
-def convolution_columns(
+def convolution_sides(
     operator: Operator,
     inputs: Sequence[Value],
     outputs: Sequence[Value],
     root: Callable[[int], int],
     kept: Mapping[str, int | None],
-) -> Amount | None:
-    """Columns of a convolution, seen as a product of patches: the kernel's results.
+) -> tuple[Amount, Amount] | None:
+    """Columns of a convolution, seen as a product of patches (the kernel's results),
+    and its depth at each place of the kernel (the channels in).
 
     In the backward pass the array in the kernel's place counts.
 
@@ -61,5 +62,14 @@ def convolution_columns(
     right, made = inputs[1], outputs[0]
     sizes = dict(zip(map(root, right.dims), right.shape, strict=True))
     shared = sizes.keys() & set(map(root, made.dims))
-    axes = tuple(axis for axis, dim in kept.items() if dim in shared)
-    return Amount(total=math.prod(sizes[dim] for dim in shared), axes=axes)
+
+    def along(dims: Set[int | None]) -> tuple[str, ...]:
+        return tuple(axis for axis, dim in kept.items() if dim in dims)
+
+    columns = Amount(
+        total=math.prod(sizes[dim] for dim in shared), axes=along({*shared})
+    )
+    places = operator.contracted[1]
+    deep = {root(right.dims[place]) for place in places}
+    depth = math.prod(right.shape[place] for place in places)
+    return columns, Amount(total=depth, axes=along({*deep}))

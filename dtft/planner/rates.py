@@ -18,6 +18,7 @@ from dtft.planner.combining import Bundle, messages
 from dtft.planner.cost import computing_s
 from dtft.planner.graph import Graph
 from dtft.planner.links import CollectiveKind
+from dtft.planner.meeting import meetings_s
 from dtft.planner.meshes import AXES
 from dtft.planner.partition import MICRO
 
@@ -34,6 +35,8 @@ class Message:
 
     sent: Sent
     repeats: Repeats
+    meets: bool = True
+    """Whether devices meet for it alone (`meeting`), not for all that go together."""
 
 
 class Rates:
@@ -70,7 +73,7 @@ class Rates:
         if key not in self._computing:
             columns, repeats = self.columns, repeats_of(done)
             amounts = done.sizes or (*done.reads, *done.writes, done.flops)
-            amounts += (done.columns,) if done.columns is not None else ()
+            amounts += done.sides or ()
             amounts += done.reads[:1] if one.strided else ()
             cases = columns.divided({*repeats, *(amount.axes for amount in amounts)})
             device = columns.pool.device
@@ -100,6 +103,8 @@ class Rates:
         totals = np.array([[one.sent.amount.total] for one in alike])
         num_bytes = totals / self.columns.parts(sent.amount.axes)[cases.first]
         seconds = collectives_s(sent.kind, num_bytes, groups, which)
+        meets = np.array([[one.meets] for one in alike])
+        seconds = seconds + meets * meetings_s(groups)[which]
         for axes in repeats:
             seconds *= self.columns.parts(axes)[cases.first]
         for row in seconds:
@@ -108,7 +113,7 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Seconds of a step of what is sent together.
+        """Seconds of a step of what goes together, beyond what is sent by itself.
 
         Args:
             asked: what, with its bytes, and on which points of the columns. Many at
@@ -139,8 +144,11 @@ class Rates:
             of, groups = columns.all_lie([one.bundle.axes for one in some])
             which = [lie[one.points] for lie, one in zip(of, some, strict=True)]
             num_bytes = np.concatenate([one.num_bytes for one in some])
-            num = messages(platform, kind, num_bytes)
-            each = collectives_s(kind, num_bytes / num, groups, np.concatenate(which))
+            lies, num = np.concatenate(which), np.ones(len(num_bytes))
+            each = meetings_s(groups)[lies] * (num_bytes > 0)
+            if some[0].bundle.is_one:
+                num = messages(platform, kind, num_bytes)
+                each += collectives_s(kind, num_bytes / num, groups, lies)
             ends = np.cumsum([len(one.points) for one in some])[:-1]
             parts = np.split(num, ends), np.split(each, ends)
             for at, one, times, seconds in zip(places, some, *parts, strict=True):

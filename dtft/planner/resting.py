@@ -99,7 +99,7 @@ class Resting:
         """What brings divided parameters together in a step.
 
         Returns:
-            Seconds of what is gathered alone, and bytes of what is sent together.
+            Seconds of what is gathered by itself, and bytes of what goes together.
         """
         alone, together = Total(), dict[Bundle, Total]()
         platform = self._columns.pool.device.platform
@@ -112,9 +112,9 @@ class Resting:
             part = Amount(total=alike.value.num_bytes / how.slices, axes=used)
             sent = Sent(kind="all_gather", axes=(shards.AXIS,), amount=part)
             found = shards.gather_bundle(platform, sent, how)
-            if found is None:
+            if found is None or not found.is_one:
                 alone.add(*self._gather(alike, division, sent, count, how))
-            else:
+            if found is not None:
                 num_bytes = count * (place >= 0) * part.at(cases.sizes)
                 together.setdefault(found, Total()).add(cases, num_bytes)
         return alone, together
@@ -176,7 +176,7 @@ class Resting:
         if key not in self._gathers:
             placed, _, place = self._placed(alike.value, division)
             repeats: tuple[Axes, ...] = ((MICRO,),) if how.per_microbatch else ()
-            message = Message(sent=sent, repeats=repeats)
+            message = Message(sent=sent, repeats=repeats, meets=False)
             sending, seconds = self.prices.rates.sending([message])[0]
             seconds = count * how.messages * seconds
             if not (place >= 0).all():

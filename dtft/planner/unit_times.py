@@ -1,8 +1,10 @@
 """What one unit of load takes on each node, pooled from measured steps, and drift.
 
 Pure. A unit is a microbatch, or a second that a placement predicts for a node of speed
-1. It must not know how load is divided (`load_shares`, `placement`) nor when that may
-change (`balance`).
+1. Only what nodes take beside each other counts: where all become slower or faster
+together, as on a machine that others use too, the estimates go along, and nobody has
+drifted. It must not know how load is divided (`load_shares`, `placement`) nor when that
+may change (`balance`).
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +33,7 @@ FLOOR = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """Estimates per node; all arrays are `[n]`.
+    """Estimates per node, for what the newest round was like; all arrays are `[n]`.
 
     `num_steps` is 0 for a node that was not measured yet.
     """
@@ -41,7 +43,8 @@ class UnitTimes:
     variance: Floats
     """Of one step."""
     rise: Floats
-    """How surely the node became slower since its estimate, in standard errors."""
+    """How surely the node became slower beside the others since its estimate, in
+    standard errors."""
     fall: Floats
     """How surely it became faster."""
 
@@ -92,8 +95,19 @@ class UnitTimes:
         unit_s = busy / np.where(loaded, units, 1.0)
         mean, variance = _trimmed(unit_s)
         steps = busy.shape[0]
-        seen = self._compared(mean, variance, steps, loaded)
+        now = self._leveled(mean, loaded)
+        seen = now._compared(mean, variance, steps, loaded)
         return seen._pooled(mean, variance, steps, loaded)
+
+    def _leveled(self, mean: Floats, loaded: NDArray[np.bool_]) -> "UnitTimes":
+        """With estimates that are slower or faster by as much as all nodes are."""
+        known = loaded & (self.num_steps > 0)
+        if not known.any():
+            return self
+        level = float(np.median(mean[known] / self.mean_s[known]))
+        return replace(
+            self, mean_s=level * self.mean_s, variance=level**2 * self.variance
+        )
 
     def _compared(
         self, mean: Floats, variance: Floats, steps: int, loaded: NDArray[np.bool_]

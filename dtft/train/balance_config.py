@@ -8,6 +8,8 @@ jax imports at module level. What follows from a measurement is decided in
 from dataclasses import dataclass
 from typing import Literal
 
+from dtft.planner.balance import Policy, Rules
+
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
@@ -26,6 +28,12 @@ class BalanceConfig:
     """Steps of a round, at whose end shares may change."""
     probes: int = 5
     """Steps at the end of a round that are measured: each waits for the host."""
+    patience: int = Rules.patience
+    """Unchanged rounds after which shares are settled."""
+    least_gain: float = Rules.least_gain
+    """`exact` does not change shares for less, as a part of the step."""
+    noise_factor: float = Rules.noise_factor
+    """`exact` changes them for a gain above this many standard errors."""
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "most"):
@@ -45,6 +53,19 @@ class BalanceConfig:
                 f"{self.every} steps. Allowed: 1 to {self.every}. Set --balance.probes "
                 "or --balance.every."
             )
+        try:
+            self.rules("exact")
+        except ValueError as error:
+            raise ValueError(f"balance.{error}") from None
+
+    def rules(self, policy: Policy) -> Rules:
+        """When shares change under a policy, and when they are settled."""
+        return Rules(
+            policy=policy,
+            least_gain=self.least_gain,
+            noise_factor=self.noise_factor,
+            patience=self.patience,
+        )
 
     def is_probe(self, step: int) -> bool:
         """Whether the step that leads to state number `step` is measured.

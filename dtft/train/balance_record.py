@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dtft.planner.balance import Balance, Policy, Rules
+from dtft.planner.balance import Balance, Rules
 from dtft.planner.load_shares import Counts, Microbatches
 from dtft.planner.unit_times import UnitTimes
 
@@ -68,7 +68,7 @@ def to_items(balance: Balance[Counts], names: Sequence[str]) -> dict[str, Any]:
 
 
 def begin(
-    policy: Policy,
+    rules: Rules,
     work: Microbatches,
     names: Sequence[str],
     items: Mapping[str, Any],
@@ -79,12 +79,12 @@ def begin(
     Otherwise shares are the best for what is known of the nodes (`exact`), or equal.
 
     Args:
-        policy: that now holds.
+        rules: that now hold.
         work: what is divided.
         names: of the nodes, see `node_names`.
         items: of the checkpoint that the run continues from; empty at the very start.
     """
-    fresh = Balance.begin(work, Rules(policy=policy))
+    fresh = Balance.begin(work, rules)
     recorded = items.get(ITEM)
     if recorded is None or sum(recorded["shares"]) != work.total:
         # Of other microbatches nothing that was measured holds.
@@ -95,13 +95,13 @@ def begin(
     shares = np.asarray(recorded["shares"], np.int64)
     weights, replayed = np.asarray(recorded["weights"], float), True
     if not _fit(shares, work):
-        any_known = policy == "exact" and len(unknown) < len(names)
+        any_known = rules.policy == "exact" and len(unknown) < len(names)
         shares = work.best(times.estimate_s) if any_known else fresh.division
         weights, replayed = fresh.weights, False
-    same = recorded["nodes"] == list(names) and recorded["policy"] == policy
+    same = recorded["nodes"] == list(names) and recorded["policy"] == rules.policy
     balance = Balance(
         work=work,
-        rules=fresh.rules,
+        rules=rules,
         division=shares,
         weights=weights,
         times=times,

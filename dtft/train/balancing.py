@@ -184,7 +184,9 @@ def balancer_of(
         program,
         source,
         config,
-        balance_record.begin(config.policy, program.sharing.work, names, items),
+        balance_record.begin(
+            config.rules(config.policy), program.sharing.work, names, items
+        ),
         names,
         BalanceLog(runtime.run_directory, epoch, names, leading=runtime.is_leading),
         step=items.get("step", 0),

@@ -1,14 +1,17 @@
-"""Measures the devices at hand in under a minute: which sizes of what.
+"""Measures the devices at hand in under a minute, and what that says of them.
 
-How it is measured is in `measuring`, what it means in `planner.calibration_fit`. Must
+Which are in `calibrate_sizes`, how it is measured in `measuring`, `measuring_links` and
+`measuring_images`, what it means in `planner.calibration_fit` and `meeting_fit`. Must
 not know files or commands (`calibrate_command`).
 """
 
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any
+
+import jax
 
 from dtft.planner.calibration import Calibration, link_key
 from dtft.planner.calibration_fit import (
@@ -28,65 +31,12 @@ from dtft.planner.calibration_fit import (
     fit_peak,
 )
 from dtft.planner.cluster import Cluster, DeviceType, Level, Link
-from dtft.planner.links import CollectiveKind
-from dtft.train import measuring
-from dtft.train.measuring import Pace
+from dtft.planner.meeting_fit import BehindTime, fit_meeting
+from dtft.train import measuring, measuring_images, measuring_links
+from dtft.train.calibrate_sizes import ACCELERATOR, CPU, Sizes
 
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is measured on a platform."""
-
-    dtypes: tuple[str, ...]
-    """Of matmuls; the first decides the efficiency."""
-    rows: tuple[int, ...]
-    dims: tuple[tuple[int, int], ...]
-    """(n, k) of matmuls."""
-    streams: tuple[int, ...]
-    """Bytes read and written."""
-    convolutions: tuple[tuple[int, int, int], ...]
-    """Rows, side and channels of convolutions."""
-    elements: int
-    """Side of a square array, small enough to stay at hand."""
-    strided: int | None
-    """Side of a square array that is as large as a weight; None: the compiler lays
-    arrays out in the order in which they are read."""
-    collectives: tuple[int, ...]
-    """Bytes."""
-    overlap: tuple[int, tuple[int, ...]] | None
-    """Side of a matmul, and bytes of the all-reduces beside it; None: nothing overlaps,
-    a device computes and communicates in one thread."""
-    pace: Pace = Pace()
-
-
-def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
-    """Sizes evenly spaced as logarithms, multiples of 1024."""
-    ratio = (last / first) ** (1 / (num - 1))
-    return tuple(round(first * ratio**n / 1024) * 1024 for n in range(num))
-
-
-CPU = Sizes(
-    dtypes=("float32",),
-    rows=(8, 32, 128, 512),
-    dims=((64, 64), (256, 256), (128, 512), (512, 512), (1024, 256)),
-    streams=_powers(2**18, 2**27, 7),
-    convolutions=((8, 16, 8), (8, 8, 32), (4, 8, 128)),
-    elements=128,
-    strided=512,
-    collectives=_powers(2**12, 2**24, 8),
-    overlap=None,
-)
-ACCELERATOR = Sizes(
-    dtypes=("bfloat16", "float32"),
-    rows=(128, 512, 2048, 8192),
-    dims=((512, 512), (1024, 4096), (2048, 2048), (4096, 4096), (8192, 4096)),
-    streams=_powers(2**22, 2**30, 5),
-    convolutions=((64, 32, 32), (64, 32, 128), (64, 16, 512)),
-    elements=2048,
-    strided=None,
-    collectives=_powers(2**14, 2**28, 8),
-    overlap=(4096, (2**20, 2**24, 2**26)),
-)
+_ROUNDS = 3
+"""Times that an all-reduce is timed behind computing."""
 
 
 def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
@@ -98,10 +48,9 @@ def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
         devices: of one type; see `Cluster.from_devices`.
         sizes: default: by the platform.
     """
-    import jax
-
     pool = Cluster.from_devices(devices).uniform
     sizes = sizes or (CPU if pool.device.platform == "cpu" else ACCELERATOR)
+    sizes = replace(sizes, pace=sizes.pace.among(jax.process_count()))
     device, fits = _compute(devices, pool.device, sizes)
     links: dict[str, Link] = {}
     inner = 1
@@ -109,7 +58,8 @@ def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
         key = link_key(level.link)
         _say(f"collectives on {key} ...")
         times = _collectives(devices, inner, level, sizes)
-        links[key], found = fit_link(level.link, times)
+        link, found = fit_link(level.link, times)
+        links[key] = fit_meeting(link, _behind(devices, inner, level, sizes))
         fits |= {f"collectives on {key}, {name}": f for name, f in found.items()}
         inner *= level.size
     residuals = {name: found.residual for name, found in fits.items()}
@@ -174,6 +124,11 @@ def _compute(
     device, fits["convolutions"] = fit_convolutions(
         device, "float32", _convolutions(mesh, sizes)
     )
+    if sizes.images is not None:
+        _say("windows ...")
+        forward, back = measuring_images.windows_s(mesh, *sizes.images, sizes.pace)
+        made = replace(device.efficiency, window_s=forward, window_back_s=back)
+        device = replace(device, efficiency=made)
     return device, fits
 
 
@@ -193,14 +148,30 @@ def _elements(mesh: Any, sizes: Sizes) -> list[ElementTime]:
 
 
 def _convolutions(mesh: Any, sizes: Sizes) -> list[ConvolutionTime]:
-    return [
+    """Both passes of some, and those of three channels forward."""
+    times = [
         ConvolutionTime(
             flops=2.0 * rows * side**2 * 9 * channels**2,
             channels=channels,
-            seconds=measuring.convolution_s(mesh, rows, side, channels, sizes.pace),
+            strided=rows * side**2 * channels * measuring_images.GRADIENTS,
+            seconds=measuring_images.convolution_s(
+                mesh, rows, side, channels, sizes.pace
+            ),
         )
         for rows, side, channels in sizes.convolutions
     ]
+    if sizes.images is not None:
+        rows, side, channels = sizes.images
+        colours = measuring_images.COLOURS
+        seconds = measuring_images.first_s(mesh, rows, side, channels, sizes.pace)
+        first = ConvolutionTime(
+            flops=2.0 * rows * side**2 * 9 * colours * channels,
+            channels=channels,
+            odd=True,
+            seconds=seconds,
+        )
+        times.append(first)
+    return times
 
 
 def _matmuls(mesh: Any, dtype: str, sizes: Sizes) -> tuple[list[MatmulTime], float]:
@@ -217,21 +188,39 @@ def _matmuls(mesh: Any, dtype: str, sizes: Sizes) -> tuple[list[MatmulTime], flo
 def _collectives(
     devices: Sequence[Any], inner: int, level: Level, sizes: Sizes
 ) -> list[CollectiveTime]:
-    """Every kind and size, among each number of devices of `_group_sizes`."""
-    times = []
+    """Every kind and size, among each number of devices of `_group_sizes`.
+
+    Size by size: seconds in which the machine is slow meet all kinds alike.
+    """
+    groups = _group_sizes(level.size)
+    meshes = [measuring.make_mesh(devices, inner, members) for members in groups]
+    return [
+        CollectiveTime(
+            kind=kind,
+            num_bytes=size,
+            num_devices=members,
+            seconds=measuring_links.collective_s(mesh, kind, size, sizes.pace).seconds,
+        )
+        for size in sizes.collectives
+        for members, mesh in zip(groups, meshes, strict=True)
+        for kind in sizes.kinds
+    ]
+
+
+def _behind(
+    devices: Sequence[Any], inner: int, level: Level, sizes: Sizes
+) -> list[BehindTime]:
+    """All-reduces behind computing; none in one process, whose devices are threads."""
+    if jax.process_count() == 1 or not sizes.meeting:
+        return []
+    times: list[BehindTime] = []
     for members in _group_sizes(level.size):
         mesh = measuring.make_mesh(devices, inner, members)
-        for kind in get_args(CollectiveKind):
-            for size in sizes.collectives:
-                found = measuring.collective_s(mesh, kind, size, sizes.pace)
-                times.append(
-                    CollectiveTime(
-                        kind=kind,
-                        num_bytes=size,
-                        num_devices=members,
-                        seconds=found.seconds,
-                    )
-                )
+        found = measuring_links.behind_s(mesh, sizes.meeting, _ROUNDS)
+        times += [
+            BehindTime(num_bytes=size, num_devices=members, seconds=seconds)
+            for size, seconds in zip(sizes.meeting, found, strict=True)
+        ]
     return times
 
 
@@ -260,8 +249,10 @@ def _overlap(
     times = [
         OverlapTime(
             compute_s=compute,
-            collective_s=measuring.collective_s(mesh, "all_reduce", size, pace).seconds,
-            together_s=measuring.overlap_s(mesh, side, size, dtype, pace).seconds,
+            collective_s=measuring_links.collective_s(
+                mesh, "all_reduce", size, pace
+            ).seconds,
+            together_s=measuring_links.overlap_s(mesh, side, size, dtype, pace).seconds,
         )
         for size in all_bytes
     ]

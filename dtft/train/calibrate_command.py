@@ -90,6 +90,7 @@ def table(found: Calibration) -> str:
     row("e0, share of the peak", f"{efficiency.e0:.3f}", "matmul: e0")
     row("x0, rows at half of it", f"{efficiency.x0:.1f}", "matmul: x0")
     row("c0, channels at half of it", f"{efficiency.c0:.1f}", "convolutions: c0")
+    row("    times as long, odd channels", f"{efficiency.odd:.2f}", "convolutions: odd")
     row("start of an operator", _us(efficiency.launch_s), "matmul: launch_s")
     row("start of a step", _us(efficiency.dispatch_s))
     reached = found.memory_bandwidth * efficiency.memory
@@ -100,6 +101,8 @@ def table(found: Calibration) -> str:
     row("element-wise operation", _ns(efficiency.simple_s), "elements: simple_s")
     row("    one like exp", _ns(efficiency.special_s), "elements: special_s")
     row("element read across the order", _ns(efficiency.strided_s))
+    row("element of a window", _ns(efficiency.window_s))
+    row("    given back to it", _ns(efficiency.window_back_s))
     for key, link in found.links.items():
         for kind, curves in link.measured.items():
             for n, curve in curves.items():
@@ -111,6 +114,8 @@ def table(found: Calibration) -> str:
                 )
                 rate = f"{curve.bandwidth / 1e9:.3f} GB/s"
                 row("    bandwidth", rate, f"{of}: bandwidth")
+        for n, seconds in link.meeting.items():
+            row(f"meeting of {n} behind computing", _us(seconds))
     if found.links:
         row("overlap: computing slowed by", f"{efficiency.overlap_kappa:.2f}")
         row("overlap: share of computing", f"{efficiency.overlap_fraction:.2f}")

@@ -79,10 +79,25 @@ def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experime
             prog=prog,
             config=(tyro.conf.FlagConversionOff,),
         )
+        _refuse_idle(experiment, arguments)
         experiment.data.check()
         return experiment
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _refuse_idle(experiment: Experiment, arguments: Sequence[str]) -> None:
+    """Refuses settings of a balance that is off: whoever types one wants it."""
+    idle = [
+        f"{flag} {value}"
+        for flag, value in given(arguments)
+        if flag.startswith("--balance.") and flag != "--balance.policy"
+    ]
+    if idle and experiment.balance.policy == "off":
+        raise ValueError(
+            f"{idle[0]} says nothing with balance.policy=off. Nothing was started. Add "
+            "--balance exact, or leave it out."
+        )
 
 
 def check_input(experiment: Experiment, **cluster: Any) -> None:

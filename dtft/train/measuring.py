@@ -1,9 +1,12 @@
-"""Times of single operations on the devices at hand: matmuls, memory, collectives.
+"""Times of single operations on the devices at hand: matmuls, memory, element-wise.
 
 Every device works at once, as in a step: devices that share cores or a bus are seen so.
 An operation runs many times in a loop of one program, and the time of a program with
 one turn is taken off, so what the host needs to start it does not count. In a job of
-several processes all of them call this alike. Decides nothing about models or plans.
+several processes all of them call this alike, they begin a program together, and its
+time is that of the last to end: where processes share cores the first to end has had
+more than its share. More of them are in `measuring_images` and `measuring_links`.
+Decides nothing about models or plans.
 """
 
 import math
@@ -20,8 +23,6 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.planner.links import CollectiveKind
-
 MOST_TURNS = 20_000
 
 Body = Callable[..., tuple[jax.Array, ...]]
@@ -36,6 +37,20 @@ class Pace:
     """Least duration of a loop that is timed."""
     repeats: int = 5
     """Times that it is timed; the median counts."""
+
+    def among(self, num_processes: int) -> "Pace":
+        """Longer loops, fewer times, in a job of several processes.
+
+        They begin milliseconds apart, find together after each time, and for some
+        turns in a row one of them has a core for itself.
+
+        >>> Pace(budget_s=0.5).among(1), Pace(budget_s=0.5).among(4)
+        (Pace(budget_s=0.5, repeats=5), Pace(budget_s=1.0, repeats=3))
+        """
+        if num_processes == 1:
+            return self
+        repeats = math.ceil(self.repeats / 2)
+        return Pace(budget_s=2 * self.budget_s, repeats=repeats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,27 +67,22 @@ def make_mesh(devices: Sequence[Any], inner: int, group: int) -> Mesh:
     return Mesh(np.array(devices).reshape(shape), ("outer", "group", "inner"))
 
 
-def timed(
-    mesh: Mesh,
-    body: Body,
-    shapes: Sequence[tuple[int, ...]],
-    dtype: Any,
-    pace: Pace,
-) -> Timed:
-    """Seconds of one turn of a loop.
+def make_loop(
+    mesh: Mesh, body: Body, shapes: Sequence[tuple[int, ...]], dtype: Any
+) -> Callable[[int], float]:
+    """A loop on every device: from a number of turns to the seconds that they take.
 
     Args:
         mesh: of `make_mesh`; every device of it runs the loop.
         body: one turn.
         shapes: of the arrays that it carries, on one device.
         dtype: of these arrays.
-        pace: how long is measured.
     """
     specs = tuple(
         PartitionSpec(("outer", "group", "inner"), *[None] * (len(shape) - 1))
         for shape in shapes
     )
-    arrays = _arrays(mesh, shapes, specs, dtype)
+    arrays = filled(mesh, shapes, specs, dtype)
 
     def loop(turns: jax.Array, *carried: jax.Array) -> tuple[jax.Array, ...]:
         return lax.fori_loop(0, turns, lambda _, state: body(*state), carried)
@@ -90,16 +100,35 @@ def timed(
     def run(turns: int) -> float:
         begin = time.perf_counter()
         jax.block_until_ready(program(np.int32(turns), *arrays))
-        return time.perf_counter() - begin
+        return slowest(time.perf_counter() - begin)
 
     run(1)
+    return run
+
+
+def timed(
+    mesh: Mesh,
+    body: Body,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: Any,
+    pace: Pace,
+) -> Timed:
+    """Seconds of one turn of a loop.
+
+    Args:
+        mesh: as for `make_loop`, like the next three.
+        body: one turn.
+        shapes: of the arrays that it carries, on one device.
+        dtype: of these arrays.
+        pace: how long is measured.
+    """
+    run = make_loop(mesh, body, shapes, dtype)
     turns = _turns(run, pace.budget_s)
     pairs = [(run(1), run(turns)) for _ in range(pace.repeats)]
     one = median(short for short, _ in pairs)
     each = median((long - short) / (turns - 1) for short, long in pairs)
     if each <= 0:  # lost in the noise of starting a program
         each = min(long for _, long in pairs) / turns
-    each, one = agreed(each), agreed(one)  # or processes would plan differently
     return Timed(seconds=each, dispatch_s=max(0.0, one - each))
 
 
@@ -107,7 +136,7 @@ def _turns(run: Callable[[int], float], budget_s: float) -> int:
     """Turns that take about `budget_s`; every process comes to the same number."""
     turns = 2
     while True:
-        seconds = agreed(run(turns))
+        seconds = run(turns)
         if seconds >= budget_s or turns >= MOST_TURNS:
             return turns
         growth = min(16.0, 1.2 * budget_s / max(seconds, 1e-9))
@@ -122,12 +151,25 @@ def agreed(seconds: float) -> float:
     return float(np.asarray(found))
 
 
-def _arrays(
+def slowest(seconds: float) -> float:
+    """The longest that any process saw; all go on from here together."""
+    if jax.process_count() == 1:
+        return seconds
+    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
+
+
+def filled(
     mesh: Mesh, shapes: Sequence[tuple[int, ...]], specs: Sequence[Any], dtype: Any
 ) -> tuple[jax.Array, ...]:
     """Random arrays: zeros are computed with less power, so faster, on accelerators.
 
     Made by the host, the same for every device: no program has to be compiled for it.
+
+    Args:
+        mesh: of `make_mesh`.
+        shapes: on one device.
+        specs: how each is divided along its first dim.
+        dtype: of all.
     """
     values = np.random.default_rng(0).standard_normal(1021)
     made = []
@@ -203,82 +245,3 @@ def strided_s(mesh: Mesh, side: int, pace: Pace) -> float:
         for body in (along, across)
     )
     return max(0.0, other - one) / side**2
-
-
-def convolution_s(mesh: Mesh, rows: int, side: int, channels: int, pace: Pace) -> float:
-    """Seconds of one 3 by 3 convolution of (rows, side, side, channels), as in a step.
-
-    Both passes of a few in a row, and no loop: XLA's CPU backend computes convolutions
-    inside of loops many times slower.
-    """
-    num = 6
-    everywhere = PartitionSpec(("outer", "group", "inner"))
-
-    def loss(kernels: jax.Array, x: jax.Array) -> jax.Array:
-        for kernel in kernels:
-            x = lax.conv_general_dilated(
-                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
-        return jnp.sum(x * x)
-
-    program = jax.jit(
-        jax.shard_map(
-            lambda kernels, x: jax.grad(loss)(kernels[0], x)[None],
-            mesh=mesh,
-            in_specs=(everywhere, everywhere),
-            out_specs=everywhere,
-            check_vma=False,
-        )
-    )
-    shapes = [(1, num, 3, 3, channels, channels), (rows, side, side, channels)]
-    arrays = _arrays(mesh, shapes, [everywhere] * 2, jnp.float32)
-    jax.block_until_ready(program(*arrays))
-    times = []
-    for _ in range(max(pace.repeats, 1)):
-        begin = time.perf_counter()
-        jax.block_until_ready(program(*arrays))
-        times.append(time.perf_counter() - begin)
-    return agreed(median(times)) / (3 * num - 1)  # the first needs no gradient of x
-
-
-def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: Pace) -> Timed:
-    """One collective of float32 along `group`; bytes as the planner counts them."""
-    members = mesh.shape["group"]
-    size = num_bytes // 4 // members * members
-    local = size // members if kind == "all_gather" else size
-
-    def body(x: jax.Array) -> tuple[jax.Array, ...]:
-        return (collective(kind, x, members),)
-
-    return timed(mesh, body, [(local,)], jnp.float32, pace)
-
-
-def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
-    """A collective whose result has the operand's shape again, at little more cost."""
-    if kind == "all_reduce":
-        return lax.psum(x, "group")
-    if kind == "permute":
-        return lax.ppermute(
-            x, "group", [(i, (i + 1) % members) for i in range(members)]
-        )
-    if kind == "all_to_all":
-        parts = lax.all_to_all(x.reshape(members, -1), "group", 0, 0)
-        return parts.reshape(x.shape)
-    if kind == "reduce_scatter":
-        part = lax.psum_scatter(x, "group", tiled=True)
-        return lax.dynamic_update_slice(x, part, (0,))
-    whole = lax.all_gather(x, "group", tiled=True)
-    # The next member's part: taking back one's own would undo the gathering.
-    other = (lax.axis_index("group") + 1) % members
-    return lax.dynamic_slice(whole, (other * x.shape[0],), x.shape)
-
-
-def overlap_s(mesh: Mesh, side: int, num_bytes: int, dtype: Any, pace: Pace) -> Timed:
-    """A square matmul, and an all-reduce that does not need it, in one turn."""
-    members = mesh.shape["group"]
-
-    def body(x: jax.Array, by: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
-        return x @ by, by, collective("all_reduce", y, members)
-
-    size = num_bytes // jnp.dtype(dtype).itemsize
-    return timed(mesh, body, [(side, side), (side, side), (size,)], dtype, pace)

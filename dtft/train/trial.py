@@ -100,6 +100,9 @@ def in_turns(
 ) -> list[list[float]]:
     """Seconds of a step of each, one entry per round; every round runs all of them.
 
+    Each round has an order of its own, the same in every process: a machine that is
+    slow for some seconds is not so for the same ones each time.
+
     Args:
         runners: started here; all of their states must fit at once.
         rounds: entries of each.
@@ -109,9 +112,10 @@ def in_turns(
         runner.start()
     nums = [runner.num_steps(turn_s) for runner in runners]
     times: list[list[float]] = [[] for _ in runners]
-    for _ in range(rounds):
-        for runner, num, own in zip(runners, nums, times, strict=True):
-            own.append(runner.step_s(num))
+    for turn in range(rounds):
+        order = np.random.default_rng(turn).permutation(len(runners))
+        for place in order:
+            times[place].append(runners[place].step_s(nums[place]))
     for runner in runners:
         runner.stop()
     return times

@@ -107,6 +107,31 @@ def test_a_node_that_changes_speed_opens_the_loop(factor: float) -> None:
     assert makespan(balance.division, changed) <= 1.06 * best
 
 
+@pytest.mark.parametrize("num_nodes", [2, 4, 16])
+def test_nodes_that_all_become_faster_together_leave_it_settled(num_nodes: int) -> None:
+    rng = np.random.default_rng(9)
+    unit_s = np.exp(rng.uniform(0, np.log(4), num_nodes))
+    settled = until_settled(begin(num_nodes, 256), unit_s, 0.02, rng)
+    balance = settled
+    for level in (0.8, 1.3, 0.7, 1.1, 1.0, 2.0):
+        balance = balance.after(measured(balance, level * unit_s, 0.02, rng))
+        assert balance.judgement is not None
+        assert not balance.judgement.drifted and balance.settled
+    found = balance.times.estimate_s / unit_s
+    assert found / found.mean() == pytest.approx(np.ones(num_nodes), rel=0.03)
+    assert found.mean() == pytest.approx(2.0, rel=0.05)  # as in the newest round
+
+
+def test_a_node_that_changed_speed_is_compared_with_what_others_take_now() -> None:
+    unit_s, rng = np.array([1.0, 1.0, 2.0, 2.0]), np.random.default_rng(10)
+    balance = until_settled(begin(4, 96), unit_s, 0.02, rng)
+    changed = unit_s * np.array([2.0, 1.0, 1.0, 1.0])
+    for _ in range(4):  # the machine is slower, and one node twice as much
+        balance = balance.after(measured(balance, 1.5 * changed, 0.02, rng))
+    found = balance.times.estimate_s / changed
+    assert found / found.mean() == pytest.approx(np.ones(4), rel=0.03)
+
+
 def test_noise_alone_rarely_opens_it() -> None:
     unit_s, rng = np.ones(16), np.random.default_rng(4)
     balance, alarms = begin(16, 64), 0

@@ -153,6 +153,30 @@ def test_convolutions_give_back_the_channels_that_halve_their_speed() -> None:
     assert found.residual < 0.1
 
 
+def test_odd_channels_and_copies_are_told_apart_from_few() -> None:
+    rng = np.random.default_rng(0)
+    device = device_type("cpu")
+    device = replace(device, efficiency=replace(device.efficiency, strided_s=1e-8))
+    fast = device.peak("float32") * device.efficiency.e0
+    times = [
+        ConvolutionTime(
+            flops=1e8,
+            channels=n,
+            odd=odd,
+            strided=across,
+            seconds=noisy(
+                1e8 / fast * (1 + 40 / n) * (4 if odd else 1) + across * 1e-8, rng
+            ),
+        )
+        for n, odd, across in ((8, False, 1e5), (32, False, 3e5), (32, True, 0.0))
+    ]
+    fitted, _ = fit_convolutions(device, "float32", times)
+    assert fitted.efficiency.c0 == pytest.approx(40, rel=0.15)
+    assert fitted.efficiency.odd == pytest.approx(4, rel=0.15)
+    again, _ = fit_convolutions(device, "float32", times[:2])
+    assert again.efficiency.odd == 1.0, "nothing odd was measured"
+
+
 @pytest.mark.parametrize("sizes", [(2, 8), (2, 4, 8), (4,)])
 def test_collectives_give_back_the_curve(sizes: tuple[int, ...]) -> None:
     rng = np.random.default_rng(1)
@@ -283,6 +307,14 @@ def test_a_calibration_is_not_carried_elsewhere() -> None:
     other = calibration(links={"NVLink 1 GB/s": link("nvlink-4")})
     with pytest.raises(ValueError, match="Never carry a calibration to another fabric"):
         apply(H100, other)
+
+
+def test_a_calibration_of_before_is_read() -> None:
+    items = json.loads(calibration().to_json())
+    for new in ("odd", "window_s", "window_back_s"):
+        del items["efficiency"][new]
+    efficiency = Calibration.from_json(json.dumps(items)).efficiency
+    assert (efficiency.odd, efficiency.window_s, efficiency.window_back_s) == (1, 0, 0)
 
 
 def test_a_calibration_survives_its_file() -> None:

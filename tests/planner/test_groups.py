@@ -56,7 +56,7 @@ def test_functions_are_counted_apart() -> None:
     assert found == {"forward": 32 * SIDE}
 
 
-def test_a_convolution_has_the_columns_that_each_device_keeps() -> None:
+def test_a_convolution_has_the_channels_that_each_device_keeps() -> None:
     def loss(kernel: jax.Array, image: jax.Array) -> jax.Array:
         made = jax.lax.conv_general_dilated(
             image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -70,10 +70,12 @@ def test_a_convolution_has_the_columns_that_each_device_keeps() -> None:
     channels = graph.values[graph.inputs["params"]].dims[3]
     divided = Division(axes={channels: ("tensor",)}, alias=question.alias)
     found = [
-        work(graph, op, divided).columns
+        work(graph, op, divided).sides
         for op in graph.operators
         if op.kind == "convolution"
     ]
-    assert found == [Amount(total=16, axes=("tensor",))] * 2
+    columns = Amount(total=16, axes=("tensor",))
+    # The channels of the gradient of a kernel are the examples.
+    assert found == [(columns, Amount(total=8)), (columns, Amount(total=4))]
     matmuls = [op for op in graph.operators if op.kind == "matmul"]
-    assert all(work(graph, op, divided).columns is None for op in matmuls)
+    assert all(work(graph, op, divided).sides is None for op in matmuls)

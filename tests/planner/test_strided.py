@@ -50,6 +50,45 @@ def test_a_sum_over_several_dims_copies_its_left_operand() -> None:
     assert found in ({"dot_general": 2.0 * 4 * 8}, {"dot_general": 2.0 * 4 * 16})
 
 
+def _summed(x: jax.Array, by: jax.Array) -> jax.Array:
+    return jnp.einsum("abi,abo->io", x, by)
+
+
+def test_what_is_computed_in_a_copy_is_read_across_itself() -> None:
+    x, by = jnp.ones((2, 4, 8)), jnp.ones((2, 4, 16))
+    few = jnp.ones(8)
+
+    def left(values: jax.Array) -> jax.Array:
+        return jnp.concatenate([_summed(values, by), _summed(by, values).T], 1)
+
+    one = _read(trace(left, x))["dot_general"]
+
+    def chained(a: jax.Array, b: jax.Array, c: jax.Array, bias: jax.Array) -> jax.Array:
+        return left(a * b + 2.0 * c * b + jnp.broadcast_to(bias, a.shape))
+
+    three = _read(trace(chained, x, x, x, few))["dot_general"]
+    kept = _read(trace(lambda a, b: left(jnp.exp(a * b)), x, x))["dot_general"]
+    size = 2 * 4 * 8
+    assert three == one + 2 * size, "each of three arrays, and no bias"
+    assert kept == one, "an exponential is computed once"
+
+
+def test_the_gradient_of_a_kernel_copies_what_came_in() -> None:
+    x = jax.ShapeDtypeStruct((4, 8, 8, 3), "float32")
+    kernel = jax.ShapeDtypeStruct((3, 3, 3, 16), "float32")
+
+    def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        made = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(made * made)
+
+    convolved = "conv_general_dilated"
+    assert _read(trace(loss, kernel, x)).get(convolved) is None
+    found = _read(trace(jax.grad(loss), kernel, x))
+    assert found[convolved] == 4 * 8 * 8 * 3
+
+
 def test_rows_that_stay_whole_are_no_matter() -> None:
     many = jax.ShapeDtypeStruct((4, 8, 16), "float32")
     graph = trace(lambda x: jnp.exp(jnp.transpose(x, (1, 0, 2))), many)

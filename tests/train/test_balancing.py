@@ -27,6 +27,7 @@ from dtft.train.uneven import UnevenProgram
 from tests.train.helpers import MemoryRuntime, as_bytes, compilations, tiny
 
 BALANCE = BalanceConfig(policy="exact", microbatches=16, every=3, probes=2)
+EXACT = Rules()
 SPEEDS = (4.0, 2.0, 1.0, 1.0)
 BEST = [8, 4, 2, 2]
 WORK = Microbatches(num_nodes=4, total=16, cap=(12,) * 4)
@@ -71,7 +72,7 @@ class Job:
     def balancer(
         self, items: dict[str, Any], names: Sequence[str] = NAMES, **options: Any
     ) -> Balancer:
-        made: Begin = begin("exact", self.program.sharing.work, names, items)
+        made: Begin = begin(EXACT, self.program.sharing.work, names, items)
         log = BalanceLog(self.folder, {}, names, leading=True)
         return Balancer(
             *(self.program, self.source, options.get("config", BALANCE)),
@@ -163,7 +164,7 @@ def _known(policy: Any = "exact") -> Balance[Any]:
 def test_a_record_is_json_and_says_all() -> None:
     balance = _known()
     items = json.loads(json.dumps(to_items(balance, NAMES)))
-    made = begin("exact", WORK, NAMES, items)
+    made = begin(EXACT, WORK, NAMES, items)
     assert made.is_recorded and not made.unknown
     assert to_items(made.balance, NAMES) == to_items(balance, NAMES)
     assert made.balance.settled
@@ -173,7 +174,7 @@ def test_a_record_is_json_and_says_all() -> None:
 def test_another_number_of_nodes_begins_with_what_is_known(policy: Any) -> None:
     items = to_items(_known(policy), NAMES)
     five = Microbatches(num_nodes=5, total=16, cap=(12,) * 5)
-    made = begin(policy, five, (*NAMES, "new"), items)
+    made = begin(Rules(policy=policy), five, (*NAMES, "new"), items)
     assert not made.is_recorded and made.unknown == ("new",)
     assert made.balance.division.sum() == 16 and not made.balance.settled
     best = (
@@ -186,16 +187,16 @@ def test_another_number_of_nodes_begins_with_what_is_known(policy: Any) -> None:
 def test_other_microbatches_or_none_begin_anew() -> None:
     items = to_items(_known(), NAMES)
     other = Microbatches(num_nodes=4, total=32, cap=(12,) * 4)
-    for made in (begin("exact", other, NAMES, items), begin("exact", other, NAMES, {})):
+    for made in (begin(EXACT, other, NAMES, items), begin(EXACT, other, NAMES, {})):
         assert not made.is_recorded and made.unknown == NAMES
         assert made.balance.division.tolist() == [8] * 4
     smaller = replace(WORK, cap=(6,) * 4)
-    made = begin("exact", smaller, NAMES, items)
+    made = begin(EXACT, smaller, NAMES, items)
     assert not made.is_recorded and made.balance.division.max() == 6
 
 
 def test_another_policy_goes_on_with_the_shares_but_is_open() -> None:
-    made = begin("proportional", WORK, NAMES, to_items(_known(), NAMES))
+    made = begin(Rules(policy="proportional"), WORK, NAMES, to_items(_known(), NAMES))
     assert made.is_recorded and made.balance.division.tolist() == BEST
     assert not made.balance.settled and made.balance.rules.policy == "proportional"
 

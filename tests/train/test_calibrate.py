@@ -19,9 +19,11 @@ from dtft.planner.calibration import Calibration, apply, link_key
 from dtft.planner.cluster import Cluster
 from dtft.planner.links import CollectiveKind
 from dtft.planner.past_runs import PastRun
-from dtft.train.calibrate import ACCELERATOR, CPU, Sizes, measure
+from dtft.train.calibrate import measure
 from dtft.train.calibrate_command import table
-from dtft.train.measuring import Pace, collective, make_mesh, matmul_s
+from dtft.train.calibrate_sizes import ACCELERATOR, CPU, Sizes
+from dtft.train.measuring import Pace, make_mesh, matmul_s
+from dtft.train.measuring_links import behind_s, collective
 
 TINY = Sizes(
     dtypes=("float32", "bfloat16"),
@@ -29,9 +31,12 @@ TINY = Sizes(
     dims=((16, 32),),
     streams=(2**12, 2**14),
     convolutions=((1, 4, 4),),
+    images=(1, 4, 4),
     elements=16,
     strided=16,
+    kinds=ACCELERATOR.kinds,
     collectives=(2**10,),
+    meeting=(2**10,),
     overlap=(16, (2**10,)),
     pace=Pace(budget_s=1e-4, repeats=1),
 )
@@ -52,6 +57,7 @@ def test_everything_is_measured(found: Calibration) -> None:
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute",
     }  # fmt: skip
     assert {"memory", "matmul", "overlap"} < set(found.residuals)
+    assert found.links[key].meeting == {}  # one process
 
 
 def test_it_applies_to_the_devices_it_was_measured_on(found: Calibration) -> None:
@@ -109,6 +115,13 @@ def test_a_time_is_above_zero_and_starting_the_program_is_not_in_it() -> None:
     mesh = make_mesh(jax.devices()[:1], 1, 1)
     timed = matmul_s(mesh, 8, 8, 8, "float32", Pace(budget_s=2e-3, repeats=3))
     assert timed.seconds > 0 and timed.dispatch_s >= 0
+
+
+def test_all_reduces_are_timed_behind_computing() -> None:
+    """One time for each size; the devices of one process do not wait to be woken."""
+    mesh = make_mesh(jax.devices()[:2], 1, 2)
+    times = behind_s(mesh, (2**10, 2**12), rounds=1)
+    assert len(times) == 2 and np.isfinite(times).all()
 
 
 def test_past_runs_make_it_level_2(

@@ -98,6 +98,14 @@ def test_balance_is_short_for_its_policy() -> None:
         check(sharded)
 
 
+def test_settings_of_a_balance_that_is_off_are_refused() -> None:
+    typed = ["--balance.every", "10"]
+    with pytest.raises(ConfigError, match=r"--balance.every 10 .* Add --balance exact"):
+        parse("digits_cnn", typed)
+    assert parse("digits_cnn", [*typed, "--balance=exact"]).balance.every == 10
+    assert parse("digits_cnn", ["--balance", "off"]).balance.policy == "off"
+
+
 def test_overrides_reach_the_subclass() -> None:
     arguments = ["--optim.b2", "0.99", "--model.channels", "4", "8", "--log.every=5"]
     experiment = parse("digits_cnn", [*arguments, "--log.tensorboard", "False"])

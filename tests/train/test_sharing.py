@@ -1,12 +1,14 @@
 """Which rows whom: the same rows of a step for all shares, each once."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.planner.balance import Rules
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.sharing import Sharing, sharing_of
 
@@ -98,10 +100,21 @@ def test_what_cannot_be_shared_is_refused(
         ({"probes": 0}, "balance.probes=0"),
         ({"microbatches": -1}, "balance.microbatches=-1"),
         ({"most": -1}, "balance.most=-1"),
+        ({"patience": 0}, "balance.patience=0 is no whole number of 1 or more"),
+        ({"least_gain": 1.5}, r"balance.least_gain=1.5. Allowed: .* from 0 to 1"),
+        ({"noise_factor": -1.0}, r"balance.noise_factor=-1.0. Allowed: .* from 0 on"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(
-    options: dict[str, int], said: str
+    options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        BalanceConfig(**options)  # type: ignore[arg-type]
+        BalanceConfig(**options)
+
+
+def test_settings_are_the_rules_of_the_search() -> None:
+    config = BalanceConfig(patience=5, least_gain=0.02, noise_factor=3.0)
+    rules = config.rules("proportional")
+    assert (rules.policy, rules.patience) == ("proportional", 5)
+    assert (rules.least_gain, rules.noise_factor) == (0.02, 3.0)
+    assert BalanceConfig().rules("exact") == Rules()

@@ -39,6 +39,7 @@ def test_less_than_a_tenth_is_refused() -> None:
 def test_neighbours_are_no_better_than_the_best() -> None:
     unit_s = 1 / np.array([0.15, 0.25, 0.4, 0.6])
     best = tuple(allocate(unit_s, 64).tolist())
-    near = neighbours(best, unit_s)
-    assert len(near) == 3 and {sum(it) for it in near} == {64}
-    assert min(makespan(it, unit_s) for it in near) >= makespan(best, unit_s)
+    near = neighbours(best, unit_s, 5)
+    assert len(set(near)) == 5 and {sum(it) for it in near} == {64}
+    spans = [makespan(it, unit_s) for it in near]
+    assert spans == sorted(spans) and spans[0] >= makespan(best, unit_s)

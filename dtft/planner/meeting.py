@@ -1,0 +1,42 @@
+"""What it takes that members of a group meet, each coming from its own computing.
+
+Times of collectives are measured one behind another, where all members are there
+already. In a step they come at unlike times, most of all where processes share cores,
+and who waits has to be woken: `Link.meeting`, measured where it was found to matter.
+Pure. Must not know which collectives wait for each other (`combining`).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dtft.planner.axis_layout import Group, Groups
+from dtft.planner.links import Link
+
+
+def meeting_s(group: Group) -> float:
+    """Seconds of a group; of several levels those of the slowest.
+
+    Args:
+        group: of `group_of`.
+    """
+    return _slowest(group.sizes, group.links)
+
+
+def meetings_s(groups: Groups) -> np.ndarray:
+    """The same of each of many groups.
+
+    Args:
+        groups: any; one that uses no level takes nothing.
+
+    Returns:
+        Seconds; [groups].
+    """
+    if not any(link.meeting for link in groups.links):
+        return np.zeros(len(groups.sizes))
+    return np.array([_slowest(sizes, groups.links) for sizes in groups.sizes.tolist()])
+
+
+def _slowest(sizes: Sequence[float], links: Sequence[Link]) -> float:
+    each = (link.meeting_s(size) for size, link in zip(sizes, links, strict=True))
+    return max(each, default=0.0)

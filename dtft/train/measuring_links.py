@@ -1,0 +1,105 @@
+"""Times of collectives on the devices at hand: alone, beside and behind computing.
+
+Timed as `measuring` does, with bytes as the planner counts them. Decides nothing about
+models or plans.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from dtft.planner.links import CollectiveKind
+from dtft.train.measuring import Pace, Timed, make_loop, timed
+
+_COMPUTED = (256, 512), (512, 512)
+"""Operands of the matmuls that collectives are timed behind."""
+_MATMULS, _TURNS = 4, 8
+"""Of a turn, some milliseconds as between the collectives of a step; and turns."""
+
+
+def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: Pace) -> Timed:
+    """One collective of float32 along `group`; bytes as the planner counts them."""
+    members = mesh.shape["group"]
+    size = num_bytes // 4 // members * members
+    local = size // members if kind == "all_gather" else size
+
+    def body(x: jax.Array) -> tuple[jax.Array, ...]:
+        return (collective(kind, x, members),)
+
+    return timed(mesh, body, [(local,)], jnp.float32, pace)
+
+
+def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
+    """A collective whose result has the operand's shape again, at little more cost."""
+    if kind == "all_reduce":
+        return lax.psum(x, "group")
+    if kind == "permute":
+        return lax.ppermute(
+            x, "group", [(i, (i + 1) % members) for i in range(members)]
+        )
+    if kind == "all_to_all":
+        parts = lax.all_to_all(x.reshape(members, -1), "group", 0, 0)
+        return parts.reshape(x.shape)
+    if kind == "reduce_scatter":
+        part = lax.psum_scatter(x, "group", tiled=True)
+        return lax.dynamic_update_slice(x, part, (0,))
+    whole = lax.all_gather(x, "group", tiled=True)
+    # The next member's part: taking back one's own would undo the gathering.
+    other = (lax.axis_index("group") + 1) % members
+    return lax.dynamic_slice(whole, (other * x.shape[0],), x.shape)
+
+
+def overlap_s(mesh: Mesh, side: int, num_bytes: int, dtype: Any, pace: Pace) -> Timed:
+    """A square matmul, and an all-reduce that does not need it, in one turn."""
+    members = mesh.shape["group"]
+
+    def body(x: jax.Array, by: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        return x @ by, by, collective("all_reduce", y, members)
+
+    size = num_bytes // jnp.dtype(dtype).itemsize
+    return timed(mesh, body, [(side, side), (side, side), (size,)], dtype, pace)
+
+
+def behind_s(mesh: Mesh, all_bytes: Sequence[int], rounds: int) -> list[float]:
+    """What an all-reduce adds to matmuls that it waits for, and that wait for it.
+
+    A loop with matmuls alone and one with each size of an all-reduce, in turns: they
+    are compared while the machine is equally fast.
+
+    Args:
+        mesh: of `make_mesh`.
+        all_bytes: of the all-reduces.
+        rounds: times that each is timed; the median counts.
+
+    Returns:
+        Seconds for each size.
+    """
+    members = mesh.shape["group"]
+
+    def computed(x: jax.Array, by: jax.Array) -> jax.Array:
+        for _ in range(_MATMULS):
+            x = jnp.tanh(x @ by)
+        return x
+
+    def alone(x: jax.Array, by: jax.Array) -> tuple[jax.Array, ...]:
+        return computed(x, by), by
+
+    def behind(x: jax.Array, by: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        x = computed(x, by)
+        y = collective("all_reduce", y + x[0, 0], members) / members
+        return x + y[0], by, y
+
+    sizes = [(size // 4,) for size in all_bytes]
+    loops = [make_loop(mesh, alone, _COMPUTED, jnp.float32)]
+    loops += [make_loop(mesh, behind, [*_COMPUTED, n], jnp.float32) for n in sizes]
+    found: list[list[float]] = [[] for _ in all_bytes]
+    for _ in range(rounds):
+        without, *others = [run(_TURNS) for run in loops]
+        for seconds, own in zip(others, found, strict=True):
+            own.append((seconds - without) / _TURNS)
+    return [median(own) for own in found]

@@ -1,0 +1,154 @@
+"""What meeting for a collective takes: fitted, read, once for what goes together."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtft.planner.axis_layout import Groups
+from dtft.planner.calibration import Calibration, link_key
+from dtft.planner.catalog import link
+from dtft.planner.cluster import Cluster
+from dtft.planner.collective_cost import Group, collective_s
+from dtft.planner.deciding import decide
+from dtft.planner.device import Efficiency
+from dtft.planner.links import Curve, Link
+from dtft.planner.meeting import meeting_s, meetings_s
+from dtft.planner.meeting_fit import BehindTime, fit_meeting
+from dtft.planner.plan import Plan
+from dtft.planner.question import of_loss
+
+LAYERS, WIDTH, ROWS = 4, 64, 512
+PARAMS = {
+    "layers": {"w": jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32),
+               "b": jax.ShapeDtypeStruct((LAYERS, WIDTH), jnp.float32)},
+    "head": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+}  # fmt: skip
+BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+PORT = Link(
+    kind="loopback",
+    curve=Curve(latency_s=1e-4, bandwidth=1e9, half_bytes=1e4),
+    source="",
+)
+
+
+def loss(params, batch):
+    def layer(x, one):
+        return jnp.tanh(x @ one["w"] + one["b"][None, :]), None
+
+    hidden, _ = jax.lax.scan(layer, batch, params["layers"])
+    return jnp.mean(jnp.square(hidden @ params["head"]))
+
+
+def cluster_with(meeting: dict[int, float]) -> Cluster:
+    cluster = Cluster.parse("8xcpu")
+    pool = cluster.uniform
+    levels = tuple(
+        replace(level, link=replace(level.link, meeting=meeting))
+        for level in pool.levels
+    )
+    return replace(cluster, pools=(replace(pool, levels=levels),))
+
+
+def planned(meeting: dict[int, float], **pins: int) -> Plan:
+    asked = of_loss(loss, optax.sgd(1e-3), PARAMS, BATCH)
+    known = {"microbatches": 1, "remat": "none", **pins}
+    return decide(asked, cluster_with(meeting), known).plan
+
+
+@given(
+    extra=st.dictionaries(st.sampled_from([2, 4, 8]), st.floats(0, 0.1), min_size=1),
+    sizes=st.lists(st.integers(1, 2**24), min_size=1, max_size=4),
+)
+def test_the_fit_gives_back_what_was_added(
+    extra: dict[int, float], sizes: list[int]
+) -> None:
+    times = [
+        BehindTime(
+            num_bytes=size,
+            num_devices=n,
+            seconds=more
+            + collective_s("all_reduce", size, Group(sizes=(n,), links=(PORT,))),
+        )
+        for n, more in extra.items()
+        for size in sizes
+    ]
+    assert fit_meeting(PORT, times).meeting == pytest.approx(extra, abs=1e-9)
+
+
+def test_computing_that_hides_a_collective_is_no_gain() -> None:
+    """Nor does one odd time count; nothing measured leaves the link as it is."""
+    group = Group(sizes=(2,), links=(PORT,))
+    alone = collective_s("all_reduce", 4, group)
+    off = [-0.5, 0.002, 0.5]
+    times = [BehindTime(num_bytes=4, num_devices=2, seconds=alone + x) for x in off]
+    assert fit_meeting(PORT, times).meeting == pytest.approx({2: 0.002})
+    assert fit_meeting(PORT, times[:1]).meeting == {2: 0.0}
+    assert fit_meeting(PORT, []) == PORT
+
+
+def test_of_several_levels_the_slowest_counts() -> None:
+    near, far = (replace(PORT, meeting={2: s, 4: 2 * s}) for s in (1.0, 5.0))
+    groups = Groups(
+        sizes=np.array([[1.0, 1.0], [2.0, 1.0], [4.0, 2.0]]), links=(near, far)
+    )
+    assert meetings_s(groups).tolist() == [0.0, 1.0, 5.0]
+    assert meeting_s(Group(sizes=(4.0, 2.0), links=(near, far))) == 5.0
+    assert meeting_s(Group(sizes=(), links=())) == 0.0
+    with pytest.raises(ValueError, match=r"meeting=\{2: -1.0\} of a loopback link"):
+        replace(PORT, meeting={2: -1.0})
+
+
+def test_a_file_keeps_it_and_older_files_have_none() -> None:
+    port = replace(link("tcp-loopback"), meeting={2: 1e-3, 4: 2e-3})
+    made = Calibration(
+        device="cpu", fabric=(link_key(port),), num_devices=4, software="jax",
+        peak_flops={"float32": 1e9}, memory_bandwidth=1e9, efficiency=Efficiency(),
+        links={link_key(port): port},
+    )  # fmt: skip
+    assert Calibration.from_json(made.to_json()) == made
+    items = json.loads(made.to_json())
+    for item in items["links"].values():
+        del item["meeting"]
+    read = Calibration.from_json(json.dumps(items))
+    assert read.links[link_key(port)] == replace(port, meeting={})
+
+
+def test_what_goes_together_meets_once() -> None:
+    """Gradients of a layer in each turn of the loop, and the rest behind it."""
+    plans = [planned(meeting, replica=8) for meeting in ({}, {8: 1.0})]
+    before, after = (plan.prediction.terms["collectives"] for plan in plans)
+    assert after - before == pytest.approx(LAYERS + 1)
+
+
+def test_each_sum_of_activations_meets() -> None:
+    def wide(params, batch):
+        for up, down in params:
+            batch = jnp.tanh(batch @ up) @ down
+        return jnp.mean(jnp.square(batch))
+
+    pair = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 4096), (4096, 64)))
+    asked = of_loss(wide, optax.sgd(1e-3), [pair] * 3, BATCH)
+    known = {"tensor": 8, "microbatches": 1, "remat": "none"}
+    plans = [
+        decide(asked, cluster_with(meeting), known).plan for meeting in ({}, {8: 1e-6})
+    ]
+    sums = sum(one.trips for one in plans[0].collectives if one.kind == "all_reduce")
+    assert sums == 3 + 2  # forward, and backward without the batch's own gradient
+    before, after = (plan.prediction.terms["collectives"] for plan in plans)
+    assert after - before == pytest.approx(1e-6 * sums)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"replica": 8}, {"tensor": 8}, {"fsdp": 8, "zero": 3}]
+)
+def test_the_list_adds_up_to_what_is_priced(pins: dict[str, int]) -> None:
+    plan = planned({2: 0.1, 8: 0.3}, **pins)
+    sent = sum(one.seconds for one in plan.collectives)
+    assert sent == pytest.approx(plan.prediction.terms["collectives"])
