@@ -102,6 +102,13 @@ class Question:
         dims = self.batch_dims
         return self.graph.dims[dims[0]].sizes[0] if dims else 0
 
+    @property
+    def is_batch_alike(self) -> bool:
+        """Whether all arrays of the batch have as many rows, so that parts of it can go
+        through one after another."""
+        dims = [self.graph.dims[dim] for dim in self.batch_dims]
+        return len({dim.sizes[0] for dim in dims}) < 2
+
     @cached_property
     def passes(self) -> Mapping[str, int]:
         """For each argument's leaf, by how many passes of the model it is read."""
