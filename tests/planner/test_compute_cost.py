@@ -108,7 +108,9 @@ def test_no_matmul_takes_longer_than_a_larger_one(
     small = [n * step for n, step in zip(sizes, steps, strict=True)]
     extra = [n * step for n, step in zip(more, steps, strict=True)]
     large = [n + m for n, m in zip(small, extra, strict=True)]
-    least, most = (matmul_s(device, *shape) for shape in (small, large))
+    least, most = (
+        matmul_s(device, m, n, k, batch) for m, n, k, batch in (small, large)
+    )
     assert least <= most * (1 + 1e-9)
     thinner = matmul_s(device, small[0], small[1], few, small[3])
     assert thinner <= least * (1 + 1e-9)
