@@ -7,13 +7,12 @@ anything is measured (`dtft.train.calibrate`) or fitted (`calibration_fit`).
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from dtft.planner import versioned
 from dtft.planner.accuracy import UNCALIBRATED, Accuracy
 from dtft.planner.cluster import Cluster, Level, Pool
 from dtft.planner.device import Efficiency
-from dtft.planner.links import Curve, Link
+from dtft.planner.links import Link
 
 SCHEMA = 1
 
@@ -101,28 +100,27 @@ class Calibration:
         Raises:
             ValueError: no JSON, another version, or not a calibration.
         """
-        again = "Measure again with `dtft calibrate`."
         return versioned.read(
-            text, _calibration, name="calibration", schema=SCHEMA, again=again
+            text,
+            Calibration,
+            name="calibration",
+            schema=SCHEMA,
+            again="Measure again with `dtft calibrate`.",
+            check=_check,
         )
 
 
-def _calibration(items: dict[str, Any]) -> Calibration:
-    links = {key: _link(item) for key, item in items.pop("links").items()}
-    efficiency = Efficiency(**items.pop("efficiency"))
-    fabric = tuple(items.pop("fabric"))
-    return Calibration(links=links, efficiency=efficiency, fabric=fabric, **items)
+def _check(calibration: Calibration) -> None:
+    """Refuses what past runs did not say of themselves.
 
-
-def _link(items: dict[str, Any]) -> Link:
-    curve = Curve(**items.pop("curve"))
-    measured = {
-        kind: {int(n): Curve(**curve) for n, curve in curves.items()}
-        for kind, curves in items.pop("measured").items()
-    }
-    # Not in files of before it was measured.
-    meeting = {int(n): seconds for n, seconds in items.pop("meeting", {}).items()}
-    return Link(curve=curve, measured=measured, meeting=meeting, **items)
+    Raises:
+        ValueError: names the field.
+    """
+    if calibration.num_runs and "runs" not in calibration.residuals:
+        raise ValueError(
+            f"num_runs={calibration.num_runs}, and residuals has no 'runs'. Allowed: "
+            "both, or none"
+        )
 
 
 def link_key(link: Link) -> str:

@@ -67,6 +67,15 @@ class Pool:
         sizes = [str(level.size) for level in reversed(self.levels) if level.size > 1]
         return "x".join([*sizes, self.device.name]) if sizes else self.device.name
 
+    @property
+    def fabric_words(self) -> str:
+        """Its words and the kinds of its links, such as `2x8xh100 by NVLink and
+        InfiniBand`: the same for a shorthand and for the devices that it means."""
+        kinds = dict.fromkeys(
+            level.link.kind for level in self.levels if level.size > 1
+        )
+        return f"{self.words} by {' and '.join(kinds)}" if kinds else self.words
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:

@@ -66,6 +66,7 @@ def write(
         model_hash=question.fingerprint,
         cluster_hash=cluster.fingerprint,
         cluster=cluster.words,
+        predicted_for=cluster.uniform.fabric_words,
     )
 
 

@@ -62,7 +62,8 @@ def _of_operators(
 ) -> Iterator[_Listed]:
     graph, platform = search.question.graph, search.pool.device.platform
     for group, done in search.works(division):
-        shape = graph.values[group.operator.outputs[0]].shape
+        outputs = group.operator.outputs  # a callback may have none
+        shape = graph.values[outputs[0]].shape if outputs else ()
         where = f"{group.region} {group.operator.primitive} "
         for sent in done.sent:
             yield _Listed(

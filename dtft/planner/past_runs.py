@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from dtft.planner import typed
 from dtft.planner.calibration import Calibration
 from dtft.planner.scalar_fit import Fit, fit
 
@@ -47,10 +48,8 @@ def read_log(text: str) -> list[PastRun]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                items = json.loads(line)
-                items["fabric"] = tuple(items["fabric"])
-                runs.append(PastRun(**items))
-            except (ValueError, TypeError, KeyError) as error:
+                runs.append(typed.build(PastRun, json.loads(line)))
+            except ValueError as error:
                 raise ValueError(
                     f"line {number} of the log of runs is no run ({error}). Remove it."
                 ) from None

@@ -7,7 +7,6 @@ shown (`placement_report`) or run (`dtft.train`).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dtft.planner import versioned
 
@@ -152,9 +151,13 @@ class Placement:
         Raises:
             ValueError: no JSON, another version, or not a placement.
         """
-        again = "Make the placement again."
         return versioned.read(
-            text, _placement, name="placement", schema=SCHEMA, again=again
+            text,
+            Placement,
+            name="placement",
+            schema=SCHEMA,
+            again="Make the placement again.",
+            check=_check,
         )
 
 
@@ -204,20 +207,3 @@ def _check(placement: Placement) -> None:
         stops.append(stop)
     if len(placement.operators) > num_tasks:
         raise ValueError(f"operators has more entries than the {num_tasks} tasks")
-
-
-def _placement(items: dict[str, Any]) -> Placement:
-    made = Placement(**{name: _plain(name, item) for name, item in items.items()})
-    _check(made)
-    return made
-
-
-def _plain(name: str, item: Any) -> Any:
-    """A field of a placement from its JSON form."""
-    if name == "schedule":
-        return tuple(Run(**one) for one in item)
-    if name == "transfers":
-        return tuple(Transfer(**one) for one in item)
-    if name == "operators":
-        return tuple((start, stop) for start, stop in item)
-    return tuple(item) if isinstance(item, list) else item

@@ -6,9 +6,10 @@ Values only, with their JSON form. Decides nothing; must not know how a plan is 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from dtft.planner import versioned
+from dtft.planner.meshes import AXES
 
 SCHEMA = 1
 
@@ -146,6 +147,9 @@ class Plan:
     cluster_hash: str = ""
     cluster: str = ""
     """The cluster in words."""
+    predicted_for: str = ""
+    """The devices that the prediction is of (`Pool.fabric_words`); empty where it is of
+    none, as where the replicas were changed since, and in older files."""
 
     @property
     def memory_bytes(self) -> int:
@@ -166,59 +170,17 @@ class Plan:
         """The plan of `to_json`.
 
         Raises:
-            ValueError: no JSON, another version, or not a plan.
+            ValueError: no JSON, another version, or not a plan: names the field that
+                is none of a plan's, and what is allowed.
         """
-        plan = versioned.read(text, _plan, name="plan", schema=SCHEMA, again=_AGAIN)
-        _check(plan)
-        return plan
-
-
-_AGAIN = "Make the plan again with `dtft plan CONFIG --json PATH`."
-
-
-def _plan(items: dict[str, Any]) -> Plan:
-    knobs = Knobs(**items.pop("knobs"))
-    prediction = Prediction(**items.pop("prediction"))
-    collectives = tuple(
-        Collective(**{**item, "axes": tuple(item["axes"])})
-        for item in items.pop("collectives")
-    )
-    alternatives = tuple(
-        Alternative(**{**item, "knobs": Knobs(**item["knobs"])})
-        for item in items.pop("alternatives")
-    )
-    axes = {
-        axis: AxisUse(
-            levels=tuple((n, kind) for n, kind in use["levels"]), work=use["work"]
+        return versioned.read(
+            text,
+            Plan,
+            name="plan",
+            schema=SCHEMA,
+            again="Make the plan again with `dtft plan CONFIG --json PATH`.",
+            check=_check,
         )
-        for axis, use in items.pop("axes", {}).items()
-    }
-    specs = {name: _specs(items.pop(name)) for name in ("state", "batch", "optimizer")}
-    constraints = {
-        int(number): _spec(spec) for number, spec in items.pop("constraints").items()
-    }
-    return Plan(
-        host=tuple(items.pop("host", ())),
-        axes=axes,
-        knobs=knobs,
-        prediction=prediction,
-        collectives=collectives,
-        alternatives=alternatives,
-        constraints=constraints,
-        **specs,
-        **items,
-    )
-
-
-def _specs(items: Mapping[str, Any]) -> dict[str, Spec]:
-    return {path: _spec(spec) for path, spec in items.items()}
-
-
-def _spec(parts: Any) -> Spec:
-    return tuple(tuple(axes) for axes in parts)
-
-
-_REMAT = ", ".join(get_args(Remat))
 
 
 def _check(plan: Plan) -> None:
@@ -227,33 +189,36 @@ def _check(plan: Plan) -> None:
     Raises:
         ValueError: names the field.
     """
+    _check_choice("", plan.mesh, plan.knobs)
+    for at, one in enumerate(plan.alternatives):
+        _check_choice(f"alternatives[{at}].", one.mesh, one.knobs)
+    mesh = ", ".join(plan.mesh)
+    for name in ("state", "batch", "optimizer", "constraints"):
+        for path, spec in getattr(plan, name).items():
+            used = [axis for axes in spec for axis in axes]
+            if len(set(used)) < len(used) or not set(used) <= plan.mesh.keys():
+                raise ValueError(
+                    f"{name}[{path!r}]={[list(axes) for axes in spec]}. Allowed: axes "
+                    f"of its mesh ({mesh}), each once"
+                )
+    for name, used in (("axes", plan.axes), ("host", plan.host)):
+        known = plan.mesh if name == "axes" else plan.optimizer
+        if unknown := [one for one in used if one not in known]:
+            allowed = mesh if name == "axes" else "paths of its optimizer"
+            raise ValueError(f"{name} has {unknown[0]!r}. Allowed: {allowed}")
 
-    def is_count(value: Any) -> bool:
-        return type(value) is int and value >= 1
 
-    knobs = plan.knobs
-    mesh = plan.mesh if isinstance(plan.mesh, Mapping) else {}
-    for name, value, fits, allowed in (
-        ("entry", plan.entry, plan.entry in ("step", "loss"), "step, loss"),
-        (
-            "mesh",
-            plan.mesh,
-            bool(mesh) and all(map(is_count, mesh.values())),
-            "axis name to size, whole numbers of 1 or more",
-        ),
-        ("microbatches", knobs.microbatches, is_count(knobs.microbatches), "1 or more"),
-        ("zero", knobs.zero, knobs.zero in (0, 1, 2, 3), "0, 1, 2, 3"),
-        ("remat", knobs.remat, knobs.remat in get_args(Remat), _REMAT),
-        ("offload", knobs.offload, isinstance(knobs.offload, bool), "true, false"),
-        (
-            "memory",
-            plan.memory,
-            isinstance(plan.memory, Mapping)
-            and all(isinstance(size, int) for size in plan.memory.values()),
-            "term to bytes",
-        ),
-    ):
-        if not fits:
-            raise ValueError(
-                f"the plan file has {name}={value!r}. Allowed: {allowed}. {_AGAIN}"
-            )
+def _check_choice(where: str, mesh: Mapping[str, int], knobs: Knobs) -> None:
+    """Refuses meshes and knobs that nothing can be run on.
+
+    Raises:
+        ValueError: names the field.
+    """
+    if not mesh or not mesh.keys() <= set(AXES) or min(mesh.values()) < 1:
+        raise ValueError(
+            f"{where}mesh={dict(mesh)}. Allowed: sizes of 1 or more of one or some of "
+            f"{', '.join(AXES)}"
+        )
+    for name in ("microbatches", "virtual_stages"):
+        if (number := getattr(knobs, name)) < 1:
+            raise ValueError(f"{where}knobs.{name}={number}. Allowed: 1 or more")

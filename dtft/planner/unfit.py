@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtft.planner import wording
+from dtft.planner import shorthand, wording
+from dtft.planner.catalog import MACHINES
 from dtft.planner.cluster import Cluster, Level, Pool
 from dtft.planner.plan import Plan
 from dtft.planner.wording import seconds, size
@@ -53,7 +54,7 @@ def text(leanest: Plan, cluster: Cluster, pins: Mapping[str, Any], best: Best) -
     )
     found = [str(one) for one in remedies(cluster, pins, best)]
     help_text = "; ".join(found) or (
-        f"nothing that was tried, up to {MOST} times as many devices: take a smaller "
+        f"nothing that was tried, {_tried_devices(cluster.uniform)}: take a smaller "
         "batch, or an optimizer with less state"
     )
     return (
@@ -99,12 +100,23 @@ def _tried(
 
 
 def _larger(pool: Pool) -> Iterator[Pool]:
-    """Pools with twice, four times ... as many of the outermost groups."""
-    if not pool.levels:
-        return
-    *inner, outer = pool.levels
-    factor = 2
-    while factor <= MOST:
-        level = Level(size=outer.size * factor, link=outer.link, name=outer.name)
-        yield replace(pool, levels=(*inner, level))
-        factor *= 2
+    """Pools with twice, four times ... as many of the outermost groups.
+
+    Of a single device as many as the catalog joins; none if it is not in there.
+    """
+    factor = 1
+    while (factor := 2 * factor) <= MOST:
+        if pool.levels:
+            *inner, outer = pool.levels
+            level = Level(size=outer.size * factor, link=outer.link, name=outer.name)
+            yield replace(pool, levels=(*inner, level))
+        elif pool.device.name in MACHINES:
+            joined = shorthand.pool(f"{factor}x{pool.device.name}")
+            yield replace(pool, levels=joined.levels)
+
+
+def _tried_devices(pool: Pool) -> str:
+    """How many more devices were looked at."""
+    if any(_larger(pool)):
+        return f"up to {MOST} times as many devices"
+    return "more devices not among it, as no link joins them in the cluster's file"

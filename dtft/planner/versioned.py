@@ -1,12 +1,15 @@
 """Values as versioned JSON, and back: read and refused in one way.
 
-Must not know what is written: who reads says how a value is built of its items.
+Must not know what is written: types say what their fields may be (`typed`), who reads
+says what must hold between them.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
+
+from dtft.planner import typed
 
 Made = TypeVar("Made")
 
@@ -23,23 +26,26 @@ def write(value: Any, schema: int) -> str:
 
 def read(
     text: str,
-    build: Callable[[dict[str, Any]], Made],
+    kind: type[Made],
     *,
     name: str,
     schema: int,
     again: str,
+    check: Callable[[Made], None] | None = None,
 ) -> Made:
     """The value of `write`.
 
     Args:
         text: JSON.
-        build: makes the value of its fields.
+        kind: the dataclass that it is of.
         name: what errors call it.
         schema: the version that is read.
         again: how a user makes another one, as a sentence.
+        check: refuses, by a ValueError, what no such value has.
 
     Raises:
-        ValueError: no JSON, another version, or other fields.
+        ValueError: no JSON, another version, or other fields or values; names the
+            first of them, and what is allowed.
 
     >>> read('{"schema": 2}', dict, name="plan", schema=1, again="Plan again.")
     Traceback (most recent call last):
@@ -54,14 +60,17 @@ def read(
             f"Allowed: the text of a {name}, not the path of its file. {again}"
         ) from None
     found = items.pop("schema", None) if isinstance(items, dict) else None
-    if found != schema:
+    if type(found) is not int or found != schema:
         raise ValueError(
             f"schema={found!r} is not a {name} that this dtft reads. Allowed: "
             f"{schema}. {again}"
         )
     try:
-        return build(items)
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        made: Any = typed.build(kind, items)
+        if check is not None:
+            check(made)
+    except ValueError as error:
         raise ValueError(
             f"the text has not what a {name} has ({error}). {again}"
         ) from None
+    return made

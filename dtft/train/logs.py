@@ -125,9 +125,12 @@ class RunLog:
         self._ended = "  ".join([f"{head} at step {summary['step']}", *values])
 
     def _calibration(self) -> None:
-        """Logs how long a step of this plan takes, to fit the planner to."""
+        """Logs how long a step of this plan takes, to fit the planner to.
+
+        Not of a plan whose prediction is of other devices: nothing is learnt from it.
+        """
         choice, path = self._runtime.choice, self._runtime.run_directory
-        if choice is None or not self._step_s:
+        if choice is None or not choice.is_predicted or not self._step_s:
             return
         run = plan_times.past_run(choice.plan, self._program.mesh, self._step_s)
         if run is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from dtft._jax_internals import told_by_first
+from dtft.planner.cluster import Cluster
 from dtft.planner.plan import Plan
 from dtft.train.config import ConfigError
 from dtft.train.experiment import Experiment
@@ -42,6 +43,14 @@ class Choice:
     """The recorded plan's mesh, if another number of devices has taken its place."""
     num_devices: int = 0
     """Devices there are, of which the plan may leave some idle; 0: those it uses."""
+    here: str = ""
+    """The devices that it runs on (`Pool.fabric_words`); empty: the planner does not
+    know them."""
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the plan's prediction is of the devices that it runs on."""
+        return bool(self.here) and self.plan.predicted_for == self.here
 
     @cached_property
     def items(self) -> dict[str, Any]:
@@ -61,7 +70,6 @@ class Choice:
     def words(self) -> str:
         """One line for the banner."""
         plan, knobs = self.plan, self.plan.knobs
-        expected = plan.prediction
         changed = ""
         if self.before:
             how = "decided again" if self.asked == AUTO else "replicas changed"
@@ -73,10 +81,24 @@ class Choice:
         return (
             f"plan {self.asked}{changed}: {_sizes(plan)}{idle}, "
             f"microbatches {knobs.microbatches}, remat {knobs.remat}, "
-            f"zero {knobs.zero}; predicted "
-            f"{1e3 * expected.step_s:.3g} ms a step ({1e3 * expected.low_s:.3g} to "
-            f"{1e3 * expected.high_s:.3g}, {expected.source}), "
-            f"{plan.memory_bytes / 2**20:.1f} MiB per device"
+            f"zero {knobs.zero}; {self._prediction}"
+        )
+
+    @property
+    def _prediction(self) -> str:
+        plan, expected = self.plan, self.plan.prediction
+        if self.is_predicted:
+            return (
+                f"predicted {1e3 * expected.step_s:.3g} ms a step "
+                f"({1e3 * expected.low_s:.3g} to {1e3 * expected.high_s:.3g}, "
+                f"{expected.source}), {plan.memory_bytes / 2**20:.1f} MiB per device"
+            )
+        made = f"made for {plan.predicted_for or plan.cluster or 'devices unknown'}"
+        if not plan.predicted_for:
+            made += ", replicas changed since (or by an older dtft)"
+        return (
+            f"{made}, run on {self.here or 'devices that the planner does not know'}: "
+            "no prediction, and calibrations learn nothing from this run"
         )
 
 
@@ -126,6 +148,7 @@ def choose(
         plan=plan,
         before="" if known is None or is_same else _sizes(known),
         num_devices=len(devices),
+        here=_words(devices),
     )
 
 
@@ -136,8 +159,6 @@ def used(plan: Plan) -> int:
 
 def _planned_for(plan: Plan) -> int:
     """Devices of the cluster that a plan was made for, as far as its words say them."""
-    from dtft.planner.cluster import Cluster
-
     try:
         return max(Cluster.parse(plan.cluster).num_devices, used(plan))
     except ValueError:  # a file that is not here
@@ -183,6 +204,14 @@ def _check_batch(plan: Plan, batch: int) -> None:
         )
 
 
+def _words(devices: Sequence[Any]) -> str:
+    """What the planner calls the devices; empty if it does not know them."""
+    try:
+        return Cluster.from_devices(devices).uniform.fabric_words
+    except ValueError:
+        return ""
+
+
 def with_replicas(plan: Plan, num_devices: int) -> Plan:
     """The plan with as many replicas as there are devices for.
 
@@ -199,9 +228,9 @@ def with_replicas(plan: Plan, num_devices: int) -> Plan:
             f"Allowed: {allowed}. Use another number of devices, another --plan, or "
             "--plan auto, which is decided again when the number changes."
         )
-    # Where its axes lie was said of the other number.
+    # Where its axes lie, and what it takes, was said of the other number.
     mesh = {**plan.mesh, "replica": num_devices // others}
-    return replace(plan, mesh=mesh, axes={})
+    return replace(plan, mesh=mesh, axes={}, predicted_for="")
 
 
 def _sizes(plan: Plan) -> str:

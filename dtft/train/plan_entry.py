@@ -48,7 +48,11 @@ def plan(
     Args:
         step: `step(state, batch) -> (state, anything)`.
         state: tree of arrays or ShapeDtypeStructs.
-        loss: `loss(params, batch)`: a scalar, or a scalar and auxiliary values.
+        loss: `loss(params, batch)`: a scalar, or a scalar and auxiliary values. It must
+            be a mean over the batch: with `microbatches` above 1, which the planner may
+            choose, what is taken is the mean of the parts' losses and gradients. Of a
+            sum over the batch that would be one part's share, the sum divided by
+            `microbatches`; pin `microbatches=1` for such a loss.
         optimizer: an optax transformation.
         params: tree of arrays or ShapeDtypeStructs.
         batch: the same; the first dim of each leaf is that of examples.

@@ -318,7 +318,9 @@ def test_a_calibration_of_before_is_read() -> None:
 
 
 def test_a_calibration_survives_its_file() -> None:
-    made = calibration(scales={"compute": 1.1}, num_runs=3)
+    made = calibration(
+        scales={"compute": 1.1}, num_runs=3, residuals={"runs": 0.1, "matmul": 0.2}
+    )
     text = made.to_json()
     assert Calibration.from_json(text) == made
     assert Calibration.from_json(text).to_json() == text
@@ -333,7 +335,11 @@ def test_a_calibration_survives_its_file() -> None:
         ),
         ({"schema": None}, "schema=None"),
         ({"strange": 1}, "has not what a calibration has"),
-        ({"links": None}, "has not what a calibration has"),
+        ({"links": None}, "(links=None. Allowed: an object"),
+        ({"num_devices": "8"}, "(num_devices='8'. Allowed: a whole number"),
+        ({"peak_flops": {"bfloat16": -1}}, "(peak_flops['bfloat16']=-1. Allowed:"),
+        ({"efficiency": {"e0": 7}}, "no device is so"),
+        ({"num_runs": 2}, "residuals has no 'runs'"),
     ],
 )
 def test_a_file_that_is_no_calibration_is_refused(

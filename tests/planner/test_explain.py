@@ -1,16 +1,21 @@
 """What a plan says of itself has the plan's own numbers."""
 
+import copy
 import json
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dtft.planner import comparing, explain, glossary, mesh_text
 from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
 from dtft.planner.plan import Knobs, Plan, Remat
 from dtft.planner.priced import MEMORY, TERMS
+from dtft.train.planning import RunnablePlan
 from tests.planner import reading
 from tests.planner.deciding_zoo import decision, mlp
 
@@ -241,14 +246,27 @@ def test_every_value_of_a_knob_has_a_sentence() -> None:
     ("changed", "said"),
     [
         ({"schema": 2}, "schema=2 is not a plan.*Allowed: 1"),
-        ({"mesh": {"fsdp": 0}}, "mesh={'fsdp': 0}. Allowed: axis name to size"),
+        ({"mesh": {"fsdp": 0}}, "mesh={'fsdp': 0}. Allowed: sizes of 1 or more"),
+        ({"mesh": {"zebra": 2}}, "mesh={'zebra': 2}. Allowed: .* of replica, stage,"),
+        ({"mesh": {"fsdp": True}}, r"mesh\['fsdp'\]=True. Allowed: a whole number"),
         ({"entry": "both"}, "entry='both'. Allowed: step, loss"),
         ({"knobs": {"zero": 9}}, "zero=9. Allowed: 0, 1, 2, 3"),
         ({"knobs": {"remat": "some"}}, "remat='some'. Allowed: none, dots, full"),
         ({"knobs": {"tensor": 2}}, "has not what a plan has .*tensor"),
-        ({"memory": None}, "memory=None"),
-        ({"constraints": {"a": []}}, "has not what a plan has"),
-        ({"colour": 1}, "has not what a plan has .*colour"),
+        ({"knobs": {"schedule": []}}, r"knobs.schedule=\[\]. Allowed: 1f1b, gpipe"),
+        ({"knobs": {"microbatches": 0}}, "knobs.microbatches=0. Allowed: 1 or more"),
+        ({"memory": None}, "memory=None. Allowed: an object"),
+        ({"prediction": {"terms": None}}, "prediction.low_s is missing"),
+        ({"constraints": {"a": []}}, "a name in constraints='a'. Allowed: a whole"),
+        (
+            {"batch": {"x": [["zz"]]}},
+            r"batch\['x'\]=\[\['zz'\]\]. Allowed: axes of its",
+        ),
+        ({"state": {"w": [["fsdp"], ["fsdp"]]}}, r"\(tensor, fsdp\), each once"),
+        ({"axes": {"stage": {"levels": [], "work": 1}}}, "axes has 'stage'"),
+        ({"host": ["nope"]}, "host has 'nope'. Allowed: paths of its optimizer"),
+        ({"bound_s": 1e400}, "bound_s=inf. Allowed: a finite number of 0 or more"),
+        ({"colour": 1}, "has not what a plan has .colour=1. Allowed: no such field"),
     ],
 )
 def test_a_file_that_holds_no_plan_says_what_is_wrong(
@@ -257,6 +275,83 @@ def test_a_file_that_holds_no_plan_says_what_is_wrong(
     text = named("mixed").to_json()
     with pytest.raises(ValueError, match=said):
         Plan.from_json(json.dumps({**json.loads(text), **changed}))
+
+
+class Broken(NamedTuple):
+    """A value inside a plan's JSON, and what stands there instead."""
+
+    path: tuple[str | int, ...]
+    value: object
+
+
+GONE = object()
+"""No value: the field is left out."""
+
+
+def places(items: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in nested JSON; of lists the first."""
+    parts = items.items() if isinstance(items, dict) else enumerate(items[:1])
+    for key, value in parts:
+        yield (*path, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*path, key))
+
+
+def damaged(items: dict[str, Any], broken: Broken) -> str:
+    items = copy.deepcopy(items)
+    *outer, last = broken.path
+    parent: Any = items
+    for key in outer:
+        parent = parent[key]
+    if broken.value is GONE:
+        del parent[last]
+    else:
+        parent[last] = broken.value
+    return json.dumps(items)
+
+
+def survives(text: str) -> bool:
+    """Whether it is a plan, which then shows itself."""
+    try:
+        plan = RunnablePlan.from_json(text)
+    except ValueError:
+        return False
+    assert plan.explain() and plan.html()
+    assert RunnablePlan.from_json(plan.to_json()) == plan
+    return True
+
+
+JUNK = (GONE, None, "x", "8", -1, 0, 1e400, True, {"a": 1}, [], [1])
+
+
+def test_a_file_with_one_thing_changed_is_refused_or_a_plan() -> None:
+    """Every field, at every depth, with values of all kinds."""
+    items = json.loads(named("mixed").to_json())
+    refused = shown = 0
+    for path in places(items):
+        for value in JUNK:
+            if survives(damaged(items, Broken(path, value))):
+                shown += 1
+            else:
+                refused += 1
+    assert shown and refused > 4 * shown
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(("fsdp", "tensor", "1", "x")), inner)
+    ),
+    max_leaves=5,
+)
+
+
+@given(st.data())
+def test_whatever_stands_there_it_is_refused_or_a_plan(data: st.DataObject) -> None:
+    items = json.loads(named("mixed").to_json())
+    path = data.draw(st.sampled_from(list(places(items))))
+    survives(damaged(items, Broken(path, data.draw(JSON))))
 
 
 def test_half_a_file_is_no_plan() -> None:

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from dtft.checkpoint import tree
+from dtft.planner.cluster import Cluster
+from dtft.planner.deciding import decide
 from dtft.planner.past_runs import read_log
 from dtft.planner.plan import Knobs, Plan
+from dtft.planner.question import of_loss
 from dtft.train.config import ConfigError
 from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.loop import program_of, run
@@ -32,6 +35,11 @@ def planned(
 ) -> Plan:
     asked = asked_of(experiment)
     return plan_of(asked.params, asked.batch, asked.optimizer, mesh, knobs)
+
+
+def on(plan: Plan, mesh: Mapping[str, int]) -> Plan:
+    """The plan with another mesh, and nothing that is divided over the one before."""
+    return replace(plan, mesh=mesh, batch={}, optimizer={})
 
 
 def two() -> list[Any]:
@@ -107,7 +115,7 @@ def test_auto_is_decided_again_for_another_number_of_devices(
     tmp_path: Path, plan: Plan
 ) -> None:
     items = Choice(asked="auto", plan=plan).items
-    other = replace(plan, mesh={"fsdp": 3})
+    other = on(plan, {"fsdp": 3})
     asked = []
 
     def decide(_: Experiment, devices: Sequence[Any]) -> Plan:
@@ -142,7 +150,7 @@ def test_a_files_plan_gets_more_replicas_or_is_refused(
     }  # fmt: skip
     with pytest.raises(ConfigError, match="does not fit 3 devices. Allowed: multiples"):
         choose(experiment, jax.devices()[:3], items.items, never)
-    alone = Choice(asked="x.json", plan=replace(plan, mesh={"fsdp": 2})).items
+    alone = Choice(asked="x.json", plan=on(plan, {"fsdp": 2})).items
     with pytest.raises(ConfigError, match=r"fsdp=2 does not fit 8 devices.*Allowed: 2"):
         choose(experiment, jax.devices(), alone, never)
 
@@ -233,14 +241,16 @@ def test_a_run_writes_its_plan_and_what_a_step_took(
     tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "my_plan.json"
+    plan = replace(plan, predicted_for="2xcpu by loopback")
     path.write_text(plan.to_json())
     folder = tmp_path / "run"
     experiment = tiny(folder, steps=6, plan=str(path))
     experiment = replace(experiment, cluster=replace(experiment.cluster, hosts=2))
     first = run(experiment, LocalRuntime(experiment))
-    assert f"plan {path}: replica=2, microbatches 1, remat none, zero 1" in (
-        capsys.readouterr().out
+    said = (
+        f"plan {path}: replica=2, microbatches 1, remat none, zero 1; predicted 1e+03"
     )
+    assert said in capsys.readouterr().out
     assert Plan.from_json((folder / "plan.json").read_text()) == plan
     (past,) = read_log((folder / "plan_times.jsonl").read_text())
     assert past.step_s > 0
@@ -259,3 +269,28 @@ def test_a_run_writes_its_plan_and_what_a_step_took(
     assert isinstance(program, PlannedProgram)
     assert program.plan is not None
     assert program.plan.knobs == Knobs(zero=1)
+
+
+@pytest.mark.parametrize("cluster", ["2xh100", "1xcpu", "2xcpu"])
+def test_nothing_is_predicted_or_learnt_of_other_devices(
+    tmp_path: Path, cluster: str
+) -> None:
+    """Of a file: two GPUs, one CPU device, or the two that it is run on."""
+    path, folder = tmp_path / "plan.json", tmp_path / "run"
+    experiment = tiny(folder, steps=4, plan=str(path))
+    experiment = replace(experiment, cluster=replace(experiment.cluster, hosts=2))
+    asked = asked_of(experiment)
+    pin = min(2, Cluster.parse(cluster).num_devices)
+    question = of_loss(asked.loss, asked.optimizer, asked.params, asked.batch)
+    made = decide(question, Cluster.parse(cluster), {"replica": pin}).plan
+    path.write_text(made.to_json())
+    runtime = LocalRuntime(experiment)
+    run(experiment, runtime)
+    choice = runtime.choice
+    assert choice is not None and choice.here == "2xcpu by loopback"
+    same = cluster == "2xcpu"
+    assert choice.is_predicted == same == (folder / "plan_times.jsonl").exists()
+    assert ("; predicted " in choice.words) == same
+    known = {"2xh100": "2xh100 by NVLink", "1xcpu": "1xcpu, replicas changed since"}
+    assert same or f"made for {known[cluster]}" in choice.words
+    assert same or "run on 2xcpu by loopback: no prediction" in choice.words

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 
 import dtft
 from dtft.planner.cluster import Cluster
@@ -151,6 +152,55 @@ def test_a_model_that_cannot_fit_says_by_how_much_and_what_would_help() -> None:
     assert needed - there == pytest.approx(more, abs=0.02)
     assert re.search(r"16 devices instead of 8: [\d.]+ \w+ per step", text)
     assert all(term in text for term in ("parameters", "optimizer", "activations"))
+
+
+@pytest.mark.parametrize("cluster", ["h100", "rtx4090", "1xcpu", "v5e"])
+def test_one_device_that_is_too_small_is_told_how_many_fit(cluster: str) -> None:
+    whole = sum(4 * array.size for array in jax.tree.leaves(PARAMS))
+    small = _with_memory(cluster, 3 * whole // 2)
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        _planned(small)
+    found = re.search(r"make it fit: (\d+) devices instead of 1: ", str(caught.value))
+    assert found is not None, caught.value
+    fits = _with_memory(f"{found[1]}x{cluster}", 3 * whole // 2)
+    assert _planned(fits).fits
+
+
+def test_what_prints_is_planned_and_prints_when_it_runs() -> None:
+    seen: list[float] = []
+
+    def loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+        io_callback(lambda x: seen.append(float(x)), None, batch.sum())
+        jax.debug.callback(lambda x: seen.append(float(x[0, 0])), batch)
+        return _loss(params, batch)
+
+    def step(state: dict[str, jax.Array], batch: jax.Array) -> tuple[Any, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+    batch = jnp.ones((64, WIDTH))
+    params = {name: jnp.ones(like.shape) for name, like in PARAMS.items()}
+    whole = dtft.plan(step=step, state=params, batch=batch)
+    parts = dtft.plan(loss=loss, optimizer=OPTIMIZER, params=params, batch=batch)
+    assert "step" in whole.explain() and parts.lints() is not None
+    built = dtft.train.make_step(loss, OPTIMIZER, parts)
+    for run in (
+        lambda: whole.jit(step)(params, batch),
+        lambda: built.step(built.init(params), batch),
+    ):
+        seen.clear()
+        jax.block_until_ready(run())
+        jax.effects_barrier()
+        assert set(seen) == {float(batch.sum()), 1.0}
+
+
+def test_one_device_that_nothing_joins_is_not_said_to_fit_nowhere() -> None:
+    (pool,) = Cluster.parse("h100").pools
+    device = dataclasses.replace(pool.device, name="own", memory_bytes=2**17)
+    own = dataclasses.replace(pool, device=device)
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        _planned(Cluster(pools=(own,)))
+    assert "more devices not among it, as no link joins them" in str(caught.value)
 
 
 def test_five_devices_and_a_batch_of_eight_use_what_works_and_say_its_price() -> None:
