@@ -34,8 +34,10 @@ import matplotlib.pyplot as plt  # noqa: E402
 import report  # noqa: E402
 import worlds  # noqa: E402
 
-APART, ALIKE = 0.05, 1e-5
-"""Measured so far apart, a pair counts; predicted so close, neither comes first."""
+from dtft.planner.row_fitting import concordance  # noqa: E402
+
+APART = 0.05
+"""Measured further apart, a pair counts."""
 MODELS = ("mlp", "gpt_scan", "resnet")
 WORLDS = {"1x8": (1, 8), "4x1": (4, 1)}
 """Processes, and CPU devices of each."""
@@ -72,29 +74,6 @@ def measured(world: str, models: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {f"{one['model']}@{world}": {**one, **more} for one in found["models"]}
 
 
-def concordance(measured_s: Sequence[float], predicted_s: Sequence[float]) -> float:
-    """Share of pairs, measured more than 5 % apart, that are predicted in that order.
-
-    A pair that is predicted alike counts half.
-
-    >>> concordance([1.0, 2.0, 2.01], [1.0, 3.0, 2.0])
-    1.0
-    >>> concordance([1.0, 2.0], [3.0, 3.0])
-    0.5
-    """
-    found, told = np.array(measured_s), np.array(predicted_s)
-    one, other = np.triu_indices(len(found), 1)
-    low, high = (
-        np.minimum(found[one], found[other]),
-        np.maximum(found[one], found[other]),
-    )
-    apart = high > (1 + APART) * low
-    alike = np.isclose(told[one], told[other], rtol=ALIKE)
-    order = np.sign(found[one] - found[other]) == np.sign(told[one] - told[other])
-    right = np.where(alike, 0.5, order)
-    return float(np.mean(right[apart])) if apart.any() else 1.0
-
-
 def judged(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of one row: a model in a world."""
     rows = model["rows"]
@@ -116,12 +95,17 @@ def judged(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
         "slowest_s": max(times),
         "chosen_ratio": again[chosen["plan"]] / again[best],
         "tried_ratio": tried / again[best],
-        "concordance": concordance(times, [row["predicted_s"] for row in rows]),
-        "catalog_concordance": concordance(
-            [row["step_s"] for row in both], [row["catalog_s"] for row in both]
-        ),
+        "concordance": _concordance(rows, "predicted_s"),
+        "catalog_concordance": _concordance(both, "catalog_s"),
         "error": float(np.median(np.abs(np.array(ratios) - 1))),
     }
+
+
+def _concordance(rows: Sequence[Mapping[str, Any]], told: str) -> float:
+    predicted, measured = (
+        np.array([row[name] for row in rows]) for name in (told, "step_s")
+    )
+    return concordance(predicted, measured, APART)[0]
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> list[list[Any]]:

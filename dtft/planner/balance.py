@@ -111,7 +111,21 @@ class Balance(Generic[Division]):
 
     @classmethod
     def begin(cls, work: Work[Division], rules: Rules = Rules()) -> "Balance[Division]":
-        """Equal weights and nothing known."""
+        """Equal weights and nothing known.
+
+        Raises:
+            ValueError: no work, or no rules.
+        """
+        if not hasattr(work, "by_weight"):
+            raise ValueError(
+                f"work={work!r:.80}. Allowed: Microbatches, Layers, Operators, or what "
+                "else has the methods of balance.Work."
+            )
+        if not isinstance(rules, Rules):
+            raise ValueError(
+                f"rules={rules!r:.80}. Allowed: balance.Rules, such as "
+                "Rules(policy='exact')."
+            )
         weights = np.ones(work.num_nodes)
         return cls(
             work=work,

@@ -51,6 +51,8 @@ def choices_of(
     if "expert" in can.axes and question.expert_arrays:
         dims = {question.graph.dims[d] for d in question.expert_arrays.values()}
         divides["expert"] = tuple({size for dim in dims for size in dim.sizes})
+    # Arrays with other rows than the rest cannot be cut into parts with them.
+    parts = can.microbatches and question.is_batch_alike
     layers = layers_of(question, pool.device) if "stage" in can.axes else None
     if layers is not None:
         divides["stage"] = (layers.count,)
@@ -60,7 +62,7 @@ def choices_of(
         divides={axis: sizes for axis, sizes in divides.items() if axis in can.axes},
         data_axes=("replica", "fsdp", "expert"),
         levels=tuple(level.size for level in pool.levels),
-        max_microbatches=min(batch, _MAX_MICROBATCHES) if can.microbatches else 1,
+        max_microbatches=min(batch, _MAX_MICROBATCHES) if parts else 1,
         zero=tuple(sorted(can.zero)),
     )
 

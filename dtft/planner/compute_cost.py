@@ -40,9 +40,17 @@ def shape_factor(
     parts = np.clip(device.cores // results, 1, most)
     waves = results * parts / device.cores
     used = used * waves / np.ceil(waves)
-    row = device.alignment_bytes * 8 // item_bits(dtype)
-    aligned = (sizes[1] % max(row, 1) == 0) & (sizes[2] % max(row, 1) == 0)
-    return np.where(aligned, used, used * device.efficiency.misaligned)
+    return used * _aligned(device, n, k, dtype)
+
+
+def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
+    """Share of its speed that rows keep which may not be aligned.
+
+    Sizes below one aligned part count as that: a tile pads them anyway.
+    """
+    row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
+    odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]
+    return np.where(odd[0] | odd[1], device.efficiency.misaligned, 1.0)
 
 
 def matmul_s(
@@ -52,6 +60,8 @@ def matmul_s(
 
     The start of the operator (`launch_s`) is not counted. A matrix by a vector is not
     made of tiles: kernels for it read the matrix once, as fast as memory gives it.
+    What `x0` stands for is that many rows more, not a share of what padding takes: so
+    no smaller matmul of aligned rows takes longer than a larger one.
 
     Args:
         device: its peak, tile and efficiency.
@@ -70,14 +80,14 @@ def matmul_s(
     True
     """
     efficiency = device.efficiency
-    rows = np.asarray(m) * batch
-    tiled = rows / (rows + efficiency.x0) * shape_factor(device, m, n, k, batch, dtype)
-    vector = np.minimum(m, n) == 1
-    share = efficiency.e0 * np.where(vector, 1.0, tiled)
     flops = 2.0 * m * n * k * batch
+    tiled = flops / shape_factor(device, m, n, k, batch, dtype)
+    tiled += 2.0 * efficiency.x0 * n * k / _aligned(device, n, k, dtype)
+    padded = np.where(np.minimum(m, n) == 1, flops, tiled)
     item_bytes = item_bits(dtype) / 8
     num_bytes = (1.0 * m * k + 1.0 * k * n + 1.0 * m * n) * batch * item_bytes
-    return np.maximum(flops / (device.peak(dtype) * share), memory_s(device, num_bytes))
+    computing = padded / (device.peak(dtype) * efficiency.e0)
+    return np.maximum(computing, memory_s(device, num_bytes))
 
 
 def convolution_factor(device: DeviceType, columns: Any, depth: Any) -> Any:

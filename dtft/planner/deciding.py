@@ -21,6 +21,7 @@ from dtft.planner.choices import backend, check_offload, choices_of, remats
 from dtft.planner.cluster import Cluster, Pool
 from dtft.planner.columns import Columns
 from dtft.planner.enumeration import enumerate_space
+from dtft.planner.fewer_devices import worthwhile
 from dtft.planner.plan import Plan, Remat
 from dtft.planner.priced import Priced
 from dtft.planner.question import Question
@@ -70,6 +71,7 @@ def decide(
     pins: Mapping[str, Any] | None = None,
     *,
     what_if: bool = False,
+    whole: bool = False,
 ) -> Decision:
     """The best plan.
 
@@ -79,16 +81,19 @@ def decide(
         pins: knobs that are given, such as `{"tensor": 8}`.
         what_if: looks at all knobs that can be priced, also those that this entry point
             or backend cannot run; such a plan is not `runnable`.
+        whole: leaves no device out, as where each is of a process of its own.
 
     Raises:
         ValueError: pins that cannot be met; or nothing fits: says by how much, and what
             would make it fit.
     """
-    decision = best_of(question, cluster, pins, what_if=what_if)
+    fewer = None if whole else False
+    decision = best_of(question, cluster, pins, what_if=what_if, fewer=fewer)
     if not decision.plan.fits:
 
         def best(cluster: Cluster, pins: Mapping[str, Any], anything: bool) -> Plan:
-            return best_of(question, cluster, pins, what_if=what_if or anything).plan
+            looks = what_if or anything
+            return best_of(question, cluster, pins, what_if=looks, fewer=fewer).plan
 
         raise ValueError(unfit.text(decision.plan, cluster, decision.pins, best))
     return decision
@@ -102,8 +107,12 @@ def best_of(
     *,
     what_if: bool = False,
     batch: int | None = None,
+    fewer: bool | None = False,
 ) -> Decision:
     """As `decide`, but where nothing fits: what lacks least.
+
+    Where devices would repeat each other's work, fewer of them are taken if the best
+    plan on these is faster.
 
     Args:
         question: the step.
@@ -112,11 +121,39 @@ def best_of(
         what_if: as for `decide`.
         batch: what meshes have to divide, if not the batch of the question; what is
             computed is priced as it is there.
+        fewer: looks at fewer devices in any case, so that pins can be met that no mesh
+            of all devices has; None: leaves no device out.
 
     Raises:
         ValueError: pins that cannot be met.
     """
-    pins = dict(pins or {})
+    pins, pool = dict(pins or {}), cluster.uniform
+    rows = batch or max(1, question.batch_size)
+
+    def best_with(fewer: tuple[int, ...] | None) -> Decision:
+        return _best_of(question, cluster, pins, what_if, rows, fewer)
+
+    if fewer is None:
+        return best_with(None)
+    best = None if fewer else best_with(())
+    if best is not None and not (best.idle and best.plan.fits):
+        return best
+    other = best_with(worthwhile(question, pins, pool.num_devices, rows))
+    if best is None:
+        return other
+    faster = other.plan.prediction.step_s < best.plan.prediction.step_s
+    return other if faster and not other.idle else best
+
+
+def _best_of(
+    question: Question,
+    cluster: Cluster,
+    pins: dict[str, Any],
+    what_if: bool,
+    batch: int,
+    fewer: tuple[int, ...] | None,
+) -> Decision:
+    """The best with one value of `Choices.fewer`."""
     pool = cluster.uniform
     runs_on = backend(pool)
     can = (
@@ -125,7 +162,7 @@ def best_of(
         else CAPABILITIES[question.entry, runs_on]
     )
     order = remats(can, pins)
-    choices = choices_of(question, pool, can, batch or max(1, question.batch_size))
+    choices = replace(choices_of(question, pool, can, batch), fewer=fewer)
     check_offload(pins, can, pool)
     found = _found(question, pool, replace(choices, remat=order[:1]), pins, order)
     if can.offload and pool.host_link is not None and _worth(found.values()):
@@ -201,6 +238,8 @@ def _order_of(one: Priority, at: int) -> tuple[bool, bool, float]:
 def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
     """Candidates; pipelines with every number of virtual stages."""
     space = enumerate_space(choices, pins)
+    if choices.fewer is None:
+        space = space.where(space.columns["devices_used"] == choices.num_devices)
     if num_layers := choices.divides.get("stage"):
         return space.with_chunks(num_layers[0], pins.get("virtual_stages"))
     return space

@@ -15,7 +15,7 @@ Platform = Literal["cpu", "cuda", "rocm", "tpu", "other"]
 class Efficiency:
     """How much of a data sheet a program gets: the scalars that calibration fits.
 
-    A matmul of x rows reaches e0 x / (x + x0) of the peak, times what is lost to whole
+    A matmul of x rows reaches e0 x / (x + x0) of the peak, less what is lost to whole
     tiles (`compute_cost.shape_factor`). Reference section 7.
     """
 

@@ -29,7 +29,7 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
     (`undominated_orders`). The baselines stay, in the usual order, unless a pin rules
     them out; their meshes are there with every knob. Where no mesh of all devices
     divides the batch, there are candidates with the batch rounded up (`batch`) and with
-    fewer devices (`devices_used`) as well.
+    fewer devices (`devices_used`) as well; and for the numbers in `choices.fewer`.
 
     Args:
         choices: what may be chosen.
@@ -67,6 +67,7 @@ def _roomy(choices: Choices) -> Choices:
 def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
     rules = _rules(choices, pins)
     meshes, reasons = _meshes(rules, pins)
+    meshes = _with_fewer(meshes, rules, choices.fewer or (), reasons)
     host_size = choices.levels[0] if choices.levels else choices.num_devices
     known = baselines(rules, host_size)
     for baseline in known:
@@ -122,6 +123,18 @@ def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Rea
         rule = f"meshes of {used} of {num_devices} devices that divide the batch"
         reasons.append(Reason(rule=rule, left=len(fewer), of=len(fewer)))
     return meshes.joined(fewer), reasons
+
+
+def _with_fewer(
+    meshes: Meshes, rules: MeshRules, fewer: tuple[int, ...], reasons: list[Reason]
+) -> Meshes:
+    """Also those of so many devices that divide the batch; the reasons say it."""
+    for number in fewer:
+        some = rules.exact(number)
+        rule = f"meshes of {number} of {rules.num_devices} devices, asked for besides"
+        reasons.append(Reason(rule=rule, left=len(some), of=len(some)))
+        meshes = meshes.joined(some)
+    return meshes
 
 
 def _with_zero(

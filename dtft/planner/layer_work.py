@@ -7,7 +7,9 @@ down to the next lower slowest stage, until no split keeps to it. Pure; must not
 programs or who measures.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,7 @@ from dtft.planner.load_shares import check_division
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
+_ARRAYS = ("layer_s", "state_bytes", "activation_bytes", "capacity_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,6 +44,10 @@ class Layers:
     """Of each node, `[stages]`."""
 
     def __post_init__(self) -> None:
+        for name in _ARRAYS:
+            value = getattr(self, name)
+            if isinstance(value, list | tuple):
+                object.__setattr__(self, name, _array(value))
         shape = np.shape(self.layer_s)
         if len(shape) != 2:
             raise ValueError(f"layer_s has shape {shape}. Allowed: [layers, stages].")
@@ -152,6 +159,14 @@ class Layers:
         held = np.moveaxis(held[None, :] - held[:, None], 2, 0)
         fits = held <= np.asarray(self.capacity_bytes, float)[:, None, None]
         return np.where(fits, costs, np.inf)
+
+
+def _array(rows: Sequence[Any]) -> Any:
+    """Rows of numbers as an array; what is none stays, to be refused by name."""
+    try:
+        return np.array(rows, float)
+    except (TypeError, ValueError):
+        return rows
 
 
 def _upto(rows: Floats) -> Floats:

@@ -33,8 +33,18 @@ def sections(plan: Plan) -> tuple[Section, ...]:
             title="Mesh on the fabric, outermost axis first",
             columns=columns,
             rows=tuple(rows),
-            notes=tuple(text for _, text in little(plan)),
+            notes=(*_sequence(plan), *(text for _, text in little(plan))),
         ),
+    )
+
+
+def _sequence(plan: Plan) -> tuple[str, ...]:
+    """What an axis of this name divides: not all models have positions."""
+    if "sequence" not in plan.axes:
+        return ()
+    return (
+        "sequence divides the second dim of the batch's arrays: positions, or where "
+        "examples are vectors their features",
     )
 
 

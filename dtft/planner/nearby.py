@@ -37,7 +37,8 @@ class Nearby:
 def batches(decision: Decision) -> tuple[Nearby, ...]:
     """The next smaller and larger batch that all devices divide.
 
-    None where as many devices as there are examples, or all, divide it.
+    None where as many devices as there are examples, or all, divide it; nor those for
+    which the pins leave no mesh of all devices.
 
     What is computed is taken to grow with the batch, all else to stay as it is.
     """
@@ -45,17 +46,21 @@ def batches(decision: Decision) -> tuple[Nearby, ...]:
     if math.gcd(asked, there) == min(asked, there):
         return ()
     near = (asked // there * there, -(-asked // there) * there)
-    return tuple(_at(decision, asked, batch) for batch in near if batch)
+    found = (_at(decision, asked, batch) for batch in near if batch)
+    return tuple(one for one in found if one is not None)
 
 
-def _at(decision: Decision, asked: int, batch: int) -> Nearby:
-    found = best_of(
-        decision.question,
-        decision.cluster,
-        decision.pins,
-        what_if=decision.what_if,
-        batch=batch,
-    ).plan
+def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
+    try:
+        found = best_of(
+            decision.question,
+            decision.cluster,
+            decision.pins,
+            what_if=decision.what_if,
+            batch=batch,
+        ).plan
+    except ValueError:  # pins that need fewer devices
+        return None
     more = found.prediction.terms["compute"] * (batch / asked - 1)
     return Nearby(batch=batch, plan=found, step_s=found.prediction.step_s + more)
 
@@ -79,6 +84,8 @@ def batch_text(decision: Decision) -> tuple[str, float]:
         ), more_s
     known = batches(decision)
     used = math.prod(plan.mesh.values())
+    if not known:
+        return (_fewer_text(decision) if used < there else ""), 0.0
     here_s = plan.prediction.step_s / asked
     faster = [one for one in known if one.plan.fits and one.sample_s < here_s]
     if used == there and not faster:
@@ -87,12 +94,35 @@ def batch_text(decision: Decision) -> tuple[str, float]:
     idle = f"{used} of {there} devices are used" if used < there else "the plan stands"
     text = (
         f"{there} devices do not divide the batch of {asked}: {idle}, at "
-        f"{seconds(here_s)} per example"
+        f"{seconds(here_s)} per example{_on_all(decision)}"
     )
     return (
         f"{text}. Nearest that they divide: {_listed(known)}. To use all, make the "
         "batch one of these and plan again"
     ), saved
+
+
+def _fewer_text(decision: Decision) -> str:
+    """That devices are left idle, though a batch near would not use them better."""
+    plan, there = decision.plan, decision.cluster.num_devices
+    used = math.prod(plan.mesh.values())
+    return (
+        f"{used} of {there} devices are used ({wording.mesh(plan.mesh)}), at "
+        f"{seconds(plan.prediction.step_s)} per step{_on_all(decision)}"
+    )
+
+
+def _on_all(decision: Decision) -> str:
+    """What the best plan on all devices takes, of those that were looked at."""
+    there, least_s = decision.cluster.num_devices, math.inf
+    for one in decision.found.values():
+        space, priced = one.priced.space, one.priced
+        rows = priced.fits & (space.columns["devices_used"] == there)
+        least_s = min(least_s, priced.step_s.min(initial=math.inf, where=rows))
+    used = math.prod(decision.plan.mesh.values())
+    if used == there or math.isinf(least_s):
+        return ""
+    return f" (all {there} take {seconds(least_s)} per step)"
 
 
 def _listed(known: tuple[Nearby, ...]) -> str:

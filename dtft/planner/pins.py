@@ -34,7 +34,7 @@ _ELSEWHERE: Mapping[str, str] = {
 _ABSENT = {
     "stage": "; it needs layers that are alike, and what_if",
     "expert": "; it needs arrays with a dim of experts",
-    "sequence": "; it needs a batch with a dim of positions",
+    "sequence": "; it needs a batch with a second dim (positions)",
 }
 """What an axis needs that is not searched."""
 

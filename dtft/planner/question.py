@@ -65,7 +65,10 @@ class Question:
 
     @cached_property
     def sequence_dims(self) -> tuple[int, ...]:
-        """Dims along which an example goes: the second of the batch leaves' dims."""
+        """Dims along which an example goes: the second of the batch leaves' dims.
+
+        Positions of tokens, rows of images; of examples that are vectors, features.
+        """
         known = set(self.batch_dims)
         return tuple(dim for dim in self._of_batch(1) if dim not in known)
 
@@ -98,6 +101,13 @@ class Question:
         """Examples of a step; 0 without a batch dim."""
         dims = self.batch_dims
         return self.graph.dims[dims[0]].sizes[0] if dims else 0
+
+    @property
+    def is_batch_alike(self) -> bool:
+        """Whether all arrays of the batch have as many rows, so that parts of it can go
+        through one after another."""
+        dims = [self.graph.dims[dim] for dim in self.batch_dims]
+        return len({dim.sizes[0] for dim in dims}) < 2
 
     @cached_property
     def passes(self) -> Mapping[str, int]:

@@ -14,6 +14,9 @@ from scipy.optimize import least_squares
 Predictor = Callable[[np.ndarray], np.ndarray]
 """Scalars to predicted seconds, one per row."""
 
+_ALIKE = 1e-5
+"""Predicted so close, neither of two comes first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
@@ -100,7 +103,7 @@ def concordance(
     """Share of pairs ordered rightly among those measured further apart, and how many.
 
     Args:
-        predicted: Seconds.
+        predicted: Seconds; a pair that is predicted alike counts half.
         measured: Seconds of the same rows.
         apart: Least relative difference, of the smaller one.
 
@@ -108,14 +111,17 @@ def concordance(
         The share (of no pairs: 1, as none is ordered wrongly) and the number of pairs.
 
     >>> concordance(np.array([1.0, 2.0, 2.5]), np.array([1.0, 1.2, 1.1]), 0.05)
-    (0.6666666666666667, 3)
+    (0.6666666666666666, 3)
+    >>> concordance(np.array([3.0, 3.0]), np.array([1.0, 2.0]), 0.05)
+    (0.5, 1)
     """
     first, second = np.triu_indices(len(measured), 1)
     ratio = measured[first] / measured[second]
     far = np.maximum(ratio, 1 / ratio) > 1 + apart
-    wrong = far & ((predicted[first] > predicted[second]) != (ratio > 1))
-    num_far = int(far.sum())
-    return 1 - int(wrong.sum()) / max(num_far, 1), num_far
+    alike = np.isclose(predicted[first], predicted[second], rtol=_ALIKE, atol=0)
+    in_order = (predicted[first] > predicted[second]) == (ratio > 1)
+    right = np.where(alike, 0.5, in_order)[far]
+    return (float(right.mean()) if right.size else 1.0), right.size
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:

@@ -41,6 +41,8 @@ from dtft.planner.staged import Staged
 from dtft.planner.works import works_of
 
 _HEAVY = ("matmul", "convolution")
+NEARLY_NONE = 0.01
+"""Share of the operations below which an axis leaves its devices as good as idle."""
 
 
 def memory_floor(question: Question, pool: Pool) -> MemoryFloor:
@@ -246,9 +248,18 @@ class Search:
 
 
 def _busy(ways: Sequence[Way]) -> set[str]:
-    """Axes that divide what is computed: products, or all where there are none."""
+    """Axes that divide what is computed: products, or all where there are none.
+
+    Not those that divide nearly none of their operations.
+    """
     heavy = [way for way in ways if way.group.operator.kind in _HEAVY] or ways
-    return {axis for way in heavy for axis in way.work.divided_by}
+    shares: dict[str, float] = {}
+    for way in heavy:
+        flops = way.group.operator.flops * way.group.times
+        for axis in way.work.divided_by:
+            shares[axis] = shares.get(axis, 0.0) + flops
+    least = NEARLY_NONE * sum(w.group.operator.flops * w.group.times for w in heavy)
+    return {axis for axis, flops in shares.items() if flops >= least}
 
 
 def _with_sums(

@@ -71,6 +71,9 @@ class Choices:
     """Levels to search. Those above 0 divide over `fsdp`: a mesh has an axis `fsdp`
     larger than one exactly where the level is above 0."""
     memory: MemoryFloor | None = None
+    fewer: tuple[int, ...] | None = ()
+    """Numbers of devices, fewer than there are, to look at beside all of them and
+    those that the batch needs; None: only all of them."""
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "batch", "max_microbatches"):

@@ -46,12 +46,7 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
         text = f"the plan has it: {wording.mesh(plan.mesh)}"
         return (Section(title=f"{asked}: {text}"),)
     try:
-        found = best_of(
-            decision.question,
-            decision.cluster,
-            {**decision.pins, **pins},
-            what_if=decision.what_if,
-        )
+        found = _found(decision, pins)
     except ValueError as error:
         return (Section(title=f"{asked} is not possible: {error}"),)
     other, notes = found.plan, _notes(found, pins)
@@ -60,6 +55,30 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
         return (_too_large(asked, other, notes), comparing.memory(plan, other))
     slower = _slower(asked, plan, other, notes, idle=found.idle)
     return (slower, *_details(plan, other))
+
+
+def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
+    """The best plan with the pins; on fewer devices where no mesh of all has them."""
+
+    def best(*, fewer: bool) -> Decision:
+        return best_of(
+            decision.question,
+            decision.cluster,
+            {**decision.pins, **pins},
+            what_if=decision.what_if,
+            fewer=fewer,
+        )
+
+    try:
+        return best(fewer=False)
+    except ValueError as error:
+        try:
+            found = best(fewer=True)
+        except ValueError:
+            raise error from None
+        if found.idle:  # that these share no work is no answer
+            raise
+        return found
 
 
 def _has(plan: Plan, name: str, value: Any) -> bool:

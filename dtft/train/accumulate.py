@@ -86,6 +86,7 @@ def parts_of(batch: Any, num_parts: int, specs: Mapping[str, Spec], mesh: Mesh) 
     Raises:
         ValueError: names the array whose rows cannot be divided.
     """
+    check_rows(batch, num_parts)
 
     def divided(path: str, leaf: jax.Array) -> jax.Array:
         if not leaf.shape:
@@ -110,6 +111,29 @@ def parts_of(batch: Any, num_parts: int, specs: Mapping[str, Spec], mesh: Mesh) 
 
     leaves = tree.to_paths(batch)
     return tree.from_paths(batch, {p: divided(p, leaf) for p, leaf in leaves.items()})
+
+
+def check_rows(batch: Any, num_parts: int) -> None:
+    """Refuses to cut arrays into parts that have unlike rows: one of them has none.
+
+    Args:
+        batch: arrays, or shapes; those without dims belong to every part.
+        num_parts: parts; whatever is in one part alone stays whole.
+
+    Raises:
+        ValueError: names two arrays with other numbers of rows.
+    """
+    leaves = tree.to_paths(batch)
+    rows = {path: jnp.shape(leaf)[0] for path, leaf in leaves.items() if jnp.ndim(leaf)}
+    if num_parts == 1 or len(set(rows.values())) < 2:
+        return
+    fewest, most = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
+    raise ValueError(
+        f"microbatches={num_parts}: batch {fewest!r} has {rows[fewest]} rows and "
+        f"{most!r} has {rows[most]}, and each part of the batch has rows of all. Use "
+        "microbatches=1, or hand what belongs to every row to the loss in another way, "
+        "such as repeated for each."
+    )
 
 
 def _refuse_counts(aux: Any) -> None:

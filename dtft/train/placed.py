@@ -168,8 +168,10 @@ class PlacedStep:
         """The state at step 0; `params` stay usable.
 
         Raises:
-            ValueError: another tree, shape or dtype than planned; names the path.
+            ValueError: another tree, shape or dtype than planned, or shapes without
+                values; names the path.
         """
+        check_values("params", params)
         check_like("params", params, self._layout.shapes["params"])
         with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
             opt_state = self._optimizer.init(params)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtft.checkpoint import tree
+from dtft.train.accumulate import check_rows
 from dtft.train.placed_arguments import part_weights
 from dtft.train.placed_calls import EACH, Key
 from dtft.train.placed_cut import Cut
@@ -28,13 +29,15 @@ def parts_of(batch: Any, num_parts: int) -> list[Any]:
         num_parts: parts, which divide the rows.
 
     Raises:
-        ValueError: names the array whose rows cannot be divided, or no part is wanted.
+        ValueError: names the array whose rows cannot be divided, or which has others
+            than the rest; or no part is wanted.
 
     >>> [part["x"].tolist() for part in parts_of({"x": np.arange(4)}, 2)]
     [[0, 1], [2, 3]]
     """
     if num_parts < 1:
         raise ValueError(f"microbatches={num_parts} is not positive. Give 1 or more.")
+    check_rows(batch, num_parts)
     for path, leaf in tree.to_paths(batch).items():
         if np.ndim(leaf) and np.shape(leaf)[0] % num_parts:
             raise ValueError(

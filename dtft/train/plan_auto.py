@@ -16,7 +16,7 @@ from dtft.train.plan_question import asked_of
 
 
 def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
-    """The plan of a config.
+    """The plan of a config; devices of several processes are all in its mesh.
 
     Args:
         experiment: model, optimizer and batch.
@@ -31,4 +31,5 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     cluster = Cluster.from_devices(devices)
     if experiment.calibration:
         cluster = apply(cluster, Calibration.read(experiment.calibration))
-    return decide(question, cluster).plan
+    processes = {device.process_index for device in devices}
+    return decide(question, cluster, whole=len(processes) > 1).plan

@@ -41,6 +41,8 @@ class Choice:
     """What is run."""
     before: str = ""
     """The recorded plan's mesh, if another number of devices has taken its place."""
+    num_devices: int = 0
+    """Devices there are, of which the plan may leave some idle; 0: those it uses."""
     here: str = ""
     """The devices that it runs on (`Pool.fabric_words`); empty: the planner does not
     know them."""
@@ -54,7 +56,10 @@ class Choice:
     def items(self) -> dict[str, Any]:
         """What a checkpoint records; what was only reported is left out."""
         kept = replace(self.plan, alternatives=(), collectives=())
-        return {ITEM: {"asked": self.asked, "plan": json.loads(kept.to_json())}}
+        known = {"asked": self.asked, "plan": json.loads(kept.to_json())}
+        if self.num_devices > used(self.plan):
+            known["devices"] = self.num_devices
+        return {ITEM: known}
 
     @property
     def text(self) -> str:
@@ -68,10 +73,13 @@ class Choice:
         changed = ""
         if self.before:
             how = "decided again" if self.asked == AUTO else "replicas changed"
-            num_devices = math.prod(plan.mesh.values())
+            num_devices = self.num_devices or used(plan)
             changed = f" ({how} for {num_devices} devices; was {self.before})"
+        idle = ""
+        if self.num_devices > used(plan):
+            idle = f" ({used(plan)} of {self.num_devices} devices)"
         return (
-            f"plan {self.asked}{changed}: {_sizes(plan)}, "
+            f"plan {self.asked}{changed}: {_sizes(plan)}{idle}, "
             f"microbatches {knobs.microbatches}, remat {knobs.remat}, "
             f"zero {knobs.zero}; {self._prediction}"
         )
@@ -113,15 +121,16 @@ def choose(
 
     Raises:
         ConfigError: there is no such plan file, it holds no plan, or its plan does not
-            fit so many devices.
+            fit so many devices, or the batch.
     """
     asked = experiment.plan
     if not asked:
         return None
-    recorded, known, text = items.get(ITEM, {}), None, ""
+    recorded, known, num_known, text = items.get(ITEM, {}), None, 0, ""
     if recorded.get("asked") == asked:
         known = Plan.from_json(json.dumps(recorded["plan"]))
-    is_same = known is not None and math.prod(known.mesh.values()) == len(devices)
+        num_known = recorded.get("devices", used(known))
+    is_same = known is not None and num_known == len(devices)
     if known is not None and (is_same or asked != AUTO):
         text = known.to_json()
     elif jax.process_index() == 0:
@@ -129,12 +138,70 @@ def choose(
         plan = answer(experiment, devices) if asked == AUTO else read(asked)
         text = plan.to_json()
     agreed = told_by_first("dtft/plan", text, experiment.timeouts.start)
+    plan = Plan.from_json(agreed)
+    if not (is_same or asked == AUTO or _planned_for(plan) == len(devices)):
+        plan = with_replicas(plan, len(devices))
+    _check_idle(plan, devices)
+    _check_batch(plan, experiment.data.global_batch)
     return Choice(
         asked=asked,
-        plan=with_replicas(Plan.from_json(agreed), len(devices)),
+        plan=plan,
         before="" if known is None or is_same else _sizes(known),
+        num_devices=len(devices),
         here=_words(devices),
     )
+
+
+def used(plan: Plan) -> int:
+    """Devices of a plan's mesh."""
+    return math.prod(plan.mesh.values())
+
+
+def _planned_for(plan: Plan) -> int:
+    """Devices of the cluster that a plan was made for, as far as its words say them."""
+    try:
+        return max(Cluster.parse(plan.cluster).num_devices, used(plan))
+    except ValueError:  # a file that is not here
+        return used(plan)
+
+
+def _check_idle(plan: Plan, devices: Sequence[Any]) -> None:
+    """Refuses a plan that leaves a process without any of its devices.
+
+    Raises:
+        ConfigError: says which number of devices it uses.
+    """
+    processes = {device.process_index for device in devices}
+    if used(plan) < len(devices) and len(processes) > 1:
+        raise ConfigError(
+            f"the plan's mesh {_sizes(plan)} uses {used(plan)} of {len(devices)} "
+            f"devices, and each of the {len(processes)} processes of this job needs "
+            f"its own in the mesh. Use {used(plan)} devices (fewer hosts), a plan for "
+            "a batch that all devices divide (`dtft plan` names the nearest), or "
+            "--plan auto, which leaves none out in such a job."
+        )
+
+
+def _check_batch(plan: Plan, batch: int) -> None:
+    """Refuses rows that the plan cannot divide equally.
+
+    Raises:
+        ConfigError: names the next number that it can.
+    """
+    specs = [spec[0] for spec in plan.batch.values() if spec]
+    axes = max(specs, key=len, default=())
+    parts = math.prod(plan.mesh.get(axis, 1) for axis in axes)
+    micro = plan.knobs.microbatches
+    if batch % (parts * micro):
+        words = " x ".join(axes) or "one part"
+        words += f", in {micro} microbatches" if micro > 1 else ""
+        larger = -(-batch // (parts * micro)) * parts * micro
+        raise ConfigError(
+            f"data.global_batch={batch} is not divisible by {parts * micro} (the "
+            f"plan's {words}): every part of the mesh takes equally many rows. Set "
+            f"--data.global_batch {larger}, or use a plan for this batch: another "
+            "--plan, or --plan auto."
+        )
 
 
 def _words(devices: Sequence[Any]) -> str:
@@ -152,13 +219,13 @@ def with_replicas(plan: Plan, num_devices: int) -> Plan:
         ConfigError: no number of replicas fits the devices.
     """
     others = math.prod(size for axis, size in plan.mesh.items() if axis != "replica")
-    if num_devices == math.prod(plan.mesh.values()):
+    if num_devices == used(plan):
         return plan
     if num_devices % others or "replica" not in plan.mesh:
         allowed = f"multiples of {others}" if "replica" in plan.mesh else str(others)
         raise ConfigError(
             f"the plan's mesh {_sizes(plan)} does not fit {num_devices} devices. "
-            f"Allowed: {allowed}. Use another number of hosts, another --plan, or "
+            f"Allowed: {allowed}. Use another number of devices, another --plan, or "
             "--plan auto, which is decided again when the number changes."
         )
     # Where its axes lie, and what it takes, was said of the other number.

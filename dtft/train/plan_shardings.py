@@ -21,13 +21,16 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> M
 
     Args:
         sizes: axis name to size, slowest-varying first.
-        devices: by default all that JAX has.
+        devices: by default all that JAX has; in a single process the first of them, if
+            the plan leaves some idle.
 
     Raises:
         ValueError: there are not as many devices as the sizes multiply to.
     """
-    found = list(jax.devices() if devices is None else devices)
     wanted = math.prod(sizes.values())
+    found = list(jax.devices() if devices is None else devices)
+    if devices is None and jax.process_count() == 1:
+        found = found[:wanted]
     if len(found) != wanted:
         text = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(

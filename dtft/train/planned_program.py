@@ -5,6 +5,7 @@ and how gradients are computed and applied, is the plan's. Decides nothing that 
 decides; must not know how it was found, hosts, checkpoints or the loop.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,13 +25,13 @@ def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
 
     Args:
         plan: of `plan_choice.choose`.
-        devices: in slot order.
+        devices: in slot order; those that the plan leaves idle are the last.
 
     Raises:
-        ValueError: the plan is for another number of devices.
+        ValueError: the plan needs more devices.
     """
     sizes = {axis: 1 for axis in AXES if axis not in plan.mesh} | dict(plan.mesh)
-    return mesh_of(sizes, devices)
+    return mesh_of(sizes, devices[: math.prod(sizes.values())])
 
 
 class PlannedProgram(Program):

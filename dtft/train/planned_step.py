@@ -161,7 +161,7 @@ def make_step(
         optimizer: any optax transformation.
         plan: made for this loss, optimizer and shapes.
         weight: `(batch) -> scalar`, what a part counts in the mean over microbatches.
-        devices: in mesh order; by default all that JAX has.
+        devices: in mesh order; by default as many as it needs of those JAX has.
 
     Returns:
         The compiled step and its shardings.

@@ -248,7 +248,7 @@ def jit_plan(
     Args:
         plan: made for this step and these shapes.
         step: `(state, batch) -> (state, anything)`; jitted or not.
-        devices: in mesh order; by default all that JAX has.
+        devices: in mesh order; by default as many as it needs of those JAX has.
 
     Raises:
         ValueError: the plan is of another entry point, has a knob that cannot be run

@@ -209,3 +209,12 @@ def test_measurements_that_are_none(
 def test_rules_that_are_none_are_refused(rules: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Rules(**rules)
+
+
+def test_no_work_or_no_rules_are_refused_at_the_beginning() -> None:
+    work: Any = Microbatches(num_nodes=2, total=4)
+    wrong: Any = "exact"
+    with pytest.raises(ValueError, match=r"rules='exact'. Allowed: balance.Rules"):
+        Balance.begin(work, wrong)
+    with pytest.raises(ValueError, match=r"work='exact'. Allowed: Microbatches"):
+        Balance.begin(wrong)

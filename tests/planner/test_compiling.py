@@ -108,6 +108,19 @@ def test_the_module_is_the_program_that_jit_would_compile() -> None:
     assert "alias" in text.splitlines()[0]  # donation is part of it
 
 
+def test_memory_read_before_machine_code_is_that_of_the_whole_compilation(
+    results: tuple[Compiled | Failure, ...],
+) -> None:
+    from dtft._jax_internals import compile_module
+
+    whole = compile_module(_candidate().module, jax.devices(), {})
+    stats, ours = whole.get_compiled_memory_stats(), cast(Compiled, results[1]).memory
+    assert ours.arguments == stats.argument_size_in_bytes > 0
+    assert ours.outputs == stats.output_size_in_bytes
+    assert ours.temporaries == stats.temp_size_in_bytes > 0
+    assert ours.aliased == stats.alias_size_in_bytes > 0
+
+
 def _essence(text: str | None) -> list[str]:
     """The program without where it was written."""
     text = re.sub(r", (metadata=\{[^}]*\}|backend_config=.*)", "", text or "")

@@ -92,6 +92,30 @@ def test_a_matmul_is_never_faster_than_peak_or_memory(
     assert 0 < shape_factor(A100, m, n, k, batch, dtype) <= 1
 
 
+@given(
+    st.sampled_from(["h100", "a100", "tpu-v5p", "cpu"]),
+    st.tuples(*[st.integers(1, 600)] * 4),
+    st.tuples(*[st.integers(0, 300)] * 4),
+    st.floats(0, 512),
+    st.sampled_from([1, 2, 3, 4]),
+)
+def test_no_matmul_takes_longer_than_a_larger_one(
+    name: str, sizes: tuple[int, ...], more: tuple[int, ...], x0: float, few: int
+) -> None:
+    device = device_type(name)
+    device = replace(device, efficiency=replace(device.efficiency, x0=x0))
+    steps = (1, 16, 16, 1)  # of whole aligned rows
+    small = [n * step for n, step in zip(sizes, steps, strict=True)]
+    extra = [n * step for n, step in zip(more, steps, strict=True)]
+    large = [n + m for n, m in zip(small, extra, strict=True)]
+    least, most = (
+        matmul_s(device, m, n, k, batch) for m, n, k, batch in (small, large)
+    )
+    assert least <= most * (1 + 1e-9)
+    thinner = matmul_s(device, small[0], small[1], few, small[3])
+    assert thinner <= least * (1 + 1e-9)
+
+
 @given(st.lists(st.tuples(*[st.integers(1, 20000)] * 3), min_size=1, max_size=20))
 def test_arrays_give_what_each_number_gives(shapes: list[tuple[int, int, int]]) -> None:
     m, n, k = np.array(shapes).T

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.planner import comparing, explain, glossary, mesh_text
+from dtft.planner.cluster import Cluster
+from dtft.planner.deciding import decide
 from dtft.planner.plan import Knobs, Plan, Remat
 from dtft.planner.priced import MEMORY, TERMS
 from dtft.train.planning import RunnablePlan
 from tests.planner import reading
-from tests.planner.deciding_zoo import decision
+from tests.planner.deciding_zoo import decision, mlp
 
 PINS = {"best": {}, "mixed": {"tensor": 2, "fsdp": 4}, "replica": {"replica": 8}}
 
@@ -200,6 +202,15 @@ def test_each_axis_says_where_it_lies_and_what_it_divides() -> None:
     (across,) = mesh_text.sections(named("replica"))
     assert across.rows[0][2] == "4 by NVLink x 2 by InfiniBand"
     assert mesh_text.sections(decision("h100").plan) == ()
+
+
+def test_what_sequence_divides_is_said() -> None:
+    plan = decide(mlp(), Cluster.parse("2xcpu"), {"sequence": 2}).plan
+    assert plan.batch["x"] == ((), ("sequence",))
+    (section,) = mesh_text.sections(plan)
+    assert "the second dim of the batch's arrays" in section.notes[0]
+    (without,) = mesh_text.sections(named("replica"))
+    assert not without.notes
 
 
 def test_an_axis_that_divides_little_of_the_work_is_pointed_out() -> None:

@@ -47,6 +47,12 @@ def rounds(
     return balance, waited
 
 
+def test_layers_may_be_rows_of_numbers() -> None:
+    listed: Any = [[1.0, 2.0]] * 6
+    layers = Layers(layer_s=listed, microbatches=8)
+    assert layers.best(np.ones(2)).tolist() == [4, 2]
+
+
 def test_a_node_slowed_in_mid_run_gets_fewer_operators_and_waits_fall() -> None:
     balance, _ = rounds(Balance.begin(work()), [1.0, 1.0, 1.0])
     even = balance.work.load(balance.division)

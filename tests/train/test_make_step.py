@@ -12,7 +12,10 @@ import pytest
 
 from dtft.checkpoint import tree
 from dtft.optim.max_adabelief import max_adabelief
+from dtft.planner.cluster import Cluster
+from dtft.planner.deciding import decide
 from dtft.planner.plan import Knobs
+from dtft.planner.question import of_loss
 from dtft.train.planned_step import Step, make_step
 from tests.train.plans import (
     layers_batch,
@@ -207,6 +210,22 @@ def test_what_does_not_fit_the_plan_is_named(parts: Any, words: str) -> None:
     step = make_step(layers_loss, ADAMW, changed(**parts))
     with pytest.raises(ValueError, match=words):
         step.lower(layers_params(), layers_batch())
+
+
+def test_a_table_in_the_batch_is_not_cut_into_parts() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean(batch["x"] @ params) * jnp.mean(batch["table"])
+
+    params = jnp.ones((4, 2))
+    batch = {"x": jnp.ones((8, 4)), "table": jnp.arange(4.0)}
+    plan = plan_of(params, batch, optax.sgd(0.1), {"replica": 1}, Knobs(microbatches=2))
+    step = make_step(loss, optax.sgd(0.1), plan, devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match="'table' has 4 rows and 'x' has 8"):
+        step.lower(params, batch)
+    asked = of_loss(loss=loss, optimizer=optax.sgd(0.1), params=params, batch=batch)
+    with pytest.raises(ValueError, match="microbatches=2.*at most 1 are possible"):
+        decide(asked, Cluster.parse("1xcpu"), {"microbatches": 2})
+    assert decide(asked, Cluster.parse("2xcpu")).plan.knobs.microbatches == 1
 
 
 def test_counts_beside_the_loss_cannot_be_averaged() -> None:

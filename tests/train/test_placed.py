@@ -70,14 +70,18 @@ def num_operators(loss: Any, params: Any, batch: Any) -> int:
 
 
 def placed(
-    nodes: Any, loss: Any = layered, optimizer: Any = None, **options: Any
+    nodes: Any,
+    loss: Any = layered,
+    optimizer: Any = None,
+    batch: Any = None,
+    **options: Any,
 ) -> PlacedStep:
     optimizer = optimizer or optax.sgd(0.1)
     return make_placed_step(
         loss,
         optimizer,
         some_params(),
-        some_batch(),
+        batch or some_batch(),
         nodes=nodes,
         devices=jax.devices()[:NODES],
         **options,
@@ -313,6 +317,12 @@ def test_what_cannot_be_placed_is_refused() -> None:
         placed(UNEVEN, rows, microbatches=3)
     with pytest.raises(ValueError, match="microbatches=0"):
         placed(UNEVEN, rows, microbatches=0)
+    shapes = jax.eval_shape(some_params)
+    with pytest.raises(ValueError, match="has no values. Allowed: arrays"):
+        placed(UNEVEN, rows).init(shapes)
+    fewer = {**some_batch(), "table": np.ones(4, np.float32)}
+    with pytest.raises(ValueError, match="'table' has 4 rows and 'token' has 8"):
+        placed(UNEVEN, rows, batch=fewer, microbatches=2)
     with pytest.raises(ValueError, match="seconds has 1 entries"):
         placed(UNEVEN, rows, seconds=[1.0])
 

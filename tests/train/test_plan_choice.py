@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -157,6 +158,61 @@ def test_a_files_plan_gets_more_replicas_or_is_refused(
     alone = Choice(asked="x.json", plan=on(plan, {"fsdp": 2})).items
     with pytest.raises(ConfigError, match=r"fsdp=2 does not fit 8 devices.*Allowed: 2"):
         choose(experiment, jax.devices(), alone, never)
+
+
+def test_a_plan_that_leaves_a_device_idle_is_taken_and_replayed(
+    tmp_path: Path, plan: Plan
+) -> None:
+    idle, three = replace(plan, mesh={"replica": 2}), jax.devices()[:3]
+    experiment = tiny(tmp_path, plan="auto")
+    found = choose(experiment, three, {}, lambda *_: idle)
+    assert found is not None and found.plan == idle
+    assert "plan auto: replica=2 (2 of 3 devices), microbatches 1" in found.words
+    assert list(planned_mesh(idle, three).devices.flat) == three[:2]
+    assert choose(experiment, three, found.items, never) == found
+    with pytest.raises(AssertionError, match="asked to decide"):
+        choose(experiment, two(), found.items, never)
+    # A file's plan too, on as many devices as it was made for.
+    path = tmp_path / "plan.json"
+    path.write_text(replace(idle, mesh={"tensor": 2}, cluster="3xcpu").to_json())
+    found = choose(tiny(tmp_path, plan=str(path)), three, {}, never)
+    assert found is not None and found.plan.mesh == {"tensor": 2}
+
+
+def test_no_process_is_left_without_a_device(tmp_path: Path, plan: Plan) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(replace(plan, cluster="3xcpu").to_json())
+    alone = [SimpleNamespace(process_index=index) for index in range(3)]
+    with pytest.raises(ConfigError, match="uses 2 of 3 devices, and each of the 3 pro"):
+        choose(tiny(tmp_path, plan=str(path)), alone, {}, never)
+
+
+def test_auto_takes_what_the_devices_do_not_divide(tmp_path: Path) -> None:
+    experiment = tiny(tmp_path, steps=2, plan="auto")
+    data = replace(experiment.data, global_batch=7)
+    cluster = replace(experiment.cluster, hosts=3)
+    experiment = replace(experiment, data=data, cluster=cluster)
+    runtime = LocalRuntime(experiment)
+    assert run(experiment, runtime).step == 2
+    assert runtime.choice is not None
+    assert runtime.choice.num_devices == 3
+
+
+def test_a_batch_that_the_plan_does_not_divide_is_refused(
+    tmp_path: Path, plan: Plan
+) -> None:
+    experiment = tiny(tmp_path, plan="auto")
+    batch = replace(experiment.data, global_batch=97)
+    three = replace(plan, mesh={"replica": 3}, knobs=Knobs(microbatches=2))
+    with pytest.raises(ConfigError, match="not divisible by 6") as caught:
+        choose(
+            replace(experiment, data=batch),
+            jax.devices()[:3],
+            {},
+            lambda *_: three,
+        )
+    assert "(the plan's replica, in 2 microbatches)" in str(caught.value)
+    assert "Set --data.global_batch 102" in str(caught.value)
 
 
 @pytest.mark.parametrize(
