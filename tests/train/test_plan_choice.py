@@ -169,9 +169,9 @@ def test_a_plan_that_leaves_a_device_idle_is_taken_and_replayed(
         choose(experiment, two(), found.items, never)
     # A file's plan too, on as many devices as it was made for.
     path = tmp_path / "plan.json"
-    path.write_text(replace(idle, mesh={"tensor": 2}, cluster="3xcpu").to_json())
+    path.write_text(replace(idle, cluster="3xcpu").to_json())
     found = choose(tiny(tmp_path, plan=str(path)), three, {}, never)
-    assert found is not None and found.plan.mesh == {"tensor": 2}
+    assert found is not None and found.plan.mesh == {"replica": 2}
 
 
 def test_no_process_is_left_without_a_device(tmp_path: Path, plan: Plan) -> None:
