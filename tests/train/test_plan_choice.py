@@ -94,19 +94,14 @@ def test_another_wish_is_decided_anew(tmp_path: Path, plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [
-        (None, "cannot be read"),
-        (b"{}", "schema=None"),
-        (b"{", "plan='.*': "),
-        (b"\xff\x00", "plan='.*plan.json' cannot be read.* file that `dtft plan"),
-    ],
+    [(None, "cannot be read"), ("{}", "schema=None"), ("{", "plan='.*': ")],
 )
 def test_what_is_no_plan_is_refused(
-    tmp_path: Path, text: bytes | None, words: str
+    tmp_path: Path, text: str | None, words: str
 ) -> None:
     path = tmp_path / "plan.json"
     if text is not None:
-        path.write_bytes(text)
+        path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         choose(tiny(tmp_path, plan=str(path)), two(), {}, never)
 
@@ -174,9 +169,9 @@ def test_a_plan_that_leaves_a_device_idle_is_taken_and_replayed(
         choose(experiment, two(), found.items, never)
     # A file's plan too, on as many devices as it was made for.
     path = tmp_path / "plan.json"
-    path.write_text(replace(on(idle, {"tensor": 2}), cluster="3xcpu").to_json())
+    path.write_text(replace(idle, cluster="3xcpu").to_json())
     found = choose(tiny(tmp_path, plan=str(path)), three, {}, never)
-    assert found is not None and found.plan.mesh == {"tensor": 2}
+    assert found is not None and found.plan.mesh == {"replica": 2}
 
 
 def test_no_process_is_left_without_a_device(tmp_path: Path, plan: Plan) -> None:

@@ -54,7 +54,7 @@ def test_a_plan_of_either_entry_is_run_from_shapes(given: dict[str, Any]) -> Non
     ("words", "said"),
     [
         ({"trial": -1}, "trial=-1. Allowed: how many of the best plans"),
-        ({"trial": 1, "cluster": "4xcpu"}, "4 devices"),
+        ({"trial": 1, "cluster": "16xcpu"}, "16 devices"),
         ({"trial": 1, "cluster": "4xh100"}, r"devices here \(cpu\).*for h100 \(cuda"),
         ({"trial": 1, "verify": 1}, "trial=1 and verify=1"),
     ],
