@@ -179,7 +179,7 @@ def changed(**parts: Any) -> Any:
     ("parts", "words"),
     [
         ({"entry": "step"}, r"made for plan.jit\(step\)"),
-        ({"mesh": {"replica": 4}}, "8 of them, but the plan's mesh replica=4 has 4"),
+        ({"mesh": {"replica": 16}}, "8 of them, but the plan's mesh replica=16 has 16"),
         ({"mesh": {"stage": 8}}, "mesh.stage=8: entry loss on cpu runs expert, fsdp"),
         ({"knobs": Knobs(remat="some")}, "remat=some"),  # pyright: ignore
     ],
