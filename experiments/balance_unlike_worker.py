@@ -44,9 +44,10 @@ EVERY, PROBES = 8, 5
 """Steps of a round, and how many of them are timed."""
 STEPS = 3
 """Of a turn of a comparison, after one that is not counted."""
-NEAR, FEW = 6, 4
+NEAR, FEW = 6, 3
 """Shares one microbatch from those found that are candidates for the best; how many of
-all candidates are compared again: a best of many noisy figures is too good."""
+all candidates are compared again with those found: a best of many noisy figures is too
+good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,14 +234,14 @@ def measured(host: Host) -> dict[str, Any]:
     near = neighbours(found, exact.balance.times.estimate_s, NEAR)
     trials = host.compared([*vectors.values(), *near], task.trials)
     first = sorted(trials, key=lambda shares: -trials[shares])[:FEW]
-    again = host.compared([*list(vectors.values())[:3], *first], task.repetitions)
+    again = host.compared([found, *first], task.repetitions)
     if host.rank == task.slowed:
         Quota(path=task.quotas[host.rank]).limit(task.slowed_to)
     slow_rounds = host.search(exact, task.rounds, after=rounds, again=True)
     cores = list(task.cores)
     cores[task.slowed] = task.slowed_to
     after = {"before": found, "after": _shares(exact), "by cores": _by_cores(cores)}
-    slow = host.compared(list(after.values()), task.repetitions)
+    slow = host.compared(list(after.values()), task.trials)
     return {
         "shares": vectors,
         "trials": list(trials.items()),
