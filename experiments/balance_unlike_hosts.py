@@ -10,6 +10,7 @@ takes about 5 minutes.
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CORES = (0.15, 0.25, 0.4, 0.6)
+CPUS = (0, 1, 1, 0)
+"""The core that each has its part of, where there are two: moved about, hosts get in
+each other's way for seconds."""
 SLOW_LINK, LIMITS = 1, (10_000.0, 100.0, 10_000.0, 10_000.0)
 """The host with the limited link; Mbit/s of each."""
 SLOWED, SLOWED_TO = 3, 0.3
@@ -90,7 +94,7 @@ def run(folder: Path, *, quick: bool) -> dict[str, Any]:
     Raises:
         links.CannotLimitError, quotas.NoQuotasError: this machine cannot play hosts.
     """
-    num = len(CORES)
+    num, cpus = len(CORES), sorted(os.sched_getaffinity(0))
     with links.limited_hosts(num, LIMITS) as limited, quotas(CORES) as groups:
         task = Task(
             folder=str(folder),
@@ -107,7 +111,10 @@ def run(folder: Path, *, quick: bool) -> dict[str, Any]:
             [[json.dumps(asdict(task))]] * num,
             address=f"{limited.gateway}:{free_port()}",
             deadline_s=DEADLINE_S,
-            prefixes=[host.prefix for host in limited.hosts],
+            prefixes=[
+                [*host.prefix, "taskset", "-c", str(cpus[cpu % len(cpus)])]
+                for host, cpu in zip(limited.hosts, CPUS, strict=True)
+            ],
             environment=ONE_THREAD,
         )
     used = answers[0]["used"]
@@ -216,7 +223,8 @@ def _notes(figures: dict[str, Any]) -> tuple[str, ...]:
     ended = "settled" if slow["settled"] else "not settled"
     return (
         "Hosts have the parts of a core that the first column names (quota in every "
-        f"10 ms, one XLA thread) and the link of host {SLOW_LINK} carries "
+        "10 ms, one XLA thread; the first and the last host are on one core, the "
+        f"others on another) and the link of host {SLOW_LINK} carries "
         f"{LIMITS[SLOW_LINK]:g} Mbit/s. A step has {MICROBATCHES} microbatches of "
         f"{ROWS_EACH} rows of the one-layer character transformer. Steps per second "
         f"are medians of turns of {STEPS} steps without probes, all shares in turns: "
@@ -224,8 +232,9 @@ def _notes(figures: dict[str, Any]) -> tuple[str, ...]:
         f"of `exact` and the {FEW} fastest candidates (again), of which the fastest is "
         "the `optimum`: the best of many noisy figures alone is too good. `by cores` "
         "are the shares that the quotas suggest, `near` those that should be best "
-        "among those one microbatch from `exact`. Everything else on this machine (the network between the hosts "
-        f"included) used {figures['others']:.2f} of its cores meanwhile.",
+        "among those one microbatch from `exact`. Everything else on this machine "
+        "(the network between the hosts included) used "
+        f"{figures['others']:.2f} of its cores meanwhile.",
         f"exact: {figures['exact_over_optimum']:.3f} of the best's time (target 1.06), "
         f"{figures['rounds']} rounds (target 7), {figures['speed_up_over_even']:.2f} "
         f"times as fast as equal shares; {figures['recompilations']} programs compiled "
