@@ -100,11 +100,13 @@ class UnitTimes:
         return seen._pooled(mean, variance, steps, loaded)
 
     def _leveled(self, mean: Floats, loaded: NDArray[np.bool_]) -> "UnitTimes":
-        """With estimates that are slower or faster by as much as all nodes are."""
+        """With estimates that are slower or faster by as much as every node is: nothing
+        where some became slower and others faster, as by another division."""
         known = loaded & (self.num_steps > 0)
         if not known.any():
             return self
-        level = float(np.median(mean[known] / self.mean_s[known]))
+        ratio = mean[known] / self.mean_s[known]
+        level = max(1.0, float(ratio.min())) * min(1.0, float(ratio.max()))
         return replace(
             self, mean_s=level * self.mean_s, variance=level**2 * self.variance
         )

@@ -115,11 +115,23 @@ def test_nodes_that_all_become_faster_together_leave_it_settled(num_nodes: int) 
     balance = settled
     for level in (0.8, 1.3, 0.7, 1.1, 1.0, 2.0):
         balance = balance.after(measured(balance, level * unit_s, 0.02, rng))
-        assert balance.judgement is not None
-        assert not balance.judgement.drifted and balance.settled
+        assert balance.judgement is not None and not balance.judgement.drifted
+    best = makespan(balance.work.best(unit_s), unit_s)
+    assert makespan(balance.division, unit_s) <= 1.02 * best
     found = balance.times.estimate_s / unit_s
     assert found / found.mean() == pytest.approx(np.ones(num_nodes), rel=0.03)
     assert found.mean() == pytest.approx(2.0, rel=0.05)  # as in the newest round
+
+
+def test_what_is_not_measured_goes_along_only_with_all_that_are() -> None:
+    times = UnitTimes.unknown(3).after(np.ones((5, 3)), [1, 1, 1])
+
+    def idle_after(busy: list[float]) -> float:
+        return float(times.after(np.tile(busy, (5, 1)), [1, 1, 0]).estimate_s[2])
+
+    assert idle_after([1.2, 0.8, 0.0]) == 1.0, "another division may do that"
+    assert idle_after([1.5, 1.5, 0.0]) == pytest.approx(1.5)
+    assert idle_after([0.8, 0.6, 0.0]) == pytest.approx(0.8), "what both have"
 
 
 def test_a_node_that_changed_speed_is_compared_with_what_others_take_now() -> None:
