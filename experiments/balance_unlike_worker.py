@@ -30,6 +30,7 @@ from dtft.train.balancing import Balancer
 from dtft.train.data import make_datasets
 from dtft.train.datasets import CharsConfig
 from dtft.train.experiment import Experiment, MeshConfig
+from dtft.train.measuring import agreed
 from dtft.train.optimizers import MaxAdaBeliefConfig
 from dtft.train.shared_feed import SharedFeed
 from dtft.train.step import make_mesh
@@ -141,7 +142,8 @@ class Host:
         return balancer.balance.rounds - after
 
     def steps_per_s(self, shares: Sequence[int]) -> float:
-        """Of ordinary steps with fixed shares, after one that is not counted."""
+        """Of ordinary steps with fixed shares, after one that is not counted; the same
+        in all processes, which go on with what they find best."""
         feed, begun = SharedFeed(self.source, self.program, shares), 0.0
         for number in range(1, STEPS + 2):
             self.state, _ = self.program.step(self.state, feed.take(number).arrays)
@@ -150,7 +152,7 @@ class Host:
                 jax.block_until_ready(self.state)
                 begun = time.perf_counter()
         jax.block_until_ready(self.state)
-        return STEPS / (time.perf_counter() - begun)
+        return STEPS / agreed(time.perf_counter() - begun)
 
     def compared(self, vectors: Sequence[Shares], turns: int) -> dict[Shares, float]:
         """Steps per second of each: medians over turns, each in an order of its own."""
