@@ -92,6 +92,7 @@ def test_what_was_lost_comes_back_over_several_connections(pair: list[Host]) -> 
 
     def count(channel: Channel) -> None:
         opened.append(channel.address)
+        wait_until(lambda: len(opened) > 1)  # or the first may have it all
         serving(channel)
 
     pair[1].server._handlers["fetch"] = count
