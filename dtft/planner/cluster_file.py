@@ -204,6 +204,10 @@ def _link(items: Any, where: str) -> Link:
         }
         for kind, curves in found.get("measured", {}).items()
     }
+    found["meeting"] = {
+        int(n): _number(f"{where}.meeting.{n}", seconds, float)
+        for n, seconds in found.get("meeting", {}).items()
+    }
     return _built(Link, found, where)
 
 

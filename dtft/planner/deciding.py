@@ -7,7 +7,7 @@ are worth a look, and what to say when nothing fits. Must not compile or run any
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,6 +29,11 @@ from dtft.planner.rates import Rates
 from dtft.planner.search import Search, memory_floor
 from dtft.planner.space import Candidate, Choices, Space
 from dtft.planner.uncollected import uncollected
+
+Fewer = Literal["never", "if faster", "always"]
+"""When fewer devices than all are looked at: never, as where each is of a process of
+its own; where some would repeat the work of others, to be taken if that is faster;
+always, so that pins can be met that no mesh of all devices has."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,7 +92,7 @@ def decide(
         ValueError: pins that cannot be met; or nothing fits: says by how much, and what
             would make it fit.
     """
-    fewer = None if whole else False
+    fewer: Fewer = "never" if whole else "if faster"
     decision = best_of(question, cluster, pins, what_if=what_if, fewer=fewer)
     if not decision.plan.fits:
 
@@ -107,12 +112,9 @@ def best_of(
     *,
     what_if: bool = False,
     batch: int | None = None,
-    fewer: bool | None = False,
+    fewer: Fewer = "if faster",
 ) -> Decision:
     """As `decide`, but where nothing fits: what lacks least.
-
-    Where devices would repeat each other's work, fewer of them are taken if the best
-    plan on these is faster.
 
     Args:
         question: the step.
@@ -121,8 +123,7 @@ def best_of(
         what_if: as for `decide`.
         batch: what meshes have to divide, if not the batch of the question; what is
             computed is priced as it is there.
-        fewer: looks at fewer devices in any case, so that pins can be met that no mesh
-            of all devices has; None: leaves no device out.
+        fewer: whether fewer devices than all are looked at.
 
     Raises:
         ValueError: pins that cannot be met.
@@ -130,12 +131,12 @@ def best_of(
     pins, pool = dict(pins or {}), cluster.uniform
     rows = batch or max(1, question.batch_size)
 
-    def best_with(fewer: tuple[int, ...] | None) -> Decision:
-        return _best_of(question, cluster, pins, what_if, rows, fewer)
+    def best_with(numbers: tuple[int, ...] | None) -> Decision:
+        return _best_of(question, cluster, pins, what_if, rows, numbers)
 
-    if fewer is None:
+    if fewer == "never":
         return best_with(None)
-    best = None if fewer else best_with(())
+    best = best_with(()) if fewer == "if faster" else None
     if best is not None and not (best.idle and best.plan.fits):
         return best
     other = best_with(worthwhile(question, pins, pool.num_devices, rows))

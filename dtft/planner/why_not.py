@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dtft.planner import comparing, reasons, wording
-from dtft.planner.deciding import Decision, best_of
+from dtft.planner.deciding import Decision, Fewer, best_of
 from dtft.planner.explain import knobs_text
 from dtft.planner.lints import batch, repeated, undivided_text
 from dtft.planner.meshes import AXES
@@ -60,7 +60,7 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
 def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
     """The best plan with the pins; on fewer devices where no mesh of all has them."""
 
-    def best(*, fewer: bool) -> Decision:
+    def best(fewer: Fewer) -> Decision:
         return best_of(
             decision.question,
             decision.cluster,
@@ -70,10 +70,10 @@ def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
         )
 
     try:
-        return best(fewer=False)
+        return best("if faster")
     except ValueError as error:
         try:
-            found = best(fewer=True)
+            found = best("always")
         except ValueError:
             raise error from None
         if found.idle:  # that these share no work is no answer

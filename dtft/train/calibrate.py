@@ -210,7 +210,8 @@ def _collectives(
 def _behind(
     devices: Sequence[Any], inner: int, level: Level, sizes: Sizes
 ) -> list[BehindTime]:
-    """All-reduces behind computing; none in one process, whose devices are threads."""
+    """All-reduces behind computing, in jobs of several processes only: what the threads
+    of one lose so is not priced yet."""
     if jax.process_count() == 1 or not sizes.meeting:
         return []
     times: list[BehindTime] = []

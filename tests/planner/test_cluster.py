@@ -238,6 +238,17 @@ def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -
     assert said in str(raised.value) and "cluster.yml" in str(raised.value)
 
 
+def test_what_meeting_takes_may_stand_in_a_file() -> None:
+    text = (
+        "{pools: [{device: a100, levels: [{size: 4, link: {kind: Ethernet, latency_s: "
+        "1e-5, bandwidth: 1e9, meeting: {2: 1e-3, '4': 2e-3}}}]}]}"
+    )
+    link = from_text(text).uniform.levels[0].link
+    assert link.meeting == {2: 1e-3, 4: 2e-3}
+    with pytest.raises(ValueError, match=r"meeting.2='slow' is no number"):
+        from_text(text.replace("1e-3,", "slow,"))
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_bytes(b"\xff\xfe\x00\x80")

@@ -1,6 +1,5 @@
 """Collectives that XLA sends as one are priced as one."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -16,23 +15,9 @@ from dtft.planner.plan import Plan
 from dtft.planner.question import of_loss
 from dtft.planner.rates import Rates
 from dtft.train.planned_step import make_step
+from tests.planner.chain import BATCH, LAYERS, PARAMS, WIDTH, loss
 
-LAYERS, WIDTH, ROWS = 4, 64, 512
-PARAMS = {
-    "layers": {"w": jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32),
-               "b": jax.ShapeDtypeStruct((LAYERS, WIDTH), jnp.float32)},
-    "head": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
-}  # fmt: skip
-BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
 OPTIMIZER = optax.sgd(1e-3)
-
-
-def loss(params, batch):
-    def layer(x, one):
-        return jnp.tanh(x @ one["w"] + one["b"][None, :]), None
-
-    hidden, _ = jax.lax.scan(layer, batch, params["layers"])
-    return jnp.mean(jnp.square(hidden @ params["head"]))
 
 
 def planned(cluster: str, **pins: int) -> Plan:

@@ -23,27 +23,13 @@ from dtft.planner.meeting import meeting_s, meetings_s
 from dtft.planner.meeting_fit import BehindTime, fit_meeting
 from dtft.planner.plan import Plan
 from dtft.planner.question import of_loss
+from tests.planner.chain import BATCH, LAYERS, PARAMS, loss
 
-LAYERS, WIDTH, ROWS = 4, 64, 512
-PARAMS = {
-    "layers": {"w": jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32),
-               "b": jax.ShapeDtypeStruct((LAYERS, WIDTH), jnp.float32)},
-    "head": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
-}  # fmt: skip
-BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
 PORT = Link(
     kind="loopback",
     curve=Curve(latency_s=1e-4, bandwidth=1e9, half_bytes=1e4),
     source="",
 )
-
-
-def loss(params, batch):
-    def layer(x, one):
-        return jnp.tanh(x @ one["w"] + one["b"][None, :]), None
-
-    hidden, _ = jax.lax.scan(layer, batch, params["layers"])
-    return jnp.mean(jnp.square(hidden @ params["head"]))
 
 
 def cluster_with(meeting: dict[int, float]) -> Cluster:
