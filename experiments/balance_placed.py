@@ -42,7 +42,7 @@ SHARES = (0.6, 0.35, 0.2)
 """Part of a core of each node."""
 SLOWED = 0.25
 """That of the first node from the middle of the run on."""
-STEPS, QUICK_STEPS, MOST_ROUNDS = 5, 3, 15
+STEPS, QUICK_STEPS, MOST_ROUNDS = 8, 3, 15
 NEAR = 1.35
 """Splits are measured that are predicted to take at most this times the best's step."""
 RUN_STEPS = 2000
@@ -175,10 +175,10 @@ class _Run:
         )
 
     def near(self) -> list[tuple[int, ...]]:
-        """Splits that may be the best, by the unit times found, best first."""
-        unit_s = self._balance.times.estimate_s
+        """Splits that may be the best, by what nodes were found to need, best first."""
+        speeds = self._balance.tried.speeds()
         step_s = {
-            row: self.way.work.seconds(np.array(row), unit_s)
+            row: self.way.work.seconds(np.array(row), speeds.unit_s, speeds.fixed_s)
             for row in splits(len(HIDDEN), NUM_NODES)
         }
         most = NEAR * min(step_s.values())

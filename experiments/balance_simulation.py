@@ -95,7 +95,11 @@ class Nodes:
 
     def _bound(self, end: Balance[Counts]) -> float:
         assert end.judgement is not None
-        wrong = float(np.max(np.abs(end.times.estimate_s / self.unit_s - 1)))
+        speeds, needed = end.tried.speeds(), (end.division, end.work.best(self.unit_s))
+        wrong = max(
+            float(np.max(np.abs(speeds.needed(it) / (it * self.unit_s) - 1)))
+            for it in needed
+        )
         return (1 + wrong) / ((1 - wrong) * (1 - end.judgement.threshold))
 
 

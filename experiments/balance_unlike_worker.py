@@ -22,7 +22,8 @@ import numpy as np
 
 from dtft.models.base import TransformerConfig
 from dtft.planner.balance import Policy
-from dtft.planner.load_shares import Microbatches, allocate, makespan
+from dtft.planner.load_shares import Microbatches, allocate
+from dtft.planner.tried import Speeds
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.balance_log import BalanceLog
 from dtft.train.balance_record import begin
@@ -169,12 +170,12 @@ class Host:
         self.num_compiled += event.endswith("backend_compile_duration")
 
 
-def neighbours(shares: Shares, unit_s: np.ndarray, num: int) -> list[Shares]:
-    """The best, by seconds of a microbatch, of those one microbatch away.
+def neighbours(shares: Shares, speeds: Speeds, num: int) -> list[Shares]:
+    """The best, by what hosts were found to need, of those one microbatch away.
 
     Args:
         shares: to start from.
-        unit_s: seconds of a microbatch on each host, `[hosts]`.
+        speeds: of the hosts.
         num: how many.
     """
     found: list[Shares] = []
@@ -184,7 +185,7 @@ def neighbours(shares: Shares, unit_s: np.ndarray, num: int) -> list[Shares]:
         moved[taker] += 1
         if moved[giver] > 0:
             found.append(tuple(moved))
-    return sorted(found, key=lambda moved: makespan(moved, unit_s))[:num]
+    return sorted(found, key=lambda it: speeds.needed(np.array(it)).max())[:num]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +234,7 @@ def measured(host: Host) -> dict[str, Any]:
         "exact": found,
         "by cores": _by_cores(task.cores),
     }
-    near = neighbours(found, exact.balance.times.estimate_s, NEAR)
+    near = neighbours(found, exact.balance.tried.speeds(), NEAR)
     trials = host.compared([*vectors.values(), *near], task.trials)
     first = sorted(trials, key=lambda shares: -trials[shares])[:FEW]
     again = host.compared([found, *first], task.repetitions)

@@ -6,15 +6,19 @@ knows: microbatches in `load_shares`, operators in `placement_work`,
 layers in `layer_work`) nor who measures.
 
 Two policies. `proportional` is the seeds' rule: a node's weight follows its wait.
-`exact` takes the division that is best for the pooled unit times, if its gain is
-above the noise. Its guarantee: let t be the true unit times, e the largest relative
-error of the estimates, d the least gain that is accepted, a the division at the end and
-a* the best. The last candidate c was refused: (1 - d) T(a; est) <= T(c; est), and
+`exact` takes the division that is best for what nodes were measured to need (`tried`),
+if its gain is above the noise; a division that was tried before is judged by what it
+took. Its guarantee: let e be the largest relative error of the seconds that nodes are
+estimated to need, d the least gain that is accepted, a the division at the end and a*
+the best. The last candidate c was refused: (1 - d) T(a; est) <= T(c; est), and
 T(c; est) <= T(a*; est) as c is best for the estimates. Estimates are off by e at most:
 (1 - e) T(a) <= T(a; est) and T(a*; est) <= (1 + e) T(a*). Together:
-T(a) <= T(a*) (1 + e) / ((1 - e) (1 - d)). Each accepted division multiplies the true
-T by at most r = (1 - d) (1 + e) / (1 - e); with d > 2 e / (1 + e) that is below 1, so
-there are at most ln(T0 / T*) / ln(1 / r) of them, each followed by at most K rounds.
+T(a) <= T(a*) (1 + e) / ((1 - e) (1 - d)); if c was tried before, both are judged by
+measured seconds, and (1 + e) / (1 - e) counts twice. Each accepted division multiplies
+the true T by at most r = (1 - d) (1 + e) / (1 - e); with d > 2 e / (1 + e) that is
+below 1, so there are at most ln(T0 / T*) / ln(1 / r) of them, each followed by at most
+K rounds. Where estimates are off by more, as no node takes quite what they say, a
+division that disappointed is left once and not taken again.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dtft.planner.arguments import check_choice, check_number, check_whole
 from dtft.planner.load_shares import waits
-from dtft.planner.unit_times import UnitTimes, drifted
+from dtft.planner.tried import Tried
 
 Floats = NDArray[np.float64]
 Policy = Literal["proportional", "exact"]
@@ -44,15 +48,18 @@ class Work(Protocol[Division]):
         """The division in proportion to weights, `[n]`."""
         ...
 
-    def best(self, unit_s: Floats) -> Division:
-        """The division that ends first if a unit takes these seconds, `[n]`."""
+    def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Division:
+        """The division that ends first if a unit takes these seconds, and each step so
+        many more whatever a node holds; `[n]` each."""
         ...
 
     def load(self, division: Division) -> Floats:
         """Units that each node has to work on in a step, `[n]`."""
         ...
 
-    def seconds(self, division: Division, unit_s: Floats) -> float:
+    def seconds(
+        self, division: Division, unit_s: Floats, fixed_s: Floats | None = None
+    ) -> float:
         """Until the last node is done."""
         ...
 
@@ -103,7 +110,8 @@ class Balance(Generic[Division]):
     rules: Rules
     division: Division
     weights: Floats
-    times: UnitTimes
+    tried: Tried
+    """What nodes took with the divisions so far."""
     unchanged: int = 0
     """Rounds since the division changed last."""
     rounds: int = 0
@@ -132,7 +140,7 @@ class Balance(Generic[Division]):
             rules=rules,
             division=work.by_weight(weights),
             weights=weights,
-            times=UnitTimes.unknown(work.num_nodes),
+            tried=Tried(num_nodes=work.num_nodes),
         )
 
     @property
@@ -152,7 +160,7 @@ class Balance(Generic[Division]):
             cost_s: Of changing the division (compiling, moving state).
 
         Raises:
-            ValueError: see `UnitTimes.after`; or a cost or steps below 0.
+            ValueError: see `Tried.after`; or a cost or steps below 0.
         """
         if not (remaining_steps >= 0 and cost_s >= 0):
             raise ValueError(
@@ -160,10 +168,9 @@ class Balance(Generic[Division]):
                 "more each."
             )
         busy = np.asarray(busy_s, float)
-        times = self.times.after(busy, self.work.load(self.division))
-        gone = drifted(self.times, times)
+        tried, gone = self.tried.after(busy, self.work.load(self.division))
         policy = _proportional if self.rules.policy == "proportional" else _exact
-        division, weights, gain, threshold = policy(self, times, busy)
+        division, weights, gain, threshold = policy(self, tried, busy)
         saved = gain * float(busy.max(1).mean()) * remaining_steps
         changed = gain > threshold and not saved <= cost_s
         waited = waits(busy)
@@ -171,7 +178,7 @@ class Balance(Generic[Division]):
             self,
             division=division if changed else self.division,
             weights=weights,
-            times=times,
+            tried=tried,
             unchanged=0 if changed or gone else self.unchanged + 1,
             rounds=self.rounds + 1,
             judgement=Judgement(
@@ -186,20 +193,23 @@ class Balance(Generic[Division]):
 
 
 def _exact(
-    now: Balance[Division], times: UnitTimes, _: Floats
+    now: Balance[Division], tried: Tried, _: Floats
 ) -> tuple[Division, Floats, float, float]:
-    unit_s = times.estimate_s
-    candidate = now.work.best(unit_s)
-    gain = 1 - now.work.seconds(candidate, unit_s) / now.work.seconds(
-        now.division, unit_s
-    )
-    rules = now.rules
-    threshold = max(rules.least_gain, rules.noise_factor * times.relative_error)
-    return candidate, unit_s.mean() / unit_s, gain, threshold
+    work, speeds = now.work, tried.speeds()
+    candidate = work.best(speeds.unit_s, speeds.fixed_s)
+    loads = work.load(now.division), work.load(candidate)
+    here, there = (tried.measured(load) for load in loads)
+    if here is None or there is None:
+        here = there = speeds
+    was_s = work.seconds(now.division, here.unit_s, here.fixed_s)
+    gain = 1 - work.seconds(candidate, there.unit_s, there.fixed_s) / was_s
+    noise = now.rules.noise_factor * max(here.error, there.error)
+    threshold = max(now.rules.least_gain, noise)
+    return candidate, speeds.weights(loads[1]), gain, threshold
 
 
 def _proportional(
-    now: Balance[Division], _: UnitTimes, busy: Floats
+    now: Balance[Division], _: Tried, busy: Floats
 ) -> tuple[Division, Floats, float, float]:
     """The literal rule: weights follow waits; any change of the division is taken."""
     wait = waits(busy).mean(0)

@@ -88,8 +88,12 @@ class Layers:
         with np.errstate(divide="ignore", over="ignore"):
             return self.best(1 / given)
 
-    def best(self, unit_s: Floats) -> Counts:
+    def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
         """The split whose step is shortest if a nominal second takes `unit_s`.
+
+        Args:
+            unit_s: `[stages]`; infinite where one can have no layer.
+            fixed_s: what a stage that has layers needs more for a step, `[stages]`.
 
         Raises:
             ValueError: `unit_s` is no number above 0 for each stage, or no split keeps
@@ -101,7 +105,7 @@ class Layers:
                 f"unit_s={unit.tolist()!r:.80}. Allowed: a number above 0 for each of "
                 f"{self.num_nodes} stages; infinite where one can have no layer."
             )
-        costs = self._costs(unit)
+        costs = self._with(fixed_s, self._costs(unit))
         best, best_s, limit = None, np.inf, np.inf
         while (found := _least_sum(np.where(costs < limit, costs, np.inf))) is not None:
             stage_s = _of_stages(costs, found)
@@ -124,9 +128,11 @@ class Layers:
         counts = check_division(division, self.num_nodes, len(self.layer_s))
         return self.microbatches * _of_stages(nominal, counts)
 
-    def seconds(self, division: Counts, unit_s: Floats) -> float:
+    def seconds(
+        self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
+    ) -> float:
         """Of a 1F1B step."""
-        sums = self._sums(np.asarray(unit_s, float))
+        sums = self._with(fixed_s, self._sums(np.asarray(unit_s, float)))
         counts = check_division(division, self.num_nodes, len(self.layer_s))
         return self._step_s(_of_stages(sums, counts))
 
@@ -141,6 +147,15 @@ class Layers:
         sums = upto[None, :] - upto[:, None]
         sums = np.where(lacking[None, :] > lacking[:, None], np.inf, sums)
         return np.moveaxis(sums, 2, 0)
+
+    def _with(self, fixed_s: Floats | None, sums: Floats) -> Floats:
+        """With a microbatch's part of what each stage with layers needs for a step."""
+        if fixed_s is None:
+            return sums
+        places = np.arange(len(self.layer_s) + 1)
+        has = (places[None, :] > places[:, None])[None]
+        each = np.asarray(fixed_s, float)[:, None, None] / self.microbatches
+        return sums + np.where(has, each, 0.0)
 
     def _costs(self, unit_s: Floats) -> Floats:
         """The same, infinite for what a stage may not have."""

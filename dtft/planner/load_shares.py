@@ -13,12 +13,18 @@ from numpy.typing import ArrayLike, NDArray
 from dtft.planner.arguments import check_whole, numbers
 
 Counts = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 def allocate(
-    unit_s: ArrayLike, total: int, *, cap: ArrayLike | None = None, low: int = 1
+    unit_s: ArrayLike,
+    total: int,
+    *,
+    fixed_s: ArrayLike | None = None,
+    cap: ArrayLike | None = None,
+    low: int = 1,
 ) -> Counts:
-    """The shares that end first: they minimise `max(shares * unit_s)`.
+    """The shares that end first: they minimise `max(fixed_s + shares * unit_s)`.
 
     Exact: handing out one microbatch after the other, each to the node that would end
     first with it, is optimal for this objective; all but the last few are handed out at
@@ -28,6 +34,7 @@ def allocate(
     Args:
         unit_s: Seconds per microbatch, `[n]`, each finite and above 0.
         total: Microbatches of a step, over all nodes.
+        fixed_s: Seconds of each node whatever its share, `[n]`, 0 or more; None: 0.
         cap: Most that each node can take, `[n]` (its memory); None: `total`.
         low: Fewest that each node takes.
 
@@ -41,13 +48,16 @@ def allocate(
     array([4, 2, 1])
     >>> allocate([1.0, 1.0, 8.0], 4, low=0)
     array([2, 2, 0])
+    >>> allocate([1.0, 1.0], 8, fixed_s=[2.0, 0.0])
+    array([3, 5])
     """
     seconds = _checked_seconds(unit_s)
+    fixed = _checked_fixed(fixed_s, seconds.size)
     check_whole("total", total, 0)
     most = np.full(seconds.size, total) if cap is None else np.asarray(cap, np.int64)
     _check_bounds(total, most, low, seconds.size)
-    shares = _before_makespan(seconds, total, most, low)
-    return _hand_out(shares, seconds, total, most)
+    shares = _before_makespan(seconds, fixed, total, most, low)
+    return _hand_out(shares, seconds, fixed, total, most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,24 +75,26 @@ class Microbatches:
         most = [self.total] * self.num_nodes if self.cap is None else self.cap
         _check_bounds(self.total, np.array(most), self.low, self.num_nodes)
 
-    def by_weight(self, weights: NDArray[np.float64]) -> Counts:
+    def by_weight(self, weights: Floats) -> Counts:
         """Shares in proportion to weights; a cap passes on what is above it."""
         if self.cap is None:
             return by_weight(weights, self.total, low=self.low)
         return allocate(1 / np.asarray(weights), self.total, cap=self.cap, low=self.low)
 
-    def best(self, unit_s: NDArray[np.float64]) -> Counts:
+    def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
         """The shares that end first."""
-        return allocate(unit_s, self.total, cap=self.cap, low=self.low)
+        return allocate(unit_s, self.total, fixed_s=fixed_s, cap=self.cap, low=self.low)
 
-    def load(self, division: Counts) -> NDArray[np.float64]:
+    def load(self, division: Counts) -> Floats:
         """Microbatches of each node."""
         return check_division(division, self.num_nodes, self.total).astype(float)
 
-    def seconds(self, division: Counts, unit_s: NDArray[np.float64]) -> float:
+    def seconds(
+        self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
+    ) -> float:
         """Until the last node is done."""
         shares = check_division(division, self.num_nodes, self.total)
-        return makespan(shares, unit_s)
+        return makespan(shares, unit_s, fixed_s)
 
 
 def check_division(division: ArrayLike, num_nodes: int, total: int) -> Counts:
@@ -105,12 +117,15 @@ def check_division(division: ArrayLike, num_nodes: int, total: int) -> Counts:
     return shares
 
 
-def makespan(shares: ArrayLike, unit_s: ArrayLike) -> float:
+def makespan(
+    shares: ArrayLike, unit_s: ArrayLike, fixed_s: ArrayLike | None = None
+) -> float:
     """Seconds until the last node has worked through its share."""
-    return float(np.max(np.asarray(shares) * np.asarray(unit_s, float)))
+    fixed = np.zeros(()) if fixed_s is None else np.asarray(fixed_s, float)
+    return float(np.max(fixed + np.asarray(shares) * np.asarray(unit_s, float)))
 
 
-def waits(busy_s: ArrayLike) -> NDArray[np.float64]:
+def waits(busy_s: ArrayLike) -> Floats:
     """Seconds that each node waits for the slowest; the last dim is nodes."""
     busy = np.asarray(busy_s, float)
     return busy.max(-1, keepdims=True) - busy
@@ -154,40 +169,38 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
 
 
 def _before_makespan(
-    seconds: NDArray[np.float64], total: int, most: Counts, low: int
+    seconds: Floats, fixed: Floats, total: int, most: Counts, low: int
 ) -> Counts:
     """What all are done with shortly before the best makespan: at most `total`."""
-    early, late = 0.0, float(seconds.max()) * total
+    early, late = 0.0, float(fixed.max() + seconds.max() * total)
     for _ in range(60):
         middle = (early + late) / 2
-        if _done_by(middle, seconds, most, low).sum() >= total:
+        if _done_by(middle - fixed, seconds, most, low).sum() >= total:
             late = middle
         else:
             early = middle
-    return _done_by(early, seconds, most, low)
+    return _done_by(early - fixed, seconds, most, low)
 
 
-def _done_by(
-    moment: float, seconds: NDArray[np.float64], most: Counts, low: int
-) -> Counts:
-    return np.clip(np.floor(moment / seconds), low, most).astype(np.int64)
+def _done_by(left: Floats, seconds: Floats, most: Counts, low: int) -> Counts:
+    return np.clip(np.floor(left / seconds), low, most).astype(np.int64)
 
 
 def _hand_out(
-    shares: Counts, seconds: NDArray[np.float64], total: int, most: Counts
+    shares: Counts, seconds: Floats, fixed: Floats, total: int, most: Counts
 ) -> Counts:
     """The rest, one by one, to the node that would end first with one more."""
     while (missing := total - int(shares.sum())) > 0:
-        finish = np.where(shares < most, (shares + 1) * seconds, np.inf)
+        finish = np.where(shares < most, fixed + (shares + 1) * seconds, np.inf)
         # No more than one each at a time: a node's second would come after its first.
         first = np.argsort(finish, kind="stable")[:missing]
-        ends = (shares[first] + 2) * seconds[first]
+        ends = fixed[first] + (shares[first] + 2) * seconds[first]
         kept = finish[first] <= ends.min()
         shares[first[kept]] += 1
     return shares
 
 
-def _checked_seconds(unit_s: ArrayLike) -> NDArray[np.float64]:
+def _checked_seconds(unit_s: ArrayLike) -> Floats:
     seconds = np.asarray(unit_s, float)
     if seconds.ndim != 1 or not seconds.size:
         raise ValueError(
@@ -206,6 +219,18 @@ def _checked_seconds(unit_s: ArrayLike) -> NDArray[np.float64]:
             "Measure this node again."
         )
     return seconds
+
+
+def _checked_fixed(fixed_s: ArrayLike | None, num_nodes: int) -> Floats:
+    if fixed_s is None:
+        return np.zeros(num_nodes)
+    fixed = np.asarray(fixed_s, float)
+    if fixed.shape != (num_nodes,) or not (np.isfinite(fixed) & (fixed >= 0)).all():
+        raise ValueError(
+            f"fixed_s is {fixed.tolist()!r:.80}. Allowed: a finite number of 0 or more "
+            f"for each of {num_nodes} nodes."
+        )
+    return fixed
 
 
 def _check_bounds(total: int, most: Counts, low: int, num_nodes: int) -> None:

@@ -20,6 +20,9 @@ from dtft.planner.tasks import Tasks
 
 Floats = NDArray[np.float64]
 
+TURNS = 3
+"""Further placements for what nodes need per step."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Operators:
@@ -69,9 +72,19 @@ class Operators:
             moves=self.moves,
         )
 
-    def best(self, unit_s: Floats) -> Placement:
-        """The best placement found if nodes take so many times as long as planned."""
-        return self.by_weight(1 / np.asarray(unit_s, float))
+    def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Placement:
+        """The best placement found if nodes take so many times as long as planned, and
+        each step `fixed_s` more: placed a few times, each time with the weights that
+        nodes have with about the load that they got."""
+        unit = np.asarray(unit_s, float)
+        found = self.by_weight(1 / unit)
+        if fixed_s is None or not np.any(fixed_s):
+            return found
+        ways, weights = [found], 1 / unit
+        for _ in range(TURNS):
+            weights = np.sqrt(weights / self._with_load(ways[-1], unit, fixed_s))
+            ways.append(self.by_weight(weights))
+        return min(ways, key=lambda way: self.seconds(way, unit, fixed_s))
 
     def load(self, division: Placement) -> Floats:
         """Seconds that the cost model gives each node in a step."""
@@ -79,9 +92,11 @@ class Operators:
         sums = np.bincount(division.node_of, each, minlength=self.num_nodes)
         return self.microbatches * sums.astype(float)
 
-    def seconds(self, division: Placement, unit_s: Floats) -> float:
+    def seconds(
+        self, division: Placement, unit_s: Floats, fixed_s: Floats | None = None
+    ) -> float:
         """Seconds of a step of a placement, with all that it waits for."""
-        weights = 1 / np.asarray(unit_s, float)
+        weights = 1 / self._with_load(division, np.asarray(unit_s, float), fixed_s)
         copies = min(self.microbatches, self.num_nodes)
         for frees in (True, False):
             problem = Problem(
@@ -92,3 +107,13 @@ class Operators:
             if found is not None:
                 return found
         return float("inf")
+
+    def _with_load(
+        self, division: Placement, unit_s: Floats, fixed_s: Floats | None
+    ) -> Floats:
+        """How many times as long as planned nodes take with the load that they have."""
+        if fixed_s is None:
+            return unit_s
+        load = self.load(division)
+        loaded = np.where(load > 0, load, np.inf)
+        return unit_s + np.asarray(fixed_s, float) / loaded

@@ -1,12 +1,13 @@
-"""What one unit of load takes on each node, pooled from measured steps, and drift.
+"""What one unit of load takes on each node with one division of it, and drift.
 
 Pure. A unit is a microbatch, or a second that a placement predicts for a node of speed
 1. Only what nodes take beside each other counts: where all become slower or faster
 together, as on a machine that others use too, the estimates go along, and nobody has
-drifted. It must not know how load is divided (`load_shares`, `placement`) nor when that
-may change (`balance`).
+drifted. It must not know how load is divided (`load_shares`, `placement`), what other
+divisions took (`tried`) nor when one may change (`balance`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,7 +34,7 @@ FLOOR = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """Estimates per node, for what the newest round was like; all arrays are `[n]`.
+    """Means per node, for what the newest round was like; all arrays are `[n]`.
 
     `num_steps` is 0 for a node that was not measured yet.
     """
@@ -61,23 +62,16 @@ class UnitTimes:
         )
 
     @property
-    def estimate_s(self) -> Floats:
-        """Seconds per unit; a node never measured is taken for a middling one."""
+    def error(self) -> Floats:
+        """Standard error of each estimate as a share of it, `[n]`; 0 if not known."""
         known = self.num_steps > 0
         if not known.any():
-            return np.ones(self.num_steps.size)
-        return np.where(known, self.mean_s, np.median(self.mean_s[known]))
-
-    @property
-    def relative_error(self) -> float:
-        """Largest standard error of an estimate, as a share of it."""
-        known = self.num_steps > 0
-        if not known.any():
-            return np.inf
-        steps = self.num_steps[known]
-        own = self.variance[known] / self.mean_s[known] ** 2
-        noise = (steps * own + SHARED_STEPS * own.mean()) / (steps + SHARED_STEPS)
-        return float(np.sqrt(np.max(noise / steps)))
+            return np.zeros(known.size)
+        steps = np.maximum(self.num_steps, 1)
+        own = self.variance / np.where(known, self.mean_s, 1.0) ** 2
+        shared = own[known].mean()
+        noise = (steps * own + SHARED_STEPS * shared) / (steps + SHARED_STEPS)
+        return np.where(known, np.sqrt(noise / steps), 0.0)
 
     def after(self, busy_s: ArrayLike, load: ArrayLike) -> "UnitTimes":
         """With another round; a node that drifted is known by this round only.
@@ -95,20 +89,27 @@ class UnitTimes:
         unit_s = busy / np.where(loaded, units, 1.0)
         mean, variance = _trimmed(unit_s)
         steps = busy.shape[0]
-        now = self._leveled(mean, loaded)
+        known = loaded & (self.num_steps > 0)
+        now = self.scaled(shared_level(mean[known] / self.mean_s[known]))
         seen = now._compared(mean, variance, steps, loaded)
         return seen._pooled(mean, variance, steps, loaded)
 
-    def _leveled(self, mean: Floats, loaded: NDArray[np.bool_]) -> "UnitTimes":
-        """With estimates that are slower or faster by as much as every node is: nothing
-        where some became slower and others faster, as by another division."""
-        known = loaded & (self.num_steps > 0)
-        if not known.any():
-            return self
-        ratio = mean[known] / self.mean_s[known]
-        level = max(1.0, float(ratio.min())) * min(1.0, float(ratio.max()))
+    def scaled(self, level: float) -> "UnitTimes":
+        """On a machine that takes so many times as long for everything."""
         return replace(
             self, mean_s=level * self.mean_s, variance=level**2 * self.variance
+        )
+
+    def without(self, nodes: Sequence[int]) -> "UnitTimes":
+        """With nothing known of some nodes."""
+        known = np.ones(self.num_steps.size, bool)
+        known[list(nodes)] = False
+        return UnitTimes(
+            num_steps=np.where(known, self.num_steps, 0),
+            mean_s=np.where(known, self.mean_s, 0.0),
+            variance=np.where(known, self.variance, 0.0),
+            rise=np.where(known, self.rise, 0.0),
+            fall=np.where(known, self.fall, 0.0),
         )
 
     def _compared(
@@ -147,9 +148,22 @@ class UnitTimes:
         )
 
 
-def drifted(before: UnitTimes, after: UnitTimes) -> tuple[int, ...]:
-    """Nodes whose estimate was begun anew between the two."""
-    return tuple(np.flatnonzero(after.num_steps < before.num_steps).tolist())
+def shared_level(ratio: Floats) -> float:
+    """By how much every node is slower, or faster: 1 where some are either.
+
+    >>> shared_level(np.array([1.5, 1.2])), shared_level(np.array([1.5, 0.9]))
+    (1.2, 1.0)
+    """
+    if not ratio.size:
+        return 1.0
+    return max(1.0, float(ratio.min())) * min(1.0, float(ratio.max()))
+
+
+def drifted(before: UnitTimes, after: UnitTimes, load: ArrayLike) -> tuple[int, ...]:
+    """Nodes with load whose mean was begun anew between the two."""
+    begun = (np.asarray(load) > 0) & (before.num_steps > 0)
+    begun &= after.num_steps <= before.num_steps
+    return tuple(np.flatnonzero(begun).tolist())
 
 
 def _trimmed(unit_s: Floats) -> tuple[Floats, Floats]:

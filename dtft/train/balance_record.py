@@ -14,6 +14,7 @@ import numpy as np
 
 from dtft.planner.balance import Balance, Rules
 from dtft.planner.load_shares import Counts, Microbatches
+from dtft.planner.tried import Tried
 from dtft.planner.unit_times import UnitTimes
 
 ITEM = "balance"
@@ -51,16 +52,15 @@ def node_names(hosts_of: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 def to_items(balance: Balance[Counts], names: Sequence[str]) -> dict[str, Any]:
     """What a checkpoint records: JSON, from which `begin` goes on."""
-    times = {
-        field.name: getattr(balance.times, field.name).tolist()
-        for field in fields(UnitTimes)
-    }
     recorded = {
         "policy": balance.rules.policy,
         "nodes": list(names),
         "shares": balance.division.tolist(),
         "weights": balance.weights.tolist(),
-        "times": times,
+        "tried": [
+            {"load": list(load), **_arrays(times)}
+            for load, times in balance.tried.times.items()
+        ],
         "unchanged": balance.unchanged,
         "rounds": balance.rounds,
     }
@@ -89,14 +89,16 @@ def begin(
     if recorded is None or sum(recorded["shares"]) != work.total:
         # Of other microbatches nothing that was measured holds.
         return Begin(balance=fresh, is_recorded=False, unknown=tuple(names))
-    times = _known(recorded, names)
-    steps = dict(zip(names, times.num_steps, strict=True))
-    unknown = tuple(name for name in names if not steps[name])
+    tried = _known(recorded, names)
+    known = dict(zip(names, tried.known, strict=True))
+    unknown = tuple(name for name in names if not known[name])
     shares = np.asarray(recorded["shares"], np.int64)
     weights, replayed = np.asarray(recorded["weights"], float), True
     if not _fit(shares, work):
         any_known = rules.policy == "exact" and len(unknown) < len(names)
-        shares = work.best(times.estimate_s) if any_known else fresh.division
+        speeds = tried.speeds()
+        best = work.best(speeds.unit_s, speeds.fixed_s)
+        shares = best if any_known else fresh.division
         weights, replayed = fresh.weights, False
     same = recorded["nodes"] == list(names) and recorded["policy"] == rules.policy
     balance = Balance(
@@ -104,23 +106,31 @@ def begin(
         rules=rules,
         division=shares,
         weights=weights,
-        times=times,
+        tried=tried,
         unchanged=recorded["unchanged"] if same and replayed else 0,
         rounds=recorded["rounds"],
     )
     return Begin(balance=balance, is_recorded=replayed, unknown=unknown)
 
 
-def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> UnitTimes:
+def _arrays(times: UnitTimes) -> dict[str, list[float]]:
+    return {it.name: getattr(times, it.name).tolist() for it in fields(UnitTimes)}
+
+
+def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> Tried:
     """What is known of the nodes, found by their names."""
     place = {name: index for index, name in enumerate(recorded["nodes"])}
-    found = {}
-    for field in fields(UnitTimes):
-        given = recorded["times"][field.name]
-        values = [given[place[name]] if name in place else 0 for name in names]
-        kind = np.int64 if field.name == "num_steps" else np.float64
-        found[field.name] = np.asarray(values, kind)
-    return UnitTimes(**found)
+
+    def here(values: Sequence[float]) -> Any:
+        found = [values[place[name]] if name in place else 0 for name in names]
+        return np.asarray(found, float)
+
+    times: dict[tuple[float, ...], UnitTimes] = {}
+    for row in recorded["tried"]:
+        arrays = {it.name: here(row[it.name]) for it in fields(UnitTimes)}
+        arrays["num_steps"] = arrays["num_steps"].astype(np.int64)
+        times[tuple(here(row["load"]).tolist())] = UnitTimes(**arrays)
+    return Tried(num_nodes=len(names), times=times)
 
 
 def _fit(shares: Counts, work: Microbatches) -> bool:

@@ -1,8 +1,9 @@
 """A step that is timed: what each replica does by itself, apart from the reduction.
 
-Inside of one program nobody sees a device wait. So the step runs as two programs, with
-a wait between them for this process's own devices. It must not know what the times are
-for, nor which steps are timed.
+Inside of one program nobody sees a device wait. So the step runs as three programs, up
+to the reduction, the reduction, and the update, with waits between them for this
+process's own devices. It must not know what the times are for, nor which steps are
+timed.
 """
 
 import time
@@ -26,7 +27,7 @@ class Timed:
     ended: float
     """When the new state was there."""
     busy_s: tuple[float, ...]
-    """Until each of this process's replicas had its own sums."""
+    """Of each of this process's replicas: its own sums, and its update."""
 
 
 class Probe:
@@ -53,13 +54,17 @@ class Probe:
         jax.block_until_ready((state, dict(batch)))
         began = time.perf_counter()
         sums = self._program.local(state, batch)
-        busy = self._until_ready(sums, began)
-        state, metrics = self._program.finish(state, sums)
+        alone = self._until_ready(sums, began)
+        means = jax.block_until_ready(self._program.means(sums))
+        reduced = time.perf_counter()
+        state, metrics = self._program.update(state, means)
+        updated = self._until_ready(state, reduced)
         jax.block_until_ready((state, metrics))
+        busy = tuple(map(sum, zip(alone, updated, strict=True)))
         ended = time.perf_counter()
         return state, metrics, Timed(began=began, ended=ended, busy_s=busy)
 
-    def _until_ready(self, sums: Any, began: float) -> tuple[float, ...]:
+    def _until_ready(self, made: Any, began: float) -> tuple[float, ...]:
         """Seconds until each replica was done; they are waited for at the same time."""
         replicas = self._program.own_replicas
 
@@ -67,7 +72,7 @@ class Probe:
             devices = set(self._program.mesh.devices[replica].flat)
             own = [
                 shard.data
-                for leaf in jax.tree.leaves(sums)
+                for leaf in jax.tree.leaves(made)
                 for shard in leaf.addressable_shards
                 if shard.device in devices
             ]

@@ -3,10 +3,10 @@
 The numbers are data: one compiled step serves all shares. A replica adds up gradients,
 metrics and statistics over its microbatches in a `while` loop, manual over the
 `replica` axis; then the sums are reduced and divided by the number of microbatches, so
-that the result is that of equal shares up to rounding. The same in two programs, one
-up to the reduction and one from it, is what a probe times. Must not know which rows
-there are, how shares are found, or hosts (pattern and traps: reference/planner.md,
-section 8).
+that the result is that of equal shares up to rounding. The same in three programs, up
+to the reduction, the reduction, and the update, is what a probe times. Must not know
+which rows there are, how shares are found, or hosts (pattern and traps:
+reference/planner.md, section 8).
 """
 
 from collections.abc import Mapping
@@ -26,6 +26,8 @@ from dtft.train.step import Metrics, Program, State, state_sharding
 Sums = dict[str, Any]
 """Of each replica over its microbatches, with a leading replica dim: `gradients`,
 `statistics`, `metrics`, and how many microbatches they are (`count`)."""
+Means = dict[str, Any]
+"""`gradients`, `statistics` and `metrics` of a step's batch."""
 
 
 class UnevenProgram(Program):
@@ -46,7 +48,7 @@ class UnevenProgram(Program):
         batch = experiment.data.global_batch
         self.sharing: Sharing = sharing_of(experiment.balance, batch, mesh.shape)
         super().__init__(experiment, mesh)
-        sums = self._sums_shardings()
+        sums, means = self._sums_shardings(), self._means_shardings()
         everywhere = NamedSharding(mesh, PartitionSpec())
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         self._jitted_local = jax.jit(
@@ -54,38 +56,41 @@ class UnevenProgram(Program):
             in_shardings=(shardings, self.batch_sharding),
             out_shardings=sums,
         )
-        self._jitted_finish = jax.jit(
-            self._finish,
+        self._jitted_means = jax.jit(
+            self._means, in_shardings=(sums,), out_shardings=means
+        )
+        self._jitted_update = jax.jit(
+            self._update,
             donate_argnums=0,
-            in_shardings=(shardings, sums),
+            in_shardings=(shardings, means),
             out_shardings=(shardings, everywhere),
         )
         self._gather = jax.jit(lambda rows: rows, out_shardings=everywhere)
-        self._apart: tuple[Any, Any] | None = None
+        self._apart: tuple[Any, Any, Any] | None = None
 
     def compile_apart(self, batch: Mapping[str, jax.Array]) -> None:
-        """Compiles `local` and `finish`, once, so that calling them is only running."""
+        """Compiles `local`, `means` and `update`, once: calls of them only run."""
         if self._apart is None:
             state = self.abstract_state
             local = self._jitted_local.lower(state, dict(batch)).compile()
-            sums = jax.tree.map(
-                lambda leaf, sharding: jax.ShapeDtypeStruct(
-                    leaf.shape, leaf.dtype, sharding=sharding
-                ),
-                local.out_info,
-                local.output_shardings,
-            )
-            self._apart = local, self._jitted_finish.lower(state, sums).compile()
+            means = self._jitted_means.lower(_given_by(local)).compile()
+            update = self._jitted_update.lower(state, _given_by(means)).compile()
+            self._apart = local, means, update
 
     def local(self, state: State, batch: Mapping[str, jax.Array]) -> Sums:
         """What each replica does by itself; `compile_apart` comes first."""
         assert self._apart is not None
         return self._apart[0](state, dict(batch))
 
-    def finish(self, state: State, sums: Sums) -> tuple[State, Metrics]:
-        """The rest of the step: the reduction and the update. `state` is donated."""
+    def means(self, sums: Sums) -> Means:
+        """The reduction: all replicas take part."""
         assert self._apart is not None
-        return self._apart[1](state, sums)
+        return self._apart[1](sums)
+
+    def update(self, state: State, means: Means) -> tuple[State, Metrics]:
+        """The rest of the step, each replica by itself. `state` is donated."""
+        assert self._apart is not None
+        return self._apart[2](state, means)
 
     def gathered(self, values: np.ndarray) -> np.ndarray:
         """What all processes know of their replicas; they call it together.
@@ -124,13 +129,13 @@ class UnevenProgram(Program):
             if any(device.process_index == here for device in devices.flat)
         )
 
-    def _descend(
-        self, state: State, batch: dict[str, jax.Array]
-    ) -> tuple[State, Metrics, Any]:
-        return self._reduced(state, self._local(state, batch))
+    def _step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
+        return self._update(state, self._means(self._local(state, batch)))
 
-    def _finish(self, state: State, sums: Sums) -> tuple[State, Metrics]:
-        return self._after(state, *self._reduced(state, sums))
+    def _update(self, state: State, means: Means) -> tuple[State, Metrics]:
+        gradients = means["gradients"]
+        parts = self._updated(state, gradients, means["statistics"])
+        return self._after(state, parts, means["metrics"], gradients)
 
     def _local(self, state: State, batch: dict[str, jax.Array]) -> Sums:
         """Sums of each replica; no replica waits for another."""
@@ -172,28 +177,25 @@ class UnevenProgram(Program):
         sums["count"] = counts[0].astype(jnp.float32)
         return jax.tree.map(lambda leaf: leaf[None], sums)
 
-    def _reduced(self, state: State, sums: Sums) -> tuple[State, Metrics, Any]:
-        """Means over all microbatches, and what the optimizer makes of them."""
+    def _means(self, sums: Sums) -> Means:
+        """Over all microbatches of the step."""
 
         is_whole = self.mesh.size == self.mesh.shape[AXIS]
 
-        def mean(sums: Sums) -> Sums:
+        def mean(sums: Sums) -> Means:
             own = jax.tree.map(lambda leaf: leaf[0], sums)
             # Joined arrays whose dims are divided over `tensor` would be moved first.
             total = _added_joined(own) if is_whole else lax.psum(own, AXIS)
             count = total.pop("count")
             return jax.tree.map(lambda leaf: leaf / count.astype(leaf.dtype), total)
 
-        means = jax.shard_map(
+        return jax.shard_map(
             mean,
             mesh=self.mesh,
             axis_names={AXIS},
             in_specs=PartitionSpec(AXIS),
             out_specs=PartitionSpec(),
         )(sums)
-        gradients, statistics = means["gradients"], means["statistics"]
-        parts = self._updated(state, gradients, statistics)
-        return parts, means["metrics"], gradients
 
     def _sums_shardings(self) -> Any:
         own = state_sharding(self._plain, self.mesh)
@@ -208,6 +210,25 @@ class UnevenProgram(Program):
             "metrics": by_replica,
             "count": by_replica,
         }
+
+    def _means_shardings(self) -> Any:
+        own = state_sharding(self._plain, self.mesh)
+        return {
+            "gradients": own["params"],
+            "statistics": own["statistics"],
+            "metrics": NamedSharding(self.mesh, PartitionSpec()),
+        }
+
+
+def _given_by(compiled: Any) -> Any:
+    """What a compiled program returns, as the next one is compiled for it."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        compiled.out_info,
+        compiled.output_shardings,
+    )
 
 
 def _added_joined(tree: Any) -> Any:

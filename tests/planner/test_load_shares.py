@@ -18,6 +18,7 @@ from dtft.planner.load_shares import (
 )
 
 SECONDS = st.sampled_from([0.1, 0.5, 1.0, 2.0, 3.0]) | st.floats(0.05, 5.0)
+FIXED = st.sampled_from([0.0, 1.0, 2.5]) | st.floats(0.0, 9.0)
 
 
 @st.composite
@@ -29,29 +30,41 @@ def problems(draw: st.DrawFn) -> tuple[list[float], int, list[int], int]:
     return seconds, total, cap, low
 
 
-def one_by_one(seconds: list[float], total: int, cap: list[int], low: int) -> list[int]:
+def one_by_one(
+    seconds: list[float], fixed: list[float], total: int, cap: list[int], low: int
+) -> list[int]:
     shares = [low] * len(seconds)
-    queue = [(low + 1) * unit for unit in seconds]
+    queue = [own + (low + 1) * unit for own, unit in zip(fixed, seconds, strict=True)]
     heap = [(finish, i) for i, finish in enumerate(queue) if cap[i] > low]
     heapq.heapify(heap)
     for _ in range(total - low * len(seconds)):
         _, i = heapq.heappop(heap)
         shares[i] += 1
         if shares[i] < cap[i]:
-            heapq.heappush(heap, ((shares[i] + 1) * seconds[i], i))
+            heapq.heappush(heap, (fixed[i] + (shares[i] + 1) * seconds[i], i))
     return shares
 
 
-@given(problems())
+@given(problems(), st.none() | st.lists(FIXED, min_size=8, max_size=8))
 def test_no_shares_end_earlier(
-    problem: tuple[list[float], int, list[int], int],
+    problem: tuple[list[float], int, list[int], int], each: list[float] | None
 ) -> None:
     seconds, total, cap, low = problem
-    shares = allocate(seconds, total, cap=cap, low=low)
+    fixed = None if each is None else each[: len(seconds)]
+    shares = allocate(seconds, total, fixed_s=fixed, cap=cap, low=low)
     assert shares.sum() == total
     assert all(low <= share <= most for share, most in zip(shares, cap, strict=True))
-    best = makespan(one_by_one(seconds, total, cap, low), seconds)
-    assert makespan(shares, seconds) <= best * (1 + 1e-12)
+    zeros = [0.0] * len(seconds)
+    best = makespan(
+        one_by_one(seconds, fixed or zeros, total, cap, low), seconds, fixed
+    )
+    assert makespan(shares, seconds, fixed) <= best * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("fixed", [[1.0], [0.0, -1.0], [0.0, float("inf")]])
+def test_fixed_seconds_that_are_none_are_refused(fixed: list[float]) -> None:
+    with pytest.raises(ValueError, match="fixed_s is .* for each of 2 nodes"):
+        allocate([1.0, 2.0], 8, fixed_s=fixed)
 
 
 def test_a_thousand_nodes_and_many_microbatches() -> None:

@@ -66,6 +66,15 @@ def test_a_node_slowed_in_mid_run_gets_fewer_operators_and_waits_fall() -> None:
     assert slowed.work.seconds(slowed.division, np.array([1.0, 3.0, 1.0])) < 1.3 * best
 
 
+def test_a_node_that_needs_much_for_every_step_gets_fewer_operators() -> None:
+    divided, unit_s, fixed_s = work(), np.ones(3), np.array([0.0, 40.0, 0.0])
+    blind, seeing = divided.best(unit_s), divided.best(unit_s, fixed_s)
+    assert divided.load(blind).tolist() == [64.0, 64.0, 64.0]
+    assert divided.load(seeing)[1] < 48.0
+    took = [divided.seconds(it, unit_s, fixed_s) for it in (blind, seeing)]
+    assert took[1] < 0.9 * took[0]
+
+
 def test_weights_of_the_literal_rule_move_operators_too() -> None:
     rules = Rules(policy="proportional", step=0.3)
     begun = Balance.begin(work(), rules)
@@ -101,13 +110,15 @@ def test_layers_are_split_as_well_as_they_can_be(seed: int) -> None:
         capacity_bytes=rng.uniform(2, 9, stages),
     )
     unit_s = rng.uniform(0.5, 3, stages)
+    fixed_s = rng.uniform(0, 6, stages) if seed % 2 else None
     ways = [
-        layers.seconds(np.array(counts), unit_s)
+        layers.seconds(np.array(counts), unit_s, fixed_s)
         for counts in itertools.product(range(layers.low, num + 1), repeat=stages)
         if sum(counts) == num and fits(layers, counts)
     ]
     assume(ways)
-    assert layers.seconds(layers.best(unit_s), unit_s) == pytest.approx(min(ways))
+    best = layers.best(unit_s, fixed_s)
+    assert layers.seconds(best, unit_s, fixed_s) == pytest.approx(min(ways))
 
 
 def fits(layers: Layers, counts: tuple[int, ...]) -> bool:

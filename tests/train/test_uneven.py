@@ -130,23 +130,23 @@ def test_layers_that_normalize_see_the_same_microbatches(tmp_path: Path) -> None
         _assert_equal_but_for_rounding(job.after(counts), even)
 
 
-def test_the_two_programs_of_a_probe_are_the_step(trained: Trained) -> None:
+def test_the_three_programs_of_a_probe_are_the_step(trained: Trained) -> None:
     program = trained.program
     for counts in (EVEN, *UNEVEN):
         batch = trained.batch(counts)
         program.compile_apart(batch)
         begin = program.init()
-        apart = program.finish(begin, program.local(begin, batch))
+        apart = program.update(begin, program.means(program.local(begin, batch)))
         assert as_bytes(apart) == as_bytes(trained.after(counts))
 
 
 def test_replicas_meet_once_and_only_after_their_loops(trained: Trained) -> None:
     trained.program.compile_apart(trained.batch(EVEN))
     assert trained.program._apart is not None
-    local, finish = (it.as_text() for it in trained.program._apart)
+    local, means, update = (it.as_text() for it in trained.program._apart)
     collective = r" (all-|reduce-scatter|collective-)[a-z-]*\("
-    assert not re.findall(collective, local)
-    assert re.findall(collective, finish) == ["all-"]
+    assert re.findall(collective, means) == ["all-"]
+    assert not re.findall(collective, local + update)
 
 
 def test_all_processes_learn_what_each_knows(trained: Trained) -> None:

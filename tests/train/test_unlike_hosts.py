@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dtft.planner.load_shares import allocate, makespan
+from dtft.planner.tried import Speeds
 from experiments.balance_unlike_worker import neighbours
 from experiments.quotas import PREFIX, ROOT, NoQuotasError, quotas
 
@@ -37,9 +38,9 @@ def test_less_than_a_tenth_is_refused() -> None:
 
 
 def test_neighbours_are_no_better_than_the_best() -> None:
-    unit_s = 1 / np.array([0.15, 0.25, 0.4, 0.6])
-    best = tuple(allocate(unit_s, 64).tolist())
-    near = neighbours(best, unit_s, 5)
+    unit_s, fixed_s = 1 / np.array([0.15, 0.25, 0.4, 0.6]), np.array([0, 9, 0, 2.0])
+    best = tuple(allocate(unit_s, 64, fixed_s=fixed_s).tolist())
+    near = neighbours(best, Speeds(fixed_s=fixed_s, unit_s=unit_s, error=0.0), 5)
     assert len(set(near)) == 5 and {sum(it) for it in near} == {64}
-    spans = [makespan(it, unit_s) for it in near]
-    assert spans == sorted(spans) and spans[0] >= makespan(best, unit_s)
+    spans = [makespan(it, unit_s, fixed_s) for it in near]
+    assert spans == sorted(spans) and spans[0] >= makespan(best, unit_s, fixed_s)
