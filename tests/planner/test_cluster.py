@@ -228,6 +228,16 @@ def test_a_yaml_file(tmp_path: Path) -> None:
             "name: a\npools:\n - device: h100\n   levels: []\n   device: a100\n",
             "the key device stands more than once in the mapping that begins in line 3",
         ),
+        (
+            "{pools: [{device: a100, levels: [{size: 4, link: {kind: Ethernet, "
+            "latency_s: 1e-5, bandwidth: 1e9, meeting: {2: 1e-3, 2: 2e-3}}}]}]}",
+            "the key 2 stands more than once in the mapping that begins in line 1",
+        ),
+        (
+            "{pools: [{device: a100, levels: [{size: 4, link: {kind: Ethernet, "
+            "latency_s: 1e-5, bandwidth: 1e9, meeting: {2: 1e-3, '02': 2e-3}}}]}]}",
+            "the key 2 stands more than once in pools[0].levels[0].link.meeting",
+        ),
     ],
 )
 def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -> None:
@@ -236,6 +246,13 @@ def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -
     with pytest.raises(ValueError) as raised:
         Cluster.parse(str(path))
     assert said in str(raised.value) and "cluster.yml" in str(raised.value)
+
+
+def test_a_key_twice_in_json_is_refused_too(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text(Cluster.parse("8xa100").to_json()[:-1] + ', "name": "mine"}')
+    with pytest.raises(ValueError, match="cluster.json: the key name stands more than"):
+        Cluster.parse(str(path))
 
 
 def test_what_meeting_takes_may_stand_in_a_file() -> None:

@@ -94,7 +94,12 @@ def test_another_wish_is_decided_anew(tmp_path: Path, plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [(None, "cannot be read"), ("{}", "schema=None"), ("{", "plan='.*': ")],
+    [
+        (None, "cannot be read"),
+        ("{}", "schema=None"),
+        ("{", "plan='.*': "),
+        ('{"mesh": {}, "mesh": {}}', "plan='.*plan.json': .* key mesh stands more"),
+    ],
 )
 def test_what_is_no_plan_is_refused(
     tmp_path: Path, text: str | None, words: str
