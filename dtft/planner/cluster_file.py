@@ -6,7 +6,9 @@
       - device: a100                 # of the catalog, or a mapping (`DeviceType`)
         levels:                      # innermost first
           - {size: 4, link: nvlink-3}
-          - {size: 2, link: {kind: Ethernet, latency_s: 20.0e-6, bandwidth: 12.5e9}}
+          - size: 2
+            name: hosts              # tells hosts of one device from devices of one
+            link: {kind: Ethernet, latency_s: 20.0e-6, bandwidth: 12.5e9}
         host_link: pcie-4
         host_memory_bytes: 64.0e9    # that each device may use
     between: ethernet-100g           # needed for several pools

@@ -60,6 +60,25 @@ def test_two_pools_are_joined_by_the_slower_network() -> None:
         _ = mixed.uniform
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("3xcpu", "3xcpu by loopback"),
+        ("3x1xcpu", "3x1xcpu by loopback"),
+        ("cpu+cpu+cpu", "3x1xcpu by loopback"),
+        ("3x1xh100", "3x1xh100 by InfiniBand"),
+        ("2x8xh100", "2x8xh100 by NVLink and InfiniBand"),
+        ("1x1xcpu", "cpu"),
+    ],
+)
+def test_words_tell_hosts_of_one_device_from_devices_of_one_host(
+    text: str, words: str
+) -> None:
+    pool = Cluster.parse(text).uniform
+    assert pool.fabric_words == words
+    assert Cluster.parse(pool.words).uniform.fabric_words == words
+
+
 def test_equal_pools_become_a_level() -> None:
     pool = Cluster.parse("2x8xh100+2x8xh100").uniform
     assert [level.size for level in pool.levels] == [8, 2, 2]
