@@ -3,15 +3,8 @@
 from dtft.planner.groups import CHEAP
 from dtft.planner.loop_copies import loop_copies
 from dtft.planner.question import of_loss
-from tests.planner.test_combining import (
-    BATCH,
-    LAYERS,
-    OPTIMIZER,
-    PARAMS,
-    ROWS,
-    WIDTH,
-    loss,
-)
+from tests.planner.chain import BATCH, LAYERS, PARAMS, ROWS, WIDTH, loss
+from tests.planner.test_combining import OPTIMIZER
 
 
 def test_stacks_of_both_passes_are_copied() -> None:
