@@ -196,8 +196,8 @@ def _plan(commands: Any) -> None:
     text = "how to shard a config on a cluster, how fast it is, whether it fits; or "
     text += "a table of layouts: plan predict"
     made = _command(commands, "plan", text)
-    text = "64x8xH100, 8xA100, a file (default: the devices that JAX has here; on CPU "
-    text += "mostly 1, where train makes as many as the config has hosts: give 3xcpu)"
+    text = "64x8xH100, 8xA100, a file (default: the devices that train has here, on "
+    text += "CPU as many as the config's hosts have)"
     made.add_argument("--cluster", metavar="SPEC", help=text)
     text = "a knob that is given, such as tensor=8; may be repeated"
     made.add_argument(

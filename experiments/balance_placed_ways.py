@@ -16,7 +16,7 @@ from dtft.planner.catalog import device_type
 from dtft.planner.cluster import Cluster, Level, Pool
 from dtft.planner.layer_work import Layers
 from dtft.planner.links import Curve, Link
-from dtft.planner.placement import Priced
+from dtft.planner.placement import PricedTasks
 from dtft.planner.placement_work import Operators
 from experiments.balance_placed_worker import (
     HIDDEN,
@@ -60,7 +60,7 @@ def by_layers() -> Way:
 
 def by_operators() -> Way:
     """Operators, each where a placement has it: nodes need not have stretches."""
-    priced = Priced.of(traced_loss(), cluster(), backward=True)
+    priced = PricedTasks.of(traced_loss(), cluster(), backward=True)
     return Way(
         name="operators",
         work=Operators.of(priced, microbatches=MICROBATCHES),

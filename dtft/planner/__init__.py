@@ -11,7 +11,8 @@ Importing this package is light: public names load on first use.
 * `place`: where operators run on nodes that are not alike, a `Placement`; `Kernels`:
   which nodes can run what.
 * `Balance` (`Rules`): how load is divided anew from measured waits; what is divided:
-  `Operators` of a `Priced` program, `Layers` of stages, `Microbatches` of replicas.
+  `Operators` of a program's `PricedTasks`, `Layers` of stages, `Microbatches` of
+  replicas.
 * `CAPABILITIES`: the knobs that each entry point and backend can run.
 """
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from dtft.planner.links import Link as Link
     from dtft.planner.lints import Lint as Lint
     from dtft.planner.load_shares import Microbatches as Microbatches
-    from dtft.planner.placement import Priced as Priced
+    from dtft.planner.placement import PricedTasks as PricedTasks
     from dtft.planner.placement import place as place
     from dtft.planner.placement_result import Placement as Placement
     from dtft.planner.placement_work import Operators as Operators
@@ -69,7 +70,7 @@ _PUBLIC = {
     "Plan": "plan",
     "Pool": "cluster",
     "Prediction": "plan",
-    "Priced": "placement",
+    "PricedTasks": "placement",
     "Rules": "balance",
     "place": "placement",
 }
@@ -97,7 +98,7 @@ __all__ = [
     "Plan",
     "Pool",
     "Prediction",
-    "Priced",
+    "PricedTasks",
     "Rules",
     "place",
 ]

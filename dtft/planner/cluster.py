@@ -19,6 +19,10 @@ __all__ = [
     "Cluster", "Curve", "DeviceType", "Efficiency", "Level", "Link", "LinkKind", "Pool",
 ]  # fmt: skip
 
+_POOLS = "pools"
+_OF_HOSTS = ("hosts", _POOLS)
+"""Levels of which nothing is inside a host: the innermost has hosts of one device."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
@@ -28,6 +32,7 @@ class Level:
     link: Link
     """The port of one device at this level."""
     name: str = ""
+    """What it joins: `devices` (of one host), `hosts`, or what a user calls it."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -63,14 +68,18 @@ class Pool:
 
     @property
     def words(self) -> str:
-        """Such as `64x8xh100`, outermost level first."""
-        sizes = [str(level.size) for level in reversed(self.levels) if level.size > 1]
-        return "x".join([*sizes, self.device.name]) if sizes else self.device.name
+        """Such as `64x8xh100`, outermost level first; of one device each: `3x1xcpu`."""
+        levels = [level for level in reversed(self.levels) if level.size > 1]
+        sizes = [str(level.size) for level in levels]
+        if levels and levels[-1].name in _OF_HOSTS:
+            sizes.append("1")
+        return "x".join([*sizes, self.device.name])
 
     @property
     def fabric_words(self) -> str:
         """Its words and the kinds of its links, such as `2x8xh100 by NVLink and
-        InfiniBand`: the same for a shorthand and for the devices that it means."""
+        InfiniBand`: the same for a shorthand and for the devices that it means, and
+        another one for as many devices that are joined in another way."""
         kinds = dict.fromkeys(
             level.link.kind for level in self.levels if level.size > 1
         )
@@ -119,7 +128,7 @@ class Cluster:
                 "devices only. Plan for one of its pools (`Cluster(pools=(pool,))`), "
                 f"such as {first.words}."
             )
-        outer = Level(size=len(self.pools), link=self.between, name="pools")
+        outer = Level(size=len(self.pools), link=self.between, name=_POOLS)
         return replace(first, levels=(*first.levels, outer))
 
     @property

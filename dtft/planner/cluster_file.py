@@ -6,7 +6,9 @@
       - device: a100                 # of the catalog, or a mapping (`DeviceType`)
         levels:                      # innermost first
           - {size: 4, link: nvlink-3}
-          - {size: 2, link: {kind: Ethernet, latency_s: 20.0e-6, bandwidth: 12.5e9}}
+          - size: 2
+            name: hosts              # tells hosts of one device from devices of one
+            link: {kind: Ethernet, latency_s: 20.0e-6, bandwidth: 12.5e9}
         host_link: pcie-4
         host_memory_bytes: 64.0e9    # that each device may use
     between: ethernet-100g           # needed for several pools
@@ -15,14 +17,14 @@ What `Cluster.to_json` writes is read too. A key that does not exist is an error
 not know what a cluster is used for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dtft.planner import catalog, shorthand
+from dtft.planner import catalog, once, shorthand
 from dtft.planner.accuracy import Accuracy
 from dtft.planner.cluster import Cluster, Level, Pool
 from dtft.planner.device import DeviceType, Efficiency
@@ -87,13 +89,12 @@ class _Loader(yaml.SafeLoader):
     """YAML whose keys each stand once in their mapping."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if key.tag.endswith(":str")]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            line = node.start_mark.line + 1
-            raise ValueError(
-                f"the key {twice[0]} stands more than once in the mapping that begins "
-                f"in line {line}. Leave one of them."
-            )
+        scalars = [pair for pair in node.value if isinstance(pair[0], yaml.ScalarNode)]
+        line = node.start_mark.line + 1
+        once.mapping(
+            ((key.value, value) for key, value in scalars),
+            f"the mapping that begins in line {line}",
+        )
         return super().construct_mapping(node, deep)
 
 
@@ -198,17 +199,22 @@ def _link(items: Any, where: str) -> Link:
     beside = {key: found.pop(key) for key in _CURVE & set(found)}
     found["curve"] = _curve(found.get("curve", beside), f"{where}.curve")
     found["measured"] = {
-        kind: {
-            int(n): _curve(curve, f"{where}.measured.{kind}.{n}")
-            for n, curve in curves.items()
-        }
+        kind: _by_number(curves, f"{where}.measured.{kind}", _curve)
         for kind, curves in found.get("measured", {}).items()
     }
-    found["meeting"] = {
-        int(n): _number(f"{where}.meeting.{n}", seconds, float)
-        for n, seconds in found.get("meeting", {}).items()
-    }
+    seconds = found.get("meeting", {})
+    found["meeting"] = _by_number(
+        seconds, f"{where}.meeting", lambda item, name: _number(name, item, float)
+    )
     return _built(Link, found, where)
+
+
+def _by_number(
+    items: Mapping[Any, Any], where: str, build: Callable[[Any, str], Any]
+) -> dict[int, Any]:
+    """What is known for numbers of devices; texts of one number are one key."""
+    built = ((int(n), build(item, f"{where}.{n}")) for n, item in items.items())
+    return once.mapping(built, where)
 
 
 def _curve(items: Any, where: str) -> Curve:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from dtft.planner import typed
+from dtft.planner import once, typed
 from dtft.planner.calibration import Calibration
 from dtft.planner.scalar_fit import Fit, fit
 
@@ -48,7 +48,7 @@ def read_log(text: str) -> list[PastRun]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                runs.append(typed.build(PastRun, json.loads(line)))
+                runs.append(typed.build(PastRun, once.parsed(line)))
             except ValueError as error:
                 raise ValueError(
                     f"line {number} of the log of runs is no run ({error}). Remove it."

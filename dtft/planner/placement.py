@@ -25,7 +25,7 @@ from dtft.planner.problem import Problem
 from dtft.planner.task_graph import Grain, TaskGraph, tasks_of
 from dtft.planner.tasks import Tasks
 
-__all__ = ["Placement", "Priced", "Run", "Transfer", "place", "place_tasks"]
+__all__ = ["Placement", "PricedTasks", "Run", "Transfer", "place", "place_tasks"]
 
 _NOTHING_MORE = Kernels()
 
@@ -75,7 +75,7 @@ def place(
         ValueError: an argument is something else than it may be, an operator without a
             kernel, a pin that cannot be met, or not enough memory; says what there is.
     """
-    asked = Priced.of(
+    asked = PricedTasks.of(
         graph,
         cluster,
         kernels=kernels,
@@ -97,7 +97,7 @@ def place(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Priced:
+class PricedTasks:
     """A program's tasks with what they take on the nodes of a cluster."""
 
     tasks: Tasks
@@ -116,7 +116,7 @@ class Priced:
         together: Sequence[tuple[int, int]] = (),
         backward: bool = False,
         params: str | None = None,
-    ) -> "Priced":
+    ) -> "PricedTasks":
         """Prices a program; arguments and errors as those of `place`."""
         check_program(graph, cluster)
         check_choice("grain", grain, Grain)

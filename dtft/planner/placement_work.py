@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtft.planner.nodes import Nodes
-from dtft.planner.placement import Priced, place_tasks
+from dtft.planner.placement import PricedTasks, place_tasks
 from dtft.planner.placement_result import Placement
 from dtft.planner.placing import Order, Search
 from dtft.planner.problem import Problem
@@ -39,7 +39,7 @@ class Operators:
     @classmethod
     def of(
         cls,
-        priced: Priced,
+        priced: PricedTasks,
         *,
         order: Order = "rank",
         microbatches: int = 1,

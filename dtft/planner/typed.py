@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from dtft.planner import once
+
 _PLAIN: Mapping[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "text"),
     bool: ((bool,), "true, false"),
@@ -85,10 +87,11 @@ def _mapping(kinds: tuple[Any, ...], item: Any, where: str) -> dict[Any, Any]:
     if not isinstance(item, dict):
         _refuse(where, item, "an object: names to values")
     key, value = kinds
-    return {
-        _key(key, name, where): build(value, one, f"{where}[{name!r}]")
+    built = (
+        (_key(key, name, where), build(value, one, f"{where}[{name!r}]"))
         for name, one in item.items()
-    }
+    )
+    return once.mapping(built, where)  # texts of one number: "2" and "02"
 
 
 def _key(kind: Any, name: str, where: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from dtft.planner import typed
+from dtft.planner import once, typed
 
 Made = TypeVar("Made")
 
@@ -44,8 +44,8 @@ def read(
         check: refuses, by a ValueError, what no such value has.
 
     Raises:
-        ValueError: no JSON, another version, or other fields or values; names the
-            first of them, and what is allowed.
+        ValueError: no JSON, another version, other fields or values, or a key that
+            stands twice; names the first of them, and what is allowed.
 
     >>> read('{"schema": 2}', dict, name="plan", schema=1, again="Plan again.")
     Traceback (most recent call last):
@@ -53,7 +53,9 @@ def read(
     ValueError: schema=2 is not a plan that this dtft reads. Allowed: 1. Plan again.
     """
     try:
-        items = json.loads(text)
+        items = once.parsed(text)
+    except once.Twice as error:
+        raise ValueError(f"the text is no {name}: {error} {again}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"text={text!r:.80} is no JSON, or only the beginning of it ({error}). "

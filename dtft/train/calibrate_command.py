@@ -4,7 +4,6 @@ With the logs of past runs it also corrects the terms of predictions by what ste
 really took. Must not know what is measured (`calibrate`). Sets no target.
 """
 
-import os
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from dtft.planner.calibration import Calibration
 from dtft.planner.past_runs import PastRun, learn, read_log
 from dtft.train.calibrate import measure
+from dtft.train.devices_here import make_cpu_devices
 from dtft.train.heap import keep_freed
 from dtft.train.out_files import check_writable, read_text
 
@@ -62,10 +62,8 @@ def _devices(number: int | None) -> list[Any]:
 
     if number is not None and number < 1:
         raise ValueError(f"--devices {number}: give 1 or more.")
-    settings: Any = jax.config
-    given = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if number is not None and not given and settings.jax_num_cpu_devices < 1:
-        jax.config.update("jax_num_cpu_devices", number)
+    if number is not None:
+        make_cpu_devices(number)
     devices = jax.devices()
     if number is not None and number > len(devices):
         raise ValueError(

@@ -1,6 +1,7 @@
 """`dtft plan CONFIG`: the plan of a config for a cluster, in words, as JSON and HTML.
 
-Asks and writes; decides nothing of the plan. Runs no step but for a trial: a plan for a
+Asks and writes; decides nothing of the plan. Without --cluster it is that of `dtft
+train CONFIG --plan auto` on this machine. Runs no step but for a trial: a plan for a
 cluster that is elsewhere needs none of its devices.
 """
 
@@ -13,9 +14,11 @@ from typing import Any
 from rich.console import Console
 
 from dtft.planner import report, wording
+from dtft.planner.cluster import Cluster
 from dtft.planner.pins import COUNTS
 from dtft.planner.wording import Section
 from dtft.train import trial
+from dtft.train.devices_here import devices_of
 from dtft.train.experiment import Experiment
 from dtft.train.out_files import check_apart, check_writable
 from dtft.train.plan_entry import plan
@@ -32,6 +35,29 @@ def run(options: Namespace, experiment: Experiment) -> int:
         ValueError: a config that cannot be planned, pins that cannot be met, an unknown
             cluster; or nothing fits, predicted or compiled.
     """
+    calibration = options.calibration
+    if options.cluster is None:
+        calibration = calibration or experiment.calibration or None
+    _check_flags(options, calibration)
+    cluster = _here(experiment) if options.cluster is None else options.cluster
+    asked = asked_of(experiment)
+    found = planned(
+        asked,
+        cluster,
+        options.pin,
+        calibration=calibration,
+        what_if=options.what_if,
+    )
+    found, checked = _checked(found, asked, options)
+    show(found, checked)
+    if options.json:
+        _write(options.json, found.to_json())
+    if options.html:
+        _write(options.html, report.html(found, found.decision, checked))
+    return 0
+
+
+def _check_flags(options: Namespace, calibration: str | None) -> None:
     if options.trial and options.verify:
         raise ValueError(
             f"--trial {options.trial} and --verify {options.verify}: what is run here "
@@ -42,35 +68,45 @@ def run(options: Namespace, experiment: Experiment) -> int:
     check_apart(
         {
             "--cluster": options.cluster,
-            "--calibration": options.calibration,
+            "--calibration": calibration,
             "--json": options.json,
             "--html": options.html,
         }
     )
-    asked = asked_of(experiment)
-    found = planned(
-        asked,
-        options.cluster,
-        options.pin,
-        calibration=options.calibration,
-        what_if=options.what_if,
-    )
-    checked: tuple[Section, ...] = ()
-    if options.trial and found.decision is not None:
-        tried = trial.trial(found.decision, vars(asked), options.trial)
-        checked = (trial.section(tried),)
-        found = RunnablePlan.of(tried[0].plan, tried[0].decision)
-    if options.verify and found.decision is not None:
-        results = verified(found.decision, vars(asked), num=options.verify)
-        checked = sections(results)
+
+
+def _checked(
+    found: RunnablePlan, asked: Asked, options: Namespace
+) -> tuple[RunnablePlan, tuple[Section, ...]]:
+    """The plan that a trial or the compiler prefers, and what is said of that."""
+    decision = found.decision
+    if decision is None:
+        return found, ()
+    if options.trial:
+        tried = trial.trial(decision, vars(asked), options.trial)
+        best = RunnablePlan.of(tried[0].plan, tried[0].decision)
+        return best, (trial.section(tried),)
+    if options.verify:
+        results = verified(decision, vars(asked), num=options.verify)
         taken = first_fitting(results).decision
-        found = RunnablePlan.of(taken.plan, taken)
-    show(found, checked)
-    if options.json:
-        _write(options.json, found.to_json())
-    if options.html:
-        _write(options.html, report.html(found, found.decision, checked))
-    return 0
+        return RunnablePlan.of(taken.plan, taken), sections(results)
+    return found, ()
+
+
+def _here(experiment: Experiment) -> Cluster:
+    """The devices that `dtft train` has here; says which, and for what they are not.
+
+    Raises:
+        ValueError: the planner does not know them.
+    """
+    found = Cluster.from_devices(devices_of(experiment))
+    hosts, pool = experiment.cluster.hosts, found.uniform
+    line = f"for the devices of `dtft train` here: {pool.fabric_words}"
+    if pool.device.platform == "cpu" and hosts > 1:
+        each = f"{hosts}x{max(experiment.cluster.devices_per_host, 1)}xcpu"
+        line += f" (of `dtft launch`, a process for each host: --cluster {each})"
+    print(line)
+    return found
 
 
 def _write(path: str, text: str) -> None:
@@ -80,7 +116,7 @@ def _write(path: str, text: str) -> None:
 
 def planned(
     asked: Asked,
-    cluster: str | None,
+    cluster: Cluster | str,
     given: Sequence[str],
     *,
     calibration: str | None = None,
@@ -90,7 +126,7 @@ def planned(
 
     Args:
         asked: its loss, optimizer, parameters and batch.
-        cluster: in words, or a file; None for the devices that JAX has.
+        cluster: one, in words, or a file.
         given: pins, as NAME=VALUE.
         calibration: a file that `dtft calibrate` wrote.
         what_if: looks also at knobs that cannot be run here.

@@ -4,7 +4,6 @@ Decides what happens on a signal; state goes to and comes from the storage tier.
 not know other hosts.
 """
 
-import os
 import shlex
 import signal
 import sys
@@ -15,8 +14,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dtft.train import config as configs
+from dtft.train.devices_here import devices_of
 from dtft.train.experiment import Experiment
-from dtft.train.heap import keep_freed
 from dtft.train.run_directory import make_run_directory, only_run_in, with_run_dir
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class LocalRuntime:
         """
         from dtft.checkpoint.storage import StorageTier
 
-        self._devices = local_devices(experiment)
+        self._devices = devices_of(experiment)
         count = len(self._devices)
         configs.check_input(
             experiment, hosts=1, devices_per_host=count, memory_tier=False
@@ -221,24 +220,3 @@ class LocalRuntime:
         for line in configs.diff(saved, self._resolved):
             if not line.startswith("log."):
                 print(f"config changed since the last start: {line}")
-
-
-def local_devices(experiment: Experiment) -> list[Any]:
-    """This process's devices; on CPU as many as the experiment's whole cluster has.
-
-    So `dtft train` computes on CPU with the mesh that `dtft launch` would have.
-    """
-    import jax
-
-    cluster = experiment.cluster
-    wanted = cluster.hosts * max(cluster.devices_per_host, 1)
-    settings: Any = jax.config
-    flags = os.environ.get("XLA_FLAGS", "")
-    chosen = "xla_force_host_platform_device_count" in flags
-    if not chosen and settings.jax_num_cpu_devices < 1:
-        jax.config.update("jax_num_cpu_devices", wanted)
-    devices = jax.local_devices()
-    if devices[0].platform != "cpu":
-        return devices
-    keep_freed()
-    return devices[:wanted]

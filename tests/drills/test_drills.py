@@ -249,7 +249,7 @@ def test_a_planned_job_replays_its_plan(tmp_path, control, given):
     if given == "file":
         plan = str(tmp_path / "plan.json")
         pins = ("--pin", "replica=3", "--pin", "microbatches=2")
-        made = ("plan", "digits_cnn", "--cluster", "3xcpu", *pins, "--json", plan)
+        made = ("plan", "digits_cnn", "--cluster", "3x1xcpu", *pins, "--json", plan)
         done = dtft(*made, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
     record = drill(

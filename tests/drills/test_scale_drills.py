@@ -139,7 +139,7 @@ def replanned(record: dict[str, Any]) -> list[str]:
 @every
 def test_a_files_plan_has_fewer_replicas_and_more_again(tmp_path, control):
     plan = str(tmp_path / "plan.json")
-    made = ("plan", "digits_cnn", "--cluster", "3xcpu", "--pin", "replica=3")
+    made = ("plan", "digits_cnn", "--cluster", "3x1xcpu", "--pin", "replica=3")
     done = dtft(*made, "--json", plan, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     record = drill(

@@ -356,7 +356,12 @@ def test_a_file_that_is_no_calibration_is_refused(
 
 def test_a_calibration_file_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    for content, said in ((b"\xff\xfe", "it is no text"), (b"{}", "schema=None")):
+    twice = calibration().to_json().replace('"e0"', '"e0": 1, "e0"', 1).encode()
+    for content, said in (
+        (b"\xff\xfe", "it is no text"),
+        (b"{}", "schema=None"),
+        (twice, "is no calibration: the key e0 stands more than once in an object, "),
+    ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=rf"calibration \S*c\.json.*{said}"):
             Calibration.read(path)
@@ -445,3 +450,6 @@ def test_the_log_of_runs_is_read_back() -> None:
         read_log(text.strip() + '\n{"plan": 1}\n')
     with pytest.raises(ValueError, match="line 1 of"):
         read_log("nonsense")
+    twice = runs(1)[0].to_json()[:-1] + ', "step_s": 1.0}'
+    with pytest.raises(ValueError, match="line 1 of .* key step_s stands more than"):
+        read_log(twice)

@@ -60,6 +60,25 @@ def test_two_pools_are_joined_by_the_slower_network() -> None:
         _ = mixed.uniform
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("3xcpu", "3xcpu by loopback"),
+        ("3x1xcpu", "3x1xcpu by loopback"),
+        ("cpu+cpu+cpu", "3x1xcpu by loopback"),
+        ("3x1xh100", "3x1xh100 by InfiniBand"),
+        ("2x8xh100", "2x8xh100 by NVLink and InfiniBand"),
+        ("1x1xcpu", "cpu"),
+    ],
+)
+def test_words_tell_hosts_of_one_device_from_devices_of_one_host(
+    text: str, words: str
+) -> None:
+    pool = Cluster.parse(text).uniform
+    assert pool.fabric_words == words
+    assert Cluster.parse(pool.words).uniform.fabric_words == words
+
+
 def test_equal_pools_become_a_level() -> None:
     pool = Cluster.parse("2x8xh100+2x8xh100").uniform
     assert [level.size for level in pool.levels] == [8, 2, 2]
@@ -228,6 +247,16 @@ def test_a_yaml_file(tmp_path: Path) -> None:
             "name: a\npools:\n - device: h100\n   levels: []\n   device: a100\n",
             "the key device stands more than once in the mapping that begins in line 3",
         ),
+        (
+            "{pools: [{device: a100, levels: [{size: 4, link: {kind: Ethernet, "
+            "latency_s: 1e-5, bandwidth: 1e9, meeting: {2: 1e-3, 2: 2e-3}}}]}]}",
+            "the key 2 stands more than once in the mapping that begins in line 1",
+        ),
+        (
+            "{pools: [{device: a100, levels: [{size: 4, link: {kind: Ethernet, "
+            "latency_s: 1e-5, bandwidth: 1e9, meeting: {2: 1e-3, '02': 2e-3}}}]}]}",
+            "the key 2 stands more than once in pools[0].levels[0].link.meeting",
+        ),
     ],
 )
 def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -> None:
@@ -236,6 +265,13 @@ def test_a_file_that_is_wrong_says_where(text: str, said: str, tmp_path: Path) -
     with pytest.raises(ValueError) as raised:
         Cluster.parse(str(path))
     assert said in str(raised.value) and "cluster.yml" in str(raised.value)
+
+
+def test_a_key_twice_in_json_is_refused_too(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text(Cluster.parse("8xa100").to_json()[:-1] + ', "name": "mine"}')
+    with pytest.raises(ValueError, match="cluster.json: the key name stands more than"):
+        Cluster.parse(str(path))
 
 
 def test_what_meeting_takes_may_stand_in_a_file() -> None:

@@ -361,3 +361,14 @@ def test_half_a_file_is_no_plan() -> None:
             Plan.from_json(part)
     with pytest.raises(ValueError, match="schema=None is not a plan"):
         Plan.from_json("[]")
+
+
+def test_a_key_twice_is_refused_and_not_the_last_taken() -> None:
+    text = json.dumps(json.loads(named("mixed").to_json()))
+    for old, new, said in (
+        ('"mesh": {', '"mesh": {"fsdp": 1, "fsdp": 2, ', "fsdp .* with fsdp"),
+        ('"knobs": {', '"knobs": {"zero": 3, ', "zero"),
+        ('"constraints": {', '"constraints": {"02": [], "2": [], ', "2"),
+    ):
+        with pytest.raises(ValueError, match=f"the key {said}.*dtft plan CONFIG"):
+            Plan.from_json(text.replace(old, new, 1))

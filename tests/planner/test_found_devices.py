@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from dtft.planner.catalog_devices import DEVICES
-from dtft.planner.cluster import Cluster
+from dtft.planner.cluster import Cluster, Pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,16 @@ class FoundTpu(FoundDevice):
 GIB = 2**30
 
 
+def parsed(text: str) -> Pool:
+    return Cluster.parse(text).uniform
+
+
 def test_devices_of_hosts() -> None:
     devices = [FoundDevice(process_index=n // 8) for n in range(32)]
     pool = Cluster.from_devices(devices, host_memory_bytes=1024 * GIB).uniform
     assert [level.size for level in pool.levels] == [8, 4]
     assert pool.device == DEVICES["h100"] and pool.host_memory_bytes == 128 * GIB
-    assert pool.levels == Cluster.parse("4x8xh100").uniform.levels
+    assert pool.levels == parsed("4x8xh100").levels
 
 
 def test_the_memory_that_a_device_says_it_has_counts() -> None:
@@ -67,6 +71,9 @@ def test_devices_of_cpu_share_the_memory_of_the_machine() -> None:
     pool = Cluster.from_devices(processes, host_memory_bytes=16 * GIB).uniform
     assert [(level.size, level.name) for level in pool.levels] == [(4, "hosts")]
     assert pool.device.memory_bytes == 4 * GIB
+    assert pool.words == "4x1xcpu" and pool.levels == parsed("4x1xcpu").levels
+    one = Cluster.from_devices([cpu] * 4, host_memory_bytes=16 * GIB).uniform
+    assert one.fabric_words == parsed("4xcpu").fabric_words != pool.fabric_words
 
 
 def test_the_devices_of_this_process() -> None:

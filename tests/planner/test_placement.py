@@ -516,6 +516,8 @@ def test_it_survives_its_json(program: Graph, lab: Cluster) -> None:
         Placement.from_json('{"schema": 1, "nodes": []}')
     with pytest.raises(ValueError, match="is no JSON.*not the path of its file"):
         Placement.from_json("placement.json")
+    with pytest.raises(ValueError, match="no placement: the key node_of stands more"):
+        Placement.from_json('{"schema": 1, "node_of": [0], "node_of": [1]}')
 
 
 @pytest.mark.parametrize(

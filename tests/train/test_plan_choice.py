@@ -94,7 +94,12 @@ def test_another_wish_is_decided_anew(tmp_path: Path, plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [(None, "cannot be read"), ("{}", "schema=None"), ("{", "plan='.*': ")],
+    [
+        (None, "cannot be read"),
+        ("{}", "schema=None"),
+        ("{", "plan='.*': "),
+        ('{"mesh": {}, "mesh": {}}', "plan='.*plan.json': .* key mesh stands more"),
+    ],
 )
 def test_what_is_no_plan_is_refused(
     tmp_path: Path, text: str | None, words: str
@@ -271,11 +276,11 @@ def test_a_run_writes_its_plan_and_what_a_step_took(
     assert program.plan.knobs == Knobs(zero=1)
 
 
-@pytest.mark.parametrize("cluster", ["2xh100", "1xcpu", "2xcpu"])
+@pytest.mark.parametrize("cluster", ["2xh100", "1xcpu", "2x1xcpu", "2xcpu"])
 def test_nothing_is_predicted_or_learnt_of_other_devices(
     tmp_path: Path, cluster: str
 ) -> None:
-    """Of a file: two GPUs, one CPU device, or the two that it is run on."""
+    """Of a file: two GPUs, one CPU device, two of a process each, or these of one."""
     path, folder = tmp_path / "plan.json", tmp_path / "run"
     experiment = tiny(folder, steps=4, plan=str(path))
     experiment = replace(experiment, cluster=replace(experiment.cluster, hosts=2))
@@ -291,6 +296,7 @@ def test_nothing_is_predicted_or_learnt_of_other_devices(
     same = cluster == "2xcpu"
     assert choice.is_predicted == same == (folder / "plan_times.jsonl").exists()
     assert ("; predicted " in choice.words) == same
-    known = {"2xh100": "2xh100 by NVLink", "1xcpu": "1xcpu, replicas changed since"}
-    assert same or f"made for {known[cluster]}" in choice.words
+    known = {"2xh100": " by NVLink", "1xcpu": ", replicas changed since"}
+    told = known.get(cluster, " by loopback, run on")
+    assert same or f"made for {cluster}{told}" in choice.words
     assert same or "run on 2xcpu by loopback: no prediction" in choice.words

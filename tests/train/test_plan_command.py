@@ -32,6 +32,43 @@ def test_a_plan_is_printed_and_written(
     assert json.loads(paths["json"].read_text())["batch"]["label"] == [["replica"]]
 
 
+@pytest.mark.parametrize(("hosts", "words"), [(1, "cpu"), (2, "2xcpu by loopback")])
+def test_without_a_cluster_it_is_the_plan_of_a_run_here(
+    hosts: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, flags = tmp_path / "plan.json", ["--cluster.hosts", str(hosts)]
+    assert main(["plan", "digits_cnn", "--json", str(path), *flags]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    told = " (of `dtft launch`, a process for each host: --cluster 2x1xcpu)"
+    assert first == f"for the devices of `dtft train` here: {words}" + (
+        told if hosts == 2 else ""
+    )
+    assert second.startswith(f"Plan for {words.split()[0]}: ")
+    planned = Plan.from_json(path.read_text())
+    path.unlink()  # the run writes its own there
+    flags += ["--plan", "auto", "--stop.steps", "1", "--log.run_dir", str(tmp_path)]
+    assert main(["train", "digits_cnn", *flags]) == 0
+    assert "; predicted " in capsys.readouterr().out
+    assert Plan.from_json(path.read_text()) == planned
+    assert planned.predicted_for == words
+
+
+def test_without_a_cluster_a_configs_calibration_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, file = tmp_path / "mine.py", tmp_path / "c.json"
+    config.write_text(
+        "from dataclasses import replace\n"
+        "from dtft.train.config import parse\n"
+        "def config():\n"
+        f"    kept = dict(plan='auto', calibration={str(file)!r})\n"
+        "    return replace(parse('digits_cnn', []), **kept)\n"
+    )
+    assert main(["plan", str(config)]) == 2
+    assert f"calibration {file} cannot be read" in capsys.readouterr().err
+    assert main(["plan", str(config), "--cluster", "h100"]) == 0  # it is of others
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
