@@ -212,7 +212,12 @@ class _Run:
         before = self._balance
         left = RUN_STEPS - self.num_steps - self.steps
         busy = np.array([[_busy(tasks) for tasks in step] for step in steps])
-        self._balance = before.after(busy, remaining_steps=left, cost_s=self._cost_s)
+        self._balance = before.after(
+            busy,
+            step_s=list(map(step_s, steps)),
+            remaining_steps=left,
+            cost_s=self._cost_s,
+        )
         judged = self._balance.judgement
         assert judged is not None
         change_s = self._change() if judged.changed else 0.0

@@ -29,7 +29,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from dtft.planner.arguments import check_choice, check_number, check_whole
 from dtft.planner.load_shares import waits
-from dtft.planner.tried import Tried
+from dtft.planner.step_times import StepTimes
+from dtft.planner.tried import Speeds, Tried, key_of
 
 Floats = NDArray[np.float64]
 Policy = Literal["proportional", "exact"]
@@ -112,6 +113,8 @@ class Balance(Generic[Division]):
     weights: Floats
     tried: Tried
     """What nodes took with the divisions so far."""
+    steps: StepTimes = StepTimes()
+    """What whole steps took, where `after` is told."""
     unchanged: int = 0
     """Rounds since the division changed last."""
     rounds: int = 0
@@ -150,35 +153,46 @@ class Balance(Generic[Division]):
         return self.unchanged >= self.rules.patience
 
     def after(
-        self, busy_s: ArrayLike, *, remaining_steps: float = np.inf, cost_s: float = 0.0
+        self,
+        busy_s: ArrayLike,
+        *,
+        step_s: ArrayLike | None = None,
+        remaining_steps: float = np.inf,
+        cost_s: float = 0.0,
     ) -> "Balance[Division]":
         """With one more round.
 
         Args:
             busy_s: Seconds of local work, `[steps, n]`.
+            step_s: Seconds of whole steps, `[steps]`, where these are more than the
+                slowest node's work: divisions that were tried are compared by them.
             remaining_steps: Steps that a new division would serve.
             cost_s: Of changing the division (compiling, moving state).
 
         Raises:
-            ValueError: see `Tried.after`; or a cost or steps below 0.
+            ValueError: see `Tried.after` and `StepTimes.after`; or a cost or steps
+                below 0.
         """
         if not (remaining_steps >= 0 and cost_s >= 0):
             raise ValueError(
                 f"remaining_steps={remaining_steps}, cost_s={cost_s}. Allowed: 0 or "
                 "more each."
             )
-        busy = np.asarray(busy_s, float)
-        tried, gone = self.tried.after(busy, self.work.load(self.division))
+        busy, load = np.asarray(busy_s, float), self.work.load(self.division)
+        tried, gone = self.tried.after(busy, load)
+        steps = StepTimes() if gone else self.steps
+        if step_s is not None:
+            steps = steps.after(self.division, key_of(load), step_s, tried.level)
+        measured = replace(self, tried=tried, steps=steps)
         policy = _proportional if self.rules.policy == "proportional" else _exact
-        division, weights, gain, threshold = policy(self, tried, busy)
+        division, weights, gain, threshold = policy(measured, busy)
         saved = gain * float(busy.max(1).mean()) * remaining_steps
         changed = gain > threshold and not saved <= cost_s
         waited = waits(busy)
         return replace(
-            self,
+            measured,
             division=division if changed else self.division,
             weights=weights,
-            tried=tried,
             unchanged=0 if changed or gone else self.unchanged + 1,
             rounds=self.rounds + 1,
             judgement=Judgement(
@@ -192,24 +206,36 @@ class Balance(Generic[Division]):
         )
 
 
-def _exact(
-    now: Balance[Division], tried: Tried, _: Floats
-) -> tuple[Division, Floats, float, float]:
-    work, speeds = now.work, tried.speeds()
-    candidate = work.best(speeds.unit_s, speeds.fixed_s)
-    loads = work.load(now.division), work.load(candidate)
-    here, there = (tried.measured(load) for load in loads)
+def _exact(now: Balance[Division], _: Floats) -> tuple[Division, Floats, float, float]:
+    speeds = now.tried.speeds()
+    candidate = now.work.best(speeds.unit_s, speeds.fixed_s)
+    here, there = (now.work.load(it) for it in (now.division, candidate))
+    gain, error = _gain(now, candidate, speeds)
+    threshold = max(now.rules.least_gain, now.rules.noise_factor * error)
+    measured = now.steps.gain(key_of(here), key_of(there))
+    gain = gain if measured is None else measured
+    fastest = now.steps.fastest(key_of(here))
+    if gain <= threshold and fastest is not None and fastest[1] > threshold:
+        candidate, gain = fastest
+    return candidate, speeds.weights(there), gain, threshold
+
+
+def _gain(
+    now: Balance[Division], candidate: Division, speeds: Speeds
+) -> tuple[float, float]:
+    """By seconds of nodes: what a division saves, and the error of that; as these were
+    measured, where both divisions were tried."""
+    loads = [now.work.load(it) for it in (now.division, candidate)]
+    here, there = (now.tried.measured(load) for load in loads)
     if here is None or there is None:
         here = there = speeds
-    was_s = work.seconds(now.division, here.unit_s, here.fixed_s)
-    gain = 1 - work.seconds(candidate, there.unit_s, there.fixed_s) / was_s
-    noise = now.rules.noise_factor * max(here.error, there.error)
-    threshold = max(now.rules.least_gain, noise)
-    return candidate, speeds.weights(loads[1]), gain, threshold
+    was_s = now.work.seconds(now.division, here.unit_s, here.fixed_s)
+    is_s = now.work.seconds(candidate, there.unit_s, there.fixed_s)
+    return 1 - is_s / was_s, max(here.error, there.error)
 
 
 def _proportional(
-    now: Balance[Division], _: Tried, busy: Floats
+    now: Balance[Division], busy: Floats
 ) -> tuple[Division, Floats, float, float]:
     """The literal rule: weights follow waits; any change of the division is taken."""
     wait = waits(busy).mean(0)

@@ -63,11 +63,13 @@ class Tried:
     num_nodes: int
     times: Mapping[Load, UnitTimes] = field(default_factory=dict)
     """The newest comes last."""
+    level: float = 1.0
+    """By how much everything took longer in the newest round than before."""
 
     def measured(self, load: Floats) -> Speeds | None:
         """What nodes took with this load; None if it was not tried, or if one of them
         is not known with it any more."""
-        found = self.times.get(_key(load))
+        found = self.times.get(key_of(load))
         if found is None or (found.num_steps[load > 0] == 0).any():
             return None
         return Speeds(
@@ -88,13 +90,14 @@ class Tried:
         Raises:
             ValueError: see `UnitTimes.after`.
         """
-        before = self.times.get(_key(load), UnitTimes.unknown(self.num_nodes))
+        before = self.times.get(key_of(load), UnitTimes.unknown(self.num_nodes))
         here = before.after(busy_s, load)
         gone = drifted(before, here, load)
         level = self._level(here, load)
-        kept = [it for it in self.times.items() if it[0] != _key(load)][-(MOST - 1) :]
+        kept = [it for it in self.times.items() if it[0] != key_of(load)][-(MOST - 1) :]
         others = {other: took.scaled(level).without(gone) for other, took in kept}
-        return Tried(num_nodes=self.num_nodes, times={**others, _key(load): here}), gone
+        times = {**others, key_of(load): here}
+        return Tried(num_nodes=self.num_nodes, times=times, level=level), gone
 
     def _level(self, here: UnitTimes, load: Floats) -> float:
         """By how much all nodes are slower than what other divisions let expect."""
@@ -181,5 +184,6 @@ class _Rows:
         return np.sqrt(np.clip(found, 0.0, MOST_FIXED**2)) * self.shortest
 
 
-def _key(load: Floats) -> Load:
+def key_of(load: Floats) -> Load:
+    """A division's load, to find it by."""
     return tuple(load.tolist())

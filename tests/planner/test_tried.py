@@ -109,6 +109,31 @@ def test_nodes_with_fixed_parts_get_about_the_best_shares(seed: int) -> None:
     assert makespan(balance.division, unit, fixed) <= 1.08 * best
 
 
+def test_whole_steps_say_which_tried_division_is_faster() -> None:
+    """Nodes are as fast as expected, but with fewer layers here others wait longer."""
+    layers, speeds = Layers(layer_s=np.ones((8, 2)), microbatches=4), np.array([1, 3.0])
+    balance, divisions = Balance.begin(layers), []
+    while not balance.settled and balance.rounds < 20:
+        divisions.append(balance.division.tolist())
+        step_s = 20.0 if divisions[-1] == [4, 4] else 22.0
+        busy = np.tile(layers.load(balance.division) * speeds, (5, 1))
+        balance = balance.after(busy, step_s=[step_s] * 5)
+    assert divisions == [[4, 4], [6, 2], *[[4, 4]] * 3]
+    assert balance.settled and balance.division.tolist() == [4, 4]
+    # Of a node that changed speed all is forgotten, and the other is tried again.
+    busy = np.tile(layers.load(balance.division) * np.array([1, 9.0]), (5, 1))
+    balance = balance.after(busy, step_s=[50.0] * 5)
+    assert balance.judgement is not None and balance.judgement.drifted == (1,)
+    assert balance.division.tolist() == [7, 1]
+
+
+@pytest.mark.parametrize("step_s", [[], [1.0, 0.0], [[1.0]]])
+def test_seconds_of_steps_that_are_none_are_refused(step_s: list[float]) -> None:
+    balance = Balance.begin(Microbatches(num_nodes=2, total=8))
+    with pytest.raises(ValueError, match=r"step_s=.* Allowed: a number above 0"):
+        balance.after(np.ones((2, 2)), step_s=step_s)
+
+
 def test_a_division_that_disappointed_is_not_taken_again() -> None:
     """Nodes that take what no speeds explain: each finds its own division bad."""
     layers = Layers(layer_s=np.ones((8, 2)), microbatches=4)
