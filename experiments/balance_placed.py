@@ -6,7 +6,7 @@ measure how long each node works and waits; `dtft.planner.balance` divides the m
 anew, state moves, and training goes on. Then the first node is slowed, and it starts
 over. Done twice: once whole layers are divided (`Layers`), once operators, each where
 `place` has it by the weights found (`Operators`). In the end contiguous
-splits are measured beside both (`balance_placed_beside`). About 4 minutes; needs root.
+splits are measured beside both (`balance_placed_beside`). About 5 minutes; needs root.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SHARES = (0.6, 0.35, 0.2)
 """Part of a core of each node."""
 SLOWED = 0.25
 """That of the first node from the middle of the run on."""
-STEPS, QUICK_STEPS, MOST_ROUNDS = 8, 3, 15
+STEPS, QUICK_STEPS, MOST_ROUNDS = 12, 3, 15
 NEAR = 1.35
 """Splits are measured that are predicted to take at most this times the best's step."""
 RUN_STEPS = 2000

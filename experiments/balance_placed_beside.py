@@ -17,8 +17,10 @@ from experiments.balance_placed_worker import (
     make_params,
 )
 
-BEST, REPEATS = 3, 3
+BEST, REPEATS = 3, 8
 """So many of the splits that were best at first are measured so many times more."""
+STEPS = 4
+"""Of each time, after one that is not counted."""
 
 Measured = Mapping[Form, Sequence[float]]
 """Of each division the seconds of each measured step."""
@@ -30,7 +32,7 @@ def splits_beside(
     """Seconds of steps of all splits, of the best again, and of divisions with them."""
     found: dict[Form, list[float]] = {form: [] for form in (*splits, *divisions)}
     _measure(nodes, found, splits)
-    first = sorted(splits, key=lambda form: found[form][0])[:BEST]
+    first = sorted(splits, key=lambda form: median(found[form]))[:BEST]
     for _ in range(REPEATS):
         _measure(nodes, found, list(dict.fromkeys((*first, *divisions))))
     return found
@@ -41,7 +43,7 @@ def _measure(
 ) -> None:
     for form in forms:
         nodes.change(None, form, nodes.folder / "nothing")
-        found[form].extend(step_s(step) for step in nodes.steps(3)[1:])
+        found[form].extend(step_s(step) for step in nodes.steps(1 + STEPS)[1:])
 
 
 def result(measured: Measured, splits: Collection[Form], form: Form) -> dict[str, Any]:

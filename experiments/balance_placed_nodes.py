@@ -106,7 +106,9 @@ def step_s(step: Sequence[Tasks]) -> float:
 
 @contextmanager
 def started(folder: Path, num: int) -> Iterator[Nodes]:
-    """Processes for all nodes; none outlives this."""
+    """Processes for all nodes, the first on a core and the others on another: moved
+    about, they get in each other's way. None outlives this."""
+    cpus = sorted(os.sched_getaffinity(0))
     variables = {
         **os.environ,
         "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
@@ -115,7 +117,10 @@ def started(folder: Path, num: int) -> Iterator[Nodes]:
     command = [sys.executable, "-m", "experiments.balance_placed_worker"]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(num), str(folder)],
+            [
+                *("taskset", "-c", str(cpus[min(rank, 1) % len(cpus)])),
+                *(*command, str(rank), str(num), str(folder)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
