@@ -130,19 +130,19 @@ def summary(found: dict[str, Any], rounds: list[dict[str, Any]]) -> dict[str, An
     trials, again = (_by_shares(found[phase]) for phase in ("trials", "again"))
     shares = {name: tuple(it) for name, it in found["shares"].items()}
     best, exact = max(again, key=lambda it: again[it]), again[shares["exact"]]
-    named = {name: trials[shares[name]] for name in ("even", "proportional")}
+    named = {name: again[shares[name]] for name in ("even", "proportional", "exact")}
     slow = found["slowed_steps_per_s"]
     changes = [it["round"] for it in rounds if it["next"] != it["shares"]]
     first = found["rounds"]["exact"]
     return {
-        "steps_per_s": {**named, "exact": exact, "optimum": again[best]},
+        "steps_per_s": {**named, "optimum": again[best]},
         "shares": {**shares, "optimum": best},
         "rounds": first,
         "rounds_proportional": found["rounds"]["proportional"],
         "proportional_settled": found["settled"],
         "recompilations": found["recompilations"],
         "exact_over_optimum": again[best] / exact,
-        "speed_up_over_even": trials[shares["exact"]] / named["even"],
+        "speed_up_over_even": exact / named["even"],
         "slowed": {
             "rounds": found["rounds"]["slowed"],
             "settled": rounds[-1]["settled"],
@@ -229,7 +229,8 @@ def _notes(figures: dict[str, Any]) -> tuple[str, ...]:
         f"{ROWS_EACH} rows of the one-layer character transformer. Steps per second "
         f"are medians of turns of {STEPS} steps without probes, all shares in turns: "
         f"{TRIALS} turns of all candidates and with the slowed host, and {REPETITIONS} "
-        f"of `exact` and the {FEW} fastest candidates (again), of which the fastest is "
+        f"of `even`, `proportional`, `exact` and the {FEW} fastest candidates (again), "
+        "of which the fastest is "
         "the `optimum`: the best of many noisy figures alone is too good. `by cores` "
         "are the shares that the quotas suggest, `near` those that should be best "
         "among those one microbatch from `exact`. Everything else on this machine "

@@ -48,8 +48,8 @@ STEPS = 3
 """Of a turn of a comparison, after one that is not counted."""
 NEAR, FEW = 6, 3
 """Shares one microbatch from those found that are candidates for the best; how many of
-all candidates are compared again with those found: a best of many noisy figures is too
-good."""
+all candidates are compared again with those found and with equal ones: a best of many
+noisy figures is too good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,8 @@ def measured(host: Host) -> dict[str, Any]:
     near = neighbours(found, exact.balance.tried.speeds(), NEAR)
     trials = host.compared([*vectors.values(), *near], task.trials)
     first = sorted(trials, key=lambda shares: -trials[shares])[:FEW]
-    again = host.compared([found, *first], task.repetitions)
+    named = [vectors[name] for name in ("even", "proportional", "exact")]
+    again = host.compared([*named, *first], task.repetitions)
     if host.rank == task.slowed:
         Quota(path=task.quotas[host.rank]).limit(task.slowed_to)
     slow_rounds = host.search(exact, task.rounds, after=rounds, again=True)

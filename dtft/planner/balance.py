@@ -7,18 +7,22 @@ layers in `layer_work`) nor who measures.
 
 Two policies. `proportional` is the seeds' rule: a node's weight follows its wait.
 `exact` takes the division that is best for what nodes were measured to need (`tried`),
-if its gain is above the noise; a division that was tried before is judged by what it
-took. Its guarantee: let e be the largest relative error of the seconds that nodes are
-estimated to need, d the least gain that is accepted, a the division at the end and a*
-the best. The last candidate c was refused: (1 - d) T(a; est) <= T(c; est), and
-T(c; est) <= T(a*; est) as c is best for the estimates. Estimates are off by e at most:
-(1 - e) T(a) <= T(a; est) and T(a*; est) <= (1 + e) T(a*). Together:
-T(a) <= T(a*) (1 + e) / ((1 - e) (1 - d)); if c was tried before, both are judged by
-measured seconds, and (1 + e) / (1 - e) counts twice. Each accepted division multiplies
-the true T by at most r = (1 - d) (1 + e) / (1 - e); with d > 2 e / (1 + e) that is
-below 1, so there are at most ln(T0 / T*) / ln(1 / r) of them, each followed by at most
-K rounds. Where estimates are off by more, as no node takes quite what they say, a
-division that disappointed is left once and not taken again.
+if its gain is above the noise. Its guarantee, where a step is its slowest node's work:
+let e be the largest relative error of the seconds that nodes are estimated to need, d
+the least gain that is accepted, a the division at the end and a* the best. The last
+candidate c was refused: (1 - d) T(a; est) <= T(c; est), and T(c; est) <= T(a*; est) as
+c is best for the estimates. Estimates are off by e at most: (1 - e) T(a) <= T(a; est)
+and T(a*; est) <= (1 + e) T(a*). Together: T(a) <= T(a*) (1 + e) / ((1 - e) (1 - d)).
+If c was tried before, it was refused by what both took: then T(a) (1 - d) <= T(c) with
+an error e of each, and T(c) <= T(a*) (1 + e) / (1 - e), so (1 + e) / (1 - e) counts
+twice. Each accepted division multiplies the true T by at most
+r = (1 - d) (1 + e) / (1 - e); with d > 2 e / (1 + e) that is below 1, so there are at
+most ln(T0 / T*) / ln(1 / r) of them, each followed by at most K rounds.
+
+Where estimates say less than that (a pipeline waits too; a node is not quite what its
+load says) there is no such bound. Still, between two drifts of a node a division that
+is remembered (`tried.MOST`; all of them if `after` is told of whole steps) comes back
+only if it was measured to be faster by d than the one in force.
 """
 
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,8 @@
 """The report of a plan: an HTML file with pictures, and tables for a terminal.
 
 The file needs no network and no scripts. Decides only what is shown and how; numbers
-are those of `explain`, `why_not` and `lints`. Must not search, except where the
-baselines are asked about (`why_not`).
+are those of `explain`, `why_not`, `pin_prices` and `lints`. Must not search, except
+where these do.
 """
 
 from collections import defaultdict
@@ -12,7 +12,15 @@ from html import escape
 from rich.console import Console
 from rich.table import Table
 
-from dtft.planner import comparing, drawing, explain, mesh_text, page, wording
+from dtft.planner import (
+    comparing,
+    drawing,
+    explain,
+    mesh_text,
+    page,
+    pin_prices,
+    wording,
+)
 from dtft.planner.deciding import Decision
 from dtft.planner.lints import Lint, lints
 from dtft.planner.plan import Alternative, Plan, Spec
@@ -46,7 +54,8 @@ def html(
         page.block("How each array is divided", _arrays(plan, decision)),
     ]
     if decision is not None:
-        parts.append(page.section(lint_section(lints(decision))))
+        found = (*pin_prices.section(decision), lint_section(lints(decision)))
+        parts.extend(page.section(section) for section in found)
     return page.page(title, parts)
 
 

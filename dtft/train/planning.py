@@ -19,6 +19,7 @@ from dtft.planner import (
     comparing,
     explain,
     lints,
+    pin_prices,
     report,
     sensitivity,
     why_not,
@@ -64,7 +65,8 @@ class RunnablePlan(Plan):
     def explain(self) -> str:
         """Where seconds and bytes go, what is sent, what else there was.
 
-        With what `lints()` finds, unless the plan was read from a file.
+        With what its pins cost and what `lints()` finds, unless the plan was read from
+        a file.
         """
         return wording.text(self.sections())
 
@@ -73,7 +75,8 @@ class RunnablePlan(Plan):
         parts = explain.sections(self)
         if self.decision is None:
             return parts
-        return (*parts, report.lint_section(self.lints()))
+        priced = pin_prices.section(self.decision)
+        return (*parts, *priced, report.lint_section(self.lints()))
 
     def diff(self, other: Plan) -> str:
         """What another plan does otherwise, and what that costs or saves.

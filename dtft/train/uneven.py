@@ -3,10 +3,11 @@
 The numbers are data: one compiled step serves all shares. A replica adds up gradients,
 metrics and statistics over its microbatches in a `while` loop, manual over the
 `replica` axis; then the sums are reduced and divided by the number of microbatches, so
-that the result is that of equal shares up to rounding. The same in three programs, up
-to the reduction, the reduction, and the update, is what a probe times. Must not know
-which rows there are, how shares are found, or hosts (pattern and traps:
-reference/planner.md, section 8).
+that the result is that of equal shares up to rounding: all microbatches have as many
+rows, and a loss is a mean over rows, whatever a model makes of the tokens of one. The
+same in three programs, up to the reduction, the reduction, and the update, is what a
+probe times. Must not know which rows there are, how shares are found, or hosts (pattern
+and traps: reference/planner.md, section 8).
 """
 
 from collections.abc import Mapping
