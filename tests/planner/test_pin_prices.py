@@ -32,10 +32,10 @@ def test_each_pin_has_its_price_and_all_of_them_together() -> None:
 
 
 def test_the_table_has_the_numbers_it_explains() -> None:
-    decision = decide(mlp(), CLUSTER, {"tensor": 8})
+    decision = decide(mlp(), CLUSTER, {"microbatches": 4})
     (price,), (table,) = pin_prices(decision), section(decision)
     ((pin, costs, share, without, step, _),) = table.rows
-    assert pin == "tensor=8"
+    assert pin == "microbatches=4"
     assert costs == wording.seconds(price.cost_s)
     assert step == wording.seconds(price.without.prediction.step_s)
     assert share.startswith("+")
