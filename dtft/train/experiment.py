@@ -219,7 +219,8 @@ class Experiment:
     optim: OptimConfig
     """The optimizer; any subclass of OptimConfig."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """Sizes of the mesh axes."""
+    """Sizes of the mesh axes. In a config file also `"auto"` or a `.json` path: what
+    `--mesh` with such a text means, and `plan`."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """How rows pass through the stages of a mesh with `stage`."""
     plan: str = ""
@@ -243,6 +244,7 @@ class Experiment:
     """Deadlines in seconds."""
 
     def __post_init__(self) -> None:
+        self._read_mesh(self.mesh)
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(
                 f"name={self.name!r} cannot name a directory. Allowed: a non-empty "
@@ -256,6 +258,23 @@ class Experiment:
         self._check_pipeline()
         self._check_plan()
         self._check_balance()
+
+    def _read_mesh(self, mesh: object) -> None:
+        """Takes a text in the place of a mesh for the plan that it names."""
+        if isinstance(mesh, MeshConfig):
+            return
+        if not (isinstance(mesh, str) and (mesh == "auto" or mesh.endswith(".json"))):
+            raise ValueError(
+                f"mesh={mesh!r} is no mesh. Allowed: MeshConfig(...), 'auto' for the "
+                "planner's, or the path of a plan file, which ends in .json (others: "
+                "plan='FILE')."
+            )
+        if self.plan not in ("", mesh):
+            raise ValueError(
+                f"mesh={mesh!r} and plan={self.plan!r} name two plans. Leave one out."
+            )
+        object.__setattr__(self, "plan", mesh)  # the dataclass is frozen
+        object.__setattr__(self, "mesh", MeshConfig())
 
     def _check_pipeline(self) -> None:
         if self.mesh.stage == 1 and self.pipeline != PipelineConfig():

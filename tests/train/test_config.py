@@ -55,6 +55,45 @@ def test_a_mesh_may_be_left_to_the_planner(flags: list[str], tmp_path: Path) -> 
     assert parse(str(path), ["--plan", ""]).plan == ""
 
 
+def with_mesh(folder: Path, argument: str) -> str:
+    """The path of a config file: `digits_cnn` with another argument `mesh`."""
+    path = folder / "mine.py"
+    text = find("digits_cnn").read_text()
+    path.write_text(text.replace("name=", f"mesh={argument}, name=", 1))
+    return str(path)
+
+
+@pytest.mark.parametrize("asked", ["auto", "runs/plan.json"])
+def test_a_configs_mesh_may_be_a_text_as_after_the_flag(
+    asked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flagged = parse("digits_cnn", ["--mesh", asked])
+    mine = with_mesh(tmp_path, repr(asked))
+    assert parse(mine, []) == flagged
+    assert flagged.plan == asked and flagged.mesh == MeshConfig()
+    assert parse(mine, ["--plan", ""]).plan == ""
+    with pytest.raises(SystemExit):
+        parse(mine, ["--mesh.fsdp", "2"])
+    assert f"plan='{asked}' decides the mesh" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", ["'fsdp'", "''", "None", "{'fsdp': 2}"])
+def test_what_is_no_mesh_is_refused_with_what_is_allowed(
+    argument: str, tmp_path: Path
+) -> None:
+    mine = with_mesh(tmp_path, argument)
+    words = f"mesh={argument} is no mesh. Allowed: MeshConfig(...), 'auto'"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse(mine, [])
+
+
+def test_a_mesh_and_a_plan_that_name_two_plans_are_refused(tmp_path: Path) -> None:
+    assert parse(with_mesh(tmp_path, '"auto", plan="auto"'), []).plan == "auto"
+    mine = with_mesh(tmp_path, '"auto", plan="p.json"')
+    with pytest.raises(ConfigError, match=r"mesh='auto' and plan='p.json' name two"):
+        parse(mine, [])
+
+
 def test_a_plan_that_is_asked_for_takes_the_place_of_the_configs_mesh() -> None:
     assert parse("chars_transformer", []).mesh.fsdp == 4
     planned = parse("chars_transformer", ["--plan", "auto"])

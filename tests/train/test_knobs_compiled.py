@@ -2,8 +2,8 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -12,9 +12,12 @@ import numpy as np
 import optax
 import pytest
 
-from dtft.planner.capabilities import CAPABILITIES
+import dtft
+from dtft.planner.capabilities import CAPABILITIES, Capabilities
 from dtft.planner.hlo import Operation, Program, parse
 from dtft.planner.hlo_collectives import collectives
+from dtft.planner.hlo_groups import Groups, groups_of
+from dtft.planner.pins import PINS
 from dtft.planner.plan import Knobs
 from dtft.train.planned_step import make_step
 from dtft.train.planning import jit_plan
@@ -29,6 +32,13 @@ from tests.train.plans import (
 
 UP, UP_8, UP_4 = (4, 8, 32), (4, 8, 4), (4, 8, 8)
 """Shape of the layers' first matrices, and of an eighth and a quarter of them."""
+
+
+ACROSS: Groups = ((0, 2, 4, 6), (1, 3, 5, 7))
+NEIGHBOURS: Groups = ((0, 1, 2, 3), (4, 5, 6, 7))
+"""Devices of four replicas where `tensor` lies within them, and without."""
+HOST_MEMORY = "S(5)"
+"""In XLA's layouts."""
 
 
 @functools.cache
@@ -199,11 +209,41 @@ def test_expert_divides_experts_and_reduces_over_its_groups() -> None:
     assert any(one.kind == "all_reduce" and one.axes == ("expert",) for one in found)
 
 
-def test_these_are_all_the_knobs_there_are() -> None:
-    for can in CAPABILITIES.values():
-        assert can.axes <= {"replica", "fsdp", "tensor", "sequence", "expert"}
-        assert can.remat <= {"none", "dots", "full"}
-        assert can.zero <= {0, 1, 2, 3}
+@pytest.mark.parametrize(
+    ("order", "groups"),
+    [(("replica", "tensor"), ACROSS), (("tensor", "replica"), NEIGHBOURS)],
+)
+def test_order_decides_which_devices_reduce_gradients(
+    order: tuple[str, ...], groups: Groups
+) -> None:
+    params, batch, optimizer = layers_params(), layers_batch(), optax.sgd(0.1)
+    found = dtft.plan(
+        loss=layers_loss, optimizer=optimizer, params=params, batch=batch,
+        cluster="8xcpu", replica=4, tensor=2, microbatches=1, zero=0, remat="none",
+        order=order,
+    )  # fmt: skip
+    assert tuple(found.mesh) == order
+    step = make_step(layers_loss, optimizer, found, devices=jax.devices()[:8])
+    text = step.lower(params, batch).compile().as_text() or ""
+    reduced = [op for op in operations(text) if op.opcode == "all-reduce"]
+    of_replicas = {groups_of(op.attributes, found.mesh) for op in reduced}
+    assert groups in of_replicas
+    assert len({ACROSS, NEIGHBOURS} & of_replicas) == 1
+
+
+def test_offload_takes_and_returns_optimizer_state_in_host_memory() -> None:
+    params, batch, adam = layers_params(), layers_batch(), optax.adam(0.1)
+    plan = plan_of(params, batch, adam, {"replica": 2}, Knobs(zero=1))
+    host = tuple(path for path, spec in plan.optimizer.items() if len(spec) > 1)
+    away = replace(plan, knobs=replace(plan.knobs, offload=True), host=host)
+    found = []
+    for one in (plan, away):
+        step = make_step(layers_loss, adam, one, devices=jax.devices()[:2])
+        text = step.lower(params, batch).compile().as_text() or ""
+        (layouts,) = [it for it in text.splitlines() if "entry_computation" in it]
+        found.append(layouts.count(HOST_MEMORY))
+    # Two moments of four arrays, each given and returned.
+    assert found == [0, 2 * 2 * 4]
 
 
 def opaque(state: Mapping[str, Any], batch: Any) -> tuple[Any, jax.Array]:
@@ -289,3 +329,51 @@ def test_a_step_must_return_its_state(step: Any, words: str) -> None:
     plan = replace(plan, entry="step", optimizer={})
     with pytest.raises(ValueError, match=words):
         jit_plan(plan, step).lower(state, batch)
+
+
+REMAT = (
+    test_remat_computes_operators_again,
+    test_remat_of_a_scan_runs_its_layers_again,
+)
+SHOWN: Mapping[str, tuple[Callable[..., None], ...]] = {
+    "replica": (test_replica_reduces_gradients_over_its_groups,),
+    "fsdp": (test_zero_3_gathers_each_layer_forward_and_backward,),
+    "tensor": (test_tensor_divides_matrices_and_reduces_over_its_groups,),
+    "sequence": (test_sequence_divides_tokens_and_reduces_over_its_groups,),
+    "expert": (test_expert_divides_experts_and_reduces_over_its_groups,),
+    "order": (test_order_decides_which_devices_reduce_gradients,),
+    "microbatches": (test_microbatches_are_a_loop_of_so_many_trips,),
+    "remat=none": REMAT,
+    "remat=dots": REMAT,
+    "remat=full": REMAT,
+    "zero=0": (test_zero_1_divides_the_optimizer_state,),
+    "zero=1": (test_zero_1_divides_the_optimizer_state,),
+    "zero=2": (test_zero_2_divides_gradients_where_they_are_made,),
+    "zero=3": (test_zero_3_gathers_each_layer_forward_and_backward,),
+    "offload": (test_offload_takes_and_returns_optimizer_state_in_host_memory,),
+    "constraints": (test_an_opaque_step_gets_shardings_constraints_and_donation,),
+}
+"""What a runnable plan may set to the tests that show it in a compiled program."""
+NOT_RUN = {"stage", "virtual_stages", "schedule"}
+"""Knobs of what-if plans. Of a config's own mesh, test_pipelined.py shows them."""
+
+
+def settings(can: Capabilities) -> Iterator[str]:
+    """What an entry can do, as in `SHOWN`."""
+    yield "order"  # of any axes
+    for field in fields(can):
+        value = getattr(can, field.name)
+        if field.name == "axes":
+            yield from value
+        elif isinstance(value, frozenset):
+            yield from (f"{field.name}={one}" for one in value)
+        elif value:
+            yield field.name
+
+
+def test_these_are_all_the_knobs_there_are() -> None:
+    assert {it for can in CAPABILITIES.values() for it in settings(can)} == set(SHOWN)
+    knobs = {it.partition("=")[0] for it in SHOWN}
+    assert not knobs & NOT_RUN
+    assert knobs - {"constraints"} | NOT_RUN == set(PINS)
+    assert {field.name for field in fields(Knobs)} <= knobs | NOT_RUN
