@@ -190,7 +190,8 @@ class Balance(Generic[Division]):
         measured = replace(self, tried=tried, steps=steps)
         policy = _proportional if self.rules.policy == "proportional" else _exact
         division, weights, gain, threshold = policy(measured, busy)
-        saved = gain * float(busy.max(1).mean()) * remaining_steps
+        took_s = float(np.mean(busy.max(1) if step_s is None else np.asarray(step_s)))
+        saved = gain * took_s * remaining_steps
         changed = gain > threshold and not saved <= cost_s
         waited = waits(busy)
         return replace(

@@ -150,6 +150,10 @@ def test_a_change_that_costs_more_than_it_saves_is_left() -> None:
     busy = measured(balance, unit_s, 0.0, rng)  # 30 s a step, 20 s would do
     assert not balance.after(busy, remaining_steps=5, cost_s=51).division[1] < 15
     assert balance.after(busy, remaining_steps=5, cost_s=49).division[1] < 15
+    # Whole steps that take twice as long have twice as much to save.
+    twice = [60.0] * len(busy)
+    told = balance.after(busy, step_s=twice, remaining_steps=5, cost_s=99)
+    assert told.division[1] < 15
 
 
 def test_the_proportional_rule_moves_weights_against_waits() -> None:
