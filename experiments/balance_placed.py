@@ -6,7 +6,7 @@ measure how long each node works and waits; `dtft.planner.balance` divides the m
 anew, state moves, and training goes on. Then the first node is slowed, and it starts
 over. Done twice: once whole layers are divided (`Layers`), once operators, each where
 `place` has it by the weights found (`Operators`). In the end contiguous
-splits are measured beside both (`balance_placed_beside`). About 5 minutes; needs root.
+splits are measured beside both (`balance_placed_beside`). About 4 minutes; needs root.
 """
 
 import argparse

@@ -5,7 +5,7 @@ namespace of its own; one link is limited (`links.py`). They train one model ove
 Both policies look for shares; what they found is then run in turns with equal shares
 and with the shares around the best, without being timed apart, and the few fastest of
 these in turns once more. In the end one host becomes slower in mid-run. Needs root;
-takes about 5 minutes.
+takes about 8 minutes.
 """
 
 import argparse
@@ -230,11 +230,10 @@ def _notes(figures: dict[str, Any]) -> tuple[str, ...]:
         f"are medians of turns of {STEPS} steps without probes, all shares in turns: "
         f"{TRIALS} turns of all candidates and with the slowed host, and {REPETITIONS} "
         f"of `even`, `proportional`, `exact` and the {FEW} fastest candidates (again), "
-        "of which the fastest is "
-        "the `optimum`: the best of many noisy figures alone is too good. `by cores` "
-        "are the shares that the quotas suggest, `near` those that should be best "
-        "among those one microbatch from `exact`. Everything else on this machine "
-        "(the network between the hosts included) used "
+        "of which the fastest is the `optimum`: the best of many noisy figures alone "
+        "is too good. `by cores` are the shares that the quotas suggest, `near` those "
+        "that should be best among those one microbatch from `exact`. Everything else "
+        "on this machine (the network between the hosts included) used "
         f"{figures['others']:.2f} of its cores meanwhile.",
         f"exact: {figures['exact_over_optimum']:.3f} of the best's time (target 1.06), "
         f"{figures['rounds']} rounds (target 7), {figures['speed_up_over_even']:.2f} "

@@ -52,15 +52,14 @@ class StepTimes:
                 "step of the round; None where whole steps are not measured."
             )
         now = float(np.median(seconds))
-        before = self.took.get(load, Took(division=division, step_s=now, num_steps=0))
+        took = {
+            one: replace(it, step_s=level * it.step_s) for one, it in self.took.items()
+        }
+        before = took.get(load, Took(division=division, step_s=now, num_steps=0))
         total = before.num_steps + seconds.size
         mean_s = before.step_s + seconds.size / total * (now - before.step_s)
-        others = {
-            other: replace(one, step_s=level * one.step_s)
-            for other, one in self.took.items()
-        }
         here = Took(division=division, step_s=mean_s, num_steps=total)
-        return StepTimes(took={**others, load: here})
+        return StepTimes(took={**took, load: here})
 
     def gain(self, here: Load, there: Load) -> float | None:
         """Share of a step that the second saves; None if one of them was not tried."""

@@ -126,7 +126,7 @@ def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> Tried:
         return np.asarray(found, float)
 
     times: dict[tuple[float, ...], UnitTimes] = {}
-    for row in recorded["tried"]:
+    for row in recorded.get("tried", ()):  # commits before it was recorded have shares
         arrays = {it.name: here(row[it.name]) for it in fields(UnitTimes)}
         arrays["num_steps"] = arrays["num_steps"].astype(np.int64)
         times[tuple(here(row["load"]).tolist())] = UnitTimes(**arrays)

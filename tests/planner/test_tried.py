@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from dtft.planner.balance import Balance
 from dtft.planner.layer_work import Layers
 from dtft.planner.load_shares import Counts, Microbatches, makespan
+from dtft.planner.step_times import StepTimes
 from dtft.planner.tried import MOST, Tried
 
 Floats = NDArray[np.float64]
@@ -125,6 +126,15 @@ def test_whole_steps_say_which_tried_division_is_faster() -> None:
     balance = balance.after(busy, step_s=[50.0] * 5)
     assert balance.judgement is not None and balance.judgement.drifted == (1,)
     assert balance.division.tolist() == [7, 1]
+
+
+def test_steps_of_a_machine_that_became_slower_are_all_taken_for_longer() -> None:
+    steps = StepTimes().after("a", (4.0,), [10.0] * 5, 1.0)
+    steps = steps.after("b", (5.0,), [12.0] * 5, 1.0)
+    steps = steps.after("b", (5.0,), [24.0] * 5, 2.0)
+    assert steps.gain((5.0,), (4.0,)) == pytest.approx(1 - 10 / 12)
+    assert steps.fastest((5.0,)) == ("a", pytest.approx(1 - 10 / 12))
+    assert steps.gain((5.0,), (6.0,)) is None and steps.fastest((6.0,)) is None
 
 
 @pytest.mark.parametrize("step_s", [[], [1.0, 0.0], [[1.0]]])

@@ -134,6 +134,17 @@ def test_recorded_shares_are_replayed_bit_for_bit(job: Job) -> None:
     assert as_bytes(found) == as_bytes(expected)
 
 
+def test_shares_of_an_older_commit_are_replayed_without_what_was_learned(
+    job: Job,
+) -> None:
+    first = job.balancer({})
+    job.run(first, job.program.init(), range(1, 8))
+    older = {name: it for name, it in first.items["balance"].items() if name != "tried"}
+    made = begin(EXACT, job.program.sharing.work, NAMES, {"balance": older})
+    assert made.is_recorded and made.unknown == NAMES
+    assert made.balance.division.tolist() == older["shares"]
+
+
 def test_a_replaced_host_opens_the_search_again(job: Job) -> None:
     first = job.balancer({})
     state, _, _ = job.run(first, job.program.init(), range(1, 19))
