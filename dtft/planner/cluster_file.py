@@ -202,10 +202,12 @@ def _link(items: Any, where: str) -> Link:
         kind: _by_number(curves, f"{where}.measured.{kind}", _curve)
         for kind, curves in found.get("measured", {}).items()
     }
-    seconds = found.get("meeting", {})
-    found["meeting"] = _by_number(
-        seconds, f"{where}.meeting", lambda item, name: _number(name, item, float)
-    )
+    for name in ("meeting", "ahead"):
+        found[name] = _by_number(
+            found.get(name, {}),
+            f"{where}.{name}",
+            lambda item, name: _number(name, item, float),
+        )
     return _built(Link, found, where)
 
 

@@ -43,6 +43,8 @@ class Bundle:
     """Where in the program: nothing is joined across loops."""
     is_one: bool = True
     """Whether it is sent as one; otherwise array by array, one right behind another."""
+    ahead: bool = False
+    """Whether it waits for nothing that is computed: devices need not meet for it."""
 
     def on(self, sizes: Sizes) -> "Bundle":
         """The same on one mesh, without what has one part: what is equal, is one."""

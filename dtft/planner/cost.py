@@ -25,7 +25,7 @@ from dtft.planner.compute_cost import (
 from dtft.planner.device import DeviceType
 from dtft.planner.graph import Graph
 from dtft.planner.groups import CHEAP
-from dtft.planner.meeting import meeting_s
+from dtft.planner.meeting import hidden, meeting_s
 from dtft.planner.partition import MICRO
 
 _ELEMENT_BY_ELEMENT = ("reduction", "gather", "scatter", "sort")
@@ -44,13 +44,20 @@ class Speeds:
         """Axes of the mesh along which a collective is."""
         return tuple(axis for axis in sent.axes if self.mesh.get(axis, 1) > 1)
 
-    def sending_s(self, sent: Sent, sizes: Sizes) -> Any:
-        """Seconds of one collective."""
+    def sending_s(self, sent: Sent, sizes: Sizes, *, ahead: bool = False) -> Any:
+        """Seconds of one collective.
+
+        Args:
+            sent: what.
+            sizes: of the axes, and microbatches.
+            ahead: whether it waits for nothing that is computed.
+        """
         axes = self.axes(sent)
         if not axes:
             return 0.0
         group = group_of(self.pool, self.mesh, axes)
-        return collective_s(sent.kind, sent.amount.at(sizes), group)
+        left = 1 - hidden(group) if ahead else 1.0
+        return left * collective_s(sent.kind, sent.amount.at(sizes), group)
 
     def meeting_s(self, sent: Sent | Bundle) -> float:
         """Seconds until the devices have met for a collective."""
@@ -69,7 +76,7 @@ class Speeds:
         if not axes:
             return 0.0
         times = bundle.times * (sizes[MICRO] if bundle.repeated else 1)
-        met = float(times * self.meeting_s(bundle))
+        met = 0.0 if bundle.ahead else float(times * self.meeting_s(bundle))
         if not bundle.is_one:
             return met
         num = messages(self.pool.device.platform, bundle.kind, num_bytes / times)

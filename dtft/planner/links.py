@@ -72,6 +72,9 @@ class Link:
     meeting: Mapping[int, float] = field(default_factory=dict)
     """By number of devices: seconds that a collective behind computing takes beyond its
     own. Members come at unlike times, and who waits has to be woken. Empty: none."""
+    ahead: Mapping[int, float] = field(default_factory=dict)
+    """By number of devices: share of a gather that is hidden beside computing, where it
+    waits for nothing that is computed; 0 to 1. Empty: none."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(LinkKind):
@@ -90,6 +93,11 @@ class Link:
             raise ValueError(
                 f"meeting={dict(self.meeting)} of a {self.kind} link. Allowed: 0 "
                 "seconds or more of each number of devices."
+            )
+        if not all(0 <= share <= 1 for share in self.ahead.values()):
+            raise ValueError(
+                f"ahead={dict(self.ahead)} of a {self.kind} link. Allowed: a share of "
+                "0 to 1 for each number of devices."
             )
         if unknown := set(self.measured) - set(get_args(CollectiveKind)):
             raise ValueError(
@@ -118,10 +126,11 @@ class Link:
         >>> [link.meeting_s(n) for n in (1, 2, 4, 16)]
         [0.0, 1.0, 1.5, 2.0]
         """
-        if num_devices <= 1 or not self.meeting:
-            return 0.0
-        low, high, share = _beside(num_devices, self.meeting)
-        return _mean(self.meeting[low], self.meeting[high], share)
+        return _known(num_devices, self.meeting)
+
+    def hidden(self, num_devices: float) -> float:
+        """The share of `ahead` among some devices, interpolated as curves are."""
+        return _known(num_devices, self.ahead)
 
 
 def _beside(num_devices: float, known: Iterable[int]) -> tuple[int, int, float]:
@@ -135,6 +144,14 @@ def _beside(num_devices: float, known: Iterable[int]) -> tuple[int, int, float]:
     if low >= high:
         return high, high, 0.0
     return low, high, math.log(num_devices / low) / math.log(high / low)
+
+
+def _known(num_devices: float, figures: Mapping[int, float]) -> float:
+    """A figure measured by number of devices; 0 of one device, and if unmeasured."""
+    if num_devices <= 1 or not figures:
+        return 0.0
+    low, high, share = _beside(num_devices, figures)
+    return _mean(figures[low], figures[high], share)
 
 
 def _mean(low: float, high: float, share: float) -> float:

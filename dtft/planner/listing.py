@@ -117,7 +117,8 @@ def _counted(
     totals: dict[tuple[Any, ...], list[float]] = {}
     for one in listed:
         num_bytes = float(one.sent.amount.at(sizes))
-        seconds = one.times * float(speeds.sending_s(one.sent, sizes))
+        ahead = one.bundle is not None and one.bundle.ahead
+        seconds = one.times * float(speeds.sending_s(one.sent, sizes, ahead=ahead))
         if one.bundle is None:
             seconds += one.times * speeds.meeting_s(one.sent)
         else:

@@ -1,4 +1,4 @@
-"""From times of collectives behind computing to what meeting for them takes.
+"""From times of collectives behind and beside computing to what these do to each other.
 
 Pure. Must not know how anything is measured (`dtft.train.measuring_links`) or how
 collectives by themselves are fitted (`calibration_fit`).
@@ -21,6 +21,16 @@ class BehindTime:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class AheadTime:
+    """Computing and gathers that it needs but that do not wait for it, in seconds."""
+
+    num_devices: int
+    computing_s: float
+    gathers_s: float
+    together_s: float
+
+
 def fit_meeting(link: Link, times: Sequence[BehindTime]) -> Link:
     """The link with what meeting takes, by the number of devices.
 
@@ -37,3 +47,27 @@ def fit_meeting(link: Link, times: Sequence[BehindTime]) -> Link:
         left.setdefault(time.num_devices, []).append(time.seconds - alone)
     meeting = {n: max(0.0, median(own)) for n, own in left.items()}
     return replace(link, meeting=meeting)
+
+
+def fit_ahead(link: Link, times: Sequence[AheadTime]) -> Link:
+    """The link with the share of gathers that computing hides, by number of devices.
+
+    Of all times together; between none and all.
+
+    Args:
+        link: any.
+        times: of groups that lie on this level alone; none leave the link as it is.
+
+    >>> from dtft.planner.links import Curve
+    >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
+    >>> time = AheadTime(num_devices=2, computing_s=4.0, gathers_s=2.0, together_s=5.0)
+    >>> fit_ahead(Link(kind="loopback", curve=port, source=""), [time]).ahead
+    {2: 0.5}
+    """
+    ahead: dict[int, float] = {}
+    for n in dict.fromkeys(time.num_devices for time in times):
+        own = [time for time in times if time.num_devices == n]
+        alone = sum(time.gathers_s for time in own)
+        saved = alone + sum(time.computing_s - time.together_s for time in own)
+        ahead[n] = min(max(saved / alone, 0.0), 1.0)
+    return replace(link, ahead=ahead)

@@ -18,7 +18,7 @@ from dtft.planner.combining import Bundle, messages
 from dtft.planner.cost import computing_s
 from dtft.planner.graph import Graph
 from dtft.planner.links import CollectiveKind
-from dtft.planner.meeting import meetings_s
+from dtft.planner.meeting import hiddens, meetings_s
 from dtft.planner.meshes import AXES
 from dtft.planner.partition import MICRO
 
@@ -37,6 +37,8 @@ class Message:
     repeats: Repeats
     meets: bool = True
     """Whether devices meet for it alone (`meeting`), not for all that go together."""
+    ahead: bool = False
+    """Whether it waits for nothing that is computed, which hides a part of it."""
 
 
 class Rates:
@@ -104,6 +106,8 @@ class Rates:
         num_bytes = totals / self.columns.parts(sent.amount.axes)[cases.first]
         seconds = collectives_s(sent.kind, num_bytes, groups, which)
         meets = np.array([[one.meets] for one in alike])
+        ahead = np.array([[one.ahead] for one in alike])
+        seconds = seconds * (1 - ahead * hiddens(groups)[which])
         seconds = seconds + meets * meetings_s(groups)[which]
         for axes in repeats:
             seconds *= self.columns.parts(axes)[cases.first]
@@ -145,7 +149,8 @@ class Rates:
             which = [lie[one.points] for lie, one in zip(of, some, strict=True)]
             num_bytes = np.concatenate([one.num_bytes for one in some])
             lies, num = np.concatenate(which), np.ones(len(num_bytes))
-            each = meetings_s(groups)[lies] * (num_bytes > 0)
+            waits = [np.full(len(one.points), not one.bundle.ahead) for one in some]
+            each = meetings_s(groups)[lies] * np.concatenate(waits) * (num_bytes > 0)
             if some[0].bundle.is_one:
                 num = messages(platform, kind, num_bytes)
                 each += collectives_s(kind, num_bytes / num, groups, lies)

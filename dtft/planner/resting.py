@@ -176,7 +176,7 @@ class Resting:
         if key not in self._gathers:
             placed, _, place = self._placed(alike.value, division)
             repeats: tuple[Axes, ...] = ((MICRO,),) if how.per_microbatch else ()
-            message = Message(sent=sent, repeats=repeats, meets=False)
+            message = Message(sent=sent, repeats=repeats, meets=False, ahead=how.ahead)
             sending, seconds = self.prices.rates.sending([message])[0]
             seconds = count * how.messages * seconds
             if not (place >= 0).all():

@@ -6,7 +6,7 @@ collectives bring arrays together for the model. Pure; must not know operators o
 
 import math
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -142,6 +142,9 @@ class Gathered:
     slices: int
     """In so many parts, one after another: where a loop goes along the parameter."""
     per_microbatch: bool
+    ahead: bool
+    """Whether it waits for nothing that is computed. In a loop over layers it waits for
+    the layer before."""
 
     @property
     def messages(self) -> int:
@@ -182,15 +185,19 @@ def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Ga
     [0, 1, 24]
     """
     if zero == 3:
-        return Gathered(times=passes, slices=num_slices, per_microbatch=True)
+        ahead = num_slices == 1
+        return Gathered(
+            times=passes, slices=num_slices, per_microbatch=True, ahead=ahead
+        )
     times = int(changes and zero > 0)
-    return Gathered(times=times, slices=1, per_microbatch=False)
+    return Gathered(times=times, slices=1, per_microbatch=False, ahead=False)
 
 
 def gather_bundle(platform: str, sent: Sent, how: Gathered) -> Bundle | None:
     """What a gather of a parameter is sent together with; None if it stays alone."""
     place = "parameters", how.slices
-    return bundle(platform, sent, how.messages, how.per_microbatch, place)
+    found = bundle(platform, sent, how.messages, how.per_microbatch, place)
+    return found and replace(found, ahead=how.ahead)
 
 
 def gathers(parameters: Iterable[Leaf], times: Mapping[str, Gathered]) -> list[Moved]:

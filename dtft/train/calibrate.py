@@ -31,12 +31,12 @@ from dtft.planner.calibration_fit import (
     fit_peak,
 )
 from dtft.planner.cluster import Cluster, DeviceType, Level, Link
-from dtft.planner.meeting_fit import BehindTime, fit_meeting
+from dtft.planner.meeting_fit import AheadTime, BehindTime, fit_ahead, fit_meeting
 from dtft.train import measuring, measuring_images, measuring_links
 from dtft.train.calibrate_sizes import ACCELERATOR, CPU, Sizes
 
-_ROUNDS = 3
-"""Times that an all-reduce is timed behind computing."""
+_ROUNDS = 7
+"""Times that collectives are timed behind and beside computing."""
 
 
 def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
@@ -50,7 +50,7 @@ def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
     """
     pool = Cluster.from_devices(devices).uniform
     sizes = sizes or (CPU if pool.device.platform == "cpu" else ACCELERATOR)
-    sizes = replace(sizes, pace=sizes.pace.among(jax.process_count()))
+    sizes = sizes.among(jax.process_count())
     device, fits = _compute(devices, pool.device, sizes)
     links: dict[str, Link] = {}
     inner = 1
@@ -59,7 +59,8 @@ def measure(devices: Sequence[Any], sizes: Sizes | None = None) -> Calibration:
         _say(f"collectives on {key} ...")
         times = _collectives(devices, inner, level, sizes)
         link, found = fit_link(level.link, times)
-        links[key] = fit_meeting(link, _behind(devices, inner, level, sizes))
+        link = fit_meeting(link, _behind(devices, inner, level, sizes))
+        links[key] = fit_ahead(link, _ahead(devices, inner, level, sizes))
         fits |= {f"collectives on {key}, {name}": f for name, f in found.items()}
         inner *= level.size
     residuals = {name: found.residual for name, found in fits.items()}
@@ -98,7 +99,8 @@ def _compute(
     _say("memory ...")
     streams = [
         MemoryTime(
-            num_bytes=size, seconds=measuring.stream_s(mesh, size, sizes.pace).seconds
+            num_bytes=size,
+            seconds=measuring.stream_s(mesh, size, sizes.shared).seconds,
         )
         for size in sizes.streams
     ]
@@ -199,7 +201,9 @@ def _collectives(
             kind=kind,
             num_bytes=size,
             num_devices=members,
-            seconds=measuring_links.collective_s(mesh, kind, size, sizes.pace).seconds,
+            seconds=measuring_links.collective_s(
+                mesh, kind, size, sizes.shared
+            ).seconds,
         )
         for size in sizes.collectives
         for members, mesh in zip(groups, meshes, strict=True)
@@ -222,6 +226,27 @@ def _behind(
             BehindTime(num_bytes=size, num_devices=members, seconds=seconds)
             for size, seconds in zip(sizes.meeting, found, strict=True)
         ]
+    return times
+
+
+def _ahead(
+    devices: Sequence[Any], inner: int, level: Level, sizes: Sizes
+) -> list[AheadTime]:
+    """Gathers beside computing, in jobs of several processes, as `_behind`."""
+    if jax.process_count() == 1 or not sizes.ahead:
+        return []
+    times: list[AheadTime] = []
+    for members in _group_sizes(level.size):
+        mesh = measuring.make_mesh(devices, inner, members)
+        computing, gathers, both = measuring_links.ahead_s(mesh, sizes.ahead, _ROUNDS)
+        times.append(
+            AheadTime(
+                num_devices=members,
+                computing_s=computing,
+                gathers_s=gathers,
+                together_s=both,
+            )
+        )
     return times
 
 

@@ -114,6 +114,8 @@ def table(found: Calibration) -> str:
                 row("    bandwidth", rate, f"{of}: bandwidth")
         for n, seconds in link.meeting.items():
             row(f"meeting of {n} behind computing", _us(seconds))
+        for n, share in link.ahead.items():
+            row(f"gathers of {n} hidden beside computing", f"{share:.0%}")
     if found.links:
         row("overlap: computing slowed by", f"{efficiency.overlap_kappa:.2f}")
         row("overlap: share of computing", f"{efficiency.overlap_fraction:.2f}")

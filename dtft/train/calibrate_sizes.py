@@ -3,11 +3,14 @@
 Values only; must not know how anything is measured.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from dtft.planner.links import CollectiveKind
 from dtft.train.measuring import Pace
+
+_LONGER = 4
+"""Times as long that is measured what processes share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +40,33 @@ class Sizes:
     """Bytes."""
     meeting: tuple[int, ...]
     """Bytes of all-reduces behind computing, in jobs of several processes."""
+    ahead: tuple[int, ...]
+    """Bytes of parameters gathered ahead of the layers that need them, there."""
     overlap: tuple[int, tuple[int, ...]] | None
     """Side of a matmul, and bytes of the all-reduces beside it; None: nothing overlaps,
     a device computes and communicates in one thread."""
     pace: Pace = Pace()
+    shared: Pace = Pace()
+    """Of what devices share: memory and links."""
+
+    def among(self, num_processes: int) -> "Sizes":
+        """Less of collectives, and longer, in a job of several processes.
+
+        Where they share cores a collective takes one of two or three times, for long
+        turns in a row, and compiling it takes longer than most of them. Of sizes every
+        third and the largest are left.
+
+        >>> [len(sizes.among(4).collectives) for sizes in (CPU, ACCELERATOR)]
+        [4, 4]
+        """
+        if num_processes == 1:
+            return self
+        return replace(
+            self,
+            collectives=tuple(sorted({*self.collectives[::3], self.collectives[-1]})),
+            pace=self.pace.among(num_processes),
+            shared=replace(self.shared, budget_s=_LONGER * self.shared.budget_s),
+        )
 
 
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
@@ -61,6 +87,7 @@ CPU = Sizes(
     kinds=("all_reduce", "all_gather", "all_to_all", "permute"),  # XLA:CPU has no more
     collectives=_powers(2**12, 2**23, 8),
     meeting=(2**16,),
+    ahead=(2**16, 2**21),
     overlap=None,
 )
 ACCELERATOR = Sizes(
@@ -75,5 +102,6 @@ ACCELERATOR = Sizes(
     kinds=get_args(CollectiveKind),
     collectives=_powers(2**14, 2**28, 8),
     meeting=(),
+    ahead=(),
     overlap=(4096, (2**20, 2**24, 2**26)),
 )

@@ -1,4 +1,4 @@
-"""Times of collectives on the devices at hand: alone, beside and behind computing.
+"""Times of collectives on the devices at hand: alone, behind and beside computing.
 
 Timed as `measuring` does, with bytes as the planner counts them. Decides nothing about
 models or plans.
@@ -14,12 +14,15 @@ from jax import lax
 from jax.sharding import Mesh
 
 from dtft.planner.links import CollectiveKind
-from dtft.train.measuring import Pace, Timed, make_loop, timed
+from dtft.train.measuring import Body, Pace, Timed, make_loop, timed
 
 _COMPUTED = (256, 512), (512, 512)
 """Operands of the matmuls that collectives are timed behind."""
 _MATMULS, _TURNS = 4, 8
 """Of a turn, some milliseconds as between the collectives of a step; and turns."""
+_LAYERS, _OF_LAYER, _FEW = 4, 2, 4
+"""Gathers of a turn that computing needs one after another; matmuls before each; and
+turns."""
 
 
 def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: Pace) -> Timed:
@@ -103,3 +106,46 @@ def behind_s(mesh: Mesh, all_bytes: Sequence[int], rounds: int) -> list[float]:
         for seconds, own in zip(others, found, strict=True):
             own.append((seconds - without) / _TURNS)
     return [median(own) for own in found]
+
+
+def ahead_s(
+    mesh: Mesh, all_bytes: Sequence[int], rounds: int
+) -> tuple[float, float, float]:
+    """Layers whose parameters are gathered, which waits for nothing that they compute.
+
+    In turns, as in `behind_s`: only the layers, only the gathers, and both.
+
+    Args:
+        mesh: of `make_mesh`.
+        all_bytes: of the parameters of layers, which have them by turns.
+        rounds: times that each is timed; the median counts.
+
+    Returns:
+        Seconds of each.
+    """
+    members = mesh.shape["group"]
+    sizes = [all_bytes[n % len(all_bytes)] // 4 // members for n in range(_LAYERS)]
+    shapes = [*_COMPUTED, *[(size,) for size in sizes]]
+    loops = [
+        make_loop(mesh, _layers(members, *parts), shapes, jnp.float32)
+        for parts in ((True, False), (False, True), (True, True))
+    ]
+    found = [[run(_FEW) / _FEW for run in loops] for _ in range(rounds)]
+    computing, gathers, together = map(median, zip(*found, strict=True))
+    return computing, gathers, together
+
+
+def _layers(members: int, computes: bool, gathers: bool) -> Body:
+    """One turn of `ahead_s`."""
+
+    def body(x: jax.Array, by: jax.Array, *parts: jax.Array) -> tuple[jax.Array, ...]:
+        after = []
+        for part in parts:
+            whole = collective("all_gather", part, members) if gathers else part
+            for _ in range(_OF_LAYER if computes else 0):
+                x = jnp.tanh(x @ by)
+            x = x + 1e-3 * whole[0] if computes else x
+            after.append(0.999 * whole)  # or it would be gathered before the loop
+        return x, by, *after
+
+    return body

@@ -285,6 +285,16 @@ def test_what_meeting_takes_may_stand_in_a_file() -> None:
         from_text(text.replace("1e-3,", "slow,"))
 
 
+def test_what_computing_hides_may_stand_in_a_file() -> None:
+    text = (
+        "{pools: [{device: a100, levels: [{size: 4, link: {kind: Ethernet, latency_s: "
+        "1e-5, bandwidth: 1e9, ahead: {2: 0.5}}}]}]}"
+    )
+    assert from_text(text).uniform.levels[0].link.ahead == {2: 0.5}
+    with pytest.raises(ValueError, match=r"ahead=\{2: 1.5\} of a Ethernet link"):
+        from_text(text.replace("0.5", "1.5"))
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_bytes(b"\xff\xfe\x00\x80")

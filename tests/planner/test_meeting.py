@@ -1,4 +1,5 @@
-"""What meeting for a collective takes: fitted, read, once for what goes together."""
+"""What meeting for a collective takes, and what computing hides of a gather: fitted,
+read, counted where it belongs."""
 
 import json
 from dataclasses import replace
@@ -19,8 +20,8 @@ from dtft.planner.collective_cost import Group, collective_s
 from dtft.planner.deciding import decide
 from dtft.planner.device import Efficiency
 from dtft.planner.links import Curve, Link
-from dtft.planner.meeting import meeting_s, meetings_s
-from dtft.planner.meeting_fit import BehindTime, fit_meeting
+from dtft.planner.meeting import hidden, hiddens, meeting_s, meetings_s
+from dtft.planner.meeting_fit import AheadTime, BehindTime, fit_ahead, fit_meeting
 from dtft.planner.plan import Plan
 from dtft.planner.question import of_loss
 from tests.planner.chain import BATCH, LAYERS, PARAMS, loss
@@ -32,11 +33,13 @@ PORT = Link(
 )
 
 
-def cluster_with(meeting: dict[int, float]) -> Cluster:
+def cluster_with(
+    meeting: dict[int, float], ahead: dict[int, float] | None = None
+) -> Cluster:
     cluster = Cluster.parse("8xcpu")
     pool = cluster.uniform
     levels = tuple(
-        replace(level, link=replace(level.link, meeting=meeting))
+        replace(level, link=replace(level.link, meeting=meeting, ahead=ahead or {}))
         for level in pool.levels
     )
     return replace(cluster, pools=(replace(pool, levels=levels),))
@@ -113,14 +116,88 @@ def test_what_goes_together_meets_once() -> None:
     assert after - before == pytest.approx(LAYERS + 1)
 
 
-def test_each_sum_of_activations_meets() -> None:
-    def wide(params, batch):
-        for up, down in params:
-            batch = jnp.tanh(batch @ up) @ down
-        return jnp.mean(jnp.square(batch))
 
-    pair = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 4096), (4096, 64)))
-    asked = of_loss(wide, optax.sgd(1e-3), [pair] * 3, BATCH)
+
+
+@given(share=st.floats(0, 1), computing=st.floats(1e-4, 1), gathers=st.floats(1e-4, 1))
+def test_the_fit_gives_back_what_was_hidden(
+    share: float, computing: float, gathers: float
+) -> None:
+    time = AheadTime(
+        num_devices=4,
+        computing_s=computing,
+        gathers_s=gathers,
+        together_s=computing + (1 - share) * gathers,
+    )
+    assert fit_ahead(PORT, [time]).ahead == pytest.approx({4: share}, abs=1e-9)
+
+
+def test_nothing_measured_hides_nothing_and_no_more_than_all_is_hidden() -> None:
+    times = [
+        AheadTime(num_devices=n, computing_s=1.0, gathers_s=1.0, together_s=both)
+        for n, both in ((2, 0.5), (8, 2.5))
+    ]
+    assert fit_ahead(PORT, times).ahead == {2: 1.0, 8: 0.0}
+    assert fit_ahead(PORT, []) == PORT
+
+
+def test_of_several_levels_the_one_that_hides_least_counts() -> None:
+    near, far = (replace(PORT, ahead={2: s, 4: s / 2}) for s in (1.0, 0.5))
+    groups = Groups(
+        sizes=np.array([[1.0, 1.0], [2.0, 1.0], [4.0, 2.0]]), links=(near, far)
+    )
+    assert hiddens(groups).tolist() == [0.0, 1.0, 0.5]
+    assert hidden(Group(sizes=(4.0, 2.0), links=(near, far))) == 0.5
+    assert hidden(Group(sizes=(), links=())) == 0.0
+
+
+def wide(params, batch):
+    for up, down in params:
+        batch = jnp.tanh(batch @ up) @ down
+    return jnp.mean(jnp.square(batch))
+
+
+PAIR = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 4096), (4096, 64)))
+
+
+@pytest.mark.parametrize(("zero", "left"), [(1, 1.0), (2, 1.0), (3, 0.25)])
+def test_only_parameters_gathered_before_they_are_used_are_hidden(
+    zero: int, left: float
+) -> None:
+    """At ZeRO 1 and 2 gathers wait for the update: those are as long as they were, and
+    devices meet for them once."""
+    known = {"fsdp": 8, "zero": zero, "microbatches": 1, "remat": "none"}
+    asked = of_loss(wide, optax.sgd(1e-3), [PAIR] * 3, BATCH)
+    gathers, terms = [], []
+    for meeting, ahead in (({}, {}), ({}, {8: 0.75}), ({8: 1.0}, {8: 0.75})):
+        plan = decide(asked, cluster_with(meeting, ahead), known).plan
+        listed = [one for one in plan.collectives if one.kind == "all_gather"]
+        gathers.append(sum(one.seconds for one in listed))
+        terms.append(plan.prediction.terms["collectives"])
+        assert sum(one.seconds for one in plan.collectives) == pytest.approx(terms[-1])
+    assert gathers[1] == pytest.approx(left * gathers[0])
+    assert terms[0] - terms[1] == pytest.approx(gathers[0] - gathers[1])
+    assert gathers[2] - gathers[1] == pytest.approx(zero != 3)
+
+
+def test_gathers_inside_a_loop_wait_for_the_layer_before() -> None:
+    """So they meet; what is outside of the loop does not."""
+    known = {"fsdp": 8, "zero": 3, "microbatches": 1, "remat": "none"}
+    asked = of_loss(loss, optax.sgd(1e-3), PARAMS, BATCH)
+    plans = [
+        decide(asked, cluster_with(meeting), known).plan for meeting in ({}, {8: 1.0})
+    ]
+    seconds = [
+        {one.where: one.seconds for one in plan.collectives if one.kind == "all_gather"}
+        for plan in plans
+    ]
+    more = {where: seconds[1][where] - seconds[0][where] for where in seconds[0]}
+    assert more["params/head"] == pytest.approx(0.0)
+    assert more["params/layers/w"] > LAYERS / 2
+
+
+def test_each_sum_of_activations_meets() -> None:
+    asked = of_loss(wide, optax.sgd(1e-3), [PAIR] * 3, BATCH)
     known = {"tensor": 8, "microbatches": 1, "remat": "none"}
     plans = [
         decide(asked, cluster_with(meeting), known).plan for meeting in ({}, {8: 1e-6})

@@ -23,7 +23,7 @@ from dtft.train.calibrate import measure
 from dtft.train.calibrate_command import table
 from dtft.train.calibrate_sizes import ACCELERATOR, CPU, Sizes
 from dtft.train.measuring import Pace, make_mesh, matmul_s
-from dtft.train.measuring_links import behind_s, collective
+from dtft.train.measuring_links import ahead_s, behind_s, collective
 
 TINY = Sizes(
     dtypes=("float32", "bfloat16"),
@@ -37,6 +37,7 @@ TINY = Sizes(
     kinds=ACCELERATOR.kinds,
     collectives=(2**10,),
     meeting=(2**10,),
+    ahead=(2**10, 2**12),
     overlap=(16, (2**10,)),
     pace=Pace(budget_s=1e-4, repeats=1),
 )
@@ -57,7 +58,8 @@ def test_everything_is_measured(found: Calibration) -> None:
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute",
     }  # fmt: skip
     assert {"memory", "matmul", "overlap"} < set(found.residuals)
-    assert found.links[key].meeting == {}  # one process
+    link = found.links[key]
+    assert link.meeting == link.ahead == {}  # one process
 
 
 def test_it_applies_to_the_devices_it_was_measured_on(found: Calibration) -> None:
@@ -122,6 +124,24 @@ def test_all_reduces_are_timed_behind_computing() -> None:
     mesh = make_mesh(jax.devices()[:2], 1, 2)
     times = behind_s(mesh, (2**10, 2**12), rounds=1)
     assert len(times) == 2 and np.isfinite(times).all()
+
+
+def test_gathers_are_timed_beside_computing() -> None:
+    """Layers, gathers, and both: nothing of them is left out by the compiler."""
+    mesh = make_mesh(jax.devices()[:2], 1, 2)
+    computing, gathers, together = ahead_s(mesh, (2**10, 2**12), rounds=3)
+    assert min(computing, gathers, together) > 0
+    assert together > gathers
+
+
+def test_processes_measure_fewer_collectives_and_longer() -> None:
+    """What they share is timed longer than what each has for itself."""
+    some = CPU.among(4)
+    assert CPU.among(1) == CPU
+    assert set(some.collectives) < set(CPU.collectives)
+    ends = (min(CPU.collectives), max(CPU.collectives))
+    assert (some.collectives[0], some.collectives[-1]) == ends
+    assert some.shared.budget_s > some.pace.budget_s > CPU.pace.budget_s
 
 
 def test_past_runs_make_it_level_2(
