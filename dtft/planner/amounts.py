@@ -74,6 +74,8 @@ class Work:
     sides: tuple[Amount, Amount] | None = None
     """Of a convolution: columns that each patch is multiplied by, and the channels of a
     patch."""
+    turned_by: tuple[str, ...] = ()
+    """Axes that divide what the transposed products which it reads sum over."""
 
     @property
     def flops(self) -> Amount:
@@ -89,3 +91,8 @@ class Work:
     def strided(self) -> Amount:
         """Elements read across the order in which they lie."""
         return Amount(total=self.operator.strided, axes=self.divided_by)
+
+    @property
+    def turned(self) -> Amount:
+        """More of these, where any of the axes in `turned_by` has parts."""
+        return Amount(total=self.operator.turned, axes=self.divided_by)

@@ -106,7 +106,7 @@ def computing_s(
     moved = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
     simple, special = work.flops.at(sizes), work.special.at(sizes)
     if operator.kind in CHEAP:
-        across = work.strided.at(sizes) * device.efficiency.strided_s
+        across = _across(work, sizes) * device.efficiency.strided_s
         return unfused_s(device, moved, simple, special, cold=cold) + across
     each = 1 / (device.peak(dtype) * device.efficiency.e0)
     if work.sides is not None:
@@ -115,6 +115,17 @@ def computing_s(
         each = element_s(device.efficiency, operator.primitive)
     seconds = np.maximum(simple * each, memory_s(device, moved, cold=cold))
     return seconds + _copying_s(device, work, sizes)
+
+
+def _across(work: Work, sizes: Sizes) -> Any:
+    """Elements that one device reads across the order in which they lie.
+
+    A transposed product is in order unless it is a partial sum (`strided`).
+    """
+    read = work.strided.at(sizes)
+    if work.turned_by:
+        read = read + work.turned.at(sizes) * (parts(work.turned_by, sizes) > 1)
+    return read
 
 
 def _copying_s(device: DeviceType, work: Work, sizes: Sizes) -> Any:

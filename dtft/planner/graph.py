@@ -98,6 +98,11 @@ class Operator:
     """Of these, evaluations of functions such as exp, which cost more than one."""
     strided: float = 0.0
     """Elements of one execution that are read across the order in which they lie."""
+    turned: float = 0.0
+    """More of these, of products that are transposed: read so where a dim that the
+    product sums over is divided."""
+    turned_over: tuple[int, ...] = ()
+    """The dims that those products sum over."""
     trips: int
     """How often it runs in a step: the lengths of the scans around it, multiplied."""
     summed: tuple[int, ...] = ()

@@ -68,8 +68,7 @@ def group(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]:
     last: dict[object, bool] = {}
     for number, operator in enumerate(graph.operators):
         key = _key(graph, operator, alias)
-        if own := across.get(number):
-            operator = replace(operator, strided=own)
+        operator = across.get(number, operator)
         if operator.kind in CHEAP:
             cheap[key].append(operator)
             continue
@@ -155,8 +154,15 @@ def _merged(graph: Graph, operators: list[Operator], total: float) -> Group:
     times = total / own if own else float(sum(op.trips for op in operators))
     special = sum(operator.special * operator.trips for operator in operators)
     across = sum(operator.strided * operator.trips for operator in operators)
+    turned = sum(operator.turned * operator.trips for operator in operators)
+    over = {dim for operator in operators for dim in operator.turned_over}
     each = times or 1.0
     stands = replace(
-        largest, flops=flops / each, special=special / each, strided=across / each
+        largest,
+        flops=flops / each,
+        special=special / each,
+        strided=across / each,
+        turned=turned / each,
+        turned_over=tuple(sorted(over)),
     )
     return Group(operator=stands, times=times, region=region(largest))

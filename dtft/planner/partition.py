@@ -118,7 +118,13 @@ class _Placed(WorkDims):
             sides=convolution_sides(
                 self.op, self.inputs, self.outputs, self.division.root, self.kept
             ),
+            turned_by=self._turned_by(),
         )
+
+    def _turned_by(self) -> Axes:
+        """Axes that leave partial sums in the transposed products that it reads."""
+        axes = flat([self.division.of(dim) for dim in self.op.turned_over])
+        return tuple(dict.fromkeys(axis for axis in axes if axis != MICRO))
 
     def _fitting(self, index: int) -> Axes:
         return tuple(a for a in flat(self.in_specs[index]) if self.fits(index, a))

@@ -129,7 +129,8 @@ def instance(graph: Graph, operator: Operator, root: Callable[[int], int]) -> In
     values = [graph.values[index] for index in (*operator.inputs, *operator.outputs)]
     arrays = [tuple(map(root, value.dims)) for value in values]
     summed, whole = tuple(map(root, operator.summed)), tuple(map(root, operator.whole))
-    dims = tuple(sorted({*itertools.chain(*arrays), *summed, *whole}))
+    over = sorted({root(dim) for dim in operator.turned_over})
+    dims = tuple(sorted({*itertools.chain(*arrays), *summed, *whole, *over}))
     rank = {dim: place for place, dim in enumerate(dims)}
 
     def ranks(some: Iterable[int]) -> tuple[int, ...]:
@@ -143,9 +144,11 @@ def instance(graph: Graph, operator: Operator, root: Callable[[int], int]) -> In
         flops=operator.flops if operator.kind == "matmul" else 0.0,
         special=0.0,
         strided=0.0,
+        turned=0.0,
         trips=1,
         summed=ranks(summed),
         whole=ranks(whole),
+        turned_over=ranks(over),
         again=False,
         within=(),
         name="",

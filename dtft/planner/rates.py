@@ -71,13 +71,15 @@ class Rates:
             cold: as for `cost.computing_s`.
         """
         one = done.operator
-        key = key, one.flops, one.special, one.strided, cold
+        key = key, one.flops, one.special, one.strided, one.turned, cold
         if key not in self._computing:
             columns, repeats = self.columns, repeats_of(done)
             amounts = done.sizes or (*done.reads, *done.writes, done.flops)
             amounts += done.sides or ()
             amounts += done.reads[:1] if one.strided else ()
-            cases = columns.divided({*repeats, *(amount.axes for amount in amounts)})
+            divisors = {*repeats, *(amount.axes for amount in amounts)}
+            divisors |= {done.turned_by} if done.turned_by else set()
+            cases = columns.divided(divisors)
             device = columns.pool.device
             seconds = computing_s(graph, device, done, cases.sizes, cold=cold)
             for axes in repeats:

@@ -150,13 +150,14 @@ class Everything:
 
     @cached_property
     def _here(self) -> list[set[int]]:
-        """The dims that each group of operators has."""
+        """The dims that each group of operators has, or reads sums over."""
         return [
             {
                 self.base.root(dim)
                 for index in (*group.operator.inputs, *group.operator.outputs)
                 for dim in self.graph.values[index].dims
             }
+            | set(map(self.base.root, group.operator.turned_over))
             for group in self.question.groups
         ]
 
