@@ -116,9 +116,6 @@ def test_what_goes_together_meets_once() -> None:
     assert after - before == pytest.approx(LAYERS + 1)
 
 
-
-
-
 @given(share=st.floats(0, 1), computing=st.floats(1e-4, 1), gathers=st.floats(1e-4, 1))
 def test_the_fit_gives_back_what_was_hidden(
     share: float, computing: float, gathers: float
@@ -177,7 +174,7 @@ def test_only_parameters_gathered_before_they_are_used_are_hidden(
         assert sum(one.seconds for one in plan.collectives) == pytest.approx(terms[-1])
     assert gathers[1] == pytest.approx(left * gathers[0])
     assert terms[0] - terms[1] == pytest.approx(gathers[0] - gathers[1])
-    assert gathers[2] - gathers[1] == pytest.approx(zero != 3)
+    assert gathers[2] - gathers[1] == pytest.approx(float(zero != 3))
 
 
 def test_gathers_inside_a_loop_wait_for_the_layer_before() -> None:
