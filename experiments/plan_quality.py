@@ -2,11 +2,11 @@
 
 Eight CPU devices of one process, and four processes over gloo, each calibrated first
 (`dtft calibrate`). Every mesh that the planner can choose and every ZeRO level is
-compiled, then all are timed in five turns, in the second world in 15; the ten best, the chosen one and the three
-that are predicted best in eleven more. Reported: how much slower than the best the
-chosen plan is, with a trial of the first three and without; and how many pairs of
-plans, more than 5 % apart, the prediction orders rightly, with the calibration and with
-the catalog.
+compiled, then all are timed in five turns (of processes in 15); the ten best, the
+chosen one and the three that are predicted best in eleven more. Reported: how much
+slower than the best the chosen plan is, with a trial of the first three and without;
+and how many pairs of plans, more than 5 % apart, the prediction orders rightly, with
+the calibration and with the catalog.
 
     python experiments/plan_quality.py                        # all six rows
     python experiments/plan_quality.py --only gpt_scan@1x8    # one; the others are kept
