@@ -31,7 +31,6 @@ from dtft.planner.calibration_fit import (
     fit_peak,
 )
 from dtft.planner.cluster import Cluster, DeviceType, Level, Link
-from dtft.planner.links import CollectiveKind
 from dtft.planner.meeting_fit import AheadTime, BehindTime, fit_ahead, fit_meeting
 from dtft.train import measuring, measuring_images, measuring_links
 from dtft.train.calibrate_sizes import ACCELERATOR, CPU, Sizes
@@ -193,32 +192,22 @@ def _collectives(
 ) -> list[CollectiveTime]:
     """Every kind and size, among each number of devices of `_group_sizes`.
 
-    Size by size: seconds in which the machine is slow meet all kinds alike. Processes
-    that share cores are timed in turns: for seconds they may find together soon.
+    Size by size: seconds in which the machine is slow meet all kinds alike.
     """
     groups = _group_sizes(level.size)
     meshes = [measuring.make_mesh(devices, inner, members) for members in groups]
-    asked: list[tuple[CollectiveKind, int, int, Any]] = [
-        (kind, size, members, mesh)
+    return [
+        CollectiveTime(
+            kind=kind,
+            num_bytes=size,
+            num_devices=members,
+            seconds=measuring_links.collective_s(
+                mesh, kind, size, sizes.shared
+            ).seconds,
+        )
         for size in sizes.collectives
         for members, mesh in zip(groups, meshes, strict=True)
         for kind in sizes.kinds
-    ]
-    if sizes.in_turns:
-        loops = [
-            measuring_links.collective_loop(mesh, kind, size)
-            for kind, size, _, mesh in asked
-        ]
-        timed = measuring.timed_in_turns(loops, sizes.shared)
-        seconds = [one.seconds for one in timed]
-    else:
-        seconds = [
-            measuring_links.collective_s(mesh, kind, size, sizes.shared)
-            for kind, size, _, mesh in asked
-        ]
-    return [
-        CollectiveTime(kind=kind, num_bytes=size, num_devices=members, seconds=one)
-        for (kind, size, members, _), one in zip(asked, seconds, strict=True)
     ]
 
 
@@ -286,7 +275,9 @@ def _overlap(
     times = [
         OverlapTime(
             compute_s=compute,
-            collective_s=measuring_links.collective_s(mesh, "all_reduce", size, pace),
+            collective_s=measuring_links.collective_s(
+                mesh, "all_reduce", size, pace
+            ).seconds,
             together_s=measuring_links.overlap_s(mesh, side, size, dtype, pace).seconds,
         )
         for size in all_bytes

@@ -48,29 +48,23 @@ class Sizes:
     pace: Pace = Pace()
     shared: Pace = Pace()
     """Of what devices share: memory and links."""
-    shares_cores: bool = False
-    """Whether processes of one machine compute with the same cores."""
-    in_turns: bool = False
-    """Whether collectives are timed all in turns, which needs memory for all."""
 
     def among(self, num_processes: int) -> "Sizes":
-        """What a job of several processes measures.
+        """Less of collectives, and longer, in a job of several processes.
 
-        Where they share cores a collective takes one of two or three times, the same
-        for many turns in a row, and compiling it takes longer than most of them: there
-        fewer are measured (of sizes every third, and the largest), longer, in turns.
+        Where they share cores a collective takes one of two or three times, for long
+        turns in a row, and compiling it takes longer than most of them. Of sizes every
+        third and the largest are left.
 
         >>> [len(sizes.among(4).collectives) for sizes in (CPU, ACCELERATOR)]
-        [4, 8]
+        [4, 4]
         """
-        pace, shared = (one.among(num_processes) for one in (self.pace, self.shared))
-        if num_processes == 1 or not self.shares_cores:
-            return replace(self, pace=pace, shared=shared)
+        if num_processes == 1:
+            return self
         return replace(
             self,
             collectives=tuple(sorted({*self.collectives[::3], self.collectives[-1]})),
-            in_turns=True,
-            pace=pace,
+            pace=self.pace.among(num_processes),
             shared=replace(self.shared, budget_s=_LONGER * self.shared.budget_s),
         )
 
@@ -95,7 +89,6 @@ CPU = Sizes(
     meeting=(2**16,),
     ahead=(2**16, 2**21),
     overlap=None,
-    shares_cores=True,
 )
 ACCELERATOR = Sizes(
     dtypes=("bfloat16", "float32"),

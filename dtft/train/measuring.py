@@ -27,8 +27,6 @@ MOST_TURNS = 20_000
 
 Body = Callable[..., tuple[jax.Array, ...]]
 """One turn, on one device: from the arrays that the loop carries to the next ones."""
-Loop = Callable[[int], float]
-"""From a number of turns to the seconds that they take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +69,7 @@ def make_mesh(devices: Sequence[Any], inner: int, group: int) -> Mesh:
 
 def make_loop(
     mesh: Mesh, body: Body, shapes: Sequence[tuple[int, ...]], dtype: Any
-) -> Loop:
+) -> Callable[[int], float]:
     """A loop on every device: from a number of turns to the seconds that they take.
 
     Args:
@@ -124,28 +122,9 @@ def timed(
         dtype: of these arrays.
         pace: how long is measured.
     """
-    return timed_in_turns([make_loop(mesh, body, shapes, dtype)], pace)[0]
-
-
-def timed_in_turns(loops: Sequence[Loop], pace: Pace) -> list[Timed]:
-    """Seconds of one turn of each of some loops, all timed once, then all again.
-
-    What is fast or slow for seconds meets each of them in some of its times only.
-
-    Args:
-        loops: of `make_loop`.
-        pace: how long is measured.
-    """
-    turns = [_turns(run, pace.budget_s) for run in loops]
-    times: list[list[tuple[float, float]]] = [[] for _ in loops]
-    for _ in range(pace.repeats):
-        for run, num, own in zip(loops, turns, times, strict=True):
-            own.append((run(1), run(num)))
-    return [_timed(num, own) for num, own in zip(turns, times, strict=True)]
-
-
-def _timed(turns: int, pairs: Sequence[tuple[float, float]]) -> Timed:
-    """One turn, from seconds of one and of all."""
+    run = make_loop(mesh, body, shapes, dtype)
+    turns = _turns(run, pace.budget_s)
+    pairs = [(run(1), run(turns)) for _ in range(pace.repeats)]
     one = median(short for short, _ in pairs)
     each = median((long - short) / (turns - 1) for short, long in pairs)
     if each <= 0:  # lost in the noise of starting a program
@@ -153,7 +132,7 @@ def _timed(turns: int, pairs: Sequence[tuple[float, float]]) -> Timed:
     return Timed(seconds=each, dispatch_s=max(0.0, one - each))
 
 
-def _turns(run: Loop, budget_s: float) -> int:
+def _turns(run: Callable[[int], float], budget_s: float) -> int:
     """Turns that take about `budget_s`; every process comes to the same number."""
     turns = 2
     while True:

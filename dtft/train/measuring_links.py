@@ -14,15 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from dtft.planner.links import CollectiveKind
-from dtft.train.measuring import (
-    Body,
-    Loop,
-    Pace,
-    Timed,
-    make_loop,
-    timed,
-    timed_in_turns,
-)
+from dtft.train.measuring import Body, Pace, Timed, make_loop, timed
 
 _COMPUTED = (256, 512), (512, 512)
 """Operands of the matmuls that collectives are timed behind."""
@@ -33,13 +25,8 @@ _LAYERS, _OF_LAYER, _FEW = 4, 2, 4
 turns."""
 
 
-def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: Pace) -> float:
-    """Seconds of one collective; see `collective_loop`."""
-    return timed_in_turns([collective_loop(mesh, kind, num_bytes)], pace)[0].seconds
-
-
-def collective_loop(mesh: Mesh, kind: CollectiveKind, num_bytes: int) -> Loop:
-    """Collectives of float32 along `group`; bytes of one as the planner counts them."""
+def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: Pace) -> Timed:
+    """One collective of float32 along `group`; bytes as the planner counts them."""
     members = mesh.shape["group"]
     size = num_bytes // 4 // members * members
     local = size // members if kind == "all_gather" else size
@@ -47,7 +34,7 @@ def collective_loop(mesh: Mesh, kind: CollectiveKind, num_bytes: int) -> Loop:
     def body(x: jax.Array) -> tuple[jax.Array, ...]:
         return (collective(kind, x, members),)
 
-    return make_loop(mesh, body, [(local,)], jnp.float32)
+    return timed(mesh, body, [(local,)], jnp.float32, pace)
 
 
 def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
