@@ -31,11 +31,14 @@ from dtft.planner.calibration_fit import (
     fit_peak,
 )
 from dtft.planner.cluster import Cluster, DeviceType, Level, Link
+from dtft.planner.links import CollectiveKind
 from dtft.planner.meeting_fit import AheadTime, BehindTime, fit_ahead, fit_meeting
 from dtft.train import measuring, measuring_images, measuring_links
 from dtft.train.calibrate_sizes import ACCELERATOR, CPU, Sizes
 
-_ROUNDS = 7
+_OFTEN: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+"""Kinds of which nearly every step has some: they are timed longer than others."""
+_ROUNDS = 5
 """Times that collectives are timed behind and beside computing."""
 
 
@@ -202,7 +205,7 @@ def _collectives(
             num_bytes=size,
             num_devices=members,
             seconds=measuring_links.collective_s(
-                mesh, kind, size, sizes.shared
+                mesh, kind, size, sizes.shared if kind in _OFTEN else sizes.pace
             ).seconds,
         )
         for size in sizes.collectives

@@ -9,8 +9,8 @@ from typing import get_args
 from dtft.planner.links import CollectiveKind
 from dtft.train.measuring import Pace
 
-_LONGER = 4
-"""Times as long that is measured what processes share."""
+_LONG = Pace(budget_s=0.1, repeats=3)
+"""Of what processes share: long enough that they no longer go as they began, together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,24 +49,25 @@ class Sizes:
     shared: Pace = Pace()
     """Of what devices share: memory and links."""
 
-    def among(self, num_processes: int) -> "Sizes":
-        """Less of collectives, and longer, in a job of several processes.
+    shares_cores: bool = False
+    """Whether processes of one machine compute with the same cores."""
 
-        Where they share cores a collective takes one of two or three times, for long
-        turns in a row, and compiling it takes longer than most of them. Of sizes every
-        third and the largest are left.
+    def among(self, num_processes: int) -> "Sizes":
+        """What a job of several processes measures.
+
+        Where they share cores a collective takes a millisecond while all go together,
+        as just behind a start, and several when they do not, as in a step; compiling it
+        takes longer than many of them. So there fewer are measured (of sizes every
+        third, and the largest), and longer.
 
         >>> [len(sizes.among(4).collectives) for sizes in (CPU, ACCELERATOR)]
-        [4, 4]
+        [4, 8]
         """
-        if num_processes == 1:
-            return self
-        return replace(
-            self,
-            collectives=tuple(sorted({*self.collectives[::3], self.collectives[-1]})),
-            pace=self.pace.among(num_processes),
-            shared=replace(self.shared, budget_s=_LONGER * self.shared.budget_s),
-        )
+        pace, shared = (one.among(num_processes) for one in (self.pace, self.shared))
+        if num_processes == 1 or not self.shares_cores:
+            return replace(self, pace=pace, shared=shared)
+        some = sorted({*self.collectives[::3], self.collectives[-1]})
+        return replace(self, collectives=tuple(some), pace=pace, shared=_LONG)
 
 
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
@@ -89,6 +90,7 @@ CPU = Sizes(
     meeting=(2**16,),
     ahead=(2**16, 2**21),
     overlap=None,
+    shares_cores=True,
 )
 ACCELERATOR = Sizes(
     dtypes=("bfloat16", "float32"),
