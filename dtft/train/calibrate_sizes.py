@@ -9,8 +9,8 @@ from typing import get_args
 from dtft.planner.links import CollectiveKind
 from dtft.train.measuring import Pace
 
-_LONG = Pace(budget_s=0.1, repeats=3)
-"""Of what processes share: long enough that they no longer go as they began, together."""
+_LONG = Pace(budget_s=0.08, repeats=3)
+"""Of what processes share: so long that they no longer go together as they began."""
 
 
 @dataclass(frozen=True, kw_only=True)
