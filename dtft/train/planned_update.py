@@ -34,6 +34,8 @@ class Update:
     """A NamedSharding per parameter."""
     divisions: Any
     """A NamedSharding per parameter: where its update is computed."""
+    sums: Any
+    """A NamedSharding per parameter: how its gradient is added up."""
     of_optimizer: Callable[[Any], Any]
     """From an optimizer state to a NamedSharding per leaf, kept where it rests."""
 
@@ -44,10 +46,14 @@ class Update:
         Raises:
             ValueError: names the path that does not fit the plan.
         """
-        of_params = divisions = sharding_tree("params", params, plan.state, mesh)
+        specs = plan.state
         if plan.knobs.zero in (1, 2):
             specs = update_specs(plan.state, plan.optimizer)
-            divisions = sharding_tree("params", params, specs, mesh)
+        added = sum_specs(specs) if plan.knobs.zero == 2 else plan.state
+        of_params, divisions, sums = (
+            sharding_tree("params", params, each, mesh)
+            for each in (plan.state, specs, added)
+        )
 
         def of_optimizer(state: Any) -> Any:
             return sharding_tree("optimizer", state, plan.optimizer, mesh, plan.host)
@@ -57,6 +63,7 @@ class Update:
             mesh=mesh,
             of_params=of_params,
             divisions=divisions,
+            sums=sums,
             of_optimizer=of_optimizer,
         )
 
@@ -71,12 +78,11 @@ class Update:
             *fixed: trees of arrays that are the same for every part.
         """
         plan, parts = self.plan, self.plan.knobs.microbatches
-        pinned = self.divisions if plan.knobs.zero == 2 else self.of_params
         return accumulated(
             self._prepared(loss, fixed),
             parts,
             weight,
-            pin=lambda gradients: self._constrain(gradients, pinned),
+            pin=lambda gradients: self._constrain(gradients, self.sums),
             divide=lambda batch: parts_of(batch, parts, plan.batch, self.mesh),
         )
 
@@ -172,3 +178,19 @@ def update_specs(
         return spec
 
     return {path: of(path, spec) for path, spec in params.items()}
+
+
+def sum_specs(updates: Mapping[str, Spec]) -> dict[str, Spec]:
+    """For each parameter how its gradient is divided while it is added up.
+
+    As its update, but vectors are whole: from a divided one XLA divides all that it was
+    computed of, in a normalization everything of one number per channel, and gathers
+    each of these again.
+
+    Args:
+        updates: path of each parameter to the spec of its update.
+
+    >>> sum_specs({"w": (("fsdp",), ()), "scale": (("fsdp",),)})
+    {'w': (('fsdp',), ()), 'scale': ((),)}
+    """
+    return {p: spec if len(spec) > 1 else gathered(spec) for p, spec in updates.items()}

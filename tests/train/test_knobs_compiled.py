@@ -22,6 +22,7 @@ from dtft.planner.plan import Knobs
 from dtft.train.planned_step import make_step
 from dtft.train.planning import jit_plan
 from tests.aot.hlo import aliases
+from tests.planner.zoo import MODELS
 from tests.train.plans import (
     layers_batch,
     layers_loss,
@@ -377,3 +378,20 @@ def test_these_are_all_the_knobs_there_are() -> None:
     assert not knobs & NOT_RUN
     assert knobs - {"constraints"} | NOT_RUN == set(PINS)
     assert {field.name for field in fields(Knobs)} <= knobs | NOT_RUN
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_normalization_is_not_divided_because_its_gradients_are(zero: int) -> None:
+    """Parameters are gathered, and nothing else of one number per channel."""
+    model = MODELS["resnet"](batch=16, size=16, depths=(1, 1), width=16, classes=16)
+    adam = model.optimizer
+    found = dtft.plan(
+        loss=model.loss, optimizer=adam, params=model.params, batch=model.batch,
+        cluster="4xcpu", fsdp=4, replica=1, tensor=1, microbatches=1, remat="none",
+        zero=zero,
+    )  # fmt: skip
+    step = make_step(model.loss, adam, found, devices=jax.devices()[:4])
+    text = step.lower(model.params, model.batch).compile().as_text() or ""
+    gathers = [op for op in operations(text) if op.opcode == "all-gather"]
+    listed = [one.trips for one in found.collectives if one.kind == "all_gather"]
+    assert len(gathers) == sum(listed)
