@@ -37,7 +37,9 @@ from dtft.train import measuring, measuring_images, measuring_links
 from dtft.train.calibrate_sizes import ACCELERATOR, CPU, Sizes
 
 _OFTEN: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-"""Kinds of which nearly every step has some: they are timed longer than others."""
+"""Kinds of which nearly every step has some, many behind each other."""
+_OF_SIZES = 3
+"""Times that each size of them is timed in jobs of several processes."""
 _ROUNDS = 5
 """Times that collectives are timed behind and beside computing."""
 
@@ -195,22 +197,48 @@ def _collectives(
 ) -> list[CollectiveTime]:
     """Every kind and size, among each number of devices of `_group_sizes`.
 
-    Size by size: seconds in which the machine is slow meet all kinds alike.
+    Size by size: seconds in which the machine is slow meet all kinds alike. In jobs of
+    several processes those that most steps have are timed as steps have them.
     """
     groups = _group_sizes(level.size)
     meshes = [measuring.make_mesh(devices, inner, members) for members in groups]
+    in_step = jax.process_count() > 1 and sizes.behind > 0
+    often = [kind for kind in sizes.kinds if in_step and kind in _OFTEN]
+    times = [
+        CollectiveTime(
+            kind=kind,
+            num_bytes=size,
+            num_devices=members,
+            seconds=measuring_links.collective_s(mesh, kind, size, sizes.pace).seconds,
+        )
+        for size in sizes.collectives
+        for members, mesh in zip(groups, meshes, strict=True)
+        for kind in sizes.kinds
+        if kind not in often
+    ]
+    for members, mesh in zip(groups, meshes, strict=True):
+        for kind in often:
+            times += _in_step(mesh, kind, members, sizes)
+    return times
+
+
+def _in_step(
+    mesh: Any, kind: CollectiveKind, members: int, sizes: Sizes
+) -> list[CollectiveTime]:
+    """Every size of a kind behind computing; alone where noise hides what it takes."""
+    found = measuring_links.behind_s(
+        mesh, sizes.collectives, _OF_SIZES, kind, sizes.behind
+    )
     return [
         CollectiveTime(
             kind=kind,
             num_bytes=size,
             num_devices=members,
-            seconds=measuring_links.collective_s(
-                mesh, kind, size, sizes.shared if kind in _OFTEN else sizes.pace
-            ).seconds,
+            seconds=seconds
+            if seconds > 0
+            else measuring_links.collective_s(mesh, kind, size, sizes.pace).seconds,
         )
-        for size in sizes.collectives
-        for members, mesh in zip(groups, meshes, strict=True)
-        for kind in sizes.kinds
+        for size, seconds in zip(sizes.collectives, found, strict=True)
     ]
 
 

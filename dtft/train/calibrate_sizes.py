@@ -10,7 +10,7 @@ from dtft.planner.links import CollectiveKind
 from dtft.train.measuring import Pace
 
 _LONG = Pace(budget_s=0.08, repeats=3)
-"""Of what processes share: so long that they no longer go together as they began."""
+"""Of memory that processes on the same cores use: many time slices of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +47,20 @@ class Sizes:
     a device computes and communicates in one thread."""
     pace: Pace = Pace()
     shared: Pace = Pace()
-    """Of what devices share: memory and links."""
-
+    """Of memory, which devices share."""
+    behind: int = 0
+    """Collectives behind each other and behind computing, as which those that most
+    steps have are timed in jobs of several processes; 0: alone."""
     shares_cores: bool = False
     """Whether processes of one machine compute with the same cores."""
 
     def among(self, num_processes: int) -> "Sizes":
         """What a job of several processes measures.
 
-        Where they share cores a collective takes a millisecond while all go together,
-        as just behind a start, and several when they do not, as in a step; compiling it
-        takes longer than many of them. So there fewer are measured (of sizes every
-        third, and the largest), and longer.
+        Where they share cores compiling a collective takes longer than many of them, so
+        fewer are measured (of sizes every third, and the largest); and it takes a
+        millisecond while all go together, as just behind a start, but several when they
+        do not, as in a step: most are measured behind computing (`behind`).
 
         >>> [len(sizes.among(4).collectives) for sizes in (CPU, ACCELERATOR)]
         [4, 8]
@@ -90,6 +92,7 @@ CPU = Sizes(
     meeting=(2**16,),
     ahead=(2**16, 2**21),
     overlap=None,
+    behind=4,
     shares_cores=True,
 )
 ACCELERATOR = Sizes(

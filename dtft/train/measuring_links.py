@@ -18,7 +18,7 @@ from dtft.train.measuring import Body, Pace, Timed, make_loop, timed
 
 _COMPUTED = (256, 512), (512, 512)
 """Operands of the matmuls that collectives are timed behind."""
-_MATMULS, _TURNS = 4, 8
+_MATMULS, _TURNS = 4, 5
 """Of a turn, some milliseconds as between the collectives of a step; and turns."""
 _LAYERS, _OF_LAYER, _FEW = 4, 2, 4
 """Gathers of a turn that computing needs one after another; matmuls before each; and
@@ -28,13 +28,18 @@ turns."""
 def collective_s(mesh: Mesh, kind: CollectiveKind, num_bytes: int, pace: Pace) -> Timed:
     """One collective of float32 along `group`; bytes as the planner counts them."""
     members = mesh.shape["group"]
-    size = num_bytes // 4 // members * members
-    local = size // members if kind == "all_gather" else size
+    local = _local(kind, num_bytes, members)
 
     def body(x: jax.Array) -> tuple[jax.Array, ...]:
         return (collective(kind, x, members),)
 
     return timed(mesh, body, [(local,)], jnp.float32, pace)
+
+
+def _local(kind: CollectiveKind, num_bytes: int, members: int) -> int:
+    """Numbers that a device has, of so many bytes as the planner counts them."""
+    size = num_bytes // 4 // members * members
+    return size // members if kind == "all_gather" else size
 
 
 def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
@@ -68,19 +73,27 @@ def overlap_s(mesh: Mesh, side: int, num_bytes: int, dtype: Any, pace: Pace) -> 
     return timed(mesh, body, [(side, side), (side, side), (size,)], dtype, pace)
 
 
-def behind_s(mesh: Mesh, all_bytes: Sequence[int], rounds: int) -> list[float]:
-    """What an all-reduce adds to matmuls that it waits for, and that wait for it.
+def behind_s(
+    mesh: Mesh,
+    all_bytes: Sequence[int],
+    rounds: int,
+    kind: CollectiveKind = "all_reduce",
+    num: int = 1,
+) -> list[float]:
+    """What collectives add to matmuls that they wait for, and that wait for them.
 
-    A loop with matmuls alone and one with each size of an all-reduce, in turns: they
+    A loop with matmuls alone and one with each size of a collective, in turns: they
     are compared while the machine is equally fast.
 
     Args:
         mesh: of `make_mesh`.
-        all_bytes: of the all-reduces.
+        all_bytes: of the collectives.
         rounds: times that each is timed; the median counts.
+        kind: of all of them.
+        num: collectives behind each other, as of gradients; of one size.
 
     Returns:
-        Seconds for each size.
+        Seconds of one collective, for each size.
     """
     members = mesh.shape["group"]
 
@@ -92,19 +105,21 @@ def behind_s(mesh: Mesh, all_bytes: Sequence[int], rounds: int) -> list[float]:
     def alone(x: jax.Array, by: jax.Array) -> tuple[jax.Array, ...]:
         return computed(x, by), by
 
-    def behind(x: jax.Array, by: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+    def behind(x: jax.Array, by: jax.Array, *ys: jax.Array) -> tuple[jax.Array, ...]:
         x = computed(x, by)
-        y = collective("all_reduce", y + x[0, 0], members) / members
-        return x + y[0], by, y
+        after = [collective(kind, y + x[0, 0], members) / members for y in ys]
+        return sum((y[0] for y in after), x), by, *after
 
-    sizes = [(size // 4,) for size in all_bytes]
+    sizes = [_local(kind, size, members) for size in all_bytes]
     loops = [make_loop(mesh, alone, _COMPUTED, jnp.float32)]
-    loops += [make_loop(mesh, behind, [*_COMPUTED, n], jnp.float32) for n in sizes]
+    loops += [
+        make_loop(mesh, behind, [*_COMPUTED, *[(n,)] * num], jnp.float32) for n in sizes
+    ]
     found: list[list[float]] = [[] for _ in all_bytes]
     for _ in range(rounds):
         without, *others = [run(_TURNS) for run in loops]
         for seconds, own in zip(others, found, strict=True):
-            own.append((seconds - without) / _TURNS)
+            own.append((seconds - without) / _TURNS / num)
     return [median(own) for own in found]
 
 

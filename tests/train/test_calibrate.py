@@ -124,6 +124,8 @@ def test_all_reduces_are_timed_behind_computing() -> None:
     mesh = make_mesh(jax.devices()[:2], 1, 2)
     times = behind_s(mesh, (2**10, 2**12), rounds=1)
     assert len(times) == 2 and np.isfinite(times).all()
+    several = behind_s(mesh, (2**20,), rounds=3, kind="all_gather", num=4)
+    assert len(several) == 1 and np.isfinite(several).all()
 
 
 def test_gathers_are_timed_beside_computing() -> None:
