@@ -203,7 +203,7 @@ def _collectives(
     groups = _group_sizes(level.size)
     meshes = [measuring.make_mesh(devices, inner, members) for members in groups]
     in_step = jax.process_count() > 1 and sizes.behind > 0
-    often = [kind for kind in sizes.kinds if in_step and kind in _OFTEN]
+    often: list[CollectiveKind] = [k for k in sizes.kinds if in_step and k in _OFTEN]
     times = [
         CollectiveTime(
             kind=kind,
