@@ -1,11 +1,11 @@
 """What it takes that members of a group meet, and what of it computing hides.
 
-Times of collectives are measured one behind another, where all members are there
-already. In a step they come at unlike times, each from its own computing, most of all
-where processes share cores, and who waits has to be woken: `Link.meeting`. Where a
-collective waits for nothing, a device computes meanwhile: `Link.ahead`. Both are
-measured where they were found to matter. Pure. Must not know which collectives wait for
-what (`combining`).
+Times of collectives are measured some behind each other, where all members but those
+of the first are there already. In a step they come at unlike times, each from its own
+computing, most of all where processes share cores, and who waits has to be woken:
+`Link.meeting`. Where a collective waits for nothing, a device computes meanwhile:
+`Link.ahead`. Both are measured where they were found to matter. Pure. Must not know
+which collectives wait for what (`combining`).
 """
 
 from collections.abc import Sequence

@@ -52,11 +52,12 @@ def fit_meeting(link: Link, times: Sequence[BehindTime]) -> Link:
 def fit_ahead(link: Link, times: Sequence[AheadTime]) -> Link:
     """The link with the share of gathers that computing hides, by number of devices.
 
-    Of all times together; between none and all.
+    Between none and all.
 
     Args:
         link: any.
-        times: of groups that lie on this level alone; none leave the link as it is.
+        times: one for each number of devices, of groups that lie on this level alone;
+            none leave the link as it is.
 
     >>> from dtft.planner.links import Curve
     >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
@@ -64,10 +65,8 @@ def fit_ahead(link: Link, times: Sequence[AheadTime]) -> Link:
     >>> fit_ahead(Link(kind="loopback", curve=port, source=""), [time]).ahead
     {2: 0.5}
     """
-    ahead: dict[int, float] = {}
-    for n in dict.fromkeys(time.num_devices for time in times):
-        own = [time for time in times if time.num_devices == n]
-        alone = sum(time.gathers_s for time in own)
-        saved = alone + sum(time.computing_s - time.together_s for time in own)
-        ahead[n] = min(max(saved / alone, 0.0), 1.0)
-    return replace(link, ahead=ahead)
+    ahead = {
+        time.num_devices: 1 - (time.together_s - time.computing_s) / time.gathers_s
+        for time in times
+    }
+    return replace(link, ahead={n: min(max(x, 0.0), 1.0) for n, x in ahead.items()})

@@ -50,9 +50,7 @@ class Sizes:
     """Of memory, which devices share."""
     behind: int = 0
     """Collectives behind each other and behind computing, as which those that most
-    steps have are timed in jobs of several processes; 0: alone."""
-    shares_cores: bool = False
-    """Whether processes of one machine compute with the same cores."""
+    steps have are timed in jobs of processes that share cores; 0: alone."""
 
     def among(self, num_processes: int) -> "Sizes":
         """What a job of several processes measures.
@@ -66,7 +64,7 @@ class Sizes:
         [4, 8]
         """
         pace, shared = (one.among(num_processes) for one in (self.pace, self.shared))
-        if num_processes == 1 or not self.shares_cores:
+        if num_processes == 1 or not self.behind:
             return replace(self, pace=pace, shared=shared)
         some = sorted({*self.collectives[::3], self.collectives[-1]})
         return replace(self, collectives=tuple(some), pace=pace, shared=_LONG)
@@ -93,7 +91,6 @@ CPU = Sizes(
     ahead=(2**16, 2**21),
     overlap=None,
     behind=4,
-    shares_cores=True,
 )
 ACCELERATOR = Sizes(
     dtypes=("bfloat16", "float32"),
