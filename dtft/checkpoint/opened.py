@@ -47,6 +47,7 @@ class OpenedDirectory:
         self._opened: ocp.CheckpointManager | None = None
         self._home: tuple[int, int] | None = None
         self._saving: int | None = None
+        self._generation = 0
 
     @property
     def manager(self) -> ocp.CheckpointManager:
@@ -63,18 +64,25 @@ class OpenedDirectory:
         handlers: dict[str, Any] = {n: ocp.StandardCheckpointHandler() for n in trees}
         handlers |= {name: ocp.JsonCheckpointHandler() for name in values}
         last = handlers[values[-1]]
-        finalize = last.finalize
+        finalize, generation = last.finalize, self._generation
 
         def checked(directory: Any) -> None:
             # Called when all bytes are written and before the step gets its name. An
             # override in a class of ours would be named in the checkpoint's metadata.
-            self._check_home()
+            self._check_still_wanted(generation)
             finalize(directory)
 
         last.finalize = checked
         return handlers
 
-    def _check_home(self) -> None:
+    def _check_still_wanted(self, generation: int) -> None:
+        """Refuses what a manager writes on after its save was said to have failed.
+
+        Orbax reports the first of several failures; the others' threads go on, and
+        the directory may be back before they are done.
+        """
+        if generation != self._generation:
+            raise StorageMoved(f"a save to {self.directory} was given up before")
         if _identity(self.directory) != self._home:
             raise StorageMoved(
                 f"{self.directory} was replaced or unmounted while step {self._saving} "
@@ -110,6 +118,7 @@ class OpenedDirectory:
     def _forget(self) -> None:
         """Lets go after a failure and frees what the unfinished step takes."""
         self._opened, step, self._saving = None, self._saving, None
+        self._generation += 1
         if step is not None and jax.process_index() == 0:
             for path in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(path, ignore_errors=True)
