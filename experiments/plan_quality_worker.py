@@ -50,11 +50,11 @@ ONE_PASS = {"microbatches": 1, "remat": "none"}
 def main() -> None:
     """Measures, and answers with all figures (rank 0)."""
     rank, num, address, names = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
+    keep_freed()
     if num > 1:
         worlds.join(rank, num, address)
     else:
         jax.config.update("jax_platforms", "cpu")
-    keep_freed()
     begin = time.monotonic()
     calibration = measure(jax.devices())
     calibrated_s = time.monotonic() - begin

@@ -12,8 +12,7 @@ from typing import Any
 from dtft.planner.calibration import Calibration
 from dtft.planner.past_runs import PastRun, learn, read_log
 from dtft.train.calibrate import measure
-from dtft.train.devices_here import make_cpu_devices
-from dtft.train.heap import keep_freed
+from dtft.train.devices_here import keep_cpu_memory, make_cpu_devices
 from dtft.train.out_files import check_writable, read_text
 
 
@@ -42,10 +41,8 @@ def run(options: Namespace) -> int:
 
 
 def _measured(options: Namespace) -> Calibration:
-    devices = _devices(options.devices)
-    if devices[0].platform == "cpu":  # as trainers do
-        keep_freed()
-    return measure(devices)
+    keep_cpu_memory()  # as trainers do
+    return measure(_devices(options.devices))
 
 
 def _runs(path: Path) -> list[PastRun]:

@@ -56,18 +56,18 @@ class Sizes:
         """What a job of several processes measures.
 
         Where they share cores compiling a collective takes longer than many of them, so
-        fewer are measured (of sizes every third, and the largest); and it takes a
-        millisecond while all go together, as just behind a start, but several when they
-        do not, as in a step: most are measured behind computing (`behind`).
+        fewer are measured (every third size); and it takes a millisecond while all go
+        together, as just behind a start, but several when they do not, as in a step:
+        most are measured behind computing (`behind`).
 
         >>> [len(sizes.among(4).collectives) for sizes in (CPU, ACCELERATOR)]
-        [4, 8]
+        [3, 8]
         """
         pace, shared = (one.among(num_processes) for one in (self.pace, self.shared))
         if num_processes == 1 or not self.behind:
             return replace(self, pace=pace, shared=shared)
-        some = sorted({*self.collectives[::3], self.collectives[-1]})
-        return replace(self, collectives=tuple(some), pace=pace, shared=_LONG)
+        some = self.collectives[::3]
+        return replace(self, collectives=some, pace=pace, shared=_LONG)
 
 
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:

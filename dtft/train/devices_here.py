@@ -4,6 +4,8 @@ Must not know what is run on them, or other processes.
 """
 
 import os
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from dtft.train.experiment import Experiment
@@ -20,11 +22,24 @@ def devices_of(experiment: Experiment) -> list[Any]:
     cluster = experiment.cluster
     wanted = cluster.hosts * max(cluster.devices_per_host, 1)
     make_cpu_devices(wanted)
+    keep_cpu_memory()
     devices = jax.local_devices()
-    if devices[0].platform != "cpu":
-        return devices
-    keep_freed()
-    return devices[:wanted]
+    return devices[:wanted] if devices[0].platform == "cpu" else devices
+
+
+def keep_cpu_memory() -> None:
+    """Keeps freed memory for the next step if JAX can only find the CPU.
+
+    Must be called before JAX looks for devices. With an accelerator it changes
+    nothing: there the host's memory is not that of the step.
+    """
+    import jax
+
+    settings: Any = jax.config
+    plugins = find_spec("jax_plugins") or find_spec("libtpu")
+    others = plugins or entry_points(group="jax_plugins")
+    if (settings.jax_platforms or ("all" if others else "cpu")) == "cpu":
+        keep_freed()
 
 
 def make_cpu_devices(number: int) -> None:

@@ -94,6 +94,8 @@ def _code(error: Exception) -> int:
 
 def _import_everything(experiment: Any) -> None:
     """Pays for imports (and data) now; must not touch a device."""
+    if experiment.cluster.devices_per_host > 0:
+        keep_freed()  # before the libraries' threads are there
     import jax
 
     import dtft.checkpoint.manager
@@ -105,7 +107,6 @@ def _import_everything(experiment: Any) -> None:
     if experiment.cluster.devices_per_host > 0:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", experiment.cluster.devices_per_host)
-        keep_freed()
     cache = os.environ.get("DTFT_COMPILATION_CACHE")
     if cache:
         jax.config.update("jax_compilation_cache_dir", cache)

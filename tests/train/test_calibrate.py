@@ -141,8 +141,8 @@ def test_processes_measure_fewer_collectives_and_longer() -> None:
     some = CPU.among(4)
     assert CPU.among(1) == CPU
     assert set(some.collectives) < set(CPU.collectives)
-    ends = (min(CPU.collectives), max(CPU.collectives))
-    assert (some.collectives[0], some.collectives[-1]) == ends
+    assert some.collectives[0] == min(CPU.collectives)
+    assert some.collectives[-1] > 2**21  # as large as the gradient of a layer
     assert some.shared.budget_s > some.pace.budget_s > CPU.pace.budget_s
 
 

@@ -6,12 +6,15 @@ import sys
 import pytest
 
 PROGRAM = """
-import resource, sys
+import resource, sys, threading
 from dtft.train.heap import keep_freed
 kept = sys.argv[1] == "keep" and keep_freed()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    bytearray(64 * 2**20)
+    for mib in (64, 48, 24):
+        thread = threading.Thread(target=bytearray, args=(mib * 2**20,))
+        thread.start(); thread.join()
+        bytearray(mib * 2**20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
 print(kept, faults())
