@@ -77,10 +77,10 @@ def of_model(name: str, calibration: Calibration) -> dict[str, Any]:
     asked = of_loss(**given)
     catalog = Cluster.from_devices(jax.devices())
     cluster = apply(catalog, calibration)
-    chosen = decide(asked, cluster).plan
-    found = _plans(decide(asked, cluster, ONE_PASS))
+    chosen = decide(asked, cluster, whole=True).plan
+    found = _plans(decide(asked, cluster, ONE_PASS, whole=True))
     found.setdefault(_name(chosen), chosen)
-    before = _plans(decide(asked, catalog, ONE_PASS))
+    before = _plans(decide(asked, catalog, ONE_PASS, whole=True))
     turns = TURNS[jax.process_count()]
     runners = {text: Runner(plan, given) for text, plan in found.items()}
     rows = []

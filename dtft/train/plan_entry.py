@@ -57,7 +57,8 @@ def plan(
         params: tree of arrays or ShapeDtypeStructs.
         batch: the same; the first dim of each leaf is that of examples.
         cluster: such as `64x8xH100`, the path of a description, a Cluster, or None for
-            the devices that JAX has.
+            the devices that JAX has. In a job of several processes a plan for as many
+            devices as the job has leaves none of them out.
         calibration: what `dtft calibrate` measured on such devices, or the path of its
             file; its figures replace those of the catalog.
         what_if: looks also at knobs that cannot be run here.
@@ -86,7 +87,8 @@ def plan(
     where = _cluster(cluster)
     if calibration is not None:
         where = apply(where, _calibration(calibration))
-    decision = decide(question, where, pins, what_if=what_if)
+    whole = _of_this_job(where)
+    decision = decide(question, where, pins, what_if=what_if, whole=whole)
     if trial:
         decision = trials.trial(decision, given, trial)[0].decision
     if verify:
@@ -139,6 +141,13 @@ def _cluster(cluster: Any) -> Cluster:
             "dtft.planner.Cluster.from_devices(devices)), or None for the devices here."
         )
     return cluster
+
+
+def _of_this_job(cluster: Cluster) -> bool:
+    """Whether it is of several processes, each of which has to take part."""
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return False
+    return cluster.num_devices == jax.device_count()
 
 
 def _question(given: dict[str, Any]) -> Question:

@@ -14,10 +14,12 @@ import pytest
 from jax.experimental import io_callback
 
 import dtft
+from dtft.elastic.processes import free_port
 from dtft.planner.cluster import Cluster
 from dtft.planner.plan import Plan
 from dtft.train.plan_arguments import check_result
 from dtft.train.planning import RunnablePlan
+from experiments.worlds import run_world
 from tests.planner import reading
 
 WIDTH, HIDDEN = 64, 256
@@ -81,6 +83,19 @@ def test_a_step_is_planned_for_the_devices_that_jax_has_and_runs() -> None:
     state = {"up": jnp.asarray(up), "down": jnp.asarray(down)}
     _, value = plan.jit(_step)(state, jnp.asarray(batch))
     assert float(value) == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_each_process_of_a_job_has_a_part_in_its_plan() -> None:
+    """Three processes, of which two would be faster; of a cluster of five, four are."""
+    world = run_world(
+        "tests.train.plan_in_world",
+        [[]] * 3,
+        address=f"127.0.0.1:{free_port()}",
+        deadline_s=110,
+    )
+    assert world == [[3, 4]] * 3
 
 
 def test_a_loss_is_planned_with_its_optimizer() -> None:
