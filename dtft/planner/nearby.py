@@ -68,8 +68,8 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
 def batch_text(decision: Decision) -> tuple[str, float]:
     """What nearby batches would take, and the seconds of a step that the best saves.
 
-    Empty where the devices divide the batch; and where all of them are used and no
-    nearby batch is faster for each of its examples.
+    Empty where the devices divide the batch; and where all of them have work of their
+    own and no nearby batch is faster for each of its examples.
     """
     asked, there = max(1, decision.question.batch_size), decision.cluster.num_devices
     plan, rows = decision.plan, decision.candidate.batch
@@ -88,12 +88,13 @@ def batch_text(decision: Decision) -> tuple[str, float]:
         return (_fewer_text(decision) if used < there else ""), 0.0
     here_s = plan.prediction.step_s / asked
     faster = [one for one in known if one.plan.fits and one.sample_s < here_s]
-    if used == there and not faster:
+    if used == there and not faster and not decision.idle:
         return "", 0.0
     saved = max((here_s - one.sample_s for one in faster), default=0.0) * asked
-    idle = f"{used} of {there} devices are used" if used < there else "the plan stands"
+    stands = "they repeat work of each other" if decision.idle else "the plan stands"
+    used_text = f"{used} of {there} devices are used" if used < there else stands
     text = (
-        f"{there} devices do not divide the batch of {asked}: {idle}, at "
+        f"{there} devices do not divide the batch of {asked}: {used_text}, at "
         f"{seconds(here_s)} per example{_on_all(decision)}"
     )
     return (

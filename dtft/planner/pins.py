@@ -20,6 +20,9 @@ COUNTS = (*AXES, "microbatches", "zero", "virtual_stages")
 PINS = (*COUNTS, "remat", "offload", "schedule", "order")
 """What can be pinned."""
 
+_MOST = 2**31
+"""No number of devices or parts is as large."""
+
 _ELSEWHERE: Mapping[str, str] = {
     "dp": "replica", "data": "replica", "data_parallel": "replica",
     "tp": "tensor", "model": "tensor", "tensor_parallel": "tensor",
@@ -84,8 +87,8 @@ def _allowed(name: str, value: Any) -> str:
         return "" if fits and len(set(value)) == len(value) else axes
     least = 0 if name == "zero" else 1
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    fits = is_whole and value >= least
-    return "" if fits else f"a whole number, {least} or more"
+    fits = is_whole and least <= value < _MOST
+    return "" if fits else f"a whole number, {least} or more, below {_MOST}"
 
 
 def why_not(choices: Choices, name: str, value: Any) -> str:

@@ -14,6 +14,7 @@ from dtft.planner.deciding import Decision, Fewer, best_of
 from dtft.planner.explain import knobs_text
 from dtft.planner.lints import batch, repeated, undivided_text
 from dtft.planner.meshes import AXES
+from dtft.planner.pins import check
 from dtft.planner.plan import Plan
 from dtft.planner.priced import IDLE
 from dtft.planner.wording import Section, seconds, size
@@ -46,6 +47,7 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
         text = f"the plan has it: {wording.mesh(plan.mesh)}"
         return (Section(title=f"{asked}: {text}"),)
     try:
+        check(pins)
         found = _found(decision, pins)
     except ValueError as error:
         return (Section(title=f"{asked} is not possible: {error}"),)

@@ -15,6 +15,9 @@ from dtft.train.calibrate import measure
 from dtft.train.devices_here import keep_cpu_memory, make_cpu_devices
 from dtft.train.out_files import check_writable, read_text
 
+_MOST = 256
+"""CPU devices that are made: each has a thread of its own."""
+
 
 def run(options: Namespace) -> int:
     """Runs the command.
@@ -57,8 +60,8 @@ def _devices(number: int | None) -> list[Any]:
     """The devices to measure; on CPU as many as wanted are made."""
     import jax
 
-    if number is not None and number < 1:
-        raise ValueError(f"--devices {number}: give 1 or more.")
+    if number is not None and not 1 <= number <= _MOST:
+        raise ValueError(f"--devices {number}: Allowed: 1 to {_MOST}.")
     if number is not None:
         make_cpu_devices(number)
     devices = jax.devices()

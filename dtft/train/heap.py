@@ -2,9 +2,9 @@
 
 XLA's CPU backend asks for a step's temporaries anew at each step. Large ones are mapped
 by the C library and unmapped afterwards, so that every step begins with page faults: a
-third of a step of tens of megabytes per device. So do the arenas that the C library
-makes for threads, whose parts of 64 MiB it unmaps as soon as they are empty: a tenth of
-a step where a device's temporaries are near that. Must not know JAX.
+third of a step of tens of megabytes per device. The arenas that the C library makes for
+threads hold no more than 64 MiB at a time, and what is larger is mapped whatever the
+settings say: so there is one arena, the process's own. Must not know JAX.
 """
 
 import ctypes

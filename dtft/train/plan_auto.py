@@ -1,6 +1,6 @@
 """Answers `plan=auto`: the planner's best plan for a config on the devices there are.
 
-Must not know how plans are recorded or run.
+Knows too whether a plan is of a config. Must not know how plans are recorded or run.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dtft.planner.calibration import Calibration, apply
 from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
 from dtft.planner.plan import Plan
-from dtft.planner.question import of_loss
+from dtft.planner.question import Question, of_loss
 from dtft.train.experiment import Experiment
 from dtft.train.plan_question import asked_of
 
@@ -26,10 +26,21 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
         ValueError: it fits in no way, the planner does not know the devices, or the
             calibration is of others.
     """
-    asked = asked_of(experiment)
-    question = of_loss(asked.loss, asked.optimizer, asked.params, asked.batch)
     cluster = Cluster.from_devices(devices)
     if experiment.calibration:
         cluster = apply(cluster, Calibration.read(experiment.calibration))
     processes = {device.process_index for device in devices}
-    return decide(question, cluster, whole=len(processes) > 1).plan
+    return decide(_question(experiment), cluster, whole=len(processes) > 1).plan
+
+
+def is_of(plan: Plan, experiment: Experiment) -> bool:
+    """Whether a plan was made for the model, optimizer and batch of a config."""
+    try:
+        return plan.model_hash == _question(experiment).fingerprint
+    except ValueError:  # none was: it cannot be planned
+        return False
+
+
+def _question(experiment: Experiment) -> Question:
+    asked = asked_of(experiment)
+    return of_loss(asked.loss, asked.optimizer, asked.params, asked.batch)

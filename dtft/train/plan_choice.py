@@ -95,7 +95,7 @@ class Choice:
             )
         made = f"made for {plan.predicted_for or plan.cluster or 'devices unknown'}"
         if not plan.predicted_for:
-            made += ", replicas changed since (or by an older dtft)"
+            made += ", replicas, batch or model changed since (or an older dtft)"
         return (
             f"{made}, run on {self.here or 'devices that the planner does not know'}: "
             "no prediction, and calibrations learn nothing from this run"
@@ -134,9 +134,8 @@ def choose(
     if known is not None and (is_same or asked != AUTO):
         text = known.to_json()
     elif jax.process_index() == 0:
-        answer = decide or _automatic
-        plan = answer(experiment, devices) if asked == AUTO else read(asked)
-        text = plan.to_json()
+        answer = (decide or _automatic) if asked == AUTO else _of_file
+        text = answer(experiment, devices).to_json()
     agreed = told_by_first("dtft/plan", text, experiment.timeouts.start)
     plan = Plan.from_json(agreed)
     if not (is_same or asked == AUTO or _planned_for(plan) == len(devices)):
@@ -252,6 +251,14 @@ def read(path: str) -> Plan:
         ) from None
     except ValueError as error:
         raise ConfigError(f"plan={path!r}: {error}") from None
+
+
+def _of_file(experiment: Experiment, devices: Sequence[Any]) -> Plan:
+    """A file's plan; without its prediction, if it is of another model or batch."""
+    from dtft.train.plan_auto import is_of
+
+    plan = read(experiment.plan)
+    return plan if is_of(plan, experiment) else replace(plan, predicted_for="")
 
 
 def _automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:

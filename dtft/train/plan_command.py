@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dtft.planner import report, wording
 from dtft.planner.cluster import Cluster
-from dtft.planner.pins import COUNTS
+from dtft.planner.pins import COUNTS, PINS, meant
 from dtft.planner.wording import Section
 from dtft.train import trial
 from dtft.train.devices_here import devices_of
@@ -150,7 +150,7 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
     """Pins of a command line.
 
     Raises:
-        ValueError: one of them is not NAME=VALUE, or its value is no number.
+        ValueError: one of them is not NAME=VALUE, no knob, or its value is no number.
 
     >>> pins_of(["tensor=8", "remat=dots", "order=replica,tensor"])
     {'tensor': 8, 'remat': 'dots', 'order': ('replica', 'tensor')}
@@ -167,6 +167,11 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
             raise ValueError(
                 f"--pin {text}: a pin is NAME=VALUE, such as tensor=8, microbatches=4, "
                 "zero=3, remat=dots or order=replica,tensor."
+            )
+        if name not in PINS:
+            raise ValueError(
+                f"--pin {text}: {name} is not a knob.{meant(name)} Allowed: "
+                f"{', '.join(PINS)}."
             )
         if name in found:
             raise ValueError(f"--pin {text}: {name} is pinned twice. Give it once.")

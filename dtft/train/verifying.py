@@ -7,6 +7,7 @@ plans, with the same code that will run the plan. Compiles and decides nothing.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType
 
@@ -70,6 +71,8 @@ def of_step(
 def _candidate(
     step: Step | PlannedStep, state: Any, batch: Any, target: str, name: str
 ) -> Candidate:
+    # Arrays are of a device here, and of a kind of its memory: only their shapes count.
+    state, batch = jax.eval_shape(lambda *given: given, state, batch)
     traced = step._jitted(state, batch).trace(state, batch)
     lowered = traced.lower(lowering_platforms=(platform_of(target),))
     return candidate(lowered, mesh=step.plan.mesh, target=target, name=name)

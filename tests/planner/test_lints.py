@@ -70,6 +70,15 @@ def test_a_large_array_that_is_whole_beside_an_axis_for_it() -> None:
     assert shown == pytest.approx(whole.num_bytes, rel=reading.PRECISION)
 
 
+def test_a_prime_batch_of_devices_that_repeat_work_has_a_price() -> None:
+    model = mlp(batch=31, widths=(64, 128, 8))
+    found = best_of(model, Cluster.parse("8xH100"), {"sequence": 1})
+    assert found.idle
+    (text,) = (one.text for one in lints(found) if "do not divide" in one.text)
+    assert "8 devices do not divide the batch of 31: they repeat work of each" in text
+    assert "Nearest that they divide: 24 takes " in text and ", 32 takes " in text
+
+
 def test_devices_that_a_batch_leaves_idle_have_a_price() -> None:
     model, spec = mlp(batch=4099, widths=(4096, 16_384, 4096)), "5x1xH100"
     found = best_of(model, Cluster.parse(spec), {"tensor": 1, "sequence": 1})

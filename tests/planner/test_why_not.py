@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -132,3 +133,9 @@ def test_a_question_about_nothing_and_about_no_knob() -> None:
     with pytest.raises(ValueError, match=r"Name knobs, such as why_not\(tensor=8\)"):
         why_not(decision())
     assert "Allowed: replica" in why_not(decision(), tensr=8)
+
+
+@pytest.mark.parametrize("value", ["8", None, [2], 2.5, 0, 10**30])
+def test_a_size_that_is_none_is_said(value: Any) -> None:
+    text = why_not(decision(), tensor=value)
+    assert f"tensor={value!r} is pinned. Allowed: a whole number, 1 or more" in text

@@ -196,7 +196,8 @@ def test_sizes_are_those_of_the_reference(sizes: Sizes) -> None:
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--devices", "0"], "--devices 0: give 1 or more"),
+        (["--devices", "0"], "--devices 0: Allowed: 1 to 256"),
+        (["--devices", "1000000"], "--devices 1000000: Allowed: 1 to 256"),
         (["--devices", "9"], "this machine has 8. Allowed: 1 to 8"),
         (["--fast"], "unknown arguments: --fast. See `dtft calibrate --help`"),
         (["--out", "/nothing/there.json"], "/nothing"),

@@ -16,7 +16,7 @@ from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
 from dtft.planner.past_runs import read_log
 from dtft.planner.plan import Knobs, Plan
-from dtft.planner.question import of_loss
+from dtft.planner.question import Question, of_loss
 from dtft.train.config import ConfigError
 from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.loop import program_of, run
@@ -245,11 +245,11 @@ def test_a_planned_run_computes_what_the_config_alone_does(
 def test_a_run_writes_its_plan_and_what_a_step_took(
     tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "my_plan.json"
-    plan = replace(plan, predicted_for="2xcpu by loopback")
-    path.write_text(plan.to_json())
-    folder = tmp_path / "run"
+    path, folder = tmp_path / "my_plan.json", tmp_path / "run"
     experiment = tiny(folder, steps=6, plan=str(path))
+    known = _question(experiment).fingerprint
+    plan = replace(plan, predicted_for="2xcpu by loopback", model_hash=known)
+    path.write_text(plan.to_json())
     experiment = replace(experiment, cluster=replace(experiment.cluster, hosts=2))
     first = run(experiment, LocalRuntime(experiment))
     said = (
@@ -276,6 +276,24 @@ def test_a_run_writes_its_plan_and_what_a_step_took(
     assert program.plan.knobs == Knobs(zero=1)
 
 
+def _question(experiment: Experiment) -> Question:
+    asked = asked_of(experiment)
+    return of_loss(asked.loss, asked.optimizer, asked.params, asked.batch)
+
+
+def test_nothing_is_predicted_or_learnt_of_another_batch(tmp_path: Path) -> None:
+    path, folder = tmp_path / "plan.json", tmp_path / "run"
+    experiment = tiny(folder, steps=4, plan=str(path))
+    made = decide(_question(experiment), Cluster.parse("1xcpu")).plan
+    path.write_text(made.to_json())
+    larger = 2 * experiment.data.global_batch
+    other = replace(experiment, data=replace(experiment.data, global_batch=larger))
+    for asked, same in ((experiment, True), (other, False)):
+        choice = choose(asked, jax.devices()[:1], {})
+        assert choice is not None and choice.is_predicted == same
+        assert ("batch or model changed since" in choice.words) != same
+
+
 @pytest.mark.parametrize("cluster", ["2xh100", "1xcpu", "2x1xcpu", "2xcpu"])
 def test_nothing_is_predicted_or_learnt_of_other_devices(
     tmp_path: Path, cluster: str
@@ -284,10 +302,8 @@ def test_nothing_is_predicted_or_learnt_of_other_devices(
     path, folder = tmp_path / "plan.json", tmp_path / "run"
     experiment = tiny(folder, steps=4, plan=str(path))
     experiment = replace(experiment, cluster=replace(experiment.cluster, hosts=2))
-    asked = asked_of(experiment)
     pin = min(2, Cluster.parse(cluster).num_devices)
-    question = of_loss(asked.loss, asked.optimizer, asked.params, asked.batch)
-    made = decide(question, Cluster.parse(cluster), {"replica": pin}).plan
+    made = decide(_question(experiment), Cluster.parse(cluster), {"replica": pin}).plan
     path.write_text(made.to_json())
     runtime = LocalRuntime(experiment)
     run(experiment, runtime)
@@ -296,7 +312,7 @@ def test_nothing_is_predicted_or_learnt_of_other_devices(
     same = cluster == "2xcpu"
     assert choice.is_predicted == same == (folder / "plan_times.jsonl").exists()
     assert ("; predicted " in choice.words) == same
-    known = {"2xh100": " by NVLink", "1xcpu": ", replicas changed since"}
+    known = {"2xh100": " by NVLink", "1xcpu": ", replicas, batch or model changed"}
     told = known.get(cluster, " by loopback, run on")
     assert same or f"made for {cluster}{told}" in choice.words
     assert same or "run on 2xcpu by loopback: no prediction" in choice.words

@@ -2,12 +2,15 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
+import dtft
 from dtft.planner import wording
 from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import Decision, decide, next_best
@@ -26,6 +29,13 @@ OPTIMIZER = optax.adam(1e-3)
 
 def _loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(batch @ params["w"]))
+
+
+def _step(
+    params: dict[str, jax.Array], batch: jax.Array
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    value, gradients = jax.value_and_grad(_loss)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
 
 SIZE = re.compile(r"[\d.]+ [KMG]iB")
@@ -137,3 +147,12 @@ def test_plans_are_compiled_for_devices_that_do_not_exist(decision: Decision) ->
     assert isinstance(one.compiled, Compiled), one.compiled
     assert one.compiled.target == "cpu" and one.verdict.fits
     assert first_fitting((one,)).decision.plan == decision.plan
+
+
+@pytest.mark.parametrize("make", [jnp.ones, np.ones])
+def test_arrays_are_verified_as_their_shapes_are(make: Any) -> None:
+    batch, params = make((32, 64), "float32"), {"w": make((64, 64), "float32")}
+    loss = {"loss": _loss, "optimizer": OPTIMIZER, "params": params}
+    for asked in (loss, {"step": _step, "state": params}):
+        found = dtft.plan(**asked, batch=batch, cluster="4xcpu", replica=4, verify=1)
+        assert found.mesh == {"replica": 4}
