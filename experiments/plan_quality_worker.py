@@ -50,7 +50,7 @@ ONE_PASS = {"microbatches": 1, "remat": "none"}
 def main() -> None:
     """Measures, and answers with all figures (rank 0)."""
     rank, num, address, names = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
-    keep_freed()
+    keep_freed(large=True)
     if num > 1:
         worlds.join(rank, num, address)
     else:

@@ -44,7 +44,7 @@ def run(options: Namespace) -> int:
 
 
 def _measured(options: Namespace) -> Calibration:
-    keep_cpu_memory()  # as trainers do
+    keep_cpu_memory(large=True)  # as trainers with a plan do
     return measure(_devices(options.devices))
 
 

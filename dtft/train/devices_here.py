@@ -22,16 +22,19 @@ def devices_of(experiment: Experiment) -> list[Any]:
     cluster = experiment.cluster
     wanted = cluster.hosts * max(cluster.devices_per_host, 1)
     make_cpu_devices(wanted)
-    keep_cpu_memory()
+    keep_cpu_memory(large=bool(experiment.plan))
     devices = jax.local_devices()
     return devices[:wanted] if devices[0].platform == "cpu" else devices
 
 
-def keep_cpu_memory() -> None:
+def keep_cpu_memory(*, large: bool) -> None:
     """Keeps freed memory for the next step if JAX can only find the CPU.
 
     Must be called before JAX looks for devices. With an accelerator it changes
     nothing: there the host's memory is not that of the step.
+
+    Args:
+        large: see `heap.keep_freed`; so that steps take what plans predict.
     """
     import jax
 
@@ -39,7 +42,7 @@ def keep_cpu_memory() -> None:
     plugins = find_spec("jax_plugins") or find_spec("libtpu")
     others = plugins or entry_points(group="jax_plugins")
     if (settings.jax_platforms or ("all" if others else "cpu")) == "cpu":
-        keep_freed()
+        keep_freed(large)
 
 
 def make_cpu_devices(number: int) -> None:

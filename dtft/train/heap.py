@@ -2,9 +2,7 @@
 
 XLA's CPU backend asks for a step's temporaries anew at each step. Large ones are mapped
 by the C library and unmapped afterwards, so that every step begins with page faults: a
-third of a step of tens of megabytes per device. The arenas that the C library makes for
-threads hold no more than 64 MiB at a time, and what is larger is mapped whatever the
-settings say: so there is one arena, the process's own. Must not know JAX.
+third of a step of tens of megabytes per device. Must not know JAX.
 """
 
 import ctypes
@@ -14,11 +12,14 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8  # malloc.h
 _PAD_BYTES = 64 * 2**20
 
 
-def keep_freed() -> bool:
+def keep_freed(large: bool = False) -> bool:
     """For the rest of this process; its size stays that of its largest moment.
 
-    Threads that were there before may keep arenas of their own: call it before JAX
-    makes its devices, whose threads compute.
+    Args:
+        large: also what a thread has of more than 64 MiB at a time: the arenas that the
+            C library makes for threads cannot keep that. So all share the process's
+            own, which has one lock: compiling takes a third longer. Call it before JAX
+            makes its devices; threads that are there keep their arenas.
 
     Returns:
         Whether the C library can (glibc); if not, nothing changes.
@@ -32,6 +33,7 @@ def keep_freed() -> bool:
         _MMAP_MAX: 0,
         _TRIM_THRESHOLD: 2**31 - 1,
         _TOP_PAD: _PAD_BYTES,
-        _ARENA_MAX: 1,
     }
+    if large:
+        settings[_ARENA_MAX] = 1
     return all(library.mallopt(name, value) for name, value in settings.items())

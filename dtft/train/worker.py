@@ -95,7 +95,8 @@ def _code(error: Exception) -> int:
 def _import_everything(experiment: Any) -> None:
     """Pays for imports (and data) now; must not touch a device."""
     if experiment.cluster.devices_per_host > 0:
-        keep_freed()  # before the libraries' threads are there
+        # Before there are threads; planned steps are to take what was predicted.
+        keep_freed(large=bool(experiment.plan))
     import jax
 
     import dtft.checkpoint.manager
