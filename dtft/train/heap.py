@@ -18,7 +18,7 @@ def keep_freed(large: bool = False) -> bool:
     Args:
         large: also what a thread has of more than 64 MiB at a time: the arenas that the
             C library makes for threads cannot keep that. So all share the process's
-            own, which has one lock: compiling takes a third longer. Call it before JAX
+            own, for whose one lock the threads that compile wait. Call it before JAX
             makes its devices; threads that are there keep their arenas.
 
     Returns:

@@ -255,6 +255,7 @@ def read(path: str) -> Plan:
 
 def _of_file(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     """A file's plan; without its prediction, if it is of another model or batch."""
+    # As below; what is recorded is not asked again.
     from dtft.train.plan_auto import is_of
 
     plan = read(experiment.plan)
