@@ -45,6 +45,21 @@ class ChannelClosed(ConnectionError):
     """The connection has ended, from either side."""
 
 
+class Unsent:
+    """A frame without payload that has not left this host, or not all of it."""
+
+    def __init__(self, header: Header) -> None:
+        """Packs the header, which may change afterwards.
+
+        Raises:
+            ValueError: the header is too large.
+        """
+        self.plain = wire.encode_header(header, 0)
+        self.rest: memoryview | None = None
+        """What the socket has not taken; None while the frame has no place in the
+        connection's order."""
+
+
 class Channel:
     """One connection, authenticated. Sending is thread-safe; one thread receives."""
 
@@ -97,6 +112,54 @@ class Channel:
             finally:
                 self._sending.release()
 
+    def send_some(self, unsent: Unsent) -> int | None:
+        """Sends what the socket takes now, without waiting.
+
+        From its first call until it is done, no other frame can be sent; who gives up
+        before calls `give_up`.
+
+        Returns:
+            None: the frame is sent. 0: another thread is sending. Otherwise what to
+            poll for before the next call: POLLOUT, or POLLIN (TLS).
+
+        Raises:
+            ChannelClosed: the connection has ended.
+        """
+        assert self._sealer is not None, "no frames before the handshake"
+        with self._use():
+            if unsent.rest is None:
+                if not self._sending.acquire(blocking=False):
+                    return 0
+                unsent.rest = memoryview(self._sealer.seal(unsent.plain))
+            try:
+                while unsent.rest:
+                    unsent.rest = unsent.rest[self.stream.send([unsent.rest]) :]
+            except WouldBlock as wait:
+                return wait.event
+            except OSError as error:
+                self.give_up(unsent)
+                raise self._ended(error) from error
+            self._sealer.advance()
+            self._sending.release()
+            return None
+
+    def give_up(self, unsent: Unsent) -> None:
+        """Closes the channel on account of a frame that cannot be sent."""
+        self.close()
+        if unsent.rest:
+            unsent.rest = None
+            self._sending.release()
+
+    @contextlib.contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """The socket's descriptor, which is nobody else's until the block ends.
+
+        Raises:
+            ChannelClosed: the connection has ended.
+        """
+        with self._use():
+            yield self.stream.socket.fileno()
+
     def receive(
         self,
         timeout_s: float,
@@ -143,7 +206,7 @@ class Channel:
         header_bytes, payload_bytes = self._opener.start(start)
         if header_bytes > max_header:
             raise wire.WireError(
-                f"peer {self._name} sent a header of {header_bytes} bytes where at "
+                f"peer {self.name} sent a header of {header_bytes} bytes where at "
                 f"most {max_header} are allowed"
             )
         sealed = self._take(header_bytes + seal.SEAL_BYTES, deadline)
@@ -170,7 +233,7 @@ class Channel:
         """The last user closes the descriptor, so no other gets its number early."""
         with self._state:
             if self._closed:
-                raise ChannelClosed(f"channel to {self._name} was closed on this host")
+                raise ChannelClosed(f"channel to {self.name} was closed on this host")
             self._users += 1
         try:
             yield
@@ -182,17 +245,18 @@ class Channel:
                 self.stream.close()
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """The peer, for messages: its host name if it told one, and its address."""
         host = self.peer.get("host")
         return f"{host} ({self.address})" if host else self.address
 
     def _late(self, what: str) -> TimeoutError:
-        return TimeoutError(f"peer {self._name}: timed out waiting for {what}")
+        return TimeoutError(f"peer {self.name}: timed out waiting for {what}")
 
     def _ended(self, error: OSError | None = None) -> ChannelClosed:
-        who = "this host" if self._closed else f"peer {self._name}"
+        who = "this host" if self._closed else f"peer {self.name}"
         return ChannelClosed(
-            f"channel to {self._name} ended: {error or f'{who} closed the connection'}"
+            f"channel to {self.name} ended: {error or f'{who} closed the connection'}"
         )
 
     def _wait(self, event: int, deadline: float, what: str) -> None:
@@ -213,6 +277,7 @@ class Channel:
                 try:
                     sent = self.stream.send(buffers[at : at + _BUFFERS_PER_CALL])
                 except WouldBlock as wait:
+                    begun = begun or self.stream.keeps_unsent
                     self._wait(wait.event, deadline, "room to send")
                     continue
                 begun = True
@@ -280,7 +345,7 @@ class Channel:
         if sink is None:
             if size > wire.MAX_UNPLACED:
                 raise wire.WireError(
-                    f"peer {self._name} sent a payload of {size} bytes where at most "
+                    f"peer {self.name} sent a payload of {size} bytes where at most "
                     f"{wire.MAX_UNPLACED} are allowed. Give `receive` a sink."
                 )
             return [memoryview(bytearray(size))]
@@ -291,7 +356,7 @@ class Channel:
         given = sum(part.nbytes for part in parts)
         if given != size:
             raise ValueError(
-                f"sink gave {given} bytes for a payload of {size} from {self._name}. "
+                f"sink gave {given} bytes for a payload of {size} from {self.name}. "
                 "Give memory of just that size, or None to discard it."
             )
         return [part.cast("B") if part.nbytes else memoryview(b"") for part in parts]

@@ -39,7 +39,10 @@ class Sealer:
         Raises:
             ValueError: header or payload is over its limit.
         """
-        plain = wire.encode_header(header, payload_bytes)
+        return self.seal(wire.encode_header(header, payload_bytes))
+
+    def seal(self, plain: bytes) -> bytes:
+        """As `frame`, from what `wire.encode_header` made."""
         prefix, packed = plain[: wire.PREFIX_BYTES], plain[wire.PREFIX_BYTES :]
         first = _seal(self._key, self._count, b"p", prefix)
         second = _seal(self._key, self._count, b"h", plain)

@@ -35,6 +35,9 @@ class Stream:
 
     binding = b""
     """What the handshake's proofs are bound to; nothing without TLS."""
+    keeps_unsent = False
+    """Whether a `send` that would block has begun all the same: the next one must be
+    given the same bytes."""
 
     def __init__(self, connection: socket.socket, silence_ms: int) -> None:
         """Takes over a connected socket.
@@ -95,6 +98,8 @@ class Stream:
 
 class TlsStream(Stream):
     """A TCP connection under TLS 1.3."""
+
+    keeps_unsent = True
 
     def __init__(
         self, connection: socket.socket, silence_ms: int, tls: Tls, *, server: bool
