@@ -1,86 +1,38 @@
-"""A host's membership in its job: registration, leader key, the view of all others.
+"""This host's keys in its job's store: its registration, the leader key, writes.
 
-Speaks to the store and turns what it says into `View` values. Decides nothing about
-slots or recovery; its only rule is that a leader's writes are fenced by its key.
+Driven by the agent's event loop: a lease is renewed by `tick`, so a host whose loop
+stands still loses it. Every call of the store runs beside the loop. A lease that ran
+out is not taken up again: the host registers under its next incarnation. Decides
+nothing about slots or recovery; its only rule is that a leader's writes are fenced by
+its key.
 """
 
 import dataclasses
+import json
 import logging
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 from dtft.checkpoint.commit import Commit
-from dtft.elastic.roles import Assignment, HostRecord
-from dtft.elastic.sizing import WantedSize
-from dtft.elastic.store import Compare, Delete, Put, Store, StoreUnavailable
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.mirror import MirrorSource, Pairs
+from dtft.elastic.roles import HostRecord
+from dtft.elastic.store import (
+    Compare,
+    Delete,
+    LeaseGone,
+    Put,
+    Store,
+    StoreUnavailable,
+)
 from dtft.elastic.upkeep import Upkeep
+from dtft.elastic.view import View, job_key, process_of, read_commits, view_of
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """What the store says of the job at one moment."""
-
-    hosts: dict[str, HostRecord] = dataclasses.field(default_factory=dict)
-    leases: dict[str, int] = dataclasses.field(default_factory=dict)
-    leader: str | None = None
-    leader_revision: int = 0
-    """Create revision of the leader key: the term, larger for every new leader."""
-    leader_lease: int = 0
-    assignment: Assignment | None = None
-    stored: int = 0
-    """The newest step that was ever written to storage."""
-    stop: bool = False
-    wanted: WantedSize | None = None
-    """The size that somebody asked for; None: that of the start."""
-    result: str | None = None
-    """JSON of the job's end, once it has ended."""
-
-
-def job_key(job: str, name: str) -> str:
-    """The full key of a name in a job.
-
-    >>> job_key("mine", "m/leader")
-    '/dtft/mine/m/leader'
-    """
-    return f"/dtft/{job}/{name}"
-
-
-def read_view(store: Store, job: str) -> tuple[View, int]:
-    """What the store says of a job, and the revision that this is of."""
-    prefix = job_key(job, "m/")
-    pairs, revision = store.list(prefix)
-    found = {pair.key.removeprefix(prefix): pair for pair in pairs}
-    hosts, leases = {}, {}
-    for name, pair in found.items():
-        if name.startswith("hosts/"):
-            record = HostRecord.from_json(pair.value)
-            hosts[record.host], leases[record.host] = record, pair.lease
-    leader, assignment = found.get("leader"), found.get("assignment")
-    result, stored = found.get("result"), found.get("stored")
-    size = found.get("size")
-    view = View(
-        hosts=hosts,
-        leases=leases,
-        leader=leader.value.decode() if leader else None,
-        leader_revision=leader.create_revision if leader else 0,
-        leader_lease=leader.lease if leader else 0,
-        assignment=Assignment.from_json(assignment.value) if assignment else None,
-        stored=int(stored.value) if stored else 0,
-        stop="stop" in found,
-        wanted=WantedSize.from_json(size.value) if size else None,
-        result=result.value.decode() if result else None,
-    )
-    return view, revision
-
-
-def read_commits(store: Store, job: str) -> tuple[Commit, ...]:
-    """The recorded commits of a job, newest first."""
-    pair = store.get(job_key(job, "c/commits"))
-    lines = pair.value.decode().splitlines() if pair else []
-    return tuple(Commit.from_json(line) for line in lines)
+RETRY_S = 0.2
+"""Pause after a call that the store did not answer."""
 
 
 def claim(store: Store, key: str, value: bytes) -> bytes:
@@ -92,154 +44,273 @@ def claim(store: Store, key: str, value: bytes) -> bytes:
 
 
 class Membership:
-    """This host's keys in the store, kept alive by two threads."""
+    """One host's part of the store. All methods run on the event loop.
+
+    Attributes:
+        record: what the store is told of this host.
+        view: the newest view.
+    """
 
     def __init__(
         self,
         store: Store,
+        mirrors: MirrorSource,
         job: str,
         record: HostRecord,
         lease_s: float,
-        emit: Callable[[str, object], None],
+        loop: Loop,
+        *,
+        on_view: Callable[[View], None],
+        on_lapse: Callable[[], None],
+        on_store: Callable[[bool], None],
     ) -> None:
         """Nothing is registered before `start`.
 
         Args:
             store: etcd, or its in-memory twin.
+            mirrors: watch the store.
             job: name of the job.
-            record: this host.
+            record: this host; its incarnation names the agent process.
             lease_s: seconds after which a silent host is gone.
-            emit: receives ("view", View) and ("store", bool up) from threads.
+            loop: of the agent.
+            on_view: called with every newer view.
+            on_lapse: called when the lease ran out: others may have taken this host
+                for dead. It registers again by itself.
+            on_store: called with False when the store stops answering, with True when
+                it answers again.
         """
-        self._store, self._record, self._emit = store, record, emit
+        self._store, self._mirrors, self._loop = store, mirrors, loop
         self._job, self._lease_s = job, lease_s
+        self._on_view, self._on_lapse, self._on_store = on_view, on_lapse, on_store
         self.upkeep = Upkeep(store)
         """Of the history that the leader's writes leave behind."""
-        self._lease = self._lapsing = 0
-        self._putting = threading.Lock()
-        self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self.record, self.view = record, View()
+        self.claims: Mapping[str, bytes] = {}
+        """Name to value of what the job has once, for a store that has lost it."""
+        self._lane, self._campaigns = loop.lane("membership"), loop.lane("campaign")
+        self._lease = self._registrations = 0
+        self._busy = self._campaigning = self._stopped = False
+        self._again = False
+        """The record is to be written once more."""
+        self._due, self._up = 0.0, True
+        self._end_mirror: Callable[[], None] = lambda: None
 
     def key(self, name: str) -> str:
         """The full key of a name in this job."""
         return job_key(self._job, name)
 
+    # ------------------------------------------------------------- registration
+
     def start(self) -> None:
-        """Registers this host and begins to watch.
+        """Registers this host, waiting for the store, and begins to watch.
 
         Raises:
             StoreUnavailable: the store cannot be reached.
         """
-        self._register()
-        for target in (self._keep_alive, self._watch):
-            thread = threading.Thread(target=target, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._number()
+        self._lease = self._register(self.record)
+        self._due = self._loop.now() + self._lease_s / 5
+        self._end_mirror = self._mirrors.mirror(
+            self.key("m/"), lambda *told: self._loop.post(self._changed, *told)
+        )
 
-    def _register(self) -> None:
-        self._lease = self._store.grant(self._lease_s)
-        self._put_record()
+    def _number(self) -> None:
+        """Takes the next incarnation of this process."""
+        self._registrations += 1
+        process = process_of(self.record.incarnation)
+        self.record = dataclasses.replace(
+            self.record, incarnation=f"{process}.{self._registrations}"
+        )
 
-    def _put_record(self) -> None:
-        with self._putting:  # a record must not overtake a newer one
-            value = self._record.to_json().encode()
-            key = self.key(f"m/hosts/{self._record.host}")
-            self._store.put(key, value, lease=self._lease)
+    def _register(self, record: HostRecord) -> int:
+        """Gets a lease and writes the record under it; runs beside the loop."""
+        era = {"era": self.view.era + 1, "id": secrets.token_hex(8)}
+        for name, value in {"era": json.dumps(era).encode(), **self.claims}.items():
+            key = self.key(f"m/{name}")
+            absent = Compare(key=key, target="create", value=0)
+            self._store.txn([absent], [Put(key=key, value=value)])
+        lease = self._store.grant(self._lease_s)
+        self._put(record, lease)
+        return lease
+
+    def _put(self, record: HostRecord, lease: int) -> None:
+        key = self.key(f"m/hosts/{record.host}")
+        self._store.put(key, record.to_json().encode(), lease=lease)
 
     def describe(self, record: HostRecord) -> None:
-        """This host has something else to say of itself; does not wait."""
-        self._record = record
-        thread = threading.Thread(target=self._put_until_done, daemon=True)
-        thread.start()
+        """This host has something else to say of itself."""
+        incarnation = self.record.incarnation
+        self.record = dataclasses.replace(record, incarnation=incarnation)
+        self._again = True
 
-    def _put_until_done(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._put_record()
-                return
-            except StoreUnavailable:
-                self._stop.wait(0.2)
-
-    def _keep_alive(self) -> None:
-        up = True
-        while not self._stop.wait(self._lease_s / 5 if up else 0.2):
-            try:
-                self._renew()
-                now = True
-            except StoreUnavailable as error:
-                now = False
-                if up:
-                    logger.warning("%s", error)
-            if now != up:
-                up = now
-                self._emit("store", up)
-                if up:
-                    self._refresh()
-
-    def _renew(self) -> None:
-        old, lapsing = self._lease, self._lapsing
-        if old != lapsing and self._store.keepalive(old) is not None:
+    def tick(self) -> None:
+        """Renews the lease, or registers, when it is time and nothing is under way."""
+        if self._busy or self._stopped:
             return
-        self._register()
-        if old == lapsing:
-            self._store.revoke(old)  # else it runs out
+        if self._loop.now() < self._due and not (self._again and self._lease):
+            return
+        self._busy, record, lease = True, self.record, self._lease
+        if not lease:
+            self._lane.submit(lambda: self._register(record), self._registered)
+        elif self._again:
+            self._again = False
+            self._lane.submit(lambda: self._put(record, lease), self._put_done)
+        else:
+            self._lane.submit(lambda: self._store.keepalive(lease), self._renewed)
 
-    def _watch(self) -> None:
-        while not self._stop.is_set():
-            try:
-                revision = self._refresh()
-                for _ in self._store.watch(self.key("m/"), revision + 1, self._stop):
-                    self._refresh()
-            except StoreUnavailable:
-                self._stop.wait(0.2)
+    def _registered(self, outcome: "Future[int]") -> None:
+        if self._answered(outcome) and not self._stopped:
+            self._lease = outcome.result()
+            self._due = self._loop.now() + self._lease_s / 5
+            logger.info("registered as %s", self.record.incarnation)
 
-    def _refresh(self) -> int:
-        view, revision = read_view(self._store, self._job)
-        self._emit("view", view)
-        return revision
+    def _put_done(self, outcome: "Future[None]") -> None:
+        if isinstance(outcome.exception(), LeaseGone):
+            self._busy = False
+            self._lapsed()
+        elif not self._answered(outcome):
+            self._again = True
+
+    def _renewed(self, outcome: "Future[float | None]") -> None:
+        if not self._answered(outcome) or not self._lease:
+            return  # not answered, or let go of meanwhile
+        if outcome.result() is None:
+            self._lapsed()
+            return
+        self._due = self._loop.now() + self._lease_s / 5
+
+    def _answered(self, outcome: "Future") -> bool:
+        """Ends a call; whether the store has confirmed it."""
+        self._busy = False
+        error = outcome.exception()
+        if error is None:
+            self._tell_up(True)
+            return True
+        if not isinstance(error, StoreUnavailable):
+            raise error
+        self._due = self._loop.now() + RETRY_S
+        if self._up:
+            logger.warning("%s", error)
+        self._tell_up(isinstance(error, LeaseGone))
+        return False
+
+    def _tell_up(self, up: bool) -> None:
+        if up != self._up:
+            self._up = up
+            self._on_store(up)
+
+    def _lapsed(self) -> None:
+        """The lease ran out: this host registers anew, as another incarnation."""
+        logger.warning("the lease of %s ran out", self.record.incarnation)
+        self._lease, self._due = 0, 0.0
+        self._number()
+        self._on_lapse()
+        self.tick()
+
+    # ---------------------------------------------------------------- the view
+
+    def _changed(self, pairs: Pairs, revision: int) -> None:
+        """The keys of the job have changed."""
+        if self._stopped:
+            return
+        view = view_of(self._job, pairs.values(), revision)
+        if view.age < self.view.age:
+            self._renew_era(view)
+            return
+        self.view = view
+        self._check_registered(view)
+        self._on_view(view)
+
+    def _renew_era(self, view: View) -> None:
+        """The store has less than it had: a new era begins, once for all hosts."""
+        if view.era == 0:
+            self._again = bool(self._lease)  # lapses if the lease is gone as well
+            self._claim_era(Compare(key=self.key("m/era"), target="create", value=0))
+        elif view.era == self.view.era:
+            key, value = self.key("m/era"), view.era_revision
+            self._claim_era(Compare(key=key, target="mod", value=value))
+
+    def _claim_era(self, unless_changed: Compare) -> None:
+        era = {"era": self.view.era + 1, "id": secrets.token_hex(8)}
+        put = Put(key=self.key("m/era"), value=json.dumps(era).encode())
+        logger.warning("the store has lost data: era %d begins", era["era"])
+        self._campaigns.submit(
+            lambda: self._store.txn([unless_changed], [put]), _only_logged
+        )
+
+    def _check_registered(self, view: View) -> None:
+        """A record that is not in the store though it was written is written again."""
+        if not self._lease or self._busy:
+            return
+        known = view.hosts.get(self.record.host)
+        if known is None or known.incarnation != self.record.incarnation:
+            self._again = True
+
+    # ----------------------------------------------------------- the leader key
 
     def campaign(self) -> None:
-        """Tries to become leader; the watch tells who did."""
-        key = self.key("m/leader")
-        self._store.txn(
-            [Compare(key=key, target="create", value=0)],
-            [Put(key=key, value=self._record.host.encode(), lease=self._lease)],
+        """Tries to become leader; the view tells who did.
+
+        It is refused to a host that does not know who led last.
+        """
+        if self._campaigning or not self._lease or self._stopped:
+            return
+        self._campaigning = True
+        view, lease, host = self.view, self._lease, self.record.host.encode()
+        free = Compare(key=self.key("m/leader"), target="create", value=0)
+        known = Compare(
+            key=self.key("m/led"), target="mod", value=view.last_led_revision
+        )
+        era = Compare(key=self.key("m/era"), target="mod", value=view.era_revision)
+        changes = [
+            Put(key=self.key("m/leader"), value=host, lease=lease),
+            Put(key=self.key("m/led"), value=host),
+        ]
+        self._campaigns.submit(
+            lambda: self._store.txn([free, known, era], changes), self._campaigned
         )
 
-    def let_go(self) -> None:
+    def _campaigned(self, outcome: "Future[bool]") -> None:
+        self._campaigning = False
+        error = outcome.exception()
+        if isinstance(error, LeaseGone):
+            self._due = 0.0  # the next renewal finds that it is gone
+        elif error is not None:
+            _only_logged(outcome)
+
+    def let_go(self, term: View) -> None:
         """Gives the leader key up, not the registration; does not wait.
 
-        The lease is not renewed any more and another is taken for the registration, so
-        the key ends with the old one whatever the store answers until then.
+        The key is deleted. Should the store not answer, it ends with its lease, for
+        another lease is taken for the registration.
         """
-        self._lapsing = self._lease
+        self._lease, self._due = 0, 0.0
+        mine = self._fence(term)
+        drop = Delete(key=self.key("m/leader"))
+        self._campaigns.submit(lambda: self._store.txn([mine], [drop]), _only_logged)
+        self.tick()
 
     def expel(self, lease: int) -> None:
-        """Ends the lease of a host that was proved dead, so that all see it at once."""
-        self._store.revoke(lease)
+        """Ends the lease of a host that was proved dead, so that all see it at once.
 
-    def expel_soon(self, host: str, lease: int) -> None:
-        """As `expel`, without waiting; errors are only logged."""
+        Does not wait; an error is only logged.
+        """
         if lease:
-            threading.Thread(
-                target=self._expel_quietly, args=(host, lease), daemon=True
-            ).start()
+            self._loop.aside(lambda: self._store.revoke(lease), _only_logged)
 
-    def _expel_quietly(self, host: str, lease: int) -> None:
-        try:
-            self.expel(lease)
-        except StoreUnavailable as error:
-            logger.warning("could not end the lease of %s: %s", host, error)
+    # ------------------------------------------------ what the leader's lane does
+
+    def _fence(self, view: View) -> Compare:
+        key = self.key("m/leader")
+        return Compare(key=key, target="create", value=view.leader_revision)
 
     def fenced(self, view: View, changes: list[Put | Delete]) -> bool:
-        """Writes only while this host is still the leader of `view`'s term."""
-        term = Compare(
-            key=self.key("m/leader"), target="create", value=view.leader_revision
-        )
-        return self._store.txn([term], list(changes))
+        """Writes only while this host is still the leader of `view`'s term; blocks."""
+        era = Compare(key=self.key("m/era"), target="mod", value=view.era_revision)
+        return self._store.txn([self._fence(view), era], list(changes))
 
     def commits(self) -> tuple[Commit, ...]:
-        """The recorded commits, newest first."""
+        """The recorded commits, newest first; blocks."""
         return read_commits(self._store, self._job)
 
     def commit_change(self, commits: tuple[Commit, ...]) -> Put:
@@ -247,10 +318,23 @@ class Membership:
         text = "\n".join(commit.to_json() for commit in commits)
         return Put(key=self.key("c/commits"), value=text.encode())
 
-    def leave(self) -> None:
-        """Ends this host's registration; errors are of no interest any more."""
-        self._stop.set()
-        try:
-            self._store.revoke(self._lease)
-        except StoreUnavailable:
-            pass
+    def close(self) -> None:
+        """Ends this host's registration; waits for the store once."""
+        self._stopped = True
+        self._end_mirror()
+        self._lane.close()
+        self._campaigns.close()
+        lease, self._lease = self._lease, 0
+        if lease:
+            try:
+                self._store.revoke(lease)
+            except StoreUnavailable:
+                pass  # it runs out
+
+
+def _only_logged(outcome: "Future[object]") -> None:
+    error = outcome.exception()
+    if error is not None:
+        if not isinstance(error, StoreUnavailable):
+            raise error
+        logger.warning("%s", error)

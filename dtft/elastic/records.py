@@ -1,121 +1,131 @@
 """The leader's side of the store: what it has read there and what it writes there.
 
-Every write is fenced by the term of the view it was decided in, and goes through a
-thread of its own, so that a store that is away delays commits and nothing else. Says
-that the store is away or back; must not know why something is written.
+Every write is fenced by the leader's term and runs beside the event loop, in order,
+again and again until the store answers. A store that is away delays commits and
+nothing else: while it does not answer, a commit is reported as delayed at once. Must
+not know why something is written.
 """
 
-import queue
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from dtft.checkpoint.commit import Commit
+from dtft.elastic.event_loop import Loop
 from dtft.elastic.journal import Journal
-from dtft.elastic.membership import Membership, View
+from dtft.elastic.membership import Membership
 from dtft.elastic.store import Put, StoreFull, StoreUnavailable
+from dtft.elastic.view import View
 
 RETRY_S = 0.1
+PATIENCE_S = 0.5
+"""A commit that is not recorded by then is delayed: its step waits no longer."""
 KEPT_COMMITS = 2
 
-Task = tuple[str, Any, Callable[[], bool]]
 
-
-class Writer:
-    """Performs store writes in order, again and again until the store answers.
-
-    Emits ("written", label, value, allowed) when a write was answered, and
-    ("write_delayed", label, value) when the store does not answer. While it is away a
-    newer commit takes the place of an older one; nothing else is left out.
-    """
-
-    def __init__(self, emit: Callable[..., None]) -> None:
-        """Starts the thread."""
-        self._emit = emit
-        self._tasks: queue.Queue[Task | None] = queue.Queue()
-        self._closed = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def write(self, label: str, value: Any, action: Callable[[], bool]) -> None:
-        """Queues one write; `action` says whether the fence let it through."""
-        self._tasks.put((label, value, action))
-
-    def _run(self) -> None:
-        waiting: list[Task] = []
-        while not self._closed.is_set():
-            try:
-                task = self._tasks.get(timeout=RETRY_S if waiting else None)
-                if task is None:
-                    return
-                fresh = True
-                waiting = [w for w in waiting if w[0] != task[0]] + [task]
-            except queue.Empty:
-                fresh = False
-            while waiting and self._written(waiting[0]):
-                waiting.pop(0)
-            if fresh and waiting:
-                self._emit("write_delayed", *waiting[-1][:2])
-
-    def _written(self, task: Task) -> bool:
-        label, value, action = task
-        try:
-            self._emit("written", label, value, action())
-        except StoreUnavailable:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Lets the thread end; a queued write may be lost."""
-        self._closed.set()
-        self._tasks.put(None)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Write:
+    label: str
+    value: Any
+    change: Put
 
 
 class Records:
-    """The newest view, the last commits, and the writes of one leader."""
+    """The newest view, the last commits, and the writes of one leader.
+
+    Used by the event loop. A newer commit takes the place of one that waits; nothing
+    else is left out.
+    """
 
     def __init__(
         self,
         membership: Membership,
         view: View,
-        emit: Callable[..., None],
+        commits: Sequence[Commit],
+        loop: Loop,
         journal: Journal,
         store: str,
+        *,
+        on_written: Callable[[str, Any], None],
+        on_delayed: Callable[[str, Any], None],
+        on_committing: Callable[[int], None],
     ) -> None:
-        """Reads the commits; `store` is the store's address, for people.
+        """Writes nothing yet.
 
-        Raises:
-            StoreUnavailable: the store does not answer.
+        Args:
+            membership: of this host.
+            view: at the beginning of the term.
+            commits: that the store had then, newest first.
+            loop: of the agent.
+            journal: tells people that the store is away.
+            store: its address, for people.
+            on_written: called with label and value of a write that was recorded.
+            on_delayed: called once with those of a commit that has to wait.
+            on_committing: called with the step of a commit that is being written.
         """
         self._membership, self.view = membership, view
-        self._emit, self._journal, self._store = emit, journal, store
-        self.commits = list(membership.commits())
+        self._loop, self._journal, self._store = loop, journal, store
+        self._on_written, self._on_delayed = on_written, on_delayed
+        self._on_committing = on_committing
+        self.commits = list(commits)
         """Newest first; the newest may still wait for the store."""
-        self._writer = Writer(emit)
-        self._away = False
+        self._lane = loop.lane("records")
+        self._waiting: list[_Write] = []
+        self._busy = self._closed = self._away = self._fenced_off = False
 
     @property
     def last_step(self) -> int:
         """The newest committed step, 0 for none."""
         return max((commit.step for commit in self.commits), default=0)
 
+    @property
+    def away(self) -> bool:
+        """Whether the store does not answer."""
+        return self._away
+
     def put(self, label: str, value: Any, name: str, text: str) -> None:
         """Queues the write of one key; `label` and `value` name its answer."""
         change = Put(key=self._membership.key(f"m/{name}"), value=text.encode())
-        self._write(label, value, change)
+        self._write(_Write(label=label, value=value, change=change))
 
     def commit(self, commit: Commit) -> None:
         """Queues the write of a commit."""
         self.commits = [commit, *self.commits][:KEPT_COMMITS]
-        self._emit("committing", commit.step)
+        self._on_committing(commit.step)
         change = self._membership.commit_change(tuple(self.commits))
-        self._write("commit", commit, change)
+        write = _Write(label="commit", value=commit, change=change)
+        self._write(write)
+        if self._away:
+            self._on_delayed(write.label, write.value)
+        else:
+            self._loop.call_later(PATIENCE_S, self._late, write)
 
-    def _write(self, label: str, value: Any, change: Put) -> None:
-        view = self.view
-        self._writer.write(label, value, lambda: self._fenced(view, change))
+    def _late(self, write: _Write) -> None:
+        """A write has waited long enough; if it is not recorded the store is away."""
+        if write in self._waiting and not self._closed:
+            self._say_away(write.label)
+            self._on_delayed(write.label, write.value)
 
-    def _fenced(self, view: View, change: Put) -> bool:
-        """One write on the writer's thread, and the upkeep that it makes necessary."""
+    def _write(self, write: _Write) -> None:
+        busy = self._waiting[:1] if self._busy else []
+        replaceable = [it for it in self._waiting if it not in busy]
+        kept = [it for it in replaceable if it.label != write.label]
+        self._waiting = [*busy, *kept, write]
+        self._next()
+
+    def _next(self) -> None:
+        if self._busy or self._closed or self._fenced_off or not self._waiting:
+            return
+        self._busy, write, view = True, self._waiting[0], self.view
+
+        def work() -> bool:
+            return self._perform(view, write.change)
+
+        self._lane.submit(work, lambda outcome: self._done(write, view, outcome))
+
+    def _perform(self, view: View, change: Put) -> bool:
+        """One write, beside the loop, and the upkeep that it makes necessary."""
         upkeep = self._membership.upkeep
         try:
             allowed = self._membership.fenced(view, [change])
@@ -125,21 +135,47 @@ class Records:
         upkeep.wrote(len(change.value))
         return allowed
 
-    def answered(self, label: str) -> None:
-        """A write got through: the store is there."""
+    def _done(self, write: _Write, view: View, outcome: "Future[bool]") -> None:
+        if self._closed:
+            return
+        self._busy = False
+        error = outcome.exception()
+        if error is not None:
+            if not isinstance(error, StoreUnavailable):
+                raise error
+            self._say_away(write.label)
+            if write.label == "commit":
+                self._late(write)
+            self._loop.call_later(RETRY_S, self._next)
+            return
+        if not outcome.result():
+            self._fenced_off = view.term == self.view.term
+            self._next()
+            return
         if self._away:
             self._away = False
-            self._journal.say(f"the store answers again; {label} recorded")
+            self._journal.say(f"the store answers again; {write.label} recorded")
+        self._waiting.remove(write)
+        self._on_written(write.label, write.value)
+        self._next()
 
-    def delayed(self, label: str) -> None:
-        """The store does not answer; the write is tried again and again."""
-        if not self._away:
-            self._away = True
-            self._journal.say(
-                f"the store {self._store} does not answer; training goes on, "
-                f"the {label} waits (last commit: step {self._journal.last_commit})"
-            )
+    def _say_away(self, label: str) -> None:
+        if self._away:
+            return
+        self._away = True
+        self._journal.say(
+            f"the store {self._store} does not answer; training goes on, "
+            f"the {label} waits (last commit: step {self._journal.last_commit})"
+        )
+
+    def see(self, view: View) -> None:
+        """A newer view; what the fence of an older term refused is tried again."""
+        renewed, self.view = view.term != self.view.term, view
+        if renewed:
+            self._fenced_off = False
+            self._next()
 
     def close(self) -> None:
         """Ends the writing; what is queued may be lost."""
-        self._writer.close()
+        self._closed = True
+        self._lane.close()

@@ -1,0 +1,258 @@
+"""An agent's event loop: callables run one after the other, on one thread.
+
+What may take long runs on other threads and comes back as a `Future`: `aside` for one
+piece of work, a `Lane` for pieces that must keep their order. The longest calls are
+kept, because a loop that is blocked can neither renew its lease nor answer its leader.
+"""
+
+import heapq
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+KEPT_CALLS = 10
+"""So many of the longest calls are kept for the drill's record."""
+IDLE_S = 5.0
+"""A lane's thread ends when it had nothing to do for so long."""
+
+Work = Callable[[], Any]
+Then = Callable[["Future[Any]"], None]
+"""Takes the outcome of some work; `result()` returns it or raises its error."""
+
+
+class Lane(Protocol):
+    """Work of one kind, done in order and beside the loop."""
+
+    def submit(self, work: Work, then: Then) -> None:
+        """Has `work` done after what was submitted before; `then` runs on the loop."""
+        ...
+
+    def close(self) -> None:
+        """Drops what has not begun."""
+        ...
+
+
+class Loop(Protocol):
+    """What the parts of an agent ask of their event loop."""
+
+    def now(self) -> float:
+        """Seconds on the monotonic clock."""
+        ...
+
+    def wall(self) -> float:
+        """Seconds since the epoch."""
+        ...
+
+    def post(self, function: Callable[..., None], *args: Any) -> None:
+        """Has a function called on the loop soon; safe from any thread."""
+        ...
+
+    def call_later(
+        self, delay_s: float, function: Callable[..., None], *args: Any
+    ) -> None:
+        """Has a function called on the loop in `delay_s` seconds."""
+        ...
+
+    def aside(self, work: Work, then: Then | None = None) -> None:
+        """Has `work` done beside the loop, at once; `then` runs on the loop."""
+        ...
+
+    def lane(self, name: str) -> Lane:
+        """A new lane."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Call:
+    """One long call of the loop."""
+
+    seconds: float
+    at: float
+    """Wall-clock time at which it began."""
+    what: str
+
+
+class EventLoop:
+    """A `Loop` on threads. `run` owns the thread that calls it."""
+
+    def __init__(self) -> None:
+        """Runs nothing yet."""
+        self._posted: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]]]
+        self._posted = queue.Queue()
+        self._timers: list[
+            tuple[float, int, Callable[..., None], tuple[Any, ...]]
+        ] = []
+        self._order = itertools.count()
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._longest: list[Call] = []
+
+    def now(self) -> float:
+        """See `Loop.now`."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """See `Loop.wall`."""
+        return time.time()
+
+    def post(self, function: Callable[..., None], *args: Any) -> None:
+        """See `Loop.post`."""
+        self._posted.put((function, args))
+
+    def call_later(
+        self, delay_s: float, function: Callable[..., None], *args: Any
+    ) -> None:
+        """See `Loop.call_later`."""
+        entry = (self.now() + delay_s, next(self._order), function, args)
+        with self._lock:
+            heapq.heappush(self._timers, entry)
+
+    def aside(self, work: Work, then: Then | None = None) -> None:
+        """See `Loop.aside`."""
+        args = (work, then)
+        threading.Thread(target=self._do, args=args, daemon=True).start()
+
+    def _do(self, work: Work, then: Then | None) -> None:
+        future = outcome_of(work)
+        if then is not None:
+            self.post(then, future)
+        elif (error := future.exception()) is not None:
+            raise error
+
+    def lane(self, name: str) -> Lane:
+        """See `Loop.lane`."""
+        return ThreadLane(name, self.post)
+
+    @property
+    def longest(self) -> tuple[Call, ...]:
+        """The longest calls so far, the longest first."""
+        return tuple(sorted(self._longest, reverse=True))
+
+    def record(self) -> dict[str, Any]:
+        """The longest calls as plain values for a file."""
+        calls = [asdict(call) for call in self.longest]
+        return {"longest_call_s": calls[0]["seconds"] if calls else 0.0, "calls": calls}
+
+    def stop(self) -> None:
+        """Makes `run` return after the call under way; safe in a signal handler."""
+        self._stopped.set()
+        self._posted.put((_nothing, ()))
+
+    def run(self) -> None:
+        """Calls what is posted and due until `stop`.
+
+        What is due comes first: a queue that is never empty delays no deadline.
+        """
+        while not self._stopped.is_set():
+            due, wait_s = self._due()
+            if due is not None:
+                self._call(*due)
+                continue
+            try:
+                posted = self._posted.get(timeout=wait_s)
+            except queue.Empty:
+                continue
+            self._call(*posted)
+
+    def _due(
+        self,
+    ) -> tuple[tuple[Callable[..., None], tuple[Any, ...]] | None, float]:
+        """The timer that is due, if one is, and the seconds until the next."""
+        with self._lock:
+            if not self._timers:
+                return None, 1.0
+            wait_s = self._timers[0][0] - self.now()
+            if wait_s > 0:
+                return None, wait_s
+            _, _, function, args = heapq.heappop(self._timers)
+            return (function, args), 0.0
+
+    def _call(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+        at, begun = self.wall(), self.now()
+        try:
+            function(*args)
+        finally:
+            seconds = self.now() - begun
+            if len(self._longest) < KEPT_CALLS or seconds > self._longest[0].seconds:
+                self._keep(Call(seconds=seconds, at=at, what=_name(function, args)))
+
+    def _keep(self, call: Call) -> None:
+        heapq.heappush(self._longest, call)
+        if len(self._longest) > KEPT_CALLS:
+            heapq.heappop(self._longest)
+
+
+class ThreadLane:
+    """A `Lane` on a thread that exists while there is work."""
+
+    def __init__(self, name: str, post: Callable[..., None]) -> None:
+        """Has nothing to do."""
+        self._name, self._post = name, post
+        self._work: queue.Queue[tuple[Work, Then] | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._running = self._closed = False
+
+    def submit(self, work: Work, then: Then) -> None:
+        """See `Lane.submit`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._work.put((work, then))
+            if not self._running:
+                self._running = True
+                threading.Thread(
+                    target=self._run, name=self._name, daemon=True
+                ).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                entry = self._work.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._work.empty():
+                        self._running = False
+                        return
+                continue
+            if entry is None or self._closed:
+                return
+            work, then = entry
+            self._post(then, outcome_of(work))
+
+    def close(self) -> None:
+        """See `Lane.close`."""
+        with self._lock:
+            self._closed = True
+            self._work.put(None)
+
+
+def outcome_of(work: Work) -> "Future[Any]":
+    """Does some work and keeps what it returned or raised.
+
+    >>> outcome_of(lambda: 3).result()
+    3
+    >>> isinstance(outcome_of(lambda: 1 / 0).exception(), ZeroDivisionError)
+    True
+    """
+    future: Future[Any] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def _nothing() -> None:
+    """Wakes the loop."""
+
+
+def _name(function: Callable[..., None], args: tuple[Any, ...]) -> str:
+    """A function for people, with the kind of event if its first argument says one."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    kind = f" {args[0]}" if args and isinstance(args[0], str) else ""
+    return f"{name}{kind}"

@@ -1,0 +1,370 @@
+"""Control links between a job's agents: each host to the leader, the leader to hosts.
+
+Both ends send a sign of life; an end that hears nothing for as long as a lease gives
+the link up. So a host that stands still or is cut off is noticed, in either direction,
+whatever its kernel still acknowledges. What a lost link means is not decided here.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from dtft.checkpoint.wire import AuthenticationError
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.network import Closed, ControlChannel, Heard, Message, Network
+from dtft.elastic.roles import HostRecord
+
+logger = logging.getLogger(__name__)
+
+PROOF_TRIES = 40
+PROOF_PAUSE_S = 0.02
+"""A dying process closes its sockets one after another, so one try is too few."""
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+"""Between attempts to reach the leader."""
+
+
+class LeaderLink:
+    """A host's connection to whoever leads: at most one, to the newest leader."""
+
+    def __init__(
+        self,
+        me: Callable[[], HostRecord],
+        network: Network,
+        loop: Loop,
+        lease_s: float,
+        *,
+        on_order: Callable[[Message], None],
+        on_dead: Callable[[HostRecord], None],
+    ) -> None:
+        """Connects to nobody yet.
+
+        Args:
+            me: this host's record.
+            network: reaches other agents.
+            loop: of the agent.
+            lease_s: a leader that is silent for so long is called anew.
+            on_order: takes each order of the leader.
+            on_dead: called when the leader's port refuses connections.
+        """
+        self._me, self._network, self._loop, self._lease_s = me, network, loop, lease_s
+        self._on_order, self._on_dead = on_order, on_dead
+        self.term = 0
+        """Of the leader that is followed."""
+        self._leader: HostRecord | None = None
+        self._channel: ControlChannel | None = None
+        self._dialing = False
+        self._heard_at = self._beat_at = 0.0
+        self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
+
+    @property
+    def hears(self) -> bool:
+        """Whether the leader was heard lately."""
+        silent_s = self._loop.now() - self._heard_at
+        return self._channel is not None and silent_s < self._lease_s
+
+    def follow(self, term: int, leader: HostRecord) -> None:
+        """Follows the leader of a term; a link to another one is ended."""
+        known = self._leader
+        if known is None or _who(known) != _who(leader):
+            self._leave(term, leader)
+            self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
+        self.term, self._leader = term, leader
+        self._connect()
+
+    def _leave(self, term: int, leader: HostRecord) -> None:
+        """Ends the link to a former leader, which is told who leads now."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.post({"op": "moved", "term": term, "leader": leader.to_json()})
+            channel.close()
+
+    def _connect(self) -> None:
+        leader, now = self._leader, self._loop.now()
+        if leader is None or self._channel is not None or self._dialing:
+            return
+        if now < self._next_try:
+            return
+        self._dialing = True
+        me, term = self._me(), self.term
+        self._network.dial(
+            leader.address,
+            {
+                "op": "control",
+                "host": me.host,
+                "incarnation": me.incarnation,
+                "record": me.to_json(),
+                "term": term,
+            },
+            lambda outcome: self._opened(leader, outcome),
+            self._heard,
+            self._closed,
+        )
+
+    def _opened(self, leader: HostRecord, outcome: "Future[ControlChannel]") -> None:
+        self._dialing = False
+        error = outcome.exception()
+        wanted = self._leader is not None and _who(leader) == _who(self._leader)
+        if error is None and wanted:
+            self._channel = outcome.result()
+            self._heard_at = self._beat_at = self._loop.now()
+            self._pause_s = FIRST_PAUSE_S
+        elif error is None:
+            outcome.result().close()
+            self._connect()
+        else:
+            self._next_try = self._loop.now() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._say(leader, error)
+            if isinstance(error, ConnectionRefusedError) and wanted:
+                self._on_dead(leader)
+
+    def _say(self, leader: HostRecord, error: BaseException) -> None:
+        if isinstance(error, ConnectionRefusedError):
+            logger.warning("leader %s refuses connections: it is dead", leader.host)
+        elif isinstance(error, AuthenticationError):
+            logger.error("%s", error)
+        else:
+            logger.warning("cannot reach leader %s: %s", leader.host, error)
+
+    def _heard(self, channel: ControlChannel, message: Message) -> None:
+        if channel is not self._channel:
+            return
+        self._heard_at = self._loop.now()
+        if message["op"] != "beat":
+            self._on_order(message)
+
+    def _closed(self, channel: ControlChannel, reason: str) -> None:
+        if channel is self._channel:
+            logger.info("the link to the leader has ended: %s", reason)
+            self._channel = None
+            self._next_try = self._loop.now()
+            self._connect()
+
+    def refuse(self, reason: str) -> None:
+        """The leader sent what is no order: the connection ends."""
+        logger.error("an order is refused and the link closed: %s", reason)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        self._next_try = self._loop.now() + LONGEST_PAUSE_S
+
+    def tick(self, paused_s: float) -> None:
+        """Connects when it is due, and gives a silent leader's link up.
+
+        Args:
+            paused_s: for how long this process stood still just now.
+        """
+        now = self._loop.now()
+        self._heard_at += paused_s
+        if self._channel is not None and now - self._heard_at > self._lease_s:
+            channel, self._channel = self._channel, None
+            logger.warning("the leader was silent for %.0f s", self._lease_s)
+            channel.close()
+        if self._channel is not None and now - self._beat_at >= self._lease_s / 5:
+            self._beat_at = now
+            self._channel.post({"op": "beat"})
+        self._connect()
+
+    def send(self, message: Message) -> None:
+        """Sends a report; without a link it is lost, and its round with it."""
+        if self._channel is not None:
+            self._channel.post(message)
+
+    def close(self) -> None:
+        """Ends the link; the next `follow` makes another."""
+        channel, self._channel, self._leader = self._channel, None, None
+        if channel is not None:
+            channel.close()
+
+
+def _who(leader: HostRecord) -> tuple[str, str, str]:
+    """A link is to one agent process at one address."""
+    return leader.host, leader.incarnation.partition(".")[0], leader.address
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Follower:
+    channel: ControlChannel
+    record: HostRecord
+    heard_at: float
+
+
+class FollowerLinks:
+    """The other hosts' connections to this one; who leads hears them.
+
+    At most one for each host: a later one takes the place of an earlier.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        loop: Loop,
+        lease_s: float,
+        *,
+        on_connected: Callable[[HostRecord], None],
+        on_report: Callable[[str, Message], None],
+        on_lost: Callable[[HostRecord, str], None],
+        on_dead: Callable[[HostRecord], None],
+        on_moved: Callable[[int, HostRecord], None],
+    ) -> None:
+        """Knows nobody yet.
+
+        Args:
+            network: reaches other agents.
+            loop: of the agent.
+            lease_s: a host that is silent for so long is given up.
+            on_connected: called with the record of a host that has connected.
+            on_report: takes a host's name and its report.
+            on_lost: called with the reason when a link has ended.
+            on_dead: called when the port of a host whose link ended refuses.
+            on_moved: called with term and record of a newer leader that a host follows
+                now; this host may not see the store.
+        """
+        self._network, self._loop, self._lease_s = network, loop, lease_s
+        self._on_connected, self._on_report = on_connected, on_report
+        self._on_lost, self._on_dead, self._on_moved = on_lost, on_dead, on_moved
+        self._links: dict[str, _Follower] = {}
+        self._channels: dict[ControlChannel, _Follower] = {}
+        self._beat_at = 0.0
+
+    @property
+    def records(self) -> tuple[HostRecord, ...]:
+        """Of the hosts that are connected."""
+        return tuple(link.record for link in self._links.values())
+
+    def accept(
+        self, hello: Message, channel: ControlChannel
+    ) -> tuple[Heard, Closed] | None:
+        """A host calls.
+
+        Returns:
+            What hears it and learns of its end; None if the hello is not one.
+        """
+        try:
+            record = HostRecord.from_json(hello["record"])
+            named = hello["host"], hello["incarnation"]
+        except (KeyError, TypeError, ValueError):
+            logger.warning("%s sent a hello that is none", channel.address)
+            return None
+        if named != (record.host, record.incarnation):
+            logger.warning("%s sent a hello of two hosts", channel.address)
+            return None
+        self._connect(record, channel)
+        return self._heard, self._closed
+
+    def _connect(self, record: HostRecord, channel: ControlChannel) -> None:
+        old = self._links.get(record.host)
+        now = self._loop.now()
+        link = _Follower(channel=channel, record=record, heard_at=now)
+        self._links[record.host] = self._channels[channel] = link
+        if old is not None:
+            self._end(old)
+        self._on_connected(record)
+
+    def _end(self, link: _Follower) -> None:
+        """Closes a link, of which nothing is heard any more."""
+        if self._links.get(link.record.host) is link:
+            del self._links[link.record.host]
+        self._channels.pop(link.channel, None)
+        link.channel.close()
+
+    def _heard(self, channel: ControlChannel, message: Message) -> None:
+        link = self._channels.get(channel)
+        if link is None:
+            return
+        link.heard_at = self._loop.now()
+        op = message["op"]
+        if op == "moved":
+            self._moved(message)
+        elif op == "described":
+            self._described(link, message)
+        elif op != "beat":
+            self._on_report(link.record.host, message)
+
+    def _moved(self, message: Message) -> None:
+        try:
+            leader = HostRecord.from_json(message["leader"])
+            term = message["term"]
+        except (KeyError, TypeError, ValueError):
+            return
+        if type(term) is int:
+            self._on_moved(term, leader)
+
+    def _described(self, link: _Follower, message: Message) -> None:
+        """A host says something else of itself, or has another incarnation."""
+        try:
+            record = HostRecord.from_json(message["record"])
+        except (KeyError, TypeError, ValueError):
+            return
+        if record.host == link.record.host:
+            link.record = record
+            self._on_connected(record)
+
+    def _closed(self, channel: ControlChannel, reason: str) -> None:
+        link = self._channels.get(channel)
+        if link is None:
+            return
+        self._end(link)
+        self._on_lost(link.record, f"its connection ended: {reason}")
+        self._prove(link.record, PROOF_TRIES)
+
+    def _prove(self, record: HostRecord, tries: int) -> None:
+        """Tries a host's port until it refuses, or often enough to leave it alone."""
+        if record.host in self._links or not tries:
+            return
+
+        def answered(refused: bool) -> None:
+            if record.host in self._links:
+                return  # it is back already
+            if refused:
+                self._on_dead(record)
+            else:
+                again = (self._prove, record, tries - 1)
+                self._loop.call_later(PROOF_PAUSE_S, *again)
+
+        self._network.probe(record.address, answered)
+
+    def tick(self, paused_s: float) -> None:
+        """Sends signs of life, and gives up links of silent hosts.
+
+        Args:
+            paused_s: for how long this process stood still just now.
+        """
+        now = self._loop.now()
+        beats = now - self._beat_at >= self._lease_s / 5
+        self._beat_at = now if beats else self._beat_at
+        for link in list(self._links.values()):
+            link.heard_at += paused_s
+            if now - link.heard_at > self._lease_s:
+                self._end(link)
+                self._on_lost(link.record, f"silent for {self._lease_s:.0f} s")
+            elif beats:
+                link.channel.post({"op": "beat"})
+
+    def send(self, host: str, message: Message) -> None:
+        """Sends an order to a host; one that is not connected gets none."""
+        if (link := self._links.get(host)) is not None:
+            link.channel.post(message)
+
+    def drop(self, host: str) -> None:
+        """Ends the link to a host, which then calls anew."""
+        if (link := self._links.get(host)) is not None:
+            self._end(link)
+
+    def close(self) -> None:
+        """Ends every link: this host does not lead any more, or ends."""
+        for link in list(self._links.values()):
+            self._end(link)
+
+
+def described(record: HostRecord) -> Message:
+    """The message by which a host says something else of itself.
+
+    >>> record = HostRecord(
+    ...     host="a", address="", incarnation="x.1", joined_ns=0, pid=1)
+    >>> HostRecord.from_json(described(record)["record"]).host
+    'a'
+    """
+    return {"op": "described", "record": record.to_json()}
