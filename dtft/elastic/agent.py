@@ -1,126 +1,136 @@
 """One host's agent: an event loop between store, peers, leader and trainers.
 
-Owns the parts that have the host's connections and threads, and passes their events to
-`Follower` (this host's duties) and, while this host leads, to the `Leader` that
-`Leadership` has. Contains no decision of its own about the job. It must never import
-JAX: a JAX client aborts its process when the coordination service dies.
+Passes what happens to `Follower` (this host's duties) and, while this host leads, to
+the `Leader` that `Leadership` has. Contains no decision of its own about the job. It
+must never import JAX: a JAX client aborts its process when the coordination service
+dies.
 """
 
-import contextlib
+import dataclasses
 import logging
 import os
-import queue
 import secrets
-import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from dtft.checkpoint.board import Board
-from dtft.checkpoint.transport import Channel, Credentials, TransportServer
+from dtft.checkpoint.commit import Commit
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
-from dtft.elastic.entry import check_domain, check_job, refuse_taken_name
-from dtft.elastic.follower import Follower
-from dtft.elastic.host_memory import make_memory_directory
+from dtft.elastic.edges import Asked, Edges, local_edges
+from dtft.elastic.entry import check_domain, check_job, claims_of, refuse_taken_name
 from dtft.elastic.leader import Leader
 from dtft.elastic.leadership import Leadership
-from dtft.elastic.listening import listen
-from dtft.elastic.membership import Membership, View
-from dtft.elastic.peers import Peers
+from dtft.elastic.links import FollowerLinks, LeaderLink, described
+from dtft.elastic.membership import Membership
+from dtft.elastic.network import Message
+from dtft.elastic.orders import fault_of_order
 from dtft.elastic.roles import HostRecord
-from dtft.elastic.store import Store, StoreUnavailable
-from dtft.elastic.upward import Upward
+from dtft.elastic.scaling import AGAIN
+from dtft.elastic.store import Store
+from dtft.elastic.trainers import Trainers
+from dtft.elastic.view import View, process_of
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-
-FOLLOWER_EVENTS = {
-    "trainer_link": "trainer_linked",
-    "trainer": "trainer_says",
-    "trainer_exit": "trainer_exited",
-    "restored_memory": "restored_memory",
-    "assembled": "assembled",
-    "held": "held",
-    "exporter": "exporter_says",
-}
-LEADER_EVENTS = {
-    "report": "hears",
-    "written": "written",
-    "write_delayed": "delayed",
-    "coordinator": "coordinator_ready",
-}
-"""Events that go straight to a method of this host's follower or leader."""
+RANK_S = 0.02
+"""Hosts try to lead one after the other, so much apart, by name."""
 
 
 class Agent:
     """Runs until the job has a result, or this host is told to leave."""
 
-    leader_class: type[Leader] = Leader
-    follower_class: Callable[..., Follower] = Follower
+    def __init__(
+        self,
+        config: AgentConfig,
+        store: Store,
+        trainers: Trainers | None = None,
+        edges: Edges | None = None,
+    ) -> None:
+        """Opens this host's port; joins nothing yet.
 
-    def __init__(self, config: AgentConfig, store: Store) -> None:
-        """Creates this host's memory directory and listens; joins nothing yet."""
-        refuse_taken_name(store, config)
-        self._config, self._store = config, store
-        self._events: queue.Queue[tuple[Any, ...]] = queue.Queue()
-        self._incarnation = secrets.token_hex(8)
-        self._credentials = Credentials(
-            job=config.job, secret=config.secret, tls=config.tls
-        )
-        self._prepare_memory()
-        (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
-        self._board = Board(config.memory_directory / "board", create=True)
-        self._view = View()
-        self._upward = Upward(
-            config.host,
-            self._incarnation,
-            self._credentials,
-            config.timeouts.connect,
-            self._emit,
-        )
-        self._peers = Peers(self._emit)
-        self._follower = self.follower_class(
-            config, self._credentials, self._board, self._emit, self._report
-        )
-        self._server = self._listen()
-        self._record = self._describe()
-        self._membership = Membership(
-            store, config.job, self._record, config.timeouts.lease, self._emit
-        )
-        self._leadership = Leadership(
-            self.leader_class, config, self._membership, self._peers, self._emit
-        )
+        Args:
+            config: of this host.
+            store: of the job.
+            trainers: listen already; by default the agent starts its own.
+            edges: the world; by default this machine.
 
-    def _prepare_memory(self) -> None:
-        make_memory_directory(self._config.memory_directory)
-
-    def _listen(self) -> TransportServer:
-        """Opens the port; if that cannot be, no memory is left behind."""
+        Raises:
+            JobMismatch: a live host has the name.
+            ValueError: the arena directory is not there, or the port cannot be opened.
+        """
+        if edges is None:
+            refuse_taken_name(store, config)
+            edges = local_edges(config, store, trainers)
+        self._config, self._store, self._edges = config, store, edges
+        self._loop, lease_s = edges.loop, config.timeouts.lease
+        self._follower = edges.follower(self._emit, self._report)
+        self._links = FollowerLinks(
+            edges.network,
+            self._loop,
+            lease_s,
+            on_connected=self._host_connected,
+            on_report=self._host_reports,
+            on_lost=self._host_lost,
+            on_dead=self._host_dead,
+            on_moved=self._leader_moved,
+        )
+        asked = Asked(export=self._export_wanted, scale=self._scaling_wanted)
         try:
-            return listen(
-                *(self._config, self._credentials),
-                *(self._follower.inbox(), self._peers, self._emit),
+            self._server = edges.listen(
+                self._follower.inbox(), self._links.accept, asked
             )
         except ValueError:
             self._follower.close()
-            shutil.rmtree(self._config.memory_directory, ignore_errors=True)
+            edges.close()
             raise
+        self._membership = Membership(
+            store,
+            edges.mirrors,
+            config.job,
+            self._describe(),
+            lease_s,
+            self._loop,
+            on_view=self._see,
+            on_lapse=self._lapsed,
+            on_store=self._store_changed,
+        )
+        self._leader_link = LeaderLink(
+            lambda: self._membership.record,
+            edges.network,
+            self._loop,
+            lease_s,
+            on_order=self._obey_leader,
+            on_dead=self._leader_dead,
+        )
+        self._leadership = Leadership(
+            config.host,
+            self._membership,
+            self._loop,
+            lease_s,
+            self._make_leader,
+            on_begun=self._begin_to_lead,
+            on_ended=self._links.close,
+        )
+        self._service = edges.service()
+        self._hint: tuple[int, HostRecord] | None = None
+        """Term and record of a leader that a peer has told of."""
+        self._store_up = True
+        self._leaderless_since: float | None = None
+        self._isolated_since: float | None = None
+        self._ticked_at = 0.0
+        self._result = ""
 
     def _describe(self) -> HostRecord:
         """What the store is told of this host."""
         return HostRecord(
             host=self._config.host,
             address=self._server.address,
-            incarnation=self._incarnation,
-            joined_ns=time.time_ns(),
+            incarnation=secrets.token_hex(8),
+            joined_ns=int(self._loop.wall() * 1e9),
             pid=os.getpid(),
             domain=self._config.domain,
         )
-
-    def _emit(self, *event: Any) -> None:
-        self._events.put(event)
 
     # --------------------------------------------------------------------- run
 
@@ -137,69 +147,70 @@ class Agent:
         try:
             check_job(self._store, self._config)
             check_domain(self._store, self._config)
-            self._membership.start()
-            self._follower.warm()
-            return self._loop()
+            self.start()
+            self._loop.run()
+            return self._result
         finally:
-            self._close()
+            self.close()
+
+    def start(self) -> None:
+        """Registers this host and begins to take part.
+
+        Raises:
+            StoreUnavailable: the store cannot be reached.
+        """
+        self._membership.claims = claims_of(self._config)
+        self._membership.start()
+        self._follower.warm()
+        self._ticked_at = self._loop.now()
+        self._loop.call_later(TICK_S, self._tick)
 
     def leave(self) -> None:
         """Makes `run` return soon; safe in a signal handler."""
-        self._events.put(("leave",))
+        self._loop.stop()
 
-    def _loop(self) -> str:
-        next_tick = time.monotonic() + TICK_S
-        while True:
-            event: tuple[Any, ...] = ("tick",)
-            wait = next_tick - time.monotonic()
-            with contextlib.suppress(queue.Empty):
-                if wait > 0:  # a full queue must not keep deadlines from being seen
-                    event = self._events.get(timeout=wait)
-            if event[0] == "tick":
-                next_tick = time.monotonic() + TICK_S
-            if event[0] == "leave":
-                return ""
-            if event[0] == "view" and event[1].result is not None:
-                return event[1].result
-            try:
-                self._handle(*event)
-            except StoreUnavailable as error:
-                logger.warning("%s", error)
+    def _finish(self, result: str) -> None:
+        self._result = result
+        self._loop.stop()
 
-    def _handle(self, kind: str, *values: Any) -> None:
-        if kind in FOLLOWER_EVENTS:
-            getattr(self._follower, FOLLOWER_EVENTS[kind])(*values)
-        elif kind not in LEADER_EVENTS:
-            getattr(self, f"_on_{kind}")(*values)
-        elif (leader := self._leadership.leader) is not None:
-            getattr(leader, LEADER_EVENTS[kind])(*values)
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Ends every process, connection and registration of this host."""
         self._leadership.close()
+        self._service.close()
         self._follower.close()
-        self._membership.leave()
+        self._membership.close()
+        self._leader_link.close()
+        self._links.close()
         self._server.close()
-        self._upward.close()
-        self._peers.close()
-        self._board.close()
-        shutil.rmtree(self._config.memory_directory, ignore_errors=True)
+        self._edges.close()
 
-    # ---------------------------------------------------------------- the view
-
-    def _on_view(self, view: View) -> None:
-        self._view = view
-        me = self._config.host
-        if view.leader is None:
-            self._leadership.give_up()
-            self._membership.campaign()
-        elif view.leader == me and self._mine(view):
-            if self._leadership.take(view):
-                self._upward.close()
-        else:
-            self._leadership.give_up()
-            self._follow(view)
+    def _tick(self) -> None:
+        now = self._loop.now()
+        late_s = now - self._ticked_at - TICK_S
+        # What others said while this process stood still is still to be heard.
+        paused_s = late_s if late_s > self._config.timeouts.lease / 5 else 0.0
+        self._ticked_at = now
+        self._membership.tick()
+        self._links.tick(paused_s)
+        self._leader_link.tick(paused_s)
+        self._campaign_if_free()
+        self._follow()
         if (leader := self._leadership.leader) is not None:
-            leader.see(view)
+            leader.tick()
+            self._step_down_if_isolated(leader)
+        self._loop.call_later(TICK_S, self._tick)
+
+    # ---------------------------------------------------------------- the store
+
+    def _see(self, view: View) -> None:
+        """The store says something new."""
+        if view.result is not None:
+            self._finish(view.result)
+            return
+        self._leadership.see(view)
+        self._campaign_if_free()
+        self._follow()
+        self._follower.see(view.hosts.values())
         self._retire_if_replaced(view)
 
     def _retire_if_replaced(self, view: View) -> None:
@@ -210,100 +221,195 @@ class Agent:
         newer = view.assignment
         if newer is None or newer.epoch <= self._follower.epoch:
             return
-        if (
-            self._follower.epoch > (0, 0)
-            and self._incarnation not in newer.incarnations
-        ):
+        me = process_of(self._membership.record.incarnation)
+        members = {process_of(one) for one in newer.incarnations}
+        if self._follower.epoch > (0, 0) and me not in members:
             logger.warning("generation %d is without this host", newer.generation)
             self._follower.retire()
-            self._upward.close()  # connects anew, which offers it as a spare
 
-    def _mine(self, view: View) -> bool:
-        record = view.hosts.get(self._config.host)
-        return record is not None and record.incarnation == self._incarnation
+    def _lapsed(self) -> None:
+        """Others may have taken this host for dead: it says who it is now."""
+        self._tell_record()
 
-    def _on_deposed(self) -> None:
-        self._leadership.give_up()
+    def _tell_record(self) -> None:
+        self._leader_link.send(described(self._membership.record))
 
-    def _on_store(self, up: bool) -> None:
+    def describe(self, record: HostRecord) -> None:
+        """This host has something else to say of itself."""
+        self._membership.describe(record)
+        self._tell_record()
+
+    def _store_changed(self, up: bool) -> None:
+        self._store_up = up
         logger.warning("store is %s", "back" if up else "away")
 
-    def _on_tick(self) -> None:
-        if (leader := self._leadership.leader) is not None:
-            leader.tick()
-        elif self._leadership.pending:
-            self._on_view(self._view)
-        elif self._view.leader is None and self._view.hosts:
+    # ------------------------------------------------------------ who leads
+
+    def _campaign_if_free(self) -> None:
+        """Tries to lead where nobody does; hosts take turns, by name.
+
+        A leader whose lease ran out comes first, and a host that still hears it waits.
+        """
+        view, now, me = self._membership.view, self._loop.now(), self._config.host
+        if view.leader is not None or not view.hosts:
+            self._leaderless_since = None
+            return
+        if self._leaderless_since is None:
+            self._leaderless_since = now
+        if not self._leadership.may_campaign:
+            return
+        wait_s = 0.0
+        if self._leadership.leader is None:
+            rank = sum(host < me for host in view.hosts)
+            wait_s = min(rank * RANK_S, 1.0)
+            if self._leader_link.hears:
+                wait_s += self._config.timeouts.lease
+        if now >= self._leaderless_since + wait_s:
             self._membership.campaign()
-        else:
-            self._follow(self._view)
+
+    def _make_leader(self, view: View, commits: Sequence[Commit]) -> Leader:
+        return Leader(
+            self._config,
+            self._membership,
+            view,
+            commits,
+            self._loop,
+            self._order,
+            self._edges.journal(),
+            self._service,
+            self._edges.list_steps,
+            deposed=self._leadership.give_up,
+            committing=self._follower.committing,
+            ended=self._finish,
+        )
+
+    def _begin_to_lead(self) -> None:
+        leader = self._leadership.leader
+        assert leader is not None
+        self._leader_link.close()
+        self._isolated_since = None
+        for record in [self._membership.record, *self._links.records]:
+            leader.connected(record)
+
+    def _step_down_if_isolated(self, leader: Leader) -> None:
+        """Lets another host lead if too few hosts reach this one, though they live."""
+        needed = min(self._config.num_slots, len(leader.view.hosts))
+        if len(self._links.records) + 1 >= needed:
+            self._isolated_since = None
+            return
+        now = self._loop.now()
+        if self._isolated_since is None:
+            self._isolated_since = now
+        if now > self._isolated_since + 2 * self._config.timeouts.lease:
+            why = f"of {needed} hosts {len(self._links.records) + 1} reach this one"
+            self._leadership.let_go(leader.view, why)
+
+    def _leader_moved(self, term: int, record: HostRecord) -> None:
+        """A host that followed this one tells who leads now."""
+        if self._store_up or term <= self._membership.view.term:
+            return  # the store says so itself, or knows better
+        self._hint = term, record
+        self._leadership.give_up()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Keeps the link to the newest leader that is known."""
+        view = self._membership.view
+        if self._leadership.leader is not None:
+            return
+        term, leader = view.term, view.hosts.get(view.leader or "")
+        if self._hint is not None and self._hint[0] > view.term and not self._store_up:
+            term, leader = self._hint
+        if leader is not None and leader.host != self._config.host:
+            self._leader_link.follow(term, leader)
+
+    def _leader_dead(self, leader: HostRecord) -> None:
+        """The leader's port refuses connections, and all shall know."""
+        view = self._membership.view
+        if view.leader == leader.host:
+            self._membership.expel(view.leader_lease)
 
     # ------------------------------------------------------ towards the leader
 
-    def _on_leader_lost(self, channel: Channel) -> None:
-        self._upward.lost(channel)
-        self._follow(self._view)
-
-    def _follow(self, view: View) -> None:
-        """Connects to the leader; one that refuses is dead, and all shall know."""
-        leader = view.hosts.get(view.leader or "")
-        if leader is None or leader.host == self._config.host:
-            return
-        if not self._upward.connect(leader):
-            self._membership.expel_soon(leader.host, view.leader_lease)
-
     def _report(self, op: str, **fields: Any) -> None:
         """Sends a report of this host to whoever leads."""
+        message = {"op": op, **fields}
         if self._leadership.leader is not None:
-            self._emit("report", self._config.host, {"op": op, **fields})
+            self._loop.post(self._host_reports, self._config.host, message)
         else:
-            self._upward.send({"op": op, **fields})
+            self._leader_link.send(message)
 
-    def _on_order(self, channel: Channel, message: dict[str, Any]) -> None:
-        if self._upward.is_current(channel):
-            self._obey(message)
-
-    def _on_own_order(self, message: dict[str, Any]) -> None:
+    def _obey_leader(self, message: Message) -> None:
+        """An order of the leader; what is none ends the connection."""
+        fault = fault_of_order(message)
+        if fault is not None:
+            self._leader_link.refuse(fault)
+            return
         self._obey(message)
 
-    def _obey(self, message: dict[str, Any]) -> None:
-        op = message["op"]
-        fields = {key: value for key, value in message.items() if key != "op"}
-        if "ballot" in fields:
-            fields["ballot"] = tuple(fields["ballot"])
-        if op in ("prepare", "export"):
-            getattr(self._follower, op)(fields)
-        elif op in ("reform", "replicate", "release", "lend", "expect"):
-            getattr(self._follower, op)(**fields)
+    def _order(self, host: str, op: str, **fields: Any) -> None:
+        """Sends an order to a host, which may be this one."""
+        message = {"op": op, **fields}
+        if host == self._config.host:
+            self._loop.post(self._obey, message)
         else:
-            self._follower.pass_on(op, **fields)
+            self._links.send(host, message)
 
-    # --------------------------------------------------- from peers (as leader)
+    def _obey(self, message: Message) -> None:
+        if message["op"] == "ended":
+            self._finish(message["result"])
+        else:
+            self._follower.obey(message)
 
-    def _on_control(self, host: str, channel: Channel) -> None:
-        self._peers.connected(host, channel)
-        if (leader := self._leadership.leader) is not None:
-            leader.connected(host)
+    def _emit(self, kind: str, *values: Any) -> None:
+        """Something has happened on this host; from any thread."""
+        self._loop.post(self._happened, kind, *values)
 
-    def _on_control_lost(self, host: str, channel: Channel) -> None:
-        self._peers.lost(host, channel, self._view.hosts.get(host))
-
-    def _on_host_dead(self, record: HostRecord, channel: Channel) -> None:
-        if self._peers.replaced(record.host, channel):
-            return  # it is back already
-        known = self._view.hosts.get(record.host)
-        if known is not None and known.incarnation == record.incarnation:
-            self._membership.expel_soon(
-                record.host, self._view.leases.get(record.host, 0)
+    def _happened(self, kind: str, *values: Any) -> None:
+        if kind == "attachment":
+            index, ident = self._follower.attachment
+            record = self._membership.record
+            self.describe(
+                dataclasses.replace(record, process=index, attached_ns=ident)
             )
+        else:
+            self._follower.happened(kind, *values)
+
+    # --------------------------------------------------- from others (as leader)
+
+    def _with_leader(self, act: Callable[[Leader], None]) -> None:
         if (leader := self._leadership.leader) is not None:
-            leader.lost(record.host, "its connection closed, its port is dead")
+            act(leader)
 
-    def _on_export_wanted(self, answer: Answer) -> None:
-        self._leadership.export_wanted(answer)
+    def _host_connected(self, record: HostRecord) -> None:
+        self._with_leader(lambda leader: leader.connected(record))
 
-    def _on_scaling_wanted(self, replicas: int, answer: Answer) -> None:
-        self._leadership.scaling_wanted(replicas, answer)
+    def _host_reports(self, host: str, message: Message) -> None:
+        self._with_leader(lambda leader: leader.handle_report(host, message))
 
-    def _on_committing(self, step: int) -> None:
-        self._board.set("committing", step)
+    def _host_lost(self, record: HostRecord, why: str) -> None:
+        self._with_leader(lambda leader: leader.disconnected(record, why))
+
+    def _host_dead(self, record: HostRecord) -> None:
+        """A host's port refuses connections: its process is gone."""
+        view = self._membership.view
+        known = view.hosts.get(record.host)
+        if known is not None and known.address == record.address:
+            self._membership.expel(view.leases.get(record.host, 0))
+        why = "its connection closed, its port is dead"
+        self._with_leader(lambda leader: leader.lost(record.host, why))
+
+    def _export_wanted(self, answer: Answer) -> None:
+        if (leader := self._leadership.leader) is None:
+            text = f"{self._config.host} does not lead the job"
+            answer({"error": text, "moved": True})
+        else:
+            leader.export_wanted(answer)
+
+    def _scaling_wanted(self, replicas: int, answer: Answer) -> None:
+        if (leader := self._leadership.leader) is None:
+            answer({"error": AGAIN, "again": True})
+        else:
+            leader.scaling_wanted(replicas, answer)
+
+

@@ -1,25 +1,28 @@
 """Starts and ends the JAX coordination service beside the leading agent.
 
-One process for each formation, on a fresh port. Reports readiness as an event; what it
-is for is not known here.
+One process for each formation, on a fresh port. Reports readiness to whoever asked;
+what it is for is not known here. No process is waited for on the event loop.
 """
 
 import contextlib
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 
+from dtft.checkpoint.transport import format_address, parse_address
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.event_loop import Loop
 from dtft.elastic.processes import die_with_parent, free_port, open_log
+
+KILL_S = 10.0
 
 
 class Coordinator:
     """One coordination service that serves, and one that waits with imports done."""
 
-    def __init__(self, config: AgentConfig, emit: Callable[..., None]) -> None:
-        """Starts the waiting one; emits ("coordinator", ballot, address)."""
-        self._config, self._emit = config, emit
+    def __init__(self, config: AgentConfig, loop: Loop) -> None:
+        """Starts the waiting one."""
+        self._config, self._loop = config, loop
         self._serving: subprocess.Popen | None = None
         self._waiting = self._spawn()
 
@@ -35,69 +38,56 @@ class Coordinator:
                 preexec_fn=die_with_parent,
             )
 
-    def start(self, num_processes: int, ballot: tuple[int, int]) -> None:
-        """Has a service serve a world of `num_processes`."""
+    def start(self, num_processes: int, ready: Callable[[str], None]) -> None:
+        """Has a service serve a world of `num_processes`.
+
+        Args:
+            num_processes: trainers of the world.
+            ready: called with its address once it serves; never if it cannot.
+        """
         self.end()
-        host = self._config.bind.rsplit(":", 1)[0]
-        address = f"{host}:{free_port()}"
+        host, _ = parse_address(self._config.bind)
+        address = format_address(host, free_port())
         if self._waiting.poll() is not None:
-            _kill(self._waiting)
+            self._kill(self._waiting)
             self._waiting = self._spawn()
-        self._serving, self._waiting = self._waiting, self._spawn()
-        process = self._serving
-        assert process.stdin is not None
+        process, self._waiting = self._waiting, self._spawn()
+        self._serving = process
         heartbeat_s = self._config.timeouts.heartbeat
-        with contextlib.suppress(OSError):  # it just died: the formation times out
-            process.stdin.write(f"{address} {num_processes} {heartbeat_s}\n")
-            process.stdin.flush()
 
-        def wait() -> None:
-            assert process.stdout is not None
-            said = ""
-            with contextlib.suppress(ValueError):  # closed: it was ended before this
-                said = process.stdout.readline()
-            if said.strip() == "serving":
-                self._emit("coordinator", ballot, address)
-            process.wait()
+        def serve() -> bool:
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(f"{address} {num_processes} {heartbeat_s}\n")
+                process.stdin.flush()
+                return process.stdout.readline().strip() == "serving"
+            except (OSError, ValueError):  # it died, or was ended before this
+                return False
 
-        threading.Thread(target=wait, daemon=True).start()
+        self._loop.aside(
+            serve, lambda outcome: ready(address) if outcome.result() else None
+        )
 
     def end(self) -> None:
         """Ends the service at once; the trainers of its world abort."""
         process, self._serving = self._serving, None
         if process is not None:
-            _kill(process)
+            self._kill(process)
 
     def close(self) -> None:
         """Ends both processes."""
         self.end()
-        _kill(self._waiting)
+        self._kill(self._waiting)
 
+    def _kill(self, process: subprocess.Popen) -> None:
+        process.kill()
 
-class NoCoordinator:
-    """In place of `Coordinator` where the user's processes have a service already."""
+        def reap() -> None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible
+                process.wait(timeout=KILL_S)  # call: it ends when that does
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError, ValueError):
+                        pipe.close()
 
-    def __init__(self, config: AgentConfig, emit: Callable[..., None]) -> None:
-        """Starts nothing."""
-        del config
-        self._emit = emit
-
-    def start(self, num_processes: int, ballot: tuple[int, int]) -> None:
-        """It serves at once."""
-        del num_processes
-        self._emit("coordinator", ballot, "")
-
-    def end(self) -> None:
-        """Nothing runs."""
-
-    def close(self) -> None:
-        """Nothing runs."""
-
-
-def _kill(process: subprocess.Popen) -> None:
-    process.kill()
-    process.wait(timeout=10)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # what was not sent is lost with it
-                pipe.close()
+        self._loop.aside(reap)

@@ -54,12 +54,12 @@ class Demands:
 
 
 def serve_export(
-    channel: Channel, config: AgentConfig, emit: Callable[..., None]
+    channel: Channel, config: AgentConfig, ask: Callable[[Answer], None]
 ) -> None:
     """Has the leader asked for an export, and answers when it is over."""
     _asked(channel)
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
-    emit("export_wanted", answers.put)
+    ask(answers.put)
     limit_s = config.timeouts.export + config.timeouts.stage
     try:
         reply = answers.get(timeout=limit_s)

@@ -6,6 +6,8 @@ Also reads which steps storage holds (finished directories only). Decides nothin
 import contextlib
 import dataclasses
 import json
+import math
+import queue
 import threading
 import time
 from collections import deque
@@ -16,8 +18,8 @@ from dtft.elastic.recovery import RecoveryReport
 
 KEPT_EVENTS = 10_000
 """Events kept in memory while they cannot be written."""
-WAIT_S = 1.0
-"""So long is the file waited for; a disk that is well takes milliseconds."""
+HANGS_S = 1.0
+"""A file that takes longer is said to hang; a disk that is well takes milliseconds."""
 IDLE_S = 5.0
 """The thread that writes ends when there was nothing to write for so long."""
 
@@ -25,39 +27,55 @@ IDLE_S = 5.0
 class Journal:
     """The run's event log; appended to by whichever host leads.
 
-    A disk that is full, read-only or hangs holds up nothing: a thread writes, events
-    wait in memory, and what is said is still said.
+    Nobody waits for it: a thread writes, lines for people and events wait in memory
+    while stdout or the disk is full, read-only or hangs.
     """
 
     def __init__(self, run_directory: Path, host: str) -> None:
         """Events go to `events.jsonl` in the run directory."""
         self._path, self._host = run_directory / "events.jsonl", host
         self._waiting: deque[str] = deque(maxlen=KEPT_EVENTS)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._said: dict[str, str] = {}
-        self._changed = threading.Condition()
-        self._asked, self._done = 0, 0
-        self._running, self._hangs = False, False
-        self._torn = False
+        self._changed = threading.Condition(threading.RLock())
+        self._asked = self._done = 0
+        self._begun = math.inf
+        """Time at which the write under way began."""
+        self._running = self._hangs = self._torn = self._speaking = False
         self.last_commit = 0
 
     def say(self, text: str) -> None:
         """Prints one line for people, and records it."""
-        _tell(text)
+        self._tell(text)
         self.event("message", text=text)
 
+    def _tell(self, text: str) -> None:
+        """Prints beside the caller: whoever reads stdout may have stopped."""
+        with self._changed:
+            self._lines.put(text)
+            if not self._speaking:
+                self._speaking = True
+                threading.Thread(target=self._speak, daemon=True).start()
+
+    def _speak(self) -> None:
+        while True:
+            with self._changed:
+                if self._lines.empty():
+                    self._speaking = False
+                    self._changed.notify_all()
+                    return
+                text = self._lines.get()
+            with contextlib.suppress(OSError):  # stdout may be on a full disk
+                print(f"dtft: {text}", flush=True)
+
     def say_once(self, topic: str, text: str) -> None:
-        """Says what is new about a topic; "" is said by being silent."""
+        """Prints a topic's text when it changes; an empty text prints nothing."""
         if text and self._said.get(topic) != text:
             self.say(text)
         self._said[topic] = text
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Appends one event with the wall-clock time."""
-        self._note(kind, fields)
-        self._flush()
-
-    def _note(self, kind: str, fields: dict[str, Any]) -> None:
-        """Has the thread write one more event."""
+        """Appends one event with the wall-clock time; does not wait."""
         record = {"time": time.time(), "event": kind, "by": self._host, **fields}
         with self._changed:
             self._waiting.append(json.dumps(record) + "\n")
@@ -66,17 +84,16 @@ class Journal:
                 self._running = True
                 threading.Thread(target=self._run, daemon=True).start()
             self._changed.notify_all()
+            if time.monotonic() > self._begun + HANGS_S and not self._hangs:
+                self._hangs = True
+                self._tell(f"{self._path} hangs; training goes on, events wait")
 
-    def _flush(self) -> None:
-        """Waits until all is written; for a file that hangs only once."""
+    def close(self, limit_s: float = HANGS_S) -> None:
+        """Waits until all is written and printed, at most `limit_s` seconds."""
         with self._changed:
-            if self._hangs:
-                return
-            asked = self._asked
-            self._changed.wait_for(lambda: self._done >= asked, WAIT_S)
-            self._hangs = self._done < asked
-        if self._hangs:
-            _tell(f"{self._path} hangs; training goes on, events wait in memory")
+            self._changed.wait_for(
+                lambda: self._done >= self._asked and not self._speaking, limit_s
+            )
 
     def _run(self) -> None:
         """Writes what waits, whenever there is more; ends when there is nothing."""
@@ -87,6 +104,7 @@ class Journal:
                     self._running = False
                     return
                 asked, lines = self._asked, list(self._waiting)
+                self._begun = time.monotonic()
             # What follows a line that was torn by a full disk begins anew.
             error = self._append("\n" * self._torn + "".join(lines))
             with self._changed:
@@ -94,7 +112,7 @@ class Journal:
                     if self._waiting and self._waiting[0] is line:
                         self._waiting.popleft()
                 self._done, self._torn = asked, error is not None
-                self._hangs = False
+                self._begun, self._hangs = math.inf, False
                 self._changed.notify_all()
 
     def _append(self, text: str) -> OSError | None:
@@ -103,7 +121,7 @@ class Journal:
                 file.write(text)
         except OSError as error:
             if not self._torn:
-                _tell(
+                self._tell(
                     f"{self._path} cannot be written ({error.strerror}); training goes "
                     "on, events wait in memory. Free space there, or mount it for "
                     "writing"
@@ -112,26 +130,21 @@ class Journal:
         return None
 
     def committed(self, step: int, root: str) -> None:
-        """Remembers and records a commit, which waits for nothing.
+        """Remembers and records a commit.
 
         Args:
             step: of the commit.
             root: the digest over its slices.
         """
         self.last_commit = step
-        self._note("commit", {"step": step, "root": root})
+        self.event("commit", step=step, root=root)
 
     def recovery(self, report: RecoveryReport, detected: float, ended: float) -> None:
         """Prints the recovery line and records every figure."""
         fields = dataclasses.asdict(report)
         fields["steps_lost"] = report.steps_lost
         self.event("recovery", detected=detected, ended=ended, **fields)
-        _tell(report.line())
-
-
-def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):  # stdout may be a file on a full disk
-        print(f"dtft: {text}", flush=True)
+        self._tell(report.line())
 
 
 def read_events(run_directory: Path) -> list[dict[str, Any]]:

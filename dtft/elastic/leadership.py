@@ -1,27 +1,26 @@
 """The leadership of the job, as far as this host has it: a `Leader` per term, or none.
 
-A term begins with what the store has recorded. A host that has the leader key and
-cannot read that asks again and again, and lets go of the key after the time of a lease:
-nobody leads meanwhile. Begins and ends the leader's work, carries its orders, and
-answers people who ask a host that does not lead. Whether this host leads is read from
-the store by `Agent`; must not decide it, nor anything about the job.
+A term begins with what the store has recorded, which is read beside the event loop. A
+host that has the leader key and cannot read that asks again and again, and lets go of
+the key after the time of a lease: nobody leads meanwhile. A leader whose key ran out
+while nobody else led takes it again and goes on as if nothing had happened. Must not
+decide anything about the job.
 """
 
 import logging
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.demands import Answer
-from dtft.elastic.journal import Journal
+from dtft.checkpoint.commit import Commit
+from dtft.elastic.event_loop import Loop
 from dtft.elastic.leader import Leader
-from dtft.elastic.membership import Membership, View
-from dtft.elastic.peers import Peers
-from dtft.elastic.scaling import AGAIN
+from dtft.elastic.membership import Membership
 from dtft.elastic.store import StoreUnavailable
+from dtft.elastic.view import View
 
 logger = logging.getLogger(__name__)
+
+RETRY_S = 0.2
 
 
 class Leadership:
@@ -33,99 +32,103 @@ class Leadership:
 
     def __init__(
         self,
-        leader_class: type[Leader],
-        config: AgentConfig,
+        host: str,
         membership: Membership,
-        peers: Peers,
-        emit: Callable[..., None],
-        clock: Callable[[], float] = time.monotonic,
+        loop: Loop,
+        lease_s: float,
+        make_leader: Callable[[View, Sequence[Commit]], Leader],
+        *,
+        on_begun: Callable[[], None],
+        on_ended: Callable[[], None],
     ) -> None:
-        """Does not lead yet."""
-        self._leader_class, self._config = leader_class, config
-        self._membership, self._peers, self._emit = membership, peers, emit
-        self._clock = clock
-        self._let_go_at: float | None = None
-        """Set while this host has the key and does not lead yet."""
+        """Does not lead yet.
+
+        Args:
+            host: this one.
+            membership: of this host.
+            loop: of the agent.
+            lease_s: a host that cannot begin to lead for so long lets go of the key.
+            make_leader: a leader from the view and the commits at its beginning.
+            on_begun: called when a term has begun.
+            on_ended: called when this host does not lead any more.
+        """
+        self._host, self._membership, self._loop = host, membership, loop
+        self._lease_s, self._make_leader = lease_s, make_leader
+        self._on_begun, self._on_ended = on_begun, on_ended
+        self._lane = loop.lane("leadership")
+        self._taking = 0
+        """The term that this host has the key of, but does not lead yet."""
+        self._let_go_at = 0.0
         self._given_up = 0
         """The last term that this host has let go of."""
+        self._not_before = 0.0
         self.leader: Leader | None = None
 
     @property
-    def pending(self) -> bool:
-        """This host has the leader key, but could not begin to lead so far."""
-        return self._let_go_at is not None
+    def may_campaign(self) -> bool:
+        """Whether this host may try to lead: not soon after it let go of the key."""
+        return self._loop.now() >= self._not_before
 
-    def take(self, view: View) -> bool:
-        """The store says that this host leads: begins, or tries to.
-
-        Returns:
-            Whether a term has begun; False if it did before, or cannot yet.
-        """
+    def see(self, view: View) -> None:
+        """The store's view has changed: begins, goes on, or ends a term."""
+        leads = view.leader == self._host and view.term != self._given_up
         if self.leader is not None:
-            if self.leader.view.leader_revision == view.leader_revision:
-                return False
-            self.give_up()
-        if view.leader_revision == self._given_up:
-            return False
-        try:
-            self.leader = self._leader_class(
-                self._config,
-                self._membership,
-                view,
-                self._emit,
-                self._order,
-                Journal(self._config.run_directory, self._config.host),
-            )
-        except StoreUnavailable as error:
+            same_era = view.era == self.leader.view.era
+            if view.last_led not in ("", self._host) or not same_era:
+                self.give_up()
+        if self.leader is not None:
+            self.leader.see(view)
+        elif not leads:
+            self._taking = 0
+        elif self._taking != view.term:
+            self._taking = view.term
+            self._let_go_at = self._loop.now() + self._lease_s
+            self._read(view.term)
+
+    def _read(self, term: int) -> None:
+        self._lane.submit(
+            self._membership.commits, lambda outcome: self._begin(term, outcome)
+        )
+
+    def _begin(self, term: int, outcome: "Future[Sequence[Commit]]") -> None:
+        view = self._membership.view
+        if term != self._taking or view.term != term or self.leader is not None:
+            return
+        error = outcome.exception()
+        if isinstance(error, StoreUnavailable):
             self._wait(view, error)
-            return False
-        self._let_go_at = None
-        logger.info("leading, term %d", view.leader_revision)
-        for host in [self._config.host, *self._peers.hosts]:
-            self.leader.connected(host)
-        return True
+            return
+        self._taking = 0
+        self.leader = self._make_leader(view, outcome.result())
+        logger.info("leading, term %d", term)
+        self._on_begun()
 
     def _wait(self, view: View, error: StoreUnavailable) -> None:
         """Cannot lead yet; lets go of the key when that has lasted too long."""
-        if self._let_go_at is None:
-            self._let_go_at = self._clock() + self._config.timeouts.lease
-            logger.warning("cannot lead yet, trying again: %s", error)
-        elif self._clock() >= self._let_go_at:
-            logger.warning("letting go of the leader key: %s", error)
-            self._let_go_at, self._given_up = None, view.leader_revision
-            self._membership.let_go()
+        if self._loop.now() >= self._let_go_at:
+            self.let_go(view, str(error))
+            return
+        logger.warning("cannot lead yet, trying again: %s", error)
+        self._loop.call_later(RETRY_S, self._read, view.term)
+
+    def let_go(self, view: View, why: str) -> None:
+        """Lets another host lead, and does not campaign for three leases."""
+        logger.warning("letting go of the leader key: %s", why)
+        self._taking, self._given_up = 0, view.term
+        self._not_before = self._loop.now() + 3 * self._lease_s
+        self._membership.let_go(view)
+        self.give_up()
 
     def give_up(self) -> None:
         """Another host leads, or nobody."""
-        self._let_go_at = None
+        self._taking = 0
         if self.leader is not None:
             logger.warning("no longer leading")
-            self.close()
-
-    def _order(self, host: str, op: str, **fields: Any) -> None:
-        """Sends an order to a host, which may be this one."""
-        if host == self._config.host:
-            self._emit("own_order", {"op": op, **fields})
-        else:
-            self._peers.send(host, {"op": op, **fields})
-
-    def export_wanted(self, answer: Answer) -> None:
-        """Somebody wants the newest commit in storage."""
-        if self.leader is None:
-            text = f"{self._config.host} does not lead the job"
-            answer({"error": text, "moved": True})
-        else:
-            self.leader.export_wanted(answer)
-
-    def scaling_wanted(self, replicas: int, answer: Answer) -> None:
-        """Somebody wants another number of replicas."""
-        if self.leader is None:
-            answer({"error": AGAIN, "again": True})
-        else:
-            self.leader.scaling_wanted(replicas, answer)
+            self.leader.close()
+            self.leader = None
+            self._on_ended()
 
     def close(self) -> None:
         """Ends the leader's work, if there is any."""
-        if self.leader is not None:
-            self.leader.close()
-            self.leader = None
+        self._lane.close()
+        self.give_up()

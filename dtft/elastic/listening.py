@@ -4,29 +4,54 @@ One entry per kind of connection, each served on a thread of its own by the modu
 knows the kind. Must not know what is said on them.
 """
 
-from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
-from dtft.checkpoint.transport import Credentials, TransportServer
+from dtft.checkpoint.transport import Channel, Credentials, TransportServer
+from dtft.checkpoint.wire import WireError
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import serve_export
+from dtft.elastic.event_loop import Loop
 from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
 from dtft.elastic.inspection import serve_inspection
-from dtft.elastic.peers import Peers
+from dtft.elastic.network import Closed, Heard, TcpChannel
 from dtft.elastic.scaling import serve_scaling
+
+if TYPE_CHECKING:
+    from dtft.elastic.edges import Accept, Asked
+
+ACCEPT_S = 10.0
+"""An event loop that takes no new connection for so long leaves it to be made anew."""
 
 
 def listen(
     config: AgentConfig,
     credentials: Credentials,
     inbox: Inbox,
-    peers: Peers,
-    emit: Callable[..., None],
+    loop: Loop,
+    accept: "Accept",
+    asked: "Asked",
 ) -> TransportServer:
-    """Opens the port; `emit` takes what is asked of the event loop.
+    """Opens the port.
+
+    Args:
+        config: of this host's agent.
+        credentials: of the job.
+        inbox: answers pushes and fetches.
+        loop: of the agent.
+        accept: takes a control connection, on the loop.
+        asked: what people ask for, on the loop.
 
     Raises:
         ValueError: `config.bind` is not an address of this host.
     """
+
+    def export(channel: Channel) -> None:
+        serve_export(channel, config, lambda *it: loop.post(asked.export, *it))
+
+    def scale(channel: Channel) -> None:
+        serve_scaling(channel, lambda *it: loop.post(asked.scale, *it))
+
     try:
         return TransportServer(
             config.bind,
@@ -34,13 +59,36 @@ def listen(
             {
                 "push": lambda channel: serve_pushes(channel, inbox),
                 "fetch": lambda channel: serve_fetch(channel, inbox),
-                "control": peers.serve,
+                "control": lambda channel: _serve_control(channel, loop, accept),
                 "inspect": lambda channel: serve_inspection(channel, config, inbox),
-                "export": lambda channel: serve_export(channel, config, emit),
-                "scale": lambda channel: serve_scaling(channel, emit),
+                "export": export,
+                "scale": scale,
             },
         )
     except OSError as error:
         raise ValueError(
             f"--bind {config.bind}: {error.strerror}. Give an address of this host."
         ) from error
+
+
+def _serve_control(raw: Channel, loop: Loop, accept: "Accept") -> None:
+    """Hears one host until its connection ends.
+
+    Raises:
+        WireError: the peer does not say who it is.
+    """
+    channel = TcpChannel(raw)
+    taken: Future[tuple[Heard, Closed] | None] = Future()
+
+    def take() -> None:
+        taken.set_result(accept(raw.peer, channel))
+
+    loop.post(take)
+    try:
+        hearing = taken.result(ACCEPT_S)
+    except TimeoutError:
+        channel.close()
+        return
+    if hearing is None:
+        raise WireError(f"{raw.address} does not say which host it is")
+    channel.hear(loop, *hearing)

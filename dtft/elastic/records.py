@@ -72,6 +72,8 @@ class Records:
         """Newest first; the newest may still wait for the store."""
         self._lane = loop.lane("records")
         self._waiting: list[_Write] = []
+        self._told: _Write | None = None
+        """The last commit that was reported as delayed."""
         self._busy = self._closed = self._away = self._fenced_off = False
 
     @property
@@ -97,15 +99,17 @@ class Records:
         write = _Write(label="commit", value=commit, change=change)
         self._write(write)
         if self._away:
-            self._on_delayed(write.label, write.value)
+            self._late(write)
         else:
             self._loop.call_later(PATIENCE_S, self._late, write)
 
     def _late(self, write: _Write) -> None:
         """A write has waited long enough; if it is not recorded the store is away."""
-        if write in self._waiting and not self._closed:
-            self._say_away(write.label)
-            self._on_delayed(write.label, write.value)
+        if write not in self._waiting or write is self._told or self._closed:
+            return
+        self._told = write
+        self._say_away(write.label)
+        self._on_delayed(write.label, write.value)
 
     def _write(self, write: _Write) -> None:
         busy = self._waiting[:1] if self._busy else []

@@ -192,7 +192,7 @@ class Scaling:
         self._waiting.clear()
 
 
-def serve_scaling(channel: Channel, emit: Callable[..., None]) -> None:
+def serve_scaling(channel: Channel, ask: Callable[[int, Answer], None]) -> None:
     """Has the leader asked for another size, and answers when it is trained with."""
     request = _asked(channel)
     replicas, limit_s = request.get("replicas"), request.get("limit_s")
@@ -200,7 +200,7 @@ def serve_scaling(channel: Channel, emit: Callable[..., None]) -> None:
         channel.send({"error": "not a request for a size", "code": 2}, timeout_s=ASK_S)
         return
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
-    emit("scaling_wanted", replicas, answers.put)
+    ask(replicas, answers.put)
     try:
         reply = answers.get(timeout=max(0.0, min(float(limit_s), 86400.0)))
     except queue.Empty:

@@ -1,93 +1,95 @@
-"""Which steps storage holds, asked without waiting for storage longer than a moment.
+"""Which steps storage holds, asked without waiting for storage.
 
-A network file system that hangs must not hold up the leader: it is looked at on a
-thread, and while it does not answer its last answer counts. Must not know what is
+A network file system that hangs must not hold up the leader: it is looked at beside the
+event loop, and while it does not answer its last answer counts. Must not know what is
 decided from the answer.
 """
 
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 
+from dtft.elastic.event_loop import Loop
 from dtft.elastic.journal import steps_seen
 
-WAIT_S = 1.0
-"""How long the leader waits for an answer; healthy storage takes milliseconds."""
+PATIENCE_S = 1.0
+"""Storage that answers later is silent; healthy storage takes milliseconds."""
 
 
 class StorageWatch:
-    """One job's storage directory. Asked from one thread."""
+    """One job's storage directory. Used by the event loop."""
 
     def __init__(
         self,
         directory: Path,
+        loop: Loop,
         *,
         list_steps: Callable[[Path], Iterable[int]] = steps_seen,
-        wait_s: float = WAIT_S,
     ) -> None:
-        """Looks at nothing yet.
+        """Looks for the first time.
 
         Args:
             directory: the storage tier.
+            loop: of the agent.
             list_steps: says which steps a directory holds; may take for ever.
-            wait_s: how long it is waited for, in seconds.
         """
-        self._directory, self._list, self._wait_s = directory, list_steps, wait_s
-        self._changed = threading.Condition()
-        self._looking, self._known = False, frozenset[int]()
+        self._directory, self._loop, self._list = directory, loop, list_steps
+        self._known: frozenset[int] = frozenset()
         self._written: set[int] = set()
-        self._late, self._told = False, False
+        self._since: float | None = None
+        """When the question was asked that is not answered yet."""
+        self._told = False
+        self.look()
 
+    @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that storage holds now, or held when it last answered."""
-        with self._changed:
-            if not self._looking and not self._late:
-                self._looking = True
-                self._written.clear()
-                threading.Thread(target=self._look, daemon=True).start()
-                self._changed.wait_for(lambda: not self._looking, self._wait_s)
-            # An answer that came late counts once: the next would be late as well.
-            self._late = self._looking
-            return tuple(sorted(self._known))
+        """The steps that storage held when it last answered, and those written since."""
+        return tuple(sorted(self._known | self._written))
 
     @property
     def newest(self) -> int:
         """The newest of these steps, 0 for none."""
-        return max(self.steps(), default=0)
+        return max(self.steps, default=0)
 
     @property
     def silent(self) -> bool:
-        """Whether the last question is still unanswered."""
-        with self._changed:
-            return self._looking
+        """Whether a question is unanswered for longer than healthy storage takes."""
+        since = self._since
+        return since is not None and self._loop.now() >= since + PATIENCE_S
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last question is answered, or will not be in time."""
+        return self._since is None or self.silent
+
+    def look(self) -> None:
+        """Asks storage, unless an earlier question is still unanswered."""
+        if self._since is not None:
+            return
+        self._since = self._loop.now()
+        self._written.clear()
+        directory = self._directory
+        self._loop.aside(lambda: frozenset(self._list(directory)), self._looked)
+
+    def _looked(self, outcome: "Future[frozenset[int]]") -> None:
+        self._since = None
+        error = outcome.exception()
+        self._known = frozenset() if error is not None else outcome.result()
 
     def wrote(self, step: int) -> None:
         """Somebody has just written a step there."""
-        with self._changed:
-            self._written.add(step)
-            self._known |= {step}
+        self._written.add(step)
 
     def news(self) -> str | None:
         """A line for people when storage has stopped or begun to answer."""
-        with self._changed:
-            if self._looking == self._told:
-                return None
-            self._told = self._looking
-            if not self._told:
-                return f"storage {self._directory} answers again"
-            newest = max(self._known, default=0)
-            known = f"step {newest} was the newest seen" if newest else "none was seen"
-            return (
-                f"storage {self._directory} does not answer within {self._wait_s:g} s; "
-                f"training goes on, and of its steps {known}. See that its server is up"
-            )
-
-    def _look(self) -> None:
-        found: Iterable[int] = ()
-        try:
-            found = self._list(self._directory)
-        finally:
-            with self._changed:
-                self._known = frozenset(found) | self._written
-                self._looking = False
-                self._changed.notify_all()
+        if self.silent == self._told:
+            return None
+        self._told = self.silent
+        if not self._told:
+            return f"storage {self._directory} answers again"
+        newest = max(self._known, default=0)
+        known = f"step {newest} was the newest seen" if newest else "none was seen"
+        return (
+            f"storage {self._directory} does not answer within {PATIENCE_S:g} s; "
+            f"training goes on, and of its steps {known}. See that its server is up"
+        )

@@ -1,0 +1,161 @@
+"""What an agent's logic needs of the world, as one value.
+
+Time, threads, connections, the store's watches, files and processes come from here;
+`local_edges` makes the real ones. A simulation hands in its own, and runs the same
+agent, leader and follower.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dtft.checkpoint.board import Board
+from dtft.checkpoint.transport import Credentials
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.coordinator import Coordinator
+from dtft.elastic.demands import Answer
+from dtft.elastic.event_loop import EventLoop, Loop
+from dtft.elastic.follower import Follower, local_follower
+from dtft.elastic.host_memory import make_memory_directory
+from dtft.elastic.inbox import Inbox
+from dtft.elastic.journal import Journal, steps_seen
+from dtft.elastic.listening import listen
+from dtft.elastic.mirror import MirrorSource, ThreadMirrors
+from dtft.elastic.network import Closed, ControlChannel, Heard, Message, Network
+from dtft.elastic.network import TcpNetwork
+from dtft.elastic.store import Store
+from dtft.elastic.trainers import Trainers
+
+Accept = Callable[[Message, ControlChannel], tuple[Heard, Closed] | None]
+
+
+class Server(Protocol):
+    """The port of this host."""
+
+    @property
+    def address(self) -> str:
+        """host:port for peers."""
+        ...
+
+    def close(self) -> None:
+        """Ends every connection."""
+        ...
+
+
+class Service(Protocol):
+    """JAX's coordination service beside the leader."""
+
+    def start(self, num_processes: int, ready: Callable[[str], None]) -> None:
+        """Serves a new world; `ready` is called with its address."""
+        ...
+
+    def end(self) -> None:
+        """Ends the world that is served."""
+        ...
+
+    def close(self) -> None:
+        """Ends everything."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What people may ask a host for over its port."""
+
+    export: Callable[[Answer], None]
+    scale: Callable[[int, Answer], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edges:
+    """See the module's text."""
+
+    loop: Loop
+    mirrors: MirrorSource
+    network: Network
+    follower: Callable[[Callable[..., None], Callable[..., None]], Follower]
+    """Makes this host's follower from `emit` and `report`."""
+    listen: Callable[[Inbox, Accept, Asked], Server]
+    """Opens the port."""
+    journal: Callable[[], Journal]
+    service: Callable[[], Service]
+    list_steps: Callable[[Path], Iterable[int]]
+    """Which steps a storage directory holds."""
+    close: Callable[[], None]
+    """Frees what is left when the agent has ended."""
+
+
+class NoService:
+    """In place of a coordination service where users' processes have one already."""
+
+    def start(self, num_processes: int, ready: Callable[[str], None]) -> None:
+        """It serves at once."""
+        ready("")
+
+    def end(self) -> None:
+        """Nothing runs."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def local_edges(
+    config: AgentConfig, store: Store, trainers: Trainers | None = None
+) -> Edges:
+    """The edges of an agent on this machine.
+
+    Args:
+        config: of the agent.
+        store: of the job.
+        trainers: listen already, in memory that is there already; by default both are
+            made here.
+
+    Raises:
+        ValueError: the arena directory is not there.
+    """
+    if trainers is None:
+        make_memory_directory(config.memory_directory)
+    (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
+    loop = EventLoop()
+    credentials = Credentials(job=config.job, secret=config.secret, tls=config.tls)
+    board = Board(config.memory_directory / "board", create=True)
+
+    def follower(emit: Callable[..., None], report: Callable[..., None]) -> Follower:
+        return local_follower(
+            config, credentials, board, loop, emit, report, trainers
+        )
+
+    def close() -> None:
+        board.close()
+        shutil.rmtree(config.memory_directory, ignore_errors=True)
+        _write_record(config, loop)
+
+    return Edges(
+        loop=loop,
+        mirrors=ThreadMirrors(store),
+        network=TcpNetwork(loop, credentials, config.timeouts.connect),
+        follower=follower,
+        listen=lambda inbox, accept, asked: listen(
+            config, credentials, inbox, loop, accept, asked
+        ),
+        journal=lambda: Journal(config.run_directory, config.host),
+        service=(
+            (lambda: Coordinator(config, loop))
+            if config.seats.has_coordination_service
+            else NoService
+        ),
+        list_steps=steps_seen,
+        close=close,
+    )
+
+
+def _write_record(config: AgentConfig, loop: EventLoop) -> None:
+    """Leaves the loop's longest calls in the run directory, for drills."""
+    record: dict[str, Any] = {"host": config.host, **loop.record()}
+    path = config.run_directory / f"loop-{config.host}.json"
+    with contextlib.suppress(OSError):
+        path.write_text(json.dumps(record) + "\n")
