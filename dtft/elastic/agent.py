@@ -7,13 +7,13 @@ JAX: a JAX client aborts its process when the coordination service dies.
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
 import secrets
 import shutil
 import time
-from collections.abc import Callable
 from typing import Any
 
 from dtft.checkpoint.board import Board
@@ -30,6 +30,7 @@ from dtft.elastic.membership import Membership, View
 from dtft.elastic.peers import Peers
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import Store, StoreUnavailable
+from dtft.elastic.trainers import Trainers
 from dtft.elastic.upward import Upward
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 
 FOLLOWER_EVENTS = {
-    "trainer_link": "trainer_linked",
     "trainer": "trainer_says",
     "trainer_exit": "trainer_exited",
     "restored_memory": "restored_memory",
@@ -57,11 +57,17 @@ LEADER_EVENTS = {
 class Agent:
     """Runs until the job has a result, or this host is told to leave."""
 
-    leader_class: type[Leader] = Leader
-    follower_class: Callable[..., Follower] = Follower
+    def __init__(
+        self, config: AgentConfig, store: Store, trainers: Trainers | None = None
+    ) -> None:
+        """Creates this host's memory directory and listens; joins nothing yet.
 
-    def __init__(self, config: AgentConfig, store: Store) -> None:
-        """Creates this host's memory directory and listens; joins nothing yet."""
+        Args:
+            config: of this host.
+            store: of the job.
+            trainers: listen in this host's memory directory already; by default the
+                directory is made, and this host starts its own.
+        """
         refuse_taken_name(store, config)
         self._config, self._store = config, store
         self._events: queue.Queue[tuple[Any, ...]] = queue.Queue()
@@ -69,7 +75,8 @@ class Agent:
         self._credentials = Credentials(
             job=config.job, secret=config.secret, tls=config.tls
         )
-        self._prepare_memory()
+        if trainers is None:
+            make_memory_directory(config.memory_directory)
         (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
         self._board = Board(config.memory_directory / "board", create=True)
         self._view = View()
@@ -81,8 +88,9 @@ class Agent:
             self._emit,
         )
         self._peers = Peers(self._emit)
-        self._follower = self.follower_class(
-            config, self._credentials, self._board, self._emit, self._report
+        self._follower = Follower(
+            *(config, self._credentials, self._board, self._emit, self._report),
+            trainers,
         )
         self._server = self._listen()
         self._record = self._describe()
@@ -90,11 +98,8 @@ class Agent:
             store, config.job, self._record, config.timeouts.lease, self._emit
         )
         self._leadership = Leadership(
-            self.leader_class, config, self._membership, self._peers, self._emit
+            Leader, config, self._membership, self._peers, self._emit
         )
-
-    def _prepare_memory(self) -> None:
-        make_memory_directory(self._config.memory_directory)
 
     def _listen(self) -> TransportServer:
         """Opens the port; if that cannot be, no memory is left behind."""
@@ -201,6 +206,15 @@ class Agent:
         if (leader := self._leadership.leader) is not None:
             leader.see(view)
         self._retire_if_replaced(view)
+        self._follower.see(view.hosts.values())
+
+    def _on_attachment(self) -> None:
+        """A user's process has attached or gone; the store tells whoever leads."""
+        index, ident = self._follower.attachment
+        self._record = dataclasses.replace(
+            self._record, process=index, attached_ns=ident
+        )
+        self._membership.describe(self._record)
 
     def _retire_if_replaced(self, view: View) -> None:
         """Stands down when a newer generation does without this host.

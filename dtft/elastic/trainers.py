@@ -1,15 +1,17 @@
 """The trainers of one host: who they are, what they say, and how they are let go.
 
 A trainer attaches over the agent's Unix socket. It is either a process that this agent
-has started (`Command`), or one of the user's own, which an agent takes if it may
-(`Admission`). The first is killed when it is let go, the second is told why. Nothing
-here waits for a trainer: what is sent goes through a queue of each, and a process that
-does not end after SIGKILL is given up. Must not know the leader, copies, steps or JAX.
+has started (`Command`), or one of the user's own, which is taken unless there is an
+objection (`served.Admission`). The first is killed when it is let go, the second is
+told why. Nothing here waits for a trainer: what is sent goes through a queue of each,
+and a process that does not end after SIGKILL is given up. Must not know the leader,
+copies, steps or JAX.
 """
 
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dtft.checkpoint.attach import ATTACHED, SOCKET, VARIABLE
 from dtft.checkpoint.link import Link, LinkClosed, NotReading, Outbox, listen, serve
@@ -27,7 +29,7 @@ from dtft.elastic.processes import die_with_parent, open_log, process_state
 logger = logging.getLogger(__name__)
 
 SEND_S = 5
-"""A trainer that reads nothing for so long is let go; one that was started is killed."""
+"""A trainer that reads nothing for so long is let go, or killed."""
 KILL_S = 10.0
 """A process that runs so long after SIGKILL is given up: nothing waits for it more."""
 ABSENT = -1
@@ -69,7 +71,7 @@ class Command:
             )
 
 
-Admission = Callable[[Mapping[str, Any]], str | None]
+Objection = Callable[[Mapping[str, Any]], str | None]
 """Why a process of the user's own is not taken, from what it says; None if it is."""
 
 
@@ -120,7 +122,7 @@ class Trainers:
         host: str,
         deadline_s: float,
         command: Command | None = None,
-        admission: Admission = _nobody,
+        objection: Objection = _nobody,
     ) -> None:
         """Listens at `socket_path`; starts nothing yet.
 
@@ -130,16 +132,18 @@ class Trainers:
             host: name of this host.
             deadline_s: how long a trainer may wait for the others.
             command: starts trainers; without one, the user does.
-            admission: of processes that were not started here.
+            objection: to processes that were not started here.
         """
         self.path, self._job, self._host = socket_path, job, host
         self._deadline_s, self._command = deadline_s, command
-        self._admission = admission
+        self._objection = objection
         self._lock = threading.RLock()
         self._known: dict[int, Trainer] = {}
         """All that have not ended, by ident."""
-        self._active: Trainer | None = None
-        """Of the formation."""
+        self._trainer: Trainer | None = None
+        """Of the formation, until it ends."""
+        self._active = 0
+        """Its ident, until its end was asked for by `exited`."""
         self._waiting: Trainer | None = None
         self._dying: set[int] = set()
         """Killed, and neither ended nor given up: none is told its slot meanwhile."""
@@ -175,15 +179,13 @@ class Trainers:
 
     @property
     def _attached(self) -> Trainer | None:
-        for found in (self._active, self._waiting):
-            if found is not None and found.process is None:
-                return found
-        return None
+        found = self._trainer or self._waiting
+        return found if found is not None and found.process is None else None
 
     @property
     def _next(self) -> Trainer | None:
-        active = self._active
-        return active if active is not None and not active.given else self._waiting
+        trainer = self._trainer
+        return trainer if trainer is not None and not trainer.given else self._waiting
 
     # --------------------------------------------------------------- attaching
 
@@ -219,7 +221,7 @@ class Trainers:
         """Takes a process, or tells it why not."""
         pid = message["pid"]
         started = self._started(pid)
-        error = None if started else self._admission(message)
+        error = None if started else self._objection(message)
         with self._lock:
             taken = error is None and started is None and self._attached is not None
             if taken:
@@ -269,7 +271,8 @@ class Trainers:
         trainer.link.close()  # a user's process is told of by the thread that hears it
         if trainer.process is not None and isinstance(error, NotReading):
             logger.warning("trainer %d read nothing for %d s", trainer.pid, SEND_S)
-            trainer.process.kill()
+            with self._lock:
+                self._kill(trainer, trainer.process)
 
     # ---------------------------------------------------------------- beginning
 
@@ -300,10 +303,9 @@ class Trainers:
             trainer = self._next
             if trainer is None and self._command is not None:
                 trainer = self._spawn(self._command)
-            self._waiting = None if trainer is self._waiting else self._waiting
-            self._active = trainer
+            self._trainer, self._waiting = trainer, None
+            self._active = ABSENT if trainer is None else trainer.ident
             if trainer is None:
-                self._active = Trainer(ident=ABSENT, pid=0)
                 self._tell("trainer_exit", ABSENT, 0)
             elif trainer.process is not None:
                 trainer.start, trainer.given = message, True
@@ -322,17 +324,17 @@ class Trainers:
     def formed(self, **fields: Any) -> None:
         """Tells the user's process what can be restored: it goes on."""
         with self._lock:
-            if self._active is not None:
-                self._active.given = True
-                self._active.send("formed", fields)
+            if self._trainer is not None:
+                self._trainer.given = True
+                self._trainer.send("formed", fields)
 
     def is_active(self, ident: int) -> bool:
         """Whether this is the trainer of the present formation."""
-        return self._active is not None and self._active.ident == ident
+        return ident == self._active != 0
 
     def send(self, op: str, **fields: Any) -> None:
         """Sends to the trainer of the formation, if it has attached."""
-        if (trainer := self._active) is not None:
+        if (trainer := self._trainer) is not None:
             trainer.send(op, fields)
 
     def note(self, text: str) -> None:
@@ -350,32 +352,26 @@ class Trainers:
         self._ended(trainer, code)
 
     def _ended(self, trainer: Trainer, code: int) -> None:
+        """Forgets one at once: who attaches next need not wait for events."""
         with self._lock:
-            self._known.pop(trainer.ident, None)
-            self._buried(trainer)
-            if trainer is self._attached:
-                self._forget(trainer)
+            if self._known.pop(trainer.ident, None) is None:
+                return  # it was given up before
+            self._dying.discard(trainer.ident)
+            was_attached = trainer is self._attached
+            self._waiting = None if trainer is self._waiting else self._waiting
+            self._trainer = None if trainer is self._trainer else self._trainer
+            if was_attached:
+                self._tell("attachment")
+            if self._trainer is not None:
+                self._begin(self._trainer)
             self._tell("trainer_exit", trainer.ident, code)
 
-    def _forget(self, trainer: Trainer) -> None:
-        """The agent is free, at once: who attaches next need not wait for events."""
-        if trainer is self._waiting:
-            self._waiting = None
-        elif trainer is self._active:
-            # Its exit is still to be asked for, see `exited`.
-            self._active = Trainer(ident=trainer.ident, pid=0, process=_GONE)
-        self._tell("attachment")
-
-    def exited(self, ident: int) -> Literal["active", "standby", "ended"]:
-        """A trainer has ended; says what it was until now."""
+    def exited(self, ident: int) -> bool:
+        """A trainer has ended; says whether it was the formation's until now."""
         with self._lock:
-            if self._active is not None and self._active.ident == ident:
-                self._active = None
-                return "active"
-            if self._waiting is not None and self._waiting.ident == ident:
-                self._waiting = None
-                return "standby"
-            return "ended"
+            was_active = self.is_active(ident)
+            self._active = 0 if was_active else self._active
+            return was_active
 
     def let_go(self, reason: str = "", *, waiting: bool = False) -> None:
         """Ends the trainer of the formation; one that was told nothing yet waits again.
@@ -385,13 +381,13 @@ class Trainers:
             waiting: let go of one that waits, too.
         """
         with self._lock:
-            active, self._active = self._active, None
-            if active is not None and not active.given and active.ident != ABSENT:
-                self._waiting = active
-            elif active is not None:
-                self._dismiss(active, reason)
-            if waiting and (trainer := self._waiting) is not None:
-                self._waiting = None
+            trainer, self._trainer, self._active = self._trainer, None, 0
+            if trainer is not None and trainer.given:
+                self._dismiss(trainer, reason)
+            elif trainer is not None:
+                self._waiting = trainer
+            if waiting and self._waiting is not None:
+                trainer, self._waiting = self._waiting, None
                 self._dismiss(trainer, reason)
 
     def _dismiss(self, trainer: Trainer, reason: str) -> None:
@@ -405,7 +401,8 @@ class Trainers:
 
     def _kill(self, trainer: Trainer, process: subprocess.Popen) -> None:
         process.kill()
-        if trainer.ident in self._known:
+        trainer.start = None
+        if trainer.ident in self._known and trainer.ident not in self._dying:
             self._dying.add(trainer.ident)
             threading.Thread(target=self._bury, args=(trainer,), daemon=True).start()
 
@@ -419,14 +416,7 @@ class Trainers:
             "memory stays taken until the machine lets go of it.",
             *(trainer.pid, self._host, KILL_S, process_state(trainer.pid)),
         )
-        with self._lock:
-            self._buried(trainer)
-            self._tell("trainer_exit", trainer.ident, ABSENT)
-
-    def _buried(self, trainer: Trainer) -> None:
-        self._dying.discard(trainer.ident)
-        if self._active is not None:
-            self._begin(self._active)
+        self._ended(trainer, -signal.SIGKILL)
 
     def _farewell(self, reason: str) -> str:
         return (
