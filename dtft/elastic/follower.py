@@ -4,7 +4,8 @@ Has the trainer begin and end, keeps the copies, replicates, restores and export
 user's process (`SeatPolicy.attached`) decides when it saves and restores: it learns the
 step on offer at once, tells its layout at its first save, and asks for what it wants.
 All methods run on the agent's event loop; what takes long runs on threads that answer
-with events. Decides nothing about the job: which slot, which step and which peers are told.
+with events. Decides nothing about the job: which slot, which step and which peers are
+told.
 """
 
 import functools

@@ -27,7 +27,7 @@ link = Link.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), 5.0)
 hello(link, {})
 start = link.receive()
 link.send("running", slot=start["slot"])
-{after}
+time.sleep(60)
 """
 
 
@@ -36,35 +36,25 @@ def events() -> Events:
     return queue.Queue()
 
 
-class Pool:
-    """The trainers of one host, whose script does `after` once it has its slot."""
-
-    def __init__(self, directory: Path, events: Events) -> None:
-        self._directory, self._events = directory, events
-        self.trainers: Trainers | None = None
-
-    def __call__(self, after: str = "time.sleep(60)") -> Trainers:
-        command = sys.executable, "-c", TRAINER.format(after=after)
-        settings = {"trainer_command": command, "arena_directory": self._directory}
-        config = agent_config(self._directory, "a", **settings)
-        config.memory_directory.mkdir()
-        self.trainers = made = Trainers(
-            config.memory_directory / SOCKET,
-            job="j",
-            host="a",
-            deadline_s=5.0,
-            command=Command.of(config),
-        )
-        made.bind(lambda *event: self._events.put(event))
-        return made
-
-
 @pytest.fixture
-def pool(tmp_path: Path, events: Events) -> Iterator[Pool]:
-    made = Pool(tmp_path, events)
+def trainers(
+    tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Trainers]:
+    """Those of one host, which tell that they have their slot and then sleep."""
+    monkeypatch.setattr(module, "SEND_S", 1)
+    command = {"trainer_command": (sys.executable, "-c", TRAINER)}
+    config = agent_config(tmp_path, "a", arena_directory=tmp_path, **command)
+    config.memory_directory.mkdir()
+    made = Trainers(
+        config.memory_directory / SOCKET,
+        job="j",
+        host="a",
+        deadline_s=5.0,
+        command=Command.of(config),
+    )
+    made.bind(lambda *event: events.put(event))
     yield made
-    assert made.trainers is not None
-    made.trainers.close()
+    made.close()
 
 
 def started(trainers: Trainers, slot: int) -> Trainer:
@@ -74,9 +64,8 @@ def started(trainers: Trainers, slot: int) -> Trainer:
 
 
 def test_a_standby_that_was_started_before_has_the_slot(
-    pool: Pool, events: Events
+    trainers: Trainers, events: Events
 ) -> None:
-    trainers = pool()
     trainers.ensure_standby()
     ident = trainers.waiting
     wait_until(lambda: trainers._known[ident].outbox is not None)
@@ -91,9 +80,8 @@ def test_a_standby_that_was_started_before_has_the_slot(
 
 @pytest.mark.parametrize("linked_first", [True, False])
 def test_one_that_dies_as_it_is_given_its_slot_is_found_by_its_exit(
-    pool: Pool, events: Events, linked_first: bool
+    trainers: Trainers, events: Events, linked_first: bool
 ) -> None:
-    trainers = pool()
     trainers.ensure_standby()
     ident = trainers.waiting
     if linked_first:
@@ -108,13 +96,12 @@ def test_one_that_dies_as_it_is_given_its_slot_is_found_by_its_exit(
 
 
 def test_a_process_that_does_not_die_is_given_up_by_name_and_replaced(
-    pool: Pool,
+    trainers: Trainers,
     events: Events,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(module, "KILL_S", 1.0)
-    trainers = pool()
     first = started(trainers, 0)
     assert events.get(timeout=20)[0] == "trainer"
     assert first.process is not None
@@ -140,11 +127,9 @@ def test_a_process_that_does_not_die_is_given_up_by_name_and_replaced(
 
 
 def test_a_slot_is_told_only_when_the_trainer_before_has_gone(
-    pool: Pool, events: Events
+    trainers: Trainers, events: Events
 ) -> None:
-    trainers = pool()
     for slot in range(3):
-        begun = time.monotonic()
         trainer = started(trainers, slot)
         trainers.ensure_standby()
         assert events.get(timeout=20)[1:] == (
@@ -158,10 +143,8 @@ def test_a_slot_is_told_only_when_the_trainer_before_has_gone(
 
 
 def test_a_trainer_that_does_not_read_is_killed_and_nobody_waits_for_it(
-    pool: Pool, events: Events, monkeypatch: pytest.MonkeyPatch
+    trainers: Trainers, events: Events
 ) -> None:
-    monkeypatch.setattr(module, "SEND_S", 1)
-    trainers = pool()
     trainer = started(trainers, 0)
     assert events.get(timeout=20)[0] == "trainer"
     begun = time.monotonic()
@@ -172,15 +155,16 @@ def test_a_trainer_that_does_not_read_is_killed_and_nobody_waits_for_it(
     assert trainers.exited(trainer.ident)
 
 
-def test_a_process_of_others_is_not_taken(pool: Pool, tmp_path: Path) -> None:
-    path = pool().path
+def test_a_process_of_others_is_not_taken(trainers: Trainers) -> None:
+    path = trainers.path
     assert ask(path) is None
     with pytest.raises(NoAgent, match="does not take processes of others"):
         attach(str(path), {"process": 0, "terms": {}})
 
 
-def test_what_was_started_ends_with_its_agent(pool: Pool, events: Events) -> None:
-    trainers = pool()
+def test_what_was_started_ends_with_its_agent(
+    trainers: Trainers, events: Events
+) -> None:
     trainers.ensure_standby()
     active = started(trainers, 0)
     trainers.ensure_standby()
