@@ -1,7 +1,9 @@
-"""How a user's process finds the agent of its host and attaches to it.
+"""How a trainer attaches to the agent of its host, and how a user's process finds one.
 
 One exchange over the agent's Unix socket, before the first message of the memory tier
-itself (`link.py` carries both). Decides which agent; must not know arrays or steps.
+itself (`link.py` carries both). A trainer that the agent has started names itself by
+its process id (`hello`); a user's process says what the job must agree on, too
+(`attach`). Decides which agent; must not know arrays or steps.
 """
 
 import os
@@ -19,6 +21,8 @@ SOCKET = "agent.sock"
 VARIABLE = "DTFT_AGENT_SOCKET"
 TAKEN_S = 2.0
 """The former process of an agent may just have ended: so long it is asked again."""
+ATTACHED = "attached"
+"""The answer of an agent that takes a process; `refused` is the other."""
 ANSWER_S = 10.0
 """An agent answers at once; one that does not has hung."""
 
@@ -72,7 +76,7 @@ def attach(given: str | None, terms: Mapping[str, Any]) -> Attached:
         link.close()
         time.sleep(0.1)
         link, answer = _ask_in(path, terms)
-    if answer["op"] != "attached":
+    if answer["op"] != ATTACHED:
         link.close()
         raise NoAgent(str(answer.get("error", answer)))
     return Attached(
@@ -98,13 +102,33 @@ def _ask_in(path: Path, terms: Mapping[str, Any]) -> tuple[Link, dict[str, Any]]
     """Asks an agent to take this process; its answer."""
     link = _connect(path)
     try:
-        link.send("attach", pid=os.getpid(), **terms)
-        return link, link.receive(ANSWER_S)
+        return link, hello(link, terms, ANSWER_S)
     except (LinkClosed, TimeoutError) as error:
         link.close()
         raise NoAgent(
             f"the agent at {path} does not take processes of others ({error}). {_START}"
         ) from error
+
+
+def hello(
+    link: Link, terms: Mapping[str, Any], answer_s: float | None = None
+) -> dict[str, Any]:
+    """Asks the agent at the end of a link to take this process.
+
+    Args:
+        link: to the agent; it carries everything after this, too.
+        terms: see `attach`; nothing for a trainer that the agent has started.
+        answer_s: limit of the wait; None for a child of the agent, which ends with it.
+
+    Returns:
+        The agent's answer: `attached`, or `refused` with its reason.
+
+    Raises:
+        LinkClosed: it does not take this process, and says nothing.
+        TimeoutError: it does not answer in time.
+    """
+    link.send("attach", pid=os.getpid(), **terms)
+    return link.receive(ANSWER_S)
 
 
 def find(given: str | None, environment: Mapping[str, str]) -> Path:
@@ -170,7 +194,7 @@ def ask(path: Path) -> Seen | None:
         link.send("who")
         answer = link.receive(2.0)
     except (LinkClosed, TimeoutError):
-        return None  # an agent that has trainers of its own does not answer
+        return None  # an agent that has trainers of its own closes the link
     finally:
         link.close()
     return Seen(

@@ -81,6 +81,10 @@ class LinkClosed(ConnectionError):
     """The process at the other end has gone."""
 
 
+class NotReading(LinkClosed):
+    """The process at the other end is there, but has read nothing for the limit."""
+
+
 class Link:
     """One connected end; sending is thread-safe, one thread receives."""
 
@@ -108,6 +112,7 @@ class Link:
 
         Raises:
             LinkClosed: the other end has gone.
+            NotReading: it does not read; only with a limit, see `serve`.
         """
         self.send_packed(packed(op, fields))
 
@@ -116,6 +121,8 @@ class Link:
         try:
             with self._lock:
                 self._socket.sendall(message)
+        except BlockingIOError as error:  # SO_SNDTIMEO, see `serve`
+            raise NotReading("nothing was read at the other end") from error
         except OSError as error:
             raise LinkClosed(f"sending failed: {error}") from error
 
@@ -170,24 +177,45 @@ class Link:
 class Outbox:
     """Sends on a thread of its own, in order: whoever has more to do goes on at once.
 
-    A send wakes the other end, which on a busy machine runs before the sender does.
+    A send wakes the other end, which on a busy machine runs before the sender does; and
+    one to a process that does not read waits, which an event loop must not.
     """
 
-    def __init__(self, link: Link) -> None:
-        """Starts the thread; a link that closes ends it, and its receiver knows."""
-        self._link = link
+    def __init__(
+        self, link: Link, failed: Callable[[LinkClosed], None] | None = None
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            link: to send over.
+            failed: called once on the thread, which then ends, when a send fails. By
+                default nobody is told: whoever receives from the link knows.
+        """
+        self._link, self._failed = link, failed
         self._messages: queue.Queue[bytes | None] = queue.Queue()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._closes_link = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def send(self, op: str, **fields: Any) -> None:
         """Queues one message. What cannot be sent is refused here: see `packed`."""
         self._messages.put(packed(op, fields))
 
-    def close(self) -> None:
-        """Ends the thread once everything is sent."""
+    def close(self, *, link: bool = False) -> None:
+        """Ends the thread once everything is sent, and with `link` the link then."""
+        self._closes_link = self._closes_link or link
         self._messages.put(None)
 
+    def join(self, limit_s: float) -> None:
+        """Waits until the thread has ended, but not longer than `limit_s`."""
+        self._thread.join(limit_s)
+
     def _run(self) -> None:
-        with contextlib.suppress(LinkClosed):
+        try:
             while (message := self._messages.get()) is not None:
                 self._link.send_packed(message)
+        except LinkClosed as error:
+            if self._failed is not None:
+                self._failed(error)
+        if self._closes_link:
+            self._link.close()

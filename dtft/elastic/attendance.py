@@ -13,6 +13,7 @@ from dtft.elastic.membership import View
 from dtft.elastic.records import Records
 from dtft.elastic.roster import Roster, lost, registered_anew
 from dtft.elastic.rounds import Rounds
+from dtft.elastic.served import missing
 
 
 class Attendance:
@@ -59,17 +60,29 @@ class Attendance:
         self._journal.event("host_joined", host=host)
         if self._rounds.phase == "gathering":
             self._rounds.ask(host)
-        elif self._rounds.phase == "waiting":
-            self._rounds.form("a host joined")
-        elif self._rounds.phase == "idle":
-            count = len(self._roster.usable(self._records.view.hosts))
-            need = self._config.num_slots
-            if count >= need:
-                self._rounds.form("start of the job")
-            else:
-                self._journal.say(f"{count} of {need} hosts are here")
-        else:
+        elif self._rounds.phase not in ("idle", "waiting"):
             self._rounds.expect({host})
+        elif self._config.seats.begins_on_join:
+            self._begin()
+
+    def _begin(self) -> None:
+        count = len(self._roster.usable(self._records.view.hosts))
+        need = self._config.num_slots
+        if self._rounds.phase == "waiting":
+            self._rounds.form("a host joined")
+        elif count >= need:
+            self._rounds.form("start of the job")
+        else:
+            self._journal.say(f"{count} of {need} hosts are here")
+
+    def tick(self) -> None:
+        """Forms the job once every process is there, if it is them that begin it."""
+        if self._config.seats.begins_on_join:
+            return
+        if self._rounds.phase in ("idle", "waiting"):
+            hosts = self._roster.usable(self._records.view.hosts)
+            if not missing(hosts, self._config.num_slots):
+                self._rounds.form("every process has attached")
 
     def lost(self, host: str, how: str) -> None:
         """A host has died (proved by its closed port, or by its lease)."""

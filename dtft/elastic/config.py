@@ -8,6 +8,7 @@ from dtft.checkpoint.commit import Share
 from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.checkpoint.wire import Tls
+from dtft.elastic.seat_policy import LAUNCHED, SERVED, SeatPolicy
 from dtft.elastic.sizing import SizeLimits
 
 
@@ -65,6 +66,11 @@ class AgentConfig:
     """The trainers are the user's own processes, which attach."""
     storage: Path | None = None
     """The storage tier, if it is not below the run directory."""
+
+    @property
+    def seats(self) -> SeatPolicy:
+        """Who fills the slots, and what follows from what trainers do."""
+        return SERVED if self.served else LAUNCHED
 
     @property
     def storage_directory(self) -> Path:

@@ -1,17 +1,21 @@
 """What every host does for its job: it obeys the leader and reports to it.
 
-Kills and starts the trainer, keeps the copies, replicates, restores and exports. All
-methods run on the agent's event loop; what takes long runs on threads that answer with
-events. Decides nothing about the job: which slot, which step and which peers are told.
+Has the trainer begin and end, keeps the copies, replicates, restores and exports. A
+user's process (`SeatPolicy.attached`) decides when it saves and restores: it learns the
+step on offer at once, tells its layout at its first save, and asks for what it wants.
+All methods run on the agent's event loop; what takes long runs on threads that answer
+with events. Decides nothing about the job: which slot, which step and which peers are
+told.
 """
 
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from dtft.checkpoint.attach import SOCKET
 from dtft.checkpoint.board import Board
-from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.nixl import started
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -22,11 +26,19 @@ from dtft.elastic.formation import Formation
 from dtft.elastic.inbox import Inbox
 from dtft.elastic.processes import free_port
 from dtft.elastic.restoring import restore_copies
+from dtft.elastic.roles import HostRecord
 from dtft.elastic.scrubber import Scrubber
-from dtft.elastic.trainers import TrainerPool, start_message
+from dtft.elastic.served import missing
+from dtft.elastic.side_arena import Resharding
+from dtft.elastic.trainers import Command, Trainers, start_message
 
 REPORTED = ("step", "digests", "interval", "window")
 """What the leader is told of a staged step."""
+WANTED, FLUSHED, LEFT = ("step", "layout"), ("token", "step", "store"), ("step",)
+"""What it is told of a user's process's wish, and of its goodbye."""
+
+Message = Mapping[str, Any]
+Handler = Callable[[Formation, Message], None]
 
 
 class Follower:
@@ -39,20 +51,41 @@ class Follower:
         board: Board,
         emit: Callable[..., None],
         report: Callable[..., None],
+        trainers: Trainers | None = None,
     ) -> None:
-        """`report(op, **fields)` sends to the leader, `emit(...)` to the event loop."""
+        """Has nothing to do yet.
+
+        Args:
+            config: of this host's agent.
+            credentials: of the job.
+            board: of this host.
+            emit: `emit(...)` sends to the event loop.
+            report: `report(op, **fields)` sends to the leader.
+            trainers: listen already; by default this host starts its own.
+        """
         self._config, self._credentials, self._board = config, credentials, board
         self._emit, self._report = emit, report
-        self._pool = self._make_pool()
+        self._seats = config.seats
+        self._trainers = trainers or Trainers(
+            config.memory_directory / SOCKET,
+            job=config.job,
+            host=config.host,
+            deadline_s=config.timeouts.start,
+            command=Command.of(config),
+        )
         self._copies = Copies(config)
         self._scrubber = Scrubber(self._copies.holders)
         self._nixl = started() if config.nixl else None
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
         self._exports = ExportDesk(config, credentials, board, emit, self._exported)
-
-    def _make_pool(self) -> TrainerPool:
-        return TrainerPool(self._config, self._emit)
+        self._resharding = (
+            Resharding(config, credentials, self._copies, emit)
+            if self._seats.attached
+            else None
+        )
+        self._handlers = self._handlers_of_messages()
+        self._trainers.bind(emit)
 
     @property
     def epoch(self) -> tuple[int, int]:
@@ -71,7 +104,18 @@ class Follower:
 
     def warm(self) -> None:
         """Starts a standby trainer: imports are paid for before they are needed."""
-        self._pool.ensure_standby()
+        self._trainers.ensure_standby()
+
+    @property
+    def attachment(self) -> tuple[int, int]:
+        """Index and ident of the user's process that is attached, (-1, 0) for none."""
+        return self._trainers.attachment
+
+    def see(self, hosts: Collection[HostRecord]) -> None:
+        """The hosts of the job have changed: a process that waits is told for whom."""
+        absent = missing(hosts, self._config.num_slots) if self._seats.attached else ""
+        if absent:
+            self._trainers.note(absent)
 
     # ------------------------------------------------------- orders of the leader
 
@@ -104,14 +148,18 @@ class Follower:
     def _holds(self, read: bool) -> dict[str, Any]:
         """What the leader decides from."""
         told = {"finished": self._board.get("finished"), "export_port": free_port()}
+        if self._seats.attached:
+            told["attached_ns"] = self._trainers.waiting
         return self._copies.report(read) | told
 
     def _stand_down(self, reason: str = "", fatal: bool = False) -> None:
         formation, self._formation = self._formation, None
         if formation is not None:
             formation.stop_pushers()
+        if self._resharding is not None:
+            self._resharding.free()
         if formation is not None or fatal:
-            self._pool.kill_active(reason, waiting=fatal)
+            self._trainers.let_go(reason, waiting=fatal)
         self._exports.stand_down()
         for field_name in ("computing", "replicating", "committing", "exporting"):
             self._board.set(field_name, 0)
@@ -139,7 +187,7 @@ class Follower:
         self._board.set("committed", order["step"])  # kept until there is a newer one
         self._board.set("staged", 0)
         self._board.set("recovering", 1)
-        self._pool.start(start_message(self._config, order))
+        self._trainers.start(start_message(self._config, order))
         if order["source"] == "memory":
             threading.Thread(
                 target=self._restore_memory, args=(formation,), daemon=True
@@ -174,6 +222,10 @@ class Follower:
                 restored=outcome.get("restored", {}),
             )
             self._hand_over(formation)
+            if self._seats.attached:  # it may go on, and ask for the step
+                order = formation.order
+                self._board.set("recovering", 0)
+                self._trainers.formed(source=order["source"], step=order["step"])
 
     def _fatal(self, message: str) -> None:
         self._tell("fatal", message=message)
@@ -183,7 +235,7 @@ class Follower:
         order = formation.order
         if formation.announced and formation.restored is not None:
             where = self._copies.located(order["step"], order["source"] == "memory")
-            self._pool.send(
+            self._trainers.send(
                 "restore", source=order["source"], step=order["step"], **where
             )
 
@@ -200,7 +252,7 @@ class Follower:
         self._copies.holder.drop_before(step, keep={last})
         if self._board.get("replicating") <= step:
             self._board.set("replicating", 0)
-        self._pool.send("release", step=step, committed=committed, **told)
+        self._trainers.send("release", step=step, committed=committed, **told)
         self.warm()
 
     def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
@@ -212,45 +264,102 @@ class Follower:
         formation.push(step, targets)
 
     def pass_on(self, op: str, **fields: Any) -> None:
-        """The leader has something to say to whoever trains here."""
-        self._pool.send(op, **fields)
+        """The leader has something to say to whoever trains here, or to be assembled
+        for it first.
+        """
+        if op != "assemble":
+            self._trainers.send(op, **fields)
+        elif "error" in fields:
+            self._trainers.send("assembled", **fields)
+        elif self._resharding is not None and self._formation is not None:
+            self._resharding.begin(self._formation, fields)
+
+    def assembled(self, formation: Formation, answer: dict[str, Any]) -> None:
+        """What a process wants is in memory, or why not."""
+        if formation is self._formation:
+            self._trainers.send("assembled", **answer)
+        elif self._resharding is not None:
+            self._resharding.outdated(answer)
 
     # --------------------------------------------------------------- the trainer
 
-    def trainer_linked(self, pid: int, link: Any) -> None:
-        """A trainer process has connected."""
-        self._pool.linked(pid, link)
+    def _handlers_of_messages(self) -> dict[str, Handler]:
+        """Op of a trainer's message to what is done about it."""
+        handlers: dict[str, Handler] = {
+            "layout": self._on_layout,
+            "stage": self._on_stage,
+            "staged": self._on_staged,
+            "running": functools.partial(self._pass_up, "running"),
+            "finished": functools.partial(self._pass_up, "finished"),
+            "fatal": functools.partial(self._pass_up, "fatal"),
+        }
+        if self._resharding is not None:
+            handlers["locate"] = self._on_locate
+            handlers["want"] = functools.partial(self._ask_leader, "wanted", WANTED)
+            handlers["flush"] = functools.partial(self._ask_leader, "flush", FLUSHED)
+            handlers["left"] = functools.partial(self._ask_leader, "finished", LEFT)
+            free = self._resharding.free
+            handlers["taken"] = lambda formation, message: free()
+        return handlers
 
-    def trainer_says(self, pid: int, message: dict[str, Any]) -> None:
+    def trainer_says(self, ident: int, message: dict[str, Any]) -> None:
         """A message of the trainer; those of an ended one are ignored."""
-        formation = self._formation
-        if not self._pool.is_active(pid) or formation is None:
+        if not self._trainers.is_active(ident):
             return
-        op, holder = message.pop("op"), self._copies.holder
-        if op == "layout":
-            self._announced(formation, Layout.from_json(message["layout"]))
-        elif op == "stage" and holder is not None:
-            self._stage(formation, holder, message["step"])
-        elif op == "staged" and holder is not None:
-            self._staged(formation, holder, message)
-        elif op in ("running", "finished", "fatal"):
-            self._board.set("recovering", 0)
-            self._tell(op, slot=formation.slot, **message)
+        op = message.pop("op")
+        if op == "stage" and self._seats.attached:
+            self._board.set("finished", message["step"])  # so a loss can be counted
+        if self._formation is not None and op in self._handlers:
+            self._handlers[op](self._formation, message)
 
-    def _announced(self, formation: Formation, layout: Layout) -> None:
-        order = formation.order
-        if order["source"] == "memory":
-            if Layout.from_json(order["layout"]).digest != layout.digest:
-                text = "the trainer's state differs from the commit's: other config?"
-                self._fatal(text)
-                return
-        else:
-            try:
-                slot, domains = order["slot"], order["domains"]
+    def _pass_up(self, op: str, formation: Formation, message: Message) -> None:
+        """The leader has to know; the trainer has begun, whatever it says."""
+        self._board.set("recovering", 0)
+        self._tell(op, slot=formation.slot, **message)
+
+    def _ask_leader(
+        self, op: str, names: Iterable[str], formation: Formation, message: Message
+    ) -> None:
+        """A user's process wants something that the leader decides."""
+        told = {name: message[name] for name in names}
+        self._tell(op, slot=formation.slot, **told)
+
+    def _on_locate(self, formation: Formation, message: Message) -> None:
+        step = message["step"]
+        holder = self._copies.holding(step)
+        if holder is None or step not in holder.steps():
+            text = f"{self._config.host} does not hold step {step} any more"
+            self._trainers.send("located", error=text)
+            return
+        self._trainers.send(
+            "located",
+            step=step,
+            layout=holder.layout.to_json(),
+            arena=str(holder.path),
+            places=holder.own_places(step),
+            digests=holder.all_own_digests(step),
+            items=holder.items(step),
+        )
+
+    def _on_layout(self, formation: Formation, message: Message) -> None:
+        layout, order = Layout.from_json(message["layout"]), formation.order
+        is_held = order["source"] == "memory"
+        is_new = is_held and Layout.from_json(order["layout"]).digest != layout.digest
+        if is_new and not self._seats.attached:
+            self._fatal("the trainer's state differs from the commit's: other config?")
+            return
+        try:
+            slot, domains = order["slot"], order["domains"]
+            if is_new:  # beside the commit's, until this one has its first
+                self._copies.hold(layout, slot, domains, keep=order["step"])
+            elif not is_held:
                 self._copies.hold(layout, slot, domains).keep_only(set())
-            except OSError as error:
-                self._fatal(str(error))
-                return
+        except OSError as error:
+            self._fatal(str(error))
+            return
+        if is_new:
+            formation.stop_pushers()  # they sent again what peers had lost of the old
+            formation.order = {**order, "source": "init"}
         self._accept(formation, layout)
 
     def _accept(self, formation: Formation, layout: Layout) -> None:
@@ -264,17 +373,19 @@ class Follower:
         limit_s = self._config.timeouts.replicate
         formation.start_pushers(self._copies, self._credentials, limit_s)
 
-    def _stage(self, formation: Formation, holder: Holder, step: int) -> None:
-        copied = self._copies.share(formation.turn)
+    def _on_stage(self, formation: Formation, message: Message) -> None:
+        if (holder := self._copies.holder) is None:
+            return
+        step, copied = message["step"], self._copies.share(formation.turn)
         try:
             room = asdict(holder.begin_stage(step))
-            self._pool.send("room", step=step, copied=copied, **room)
+            self._trainers.send("room", step=step, copied=copied, **room)
         except RuntimeError as error:
             self._fatal(str(error))
 
-    def _staged(
-        self, formation: Formation, holder: Holder, message: dict[str, Any]
-    ) -> None:
+    def _on_staged(self, formation: Formation, message: Message) -> None:
+        if (holder := self._copies.holder) is None:
+            return
         step = message["step"]
         holder.staged(step, message["digests"], message["items"], message["kept"])
         self._board.set("staged", step)
@@ -290,11 +401,12 @@ class Follower:
             where = {"source": source, "target": formation.slot}
             self._tell("held", step=step, root=root, **where)
 
-    def trainer_exited(self, pid: int, code: int) -> None:
-        """A trainer has ended; if it was the active one, the leader must know."""
-        role = self._pool.exited(pid)
-        if role == "active":
-            self._tell("trainer_exit", code=code)
+    def trainer_exited(self, ident: int, code: int) -> None:
+        """A trainer has ended; the leader must know, if it means something."""
+        told = self._seats.exit_report(code) if self._trainers.exited(ident) else None
+        if told is not None:
+            op, fields = told
+            self._tell(op, **fields)
 
     # ------------------------------------------------------------------- storage
 
@@ -317,6 +429,6 @@ class Follower:
     def close(self) -> None:
         """Ends every process of this host and frees its memory."""
         self._stand_down("this agent ends")
-        self._pool.close()
+        self._trainers.close()
         self._scrubber.close()
         self._copies.close()

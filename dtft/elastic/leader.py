@@ -4,8 +4,9 @@ Runs on the agent's event loop and only while this host holds the leader key. Pa
 what happens to its parts: `Attendance` has the hosts, `Rounds` forms generations,
 `Ledger` commits and exports steps, `StorageDesk` knows storage, `Scaling` the size of
 the job, `Mender` renews copies that were lost, `Ending` ends the job, `Records` reads
-and writes the store. Holds no state that its successor could not learn again from the
-store and the hosts.
+and writes the store; `Requests` has what only the user's own processes ask for. What
+depends on whose the trainers are is in the config's `SeatPolicy`. Holds no state that
+its successor could not learn again from the store and the hosts.
 """
 
 import logging
@@ -25,7 +26,8 @@ from dtft.elastic.ledger import Ledger
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.mender import Mender
 from dtft.elastic.records import Records
-from dtft.elastic.reports import FIELDS, fault_of, fields_of, misfit
+from dtft.elastic.reports import fault_of, fields_of, misfit
+from dtft.elastic.requests import Requests
 from dtft.elastic.roles import Assignment
 from dtft.elastic.roster import Roster
 from dtft.elastic.rounds import Rounds
@@ -42,10 +44,6 @@ FATAL_INPUT = 2
 class Leader:
     """Forms and re-forms the job; see the module's text."""
 
-    rounds_class: type[Rounds] = Rounds
-    attendance_class: type[Attendance] = Attendance
-    reports = FIELDS
-
     def __init__(
         self,
         config: AgentConfig,
@@ -57,20 +55,26 @@ class Leader:
     ) -> None:
         """Takes over. `send(host, op, **fields)` reaches any connected host."""
         self._config, self._emit, self._journal = config, emit, journal
-        self._send = send
+        self._seats = config.seats
         self._records = Records(membership, view, emit, journal, config.store)
         self._roster = Roster(time.monotonic(), config.timeouts.connect)
         self._storage = storage = StorageDesk(config, self._records, journal)
         self._sizes = sizes = Sizes(config, self._records, journal)
-        self._rounds = self.rounds_class(
+        self._rounds = Rounds(
             *(config, self._records, self._roster, emit, send, journal),
             *(storage.health, storage.watch, sizes),
         )
         shared = config, self._records, self._rounds, self._roster
-        self._attendance = self.attendance_class(*shared, journal)
+        self._attendance = Attendance(*shared, journal)
         self._scaling = Scaling(*shared, sizes, journal)
         self._ending = Ending(*shared, journal, storage.watch)
         self._mender = Mender(journal, send)
+        self._requests = (
+            Requests(config, self._records, self._rounds, self._roster, storage, send)
+            if self._seats.attached
+            else None
+        )
+        self._handlers = self._handlers_of_reports()
         self._attendance.take_over()
 
     @property
@@ -100,9 +104,29 @@ class Leader:
 
     # ----------------------------------------------------------------- reports
 
+    def _handlers_of_reports(self) -> dict[str, Callable[..., None]]:
+        """Op to what is done about it, with the host and the report's fields."""
+        handlers = {
+            "holdings": self._on_holdings,
+            "prepared": self._on_prepared,
+            "prepare_failed": self._on_prepare_failed,
+            "layout": self._on_layout,
+            "running": self._on_running,
+            "staged": self._on_staged,
+            "held": self._on_held,
+            "finished": self._on_finished,
+            "trainer_exit": self._on_trainer_exit,
+            "exported": self._on_exported,
+        }
+        if self._requests is not None:
+            handlers["process_gone"] = self._on_process_gone
+            handlers["flush"] = self._requests.flush
+            handlers["wanted"] = self._requests.wanted
+        return handlers
+
     def hears(self, host: str, message: dict[str, Any]) -> None:
         """A report of a host; wrong ones and those of an older ballot are refused."""
-        if self._refused(host, fault_of(message, self.reports)):
+        if self._refused(host, fault_of(message, self._seats.reports)):
             return
         op = message["op"]
         ballot = tuple(message.get("ballot", ()))
@@ -117,7 +141,8 @@ class Leader:
             if self._refused(host, misfit(host, message, slots, layout)):
                 return
             try:
-                getattr(self, f"_on_{op}")(host, **fields_of(message, self.reports))
+                fields = fields_of(message, self._seats.reports)
+                self._handlers[op](host, **fields)
             except Divergence as error:
                 self._fail(str(error))
             except Mislabelled as error:
@@ -128,8 +153,15 @@ class Leader:
             round_.reasons.append(death(slots, host, message["code"]))
 
     def _fail(self, message: str, code: int = 1) -> None:
-        """What has happened would happen again: the job ends, or its new size does."""
-        if code != FATAL_INPUT or not self._scaling.undone(message):
+        """What has happened would happen again: the job ends, or its new size does.
+
+        Processes that are the user's are told and let go; the agents and the last
+        commit stay.
+        """
+        if not self._seats.ends_by_itself:
+            self._journal.say(message)
+            self._rounds.form(message, fatal=True)
+        elif code != FATAL_INPUT or not self._scaling.undone(message):
             self._ending.end("error", message, code=code)
 
     def _refuse_copy(self, why: str) -> None:
@@ -202,7 +234,7 @@ class Leader:
                 round_,
                 self._rounds.previous,
                 now,
-                coordinators=0 if self._config.served else 1,
+                coordinators=int(self._seats.has_coordination_service),
             )
             self._journal.recovery(report, round_.detected, now)
             if self._rounds.ledger is not None:
@@ -218,6 +250,9 @@ class Leader:
             self._rounds.enter("running", self._stage_limit())
         if self._rounds.ledger is not None:
             self._rounds.ledger.staged(**staged)
+        if self._requests is not None:
+            told = {name: staged[name] for name in ("slot", "step", "digests")}
+            self._requests.staged(**told)
 
     def _on_held(self, host: str, **copy: Any) -> None:
         self._mender.held(self._rounds.current, **copy)
@@ -233,9 +268,20 @@ class Leader:
                 return
         self._rounds.form(death(assignment.slots if assignment else (), host, code))
 
+    def _on_process_gone(self, host: str) -> None:
+        assignment = self._rounds.assignment
+        slots = assignment.slots if assignment else ()
+        slot = slots.index(host) if host in slots else "?"
+        self._rounds.form(f"process {slot} on {host} has gone")
+
     def _on_finished(self, host: str, slot: int, step: int, **_: Any) -> None:
-        assert self._rounds.current is not None
-        self._rounds.current.finished[slot] = step
+        round_ = self._rounds.current
+        assert round_ is not None
+        round_.finished[slot] = step
+        if not self._seats.ends_by_itself:
+            if len(round_.finished) == self._config.num_slots:
+                self._rounds.form("every process has ended")
+            return
         if self._rounds.phase == "running":
             self._rounds.enter("running", self._config.timeouts.export)
         self._ending.conclude()
@@ -245,19 +291,24 @@ class Leader:
         outcome = ledger and ledger.export_answer(host, step, ok)
         if outcome is None:
             return
-        self._export_ended(host, step, outcome, error)
-
-    def _export_ended(self, host: str, step: int, outcome: bool, error: str) -> None:
         self._storage.ended(host, step, outcome, error)
         self._ending.exported()
+        if self._requests is not None:
+            self._requests.exported(host, step, outcome, error)
 
     def export_wanted(self, answer: Answer) -> None:
         """Somebody wants the newest commit in storage."""
-        self._storage.asked(self._rounds, answer)
+        if self._requests is not None:
+            self._requests.export_wanted(answer)
+        else:
+            self._storage.asked(self._rounds, answer)
 
     def scaling_wanted(self, replicas: int, answer: Answer) -> None:
         """Somebody wants another number of replicas."""
-        self._scaling.asked(replicas, answer)
+        if (refusal := self._seats.scale_refusal) is not None:
+            answer({"error": refusal(self._config.job), "code": 2})
+        else:
+            self._scaling.asked(replicas, answer)
 
     # --------------------------------------------------------------- the store
 
@@ -271,6 +322,8 @@ class Leader:
             self._rounds.assigned(value)
         elif label == "commit" and self._rounds.ledger is not None:
             self._recorded(value, self._rounds.ledger)
+            if self._requests is not None:
+                self._requests.committed(value)
 
     def _recorded(self, commit: Commit, ledger: Ledger) -> None:
         """A step is safe: it is released, unless the job has to be formed anew."""
@@ -298,6 +351,10 @@ class Leader:
     def tick(self) -> None:
         """Enforces the deadlines; every one names who is late."""
         rounds = self._rounds
+        self._attendance.tick()
+        if self._requests is not None:
+            self._await_save()
+            self._requests.tick()
         rounds.gathered()
         if rounds.ledger and (silent := rounds.ledger.silent_export()):
             self._on_exported(silent[1], silent[0], False, "TimeoutError: no answer")
@@ -318,6 +375,12 @@ class Leader:
             rounds.form(f"no step in time, waiting for {missing}")
         elif rounds.phase == "assigning":
             rounds.form("the new assignment could not be recorded in time")
+
+    def _await_save(self) -> None:
+        """User's processes save when they like; from the first's save on it counts."""
+        ledger = self._rounds.ledger
+        if self._rounds.phase == "running" and not (ledger and ledger.is_waiting):
+            self._rounds.enter("running", self._stage_limit())
 
     def close(self) -> None:
         """Hands over to whoever leads next."""

@@ -27,10 +27,10 @@ from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.roster import Roster, lost
+from dtft.elastic.seat_policy import Seating
 from dtft.elastic.setbacks import Setbacks
 from dtft.elastic.sizes import Sizes
-from dtft.elastic.sizing import Groups, seat
-from dtft.elastic.spread import known_domains, preferred, shortfall
+from dtft.elastic.spread import known_domains, shortfall
 from dtft.elastic.storage_health import StorageHealth
 from dtft.elastic.storage_watch import StorageWatch
 
@@ -72,7 +72,9 @@ class Rounds:
         self._sizes = sizes
         self._send, self._journal, self._health = send, journal, health
         self._storage = storage
-        service = NoCoordinator if config.served else Coordinator
+        self._seats = config.seats
+        has_service = self._seats.has_coordination_service
+        service = Coordinator if has_service else NoCoordinator
         self._coordinator = service(config, emit)
         self._counter = 0
         self.setbacks = Setbacks(records, sizes, journal)
@@ -98,7 +100,7 @@ class Rounds:
         self._counter += 1
         ballot = (self._records.view.leader_revision, self._counter)
         self.current = next_round(
-            *(self.current, ballot, reason, time.time()), read=self._config.served
+            *(self.current, ballot, reason, time.time()), read=self._seats.reads_copies
         )
         if self.assignment is not None:
             self.previous, self.assignment = self.assignment, None
@@ -129,28 +131,23 @@ class Rounds:
             return
         if self.ledger is not None and self.ledger.pending is not None:
             return  # a complete step is still to be recorded; this is called again then
-        filled = self._filled(self._roster.usable(hosts))
+        filled = self._seats.fill(self._seating(round_, self._roster.usable(hosts)))
         present = [record for record in filled if record is not None]
         if len(present) < len(filled):
             self._wait_for_hosts([s for s, host in enumerate(filled) if host is None])
         else:
             self._assign(round_, present)
 
-    def _filled(self, usable: list[HostRecord]) -> tuple[HostRecord | None, ...]:
-        """The host of each slot, None where there is none."""
-        assert self.current is not None
-        old = self.previous
-        slots = zip(old.slots, old.incarnations, strict=True) if old else ()
-        domains = self._domains()
-        layout = self.current.layout_of(self._records.commits)
-        size = self._sizes.choose(len(usable), layout)
-        group = Groups.of(layout, self._config.sizes).group[1] if layout else 1
-        return seat(
-            list(slots),
-            usable,
-            size,
-            group,
-            lambda seats, spares: preferred(old, layout, seats, spares, domains),
+    def _seating(self, round_: Round, usable: list[HostRecord]) -> Seating:
+        return Seating(
+            usable=usable,
+            replies=round_.replies,
+            num_slots=self._config.num_slots,
+            choose_size=self._sizes.choose,
+            previous=self.previous,
+            layout=round_.layout_of(self._records.commits),
+            limits=self._config.sizes,
+            domains=self._domains(),
         )
 
     def _domains(self) -> FailureDomains:
@@ -161,12 +158,11 @@ class Rounds:
         return domains
 
     def _wait_for_hosts(self, empty: list[int]) -> None:
+        config, names = self._config, ", ".join(map(str, empty))
         self._journal.say(
-            f"no spare is left for slot {', '.join(map(str, empty))}: the job waits "
-            f"for a host. Start one more: the command of the other agents, with --job "
-            f"{self._config.job} --store {self._config.store}"
+            self._seats.waiting_line(names, config.num_slots, config.job, config.store)
         )
-        self._journal.event("waiting_for_host", slots=empty)
+        self._journal.event(self._seats.waiting_event, slots=empty)
         self.enter("waiting", float("inf"))
 
     def _assign(self, round_: Round, filled: list[HostRecord]) -> None:

@@ -7,7 +7,6 @@ an agent does is known elsewhere.
 
 import contextlib
 import dataclasses
-import functools
 import shutil
 import threading
 from pathlib import Path
@@ -16,7 +15,6 @@ from dtft.checkpoint.attach import SOCKET, VARIABLE
 from dtft.checkpoint.link import Link
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.elastic.agent import Agent
-from dtft.elastic.attached import AttachedTrainers
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.entry import (
     SERVED,
@@ -26,11 +24,10 @@ from dtft.elastic.entry import (
     refuse_taken_name,
 )
 from dtft.elastic.host_memory import make_memory_directory
-from dtft.elastic.membership import View, claim, job_key
-from dtft.elastic.served import Terms, missing
-from dtft.elastic.served_follower import ServedFollower
-from dtft.elastic.served_leader import ServedLeader
+from dtft.elastic.membership import claim, job_key
+from dtft.elastic.served import Admission, Terms
 from dtft.elastic.store import Store, StoreUnavailable
+from dtft.elastic.trainers import Trainers
 
 LOOK_S = 0.5
 """While the job has no terms they are looked for this often."""
@@ -89,37 +86,6 @@ def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
     )
 
 
-class ServedAgent(Agent):
-    """An agent whose trainer is the user's process."""
-
-    leader_class = ServedLeader
-
-    def __init__(
-        self, config: AgentConfig, store: Store, pool: AttachedTrainers
-    ) -> None:
-        """`pool` listens in the host's memory directory already."""
-        self._attached = pool
-        self.follower_class = functools.partial(ServedFollower, pool)
-        super().__init__(config, store)
-
-    def _prepare_memory(self) -> None:
-        """It is there: the process has attached through it."""
-
-    def _on_attachment(self) -> None:
-        """Somebody has attached or gone; the store tells it to whoever leads."""
-        index, ident = self._attached.attachment
-        self._record = dataclasses.replace(
-            self._record, process=index, attached_ns=ident
-        )
-        self._membership.describe(self._record)
-
-    def _on_view(self, view: View) -> None:
-        super()._on_view(view)
-        absent = missing(view.hosts.values(), self._config.num_slots)
-        if absent:
-            self._attached.note(absent)
-
-
 class ServingHost:
     """One host of the job, from its first moment."""
 
@@ -140,19 +106,21 @@ class ServingHost:
         """
         self._config, self._store = config, store
         self._left = threading.Event()
-        self._agent: ServedAgent | None = None
+        self._agent: Agent | None = None
         self._refuse_live_agent()
         refuse_taken_name(store, config)
         check_job(store, config)
         make_memory_directory(config.memory_directory)
         self._key = job_key(config.job, "m/terms")
-        self._pool = AttachedTrainers(
+        admission = Admission(
+            job=config.job, host=config.host, processes=processes, agree=self._agree
+        )
+        self._trainers = Trainers(
             config.memory_directory / SOCKET,
             job=config.job,
             host=config.host,
-            processes=processes,
             deadline_s=config.timeouts.start,
-            agree=self._agree,
+            objection=admission.objection,
         )
 
     def _refuse_live_agent(self) -> None:
@@ -174,7 +142,7 @@ class ServingHost:
         config = self._config
         print(
             f"dtft: {config.host} serves job {config.job}; a process on this machine "
-            f"uses it by {VARIABLE}={self._pool.path}",
+            f"uses it by {VARIABLE}={self._trainers.path}",
             flush=True,
         )
         try:
@@ -182,14 +150,12 @@ class ServingHost:
             if terms is None:
                 return ""
             self._check_domain()
-            self._agent = ServedAgent(
-                with_terms(config, terms), self._store, self._pool
-            )
+            self._agent = Agent(with_terms(config, terms), self._store, self._trainers)
             if self._left.is_set():
                 self._agent.leave()
             return self._agent.run()
         finally:
-            self._pool.close()
+            self._trainers.close()
             shutil.rmtree(config.memory_directory, ignore_errors=True)
 
     def _check_domain(self) -> None:
@@ -197,7 +163,7 @@ class ServingHost:
         try:
             check_domain(self._store, self._config)
         except JobMismatch as error:
-            self._pool.kill_active(str(error), waiting=True)
+            self._trainers.let_go(str(error), waiting=True)
             raise
 
     def _await_terms(self) -> Terms | None:

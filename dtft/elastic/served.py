@@ -1,14 +1,16 @@
 """Jobs whose processes belong to the user: who fills which slot, and who is missing.
 
-Pure decisions over what hosts say of the processes attached to them; the slot of a
-process is its index in the user's own job. Must not know processes or connections.
+Decisions over what hosts say of the processes attached to them; the slot of a process
+is its index in the user's own job. Must not know processes or connections.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from dtft.elastic.roles import HostRecord
+from dtft.elastic.store import StoreUnavailable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,45 @@ class Terms:
             for name, value in asdict(other).items()
             if value != mine[name]
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Which processes the agent of a host takes."""
+
+    job: str
+    host: str
+    processes: int | None
+    """How many the job has to have; None for any number."""
+    agree: Callable[[Terms], Terms]
+    """Makes terms those of the job, or returns the ones in force."""
+
+    def objection(self, message: Mapping[str, Any]) -> str | None:
+        """Why a process is not taken, from what it says of itself; None if it is."""
+        who = f"job {self.job!r}, agent of host {self.host}"
+        try:
+            terms, index = Terms(**message["terms"]), int(message["process"])
+            pid = int(message["pid"])
+        except (TypeError, KeyError, ValueError):
+            return f"{who}: the process speaks another version of dtft. Use one version"
+        if self.processes is not None and terms.processes != self.processes:
+            return (
+                f"{who}: started with --hosts {self.processes}, but this job has "
+                f"{terms.processes} processes. Start the agents with --hosts "
+                f"{terms.processes}, or leave it out."
+            )
+        if not 0 <= index < terms.processes or pid <= 0:
+            return f"{who}: process {index} of {terms.processes} (pid {pid}) is not one"
+        try:
+            differences = self.agree(terms).differences(terms)
+        except StoreUnavailable as error:
+            return f"{who}: the store does not answer ({error}). Try again."
+        if differences:
+            return (
+                f"{who}: this process has {differences} (what the job began with). "
+                "Start it with the same, or start the agents under another --job."
+            )
+        return None
 
 
 def fill_by_process(

@@ -1,11 +1,12 @@
 """One host's slices of a step in another division, in memory of their own.
 
 For a process that wants a step on other shardings than it was saved with: it reads
-them there and is done, so nothing else is kept there. Must not know the leader, the
-process, nor why.
+them there and is done, so nothing else is kept there (`SideArena`). `Resharding` has
+them brought there, on a thread. Must not know the leader, the process, nor why.
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from dtft.checkpoint import digest
 from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.slices import Layout, Slice
+from dtft.checkpoint.transport import Credentials
+from dtft.elastic.assembling import bring
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.copies import Copies
+from dtft.elastic.formation import Formation
+from dtft.elastic.replication import FetchFailed
 
 Bring = Callable[[Mapping[Slice, memoryview]], int]
 
@@ -68,3 +75,61 @@ class SideArena:
             self._arena = None
             arena.close()
             arena.unlink()
+
+
+class Resharding:
+    """Brings this host's part of a step onto the slices that its process wants.
+
+    Emits ("assembled", formation, answer): the answer has `arena` and `digests`, or
+    `error`.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        credentials: Credentials,
+        copies: Copies,
+        emit: Callable[..., None],
+    ) -> None:
+        """Reserves nothing yet."""
+        self._config, self._credentials = config, credentials
+        self._copies, self._emit = copies, emit
+        self._side = SideArena(config.memory_directory)
+
+    def begin(self, formation: Formation, told: dict[str, Any]) -> None:
+        """Makes the wanted slices and checks them, on a thread.
+
+        Args:
+            formation: that the process belongs to.
+            told: what the leader says of it, see `Remapping.order_for`.
+        """
+        args = formation, told
+        threading.Thread(target=self._assemble, args=args, daemon=True).start()
+
+    def _assemble(self, formation: Formation, told: dict[str, Any]) -> None:
+        config, copies = self._config, self._copies
+        holders = [it for it in (copies.holder, *copies.former) if it is not None]
+        epoch = dict(zip(("generation", "attempt"), formation.epoch, strict=True))
+
+        def fill(new: Mapping[Slice, memoryview]) -> int:
+            return bring(
+                *(new, told | epoch, config.host, self._credentials),
+                *(config.timeouts.restore, holders, config.chunk_bytes),
+            )
+
+        layout = Layout.from_json(told["layout"])
+        answer: dict[str, Any] = {"step": told["step"], "layout": told["layout"]}
+        try:
+            answer |= self._side.fill(layout, formation.slot, config.chunk_bytes, fill)
+        except (FetchFailed, OSError, KeyError) as error:
+            answer["error"] = str(error)
+        self._emit("assembled", formation, answer)
+
+    def outdated(self, answer: Mapping[str, Any]) -> None:
+        """The process has gone before its answer came."""
+        if "arena" in answer:
+            self._side.free(answer["arena"])
+
+    def free(self) -> None:
+        """The process has read its slices, or has gone."""
+        self._side.free()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dtft.checkpoint.attach import hello
 from dtft.checkpoint.link import Link, LinkClosed
 from dtft.train.agent_runtime import AgentRuntime
 from dtft.train.config import load, to_json
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     link = Link.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), timeout_s=10.0)
     try:
         _import_everything(experiment)
-        link.send("hello", pid=os.getpid())
+        hello(link, {})
         logger.info("warm, waiting for a slot")
         start = link.receive()
         logger.info("slot %d, generation %d", start["slot"], start["generation"])

@@ -34,7 +34,6 @@ def agent_config(directory: Path, host: str, **changes: Any) -> AgentConfig:
 class LeaderDesk:
     """Has no leader before `lead`."""
 
-    leader_class: type[Leader] = Leader
     leader: Leader
 
     def __init__(self, directory: Path, record: HostRecord, **changes: Any) -> None:
@@ -48,7 +47,7 @@ class LeaderDesk:
 
     def begin(self, view: View) -> None:
         """A leader takes over; every host of the view is connected to it."""
-        self.leader = self.leader_class(
+        self.leader = Leader(
             *(self.config, self.member, view),
             emit=lambda *event: self.emitted.put(event),
             send=self.ordered,

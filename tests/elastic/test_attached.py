@@ -3,7 +3,7 @@
 import os
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import pytest
 from dtft.checkpoint import attach as attaching
 from dtft.checkpoint.attach import Attached, NoAgent, attach, find, seen_here
 from dtft.checkpoint.link import LinkClosed
-from dtft.elastic.attached import AttachedTrainers
-from dtft.elastic.served import Terms
+from dtft.elastic.served import Admission, Terms
 from dtft.elastic.store import StoreUnavailable
+from dtft.elastic.trainers import Trainers
 
 TERMS = {
     "processes": 2,
@@ -26,6 +26,15 @@ TERMS = {
 }
 
 
+def listening(
+    path: Path, processes: int | None, agree: Callable[[Terms], Terms]
+) -> Trainers:
+    admission = Admission(job="j", host="h", processes=processes, agree=agree)
+    return Trainers(
+        path, job="j", host="h", deadline_s=5.0, objection=admission.objection
+    )
+
+
 class Host:
     """An agent's listener, and what the agent would hear."""
 
@@ -34,14 +43,7 @@ class Host:
         self.in_force: Terms | None = None
         self.store_is_away = False
         self.socket = directory / "agent.sock"
-        self.pool = AttachedTrainers(
-            self.socket,
-            job="j",
-            host="h",
-            processes=processes,
-            deadline_s=5.0,
-            agree=self._agree,
-        )
+        self.pool = listening(self.socket, processes, self._agree)
         self.pool.bind(lambda *event: self.events.put(event))
         self._ends: list[Attached] = []
 
@@ -92,7 +94,7 @@ def test_a_process_attaches_and_its_end_is_noticed(host: Host) -> None:
     assert index == 1 and ident > 0 and host.pool.waiting == ident
     attached.link.close()
     assert host.hears("trainer_exit")[1] == ident
-    assert host.pool.exited(ident) == "ended"  # it had no part in a formation yet
+    assert not host.pool.exited(ident)  # it had no part in a formation yet
     assert host.pool.attachment == (-1, 0)
     assert host.attach(process=0).host == "h"
 
@@ -136,7 +138,7 @@ def test_a_process_that_was_told_its_step_is_let_go_with_the_reason(host: Host) 
     attached = host.taken()
     ident = host.pool.attachment[1]
     assert host.pool.is_active(ident)
-    host.pool.kill_active("b (slot 1) was lost.")
+    host.pool.let_go("b (slot 1) was lost.")
     message = attached.link.receive(5)
     assert message["op"] == "detached"
     assert "b (slot 1) was lost. What was committed" in message["reason"]
@@ -150,18 +152,18 @@ def test_a_process_that_waits_is_taken_into_the_next_formation(host: Host) -> No
     attached = host.attach()
     ident = host.pool.waiting
     host.pool.start({})
-    host.pool.kill_active("a restore failed")
+    host.pool.let_go("a restore failed")
     assert host.pool.waiting == ident
     host.pool.note("process 1 of 2 to attach")
     assert attached.link.receive(5)["text"] == "process 1 of 2 to attach"
-    host.pool.kill_active("no memory", waiting=True)
+    host.pool.let_go("no memory", waiting=True)
     assert "no memory" in attached.link.receive(5)["reason"]
     assert host.pool.waiting == 0
 
 
 def test_nobody_to_start_is_as_one_that_ended(host: Host) -> None:
     host.pool.start({})
-    assert host.pool.exited(host.hears("trainer_exit")[1]) == "active"
+    assert host.pool.exited(host.hears("trainer_exit")[1])
 
 
 def test_a_goodbye_is_no_death(host: Host) -> None:
@@ -170,7 +172,7 @@ def test_a_goodbye_is_no_death(host: Host) -> None:
     attached.link.close()
     assert host.hears("trainer")[2] == {"op": "left", "step": 3}
     _, ident, left = host.hears("trainer_exit")
-    assert left and host.pool.exited(ident) == "active"
+    assert left and host.pool.exited(ident)
 
 
 def test_an_agent_is_free_as_soon_as_its_process_has_gone(host: Host) -> None:
@@ -188,14 +190,7 @@ def test_an_agent_that_ends_lets_go(tmp_path: Path) -> None:
 
 def test_events_before_the_agent_takes_part_are_not_lost(tmp_path: Path) -> None:
     heard: list[tuple[Any, ...]] = []
-    pool = AttachedTrainers(
-        tmp_path / "agent.sock",
-        job="j",
-        host="h",
-        processes=None,
-        deadline_s=5.0,
-        agree=lambda terms: terms,
-    )
+    pool = listening(tmp_path / "agent.sock", None, lambda terms: terms)
     terms = {"process": 0, "terms": TERMS}
     attached = attach(str(tmp_path / "agent.sock"), terms)
     pool.bind(lambda *event: heard.append(event))

@@ -16,7 +16,6 @@ from dtft.elastic.membership import View, job_key
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.scale_job import ScaleRefused, scale
 from dtft.elastic.served import fill_by_process, missing
-from dtft.elastic.served_leader import ServedLeader
 from tests.elastic.desks import LeaderDesk
 
 LAYOUT = Layout(
@@ -54,8 +53,6 @@ def test_every_slot_has_the_last_process_that_claims_it(
 
 class Desk(LeaderDesk):
     """A leader of two processes."""
-
-    leader_class = ServedLeader
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, host("a"), served=True, storage_interval=10**6)

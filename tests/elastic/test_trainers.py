@@ -1,18 +1,34 @@
-"""Trainer processes that die at the worst moment, and what is heard of them."""
+"""Trainers that an agent starts: real processes that die, hang or do not read."""
 
+import logging
 import queue
-import socket
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dtft.checkpoint.link import Link
-from dtft.elastic.trainers import TrainerPool
+from dtft.checkpoint.attach import SOCKET, NoAgent, ask, attach
+from dtft.elastic import trainers as module
+from dtft.elastic.processes import process_alive
+from dtft.elastic.trainers import Command, Trainer, Trainers
+from tests.checkpoint.hosts import wait_until
 from tests.elastic.desks import agent_config
 
 Events = queue.Queue[tuple[Any, ...]]
+TRAINER = """
+import os, sys, time
+from pathlib import Path
+from dtft.checkpoint.attach import hello
+from dtft.checkpoint.link import Link
+link = Link.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), 5.0)
+hello(link, {})
+start = link.receive()
+link.send("running", slot=start["slot"])
+time.sleep(60)
+"""
 
 
 @pytest.fixture
@@ -21,33 +37,138 @@ def events() -> Events:
 
 
 @pytest.fixture
-def pool(tmp_path: Path, events: Events) -> Iterator[TrainerPool]:
-    """One whose trainers only wait."""
-    command = {"trainer_command": ("sleep", "60"), "arena_directory": tmp_path}
-    config = agent_config(tmp_path, "a", **command)
+def trainers(
+    tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Trainers]:
+    """Those of one host, which tell that they have their slot and then sleep."""
+    monkeypatch.setattr(module, "SEND_S", 1)
+    command = {"trainer_command": (sys.executable, "-c", TRAINER)}
+    config = agent_config(tmp_path, "a", arena_directory=tmp_path, **command)
     config.memory_directory.mkdir()
-    made = TrainerPool(config, lambda *event: events.put(event))
+    made = Trainers(
+        config.memory_directory / SOCKET,
+        job="j",
+        host="a",
+        deadline_s=5.0,
+        command=Command.of(config),
+    )
+    made.bind(lambda *event: events.put(event))
     yield made
     made.close()
 
 
+def started(trainers: Trainers, slot: int) -> Trainer:
+    trainers.start({"slot": slot})
+    assert trainers._trainer is not None
+    return trainers._trainer
+
+
+def test_a_standby_that_was_started_before_has_the_slot(
+    trainers: Trainers, events: Events
+) -> None:
+    trainers.ensure_standby()
+    ident = trainers.waiting
+    wait_until(lambda: trainers._known[ident].outbox is not None)
+    assert started(trainers, 3).ident == ident
+    said = events.get(timeout=20)
+    assert said == ("trainer", ident, {"op": "running", "slot": 3})
+    assert trainers.is_active(ident) and not trainers.waiting
+    trainers.let_go()
+    assert events.get(timeout=20) == ("trainer_exit", ident, -9)
+    assert not trainers.exited(ident)  # nobody's any more
+
+
 @pytest.mark.parametrize("linked_first", [True, False])
 def test_one_that_dies_as_it_is_given_its_slot_is_found_by_its_exit(
-    pool: TrainerPool, events: Events, linked_first: bool
+    trainers: Trainers, events: Events, linked_first: bool
 ) -> None:
-    pool.ensure_standby()
-    assert pool._standby is not None
-    process = pool._standby.process
-    ours, theirs = socket.socketpair()
-    theirs.close()  # as the kernel does first
-    with ours:
-        if linked_first:
-            pool.linked(process.pid, Link(ours))
-            pool.start({"slot": 0})
-        else:
-            pool.start({"slot": 0})
-            pool.linked(process.pid, Link(ours))
-        pool.send("release", step=1)
-    process.kill()
-    assert events.get(timeout=20)[:2] == ("trainer_exit", process.pid)
-    assert pool.exited(process.pid) == "active"
+    trainers.ensure_standby()
+    ident = trainers.waiting
+    if linked_first:
+        wait_until(lambda: trainers._known[ident].outbox is not None)
+    trainer = trainers._known[ident]
+    assert trainer.process is not None
+    trainer.process.kill()
+    trainers.start({"slot": 0})
+    trainers.send("release", step=1)
+    assert events.get(timeout=20)[:2] == ("trainer_exit", ident)
+    assert trainers.exited(ident)
+
+
+def test_a_process_that_does_not_die_is_given_up_by_name_and_replaced(
+    trainers: Trainers,
+    events: Events,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "KILL_S", 1.0)
+    first = started(trainers, 0)
+    assert events.get(timeout=20)[0] == "trainer"
+    assert first.process is not None
+    monkeypatch.setattr(first.process, "kill", lambda: None)  # as in state D
+    begun = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        trainers.let_go()
+        second = started(trainers, 1)
+        assert time.monotonic() - begun < 0.9  # the event loop goes on
+        assert events.get(timeout=20)[:2] == ("trainer_exit", first.ident)
+    assert time.monotonic() - begun >= 1.0
+    assert f"process {first.pid} of a still runs 1 s after SIGKILL" in caplog.text
+    assert not trainers.exited(first.ident) and trainers.is_active(second.ident)
+    assert events.get(timeout=20)[1:] == (second.ident, {"op": "running", "slot": 1})
+    assert process_alive(first.pid)
+    monkeypatch.undo()
+    first.process.kill()
+    assert first.ended.wait(10)
+    trainers.let_go()
+    # The end of the one that was given up is not told twice.
+    assert events.get(timeout=20)[:2] == ("trainer_exit", second.ident)
+    assert events.empty()
+
+
+def test_a_slot_is_told_only_when_the_trainer_before_has_gone(
+    trainers: Trainers, events: Events
+) -> None:
+    for slot in range(3):
+        trainer = started(trainers, slot)
+        trainers.ensure_standby()
+        assert events.get(timeout=20)[1:] == (
+            trainer.ident,
+            {"op": "running", "slot": slot},
+        )
+        begun = time.monotonic()
+        trainers.let_go()
+        assert time.monotonic() - begun < 1.0
+        assert events.get(timeout=20)[:2] == ("trainer_exit", trainer.ident)
+
+
+def test_a_trainer_that_does_not_read_is_killed_and_nobody_waits_for_it(
+    trainers: Trainers, events: Events
+) -> None:
+    trainer = started(trainers, 0)
+    assert events.get(timeout=20)[0] == "trainer"
+    begun = time.monotonic()
+    trainers.send("restore", places=bytes(32 << 20))
+    trainers.send("release", step=1)
+    assert time.monotonic() - begun < 0.9
+    assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
+    assert trainers.exited(trainer.ident)
+
+
+def test_a_process_of_others_is_not_taken(trainers: Trainers) -> None:
+    path = trainers.path
+    assert ask(path) is None
+    with pytest.raises(NoAgent, match="does not take processes of others"):
+        attach(str(path), {"process": 0, "terms": {}})
+
+
+def test_what_was_started_ends_with_its_agent(
+    trainers: Trainers, events: Events
+) -> None:
+    trainers.ensure_standby()
+    active = started(trainers, 0)
+    trainers.ensure_standby()
+    known = [trainer.pid for trainer in trainers._known.values()]
+    assert active.pid in known and len(known) == 2
+    trainers.close()
+    assert not any(process_alive(pid) for pid in known)

@@ -1,0 +1,174 @@
+"""What the user's processes, and people, may ask of the leader of a served job.
+
+A process waits until a step is safe or stored (`Flush`), or wants a step on other
+shardings than it was saved with (`remapping.py` plans that). People want the newest
+commit in storage now, for nobody knows when the next one comes. Must not know who fills
+which slot, nor what ends a formation.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.slices import Layout
+from dtft.elastic.between_runs import BetweenRuns
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.demands import Answer
+from dtft.elastic.forming import Ballot
+from dtft.elastic.records import Records
+from dtft.elastic.remapping import NotPlanned, Remapping
+from dtft.elastic.roster import Roster
+from dtft.elastic.rounds import Rounds
+from dtft.elastic.spread import known_domains
+from dtft.elastic.storage_desk import StorageDesk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flush:
+    """A process that waits until a step is safe, or stored."""
+
+    ballot: Ballot
+    host: str
+    token: int
+    step: int
+    store: bool
+
+
+class Requests:
+    """Who waits for what, at one leader. Used by the event loop."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        rounds: Rounds,
+        roster: Roster,
+        storage: StorageDesk,
+        send: Callable[..., None],
+    ) -> None:
+        """Nobody waits."""
+        self._directory = config.storage_directory
+        self._records, self._rounds = records, rounds
+        self._storage, self._send = storage, send
+        self._between_runs = BetweenRuns(records, rounds, roster, storage)
+        self._flushes: tuple[Flush, ...] = ()
+        self._export_asked = False
+        """Somebody waits for the newest commit to be in storage."""
+        self._remapping: tuple[Ballot, Remapping] | None = None
+        """Of a formation, by its ballot."""
+
+    def tick(self) -> None:
+        """Orders what waits for the hosts to answer."""
+        self._between_runs.tick()
+
+    # --------------------------------------------------------- other shardings
+
+    def _newest(self) -> Remapping:
+        """What is known of the newest commit of this formation."""
+        round_ = self._rounds.current
+        assert round_ is not None
+        if self._remapping is None or self._remapping[0] != round_.ballot:
+            decision = round_.decision
+            found = (decision.located, decision.layout) if decision else (None, None)
+            self._remapping = round_.ballot, Remapping(*found)
+        return self._remapping[1]
+
+    def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
+        """A slot has staged a step; its commit may be wanted on other shardings."""
+        if self._rounds.ledger is not None:
+            self._newest().staged(slot, step, digests)
+
+    def wanted(self, host: str, slot: int, step: int, layout: str) -> None:
+        """The process of a slot wants a step in another division."""
+        assignment, hosts = self._rounds.assignment, self._records.view.hosts
+        if assignment is None or assignment.slots[slot] != host:
+            return
+        domains, _ = known_domains(hosts.values())
+        told: dict[str, Any] = {"step": step, "layout": layout}
+        try:
+            told |= self._newest().order_for(
+                host,
+                step,
+                Layout.from_json(layout),
+                slots=assignment.slots,
+                addresses={name: record.address for name, record in hosts.items()},
+                domains=domains.names,
+            )
+        except NotPlanned as error:
+            told["error"] = str(error)
+        self._send(host, "assemble", **told)
+
+    # --------------------------------------------------- steps safe, or stored
+
+    def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
+        """The process of a slot waits until a step is committed, or stored."""
+        round_ = self._rounds.current
+        assert round_ is not None
+        flush = Flush(
+            ballot=round_.ballot, host=host, token=token, step=step, store=store
+        )
+        self._flushes += (flush,)
+        self._settle()
+
+    def export_wanted(self, answer: Answer) -> None:
+        """The newest commit is written now: nobody knows when the next one comes."""
+        rounds, ledger = self._rounds, self._rounds.ledger
+        if rounds.phase in ("gathering", "waiting"):
+            self._between_runs.asked(answer)
+        elif ledger is None and rounds.phase == "running":
+            text = "nothing was saved since the processes have attached; ask again then"
+            answer({"error": f"{text}, or when the processes have ended"})
+        elif ledger is not None and ledger.exported >= max(0, ledger.committed):
+            answer({"step": ledger.exported})
+        else:
+            self._storage.asked(rounds, answer)
+            self._export_asked = ledger is not None
+            self._settle()
+
+    def committed(self, commit: Commit) -> None:
+        """A commit is recorded, which is what some wait for."""
+        ledger = self._rounds.ledger
+        if ledger is not None and self._rounds.assignment is not None:
+            self._newest().committed(commit, ledger.placement)
+        self._settle()
+
+    def exported(self, host: str, step: int, ok: bool, error: str) -> None:
+        """A step is in storage, or could not be written."""
+        self._between_runs.over()
+        if not ok:
+            why = error.partition("\n")[0][:300]
+            text = (
+                f"step {step} did not reach storage in {self._directory}: {why} "
+                f"({host}). Steps stored before are as they were; the next that is due "
+                "is tried."
+            )
+            slots = self._rounds.assignment.slots if self._rounds.assignment else ()
+            for slot_host in slots:
+                self._send(slot_host, "storage_failed", error=text)
+            for flush in [flush for flush in self._flushes if flush.store]:
+                self._answer(flush, text)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Answers every flush that has come true, and orders what one waits for."""
+        round_, ledger = self._rounds.current, self._rounds.ledger
+        ballot = round_.ballot if round_ else None
+        self._flushes = tuple(f for f in self._flushes if f.ballot == ballot)
+        if ledger is None:
+            return
+        for flush in self._flushes:
+            if ledger.committed < flush.step or ledger.exporting is not None:
+                continue
+            if flush.store and ledger.exported < flush.step:
+                ledger.export(ledger.committed)
+                continue
+            self._answer(flush, "")
+        if self._export_asked and ledger.exporting is None:
+            self._export_asked = False
+            if ledger.exported < ledger.committed:
+                ledger.export(ledger.committed)
+
+    def _answer(self, flush: Flush, error: str) -> None:
+        self._flushes = tuple(other for other in self._flushes if other is not flush)
+        self._send(flush.host, "flushed", token=flush.token, error=error)
