@@ -24,11 +24,11 @@ from dtft.elastic.links import FollowerLinks, LeaderLink, described
 from dtft.elastic.membership import Membership
 from dtft.elastic.network import Message
 from dtft.elastic.orders import fault_of_order
-from dtft.elastic.roles import HostRecord
+from dtft.elastic.roles import HostRecord, process_of
 from dtft.elastic.scaling import AGAIN
 from dtft.elastic.store import Store
 from dtft.elastic.trainers import Trainers
-from dtft.elastic.view import View, process_of
+from dtft.elastic.view import View
 
 logger = logging.getLogger(__name__)
 

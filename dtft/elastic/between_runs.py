@@ -8,9 +8,9 @@ import dataclasses
 
 from dtft.elastic.demands import Answer
 from dtft.elastic.forming import Ballot, Round, main_reason
+from dtft.elastic.host_registry import HostRegistry
 from dtft.elastic.idle_export import NotExportable, plan_idle_export
 from dtft.elastic.records import Records
-from dtft.elastic.roster import Roster
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.storage_desk import StorageDesk
 
@@ -24,11 +24,15 @@ class BetweenRuns:
     """Exports of one leader's job between two formations. Used by the event loop."""
 
     def __init__(
-        self, records: Records, rounds: Rounds, roster: Roster, storage: StorageDesk
+        self,
+        records: Records,
+        rounds: Rounds,
+        registry: HostRegistry,
+        storage: StorageDesk,
     ) -> None:
         """Nobody waits."""
         self._records, self._rounds = records, rounds
-        self._roster, self._storage = roster, storage
+        self._registry, self._storage = registry, storage
         self._asked = False
         self._ordered: Ballot | None = None
         """Of the round after which an export was ordered that is not over."""
@@ -58,7 +62,7 @@ class BetweenRuns:
             self._storage.refuse(ATTACHED)
 
     def _order(self, round_: Round) -> None:
-        there = self._roster.connected
+        there = self._registry.connected
         told = {host: it for host, it in round_.replies.items() if host in there}
         complete = {host: it.get("complete", {}) for host, it in told.items()}
         try:
@@ -67,7 +71,7 @@ class BetweenRuns:
             self._storage.refuse(str(error))
             return
         step, previous = plan.commit.step, self._rounds.previous
-        if step in self._storage.watch.steps():
+        if step in self._storage.watch.steps:
             self._storage.has(step)
             return
         assert previous is not None  # or nothing would have been committed

@@ -11,10 +11,12 @@ import json
 from dtft.checkpoint.apart import Spread
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.host_registry import HostRegistry
 from dtft.elastic.journal import Journal
+from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment
-from dtft.elastic.roster import Roster
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.storage_watch import StorageWatch
 
@@ -30,14 +32,17 @@ class Ending:
         config: AgentConfig,
         records: Records,
         rounds: Rounds,
-        roster: Roster,
+        registry: HostRegistry,
+        loop: Loop,
         journal: Journal,
         storage: StorageWatch,
     ) -> None:
         """Ends nothing yet."""
         self._config, self._records, self._rounds = config, records, rounds
-        self._roster, self._journal, self._storage = roster, journal, storage
-        self._rescuing = False
+        self._registry, self._journal, self._storage = registry, journal, storage
+        self._loop, self._rescuing = loop, False
+        self._finished_at = self._ended_at = 0.0
+        self._result = ""
 
     def stop(self) -> None:
         """Stops the job at a step boundary that all trainers will agree on.
@@ -64,7 +69,7 @@ class Ending:
         if rounds.ledger is None and previous and layout:
             rounds.open_ledger(layout, self._as_committed(previous, layout))
         last, ledger = self._records.last_step, rounds.ledger
-        alive = self._roster.connected
+        alive = self._registry.connected
         replies = round_.replies if round_ is not None else {}
         held = {host: told["holdings"].get(last, {}) for host, told in replies.items()}
         if (
@@ -106,14 +111,32 @@ class Ending:
         if len(round_.finished) < len(round_.assignment.slots):
             return
         last = max(round_.finished.values())
-        if ledger is None or ledger.committed < last or ledger.exporting is not None:
+        self._finished_at = self._finished_at or self._loop.now()
+        if ledger is None or ledger.exporting is not None:
             return
-        if last in self._storage.steps():
+        if ledger.committed < last and not self._stands_uncommitted(ledger, last):
+            return
+        if last in self._storage.steps:
             self.end("stopped" if self._records.view.stop else "done", step=last)
         elif ledger.export_failures(last) < EXPORT_FAILURES:
             ledger.export(last)
         else:
             self.end("error", f"step {last} could not be written to storage", last)
+
+    def _stands_uncommitted(self, ledger: Ledger, last: int) -> bool:
+        """The last step is safe in memory, and the store has been away for long."""
+        patience_s = 2 * self._config.timeouts.lease
+        return (
+            ledger.pending is not None
+            and ledger.pending.step == last
+            and self._records.away
+            and self._loop.now() > self._finished_at + patience_s
+        )
+
+    def result_without_store(self) -> str:
+        """The result of an ended job that the store did not take in time, or ""."""
+        late = self._loop.now() > self._ended_at + 2 * self._config.timeouts.lease
+        return self._result if late and self._records.away else ""
 
     def end(self, status: str, message: str = "", step: int = 0, code: int = 0) -> None:
         """Has the job's result recorded, once; every agent then ends with `code`."""
@@ -122,6 +145,7 @@ class Ending:
         self._rounds.frozen = True
         code = code or int(status == "error")
         text = _result_json(status, step, message, code)
+        self._result, self._ended_at = text, self._loop.now()
         self._journal.event("end", **json.loads(text))
         self._records.put("result", text, "result", text)
 

@@ -57,6 +57,19 @@ class Round:
         self.last_finished = max(self.last_finished, reply["finished"])
 
     @property
+    def assignment_told(self) -> Assignment | None:
+        """The newest assignment that a host has obeyed, None if none has."""
+        texts = {it["assignment"] for it in self.replies.values() if "assignment" in it}
+        found = [Assignment.from_json(text) for text in texts if text]
+        return max(found, key=lambda it: it.epoch, default=None)
+
+    @property
+    def commits_told(self) -> list[Commit]:
+        """Commits that hosts were told of, one for each step."""
+        texts = {text for it in self.replies.values() for text in it.get("commits", ())}
+        return list({it.step: it for it in map(Commit.from_json, texts)}.values())
+
+    @property
     def layouts(self) -> dict[str, Layout]:
         """Digest to layout: what hosts know of the state; two after a new size."""
         texts = {text for r in self.replies.values() for text in r["layouts"]}
@@ -163,6 +176,7 @@ def orders(
         "layout": layout.to_json() if layout else "",
         "resized": bool(located and layout and layout.digest != located.commit.layout),
         "read": round_.read,
+        "assignment": assignment.to_json(),
         "digests": dict(located.digests) if located else {},
         "items": next((found for found in items if found), {}) if located else {},
     }

@@ -10,30 +10,34 @@ its successor could not learn again from the store and the hosts.
 """
 
 import logging
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.commit import Commit, Divergence, Mislabelled
 from dtft.checkpoint.slices import Layout
-from dtft.elastic.attendance import Attendance
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
 from dtft.elastic.ending import Ending
+from dtft.elastic.event_loop import Loop
 from dtft.elastic.forming import Round, death, report_of
+from dtft.elastic.host_registry import Attendance, HostRegistry
 from dtft.elastic.journal import Journal
 from dtft.elastic.ledger import Ledger
-from dtft.elastic.membership import Membership, View
+from dtft.elastic.membership import Membership
 from dtft.elastic.mender import Mender
 from dtft.elastic.records import Records
 from dtft.elastic.reports import fault_of, fields_of, misfit
 from dtft.elastic.requests import Requests
-from dtft.elastic.roles import Assignment
-from dtft.elastic.roster import Roster
+from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.scaling import Scaling
 from dtft.elastic.sizes import Sizes
 from dtft.elastic.storage_desk import StorageDesk
+from dtft.elastic.view import View
+
+if TYPE_CHECKING:
+    from dtft.elastic.edges import Service
 
 logger = logging.getLogger(__name__)
 
@@ -49,28 +53,61 @@ class Leader:
         config: AgentConfig,
         membership: Membership,
         view: View,
-        emit: Callable[..., None],
+        commits: Sequence[Commit],
+        loop: Loop,
         send: Callable[..., None],
         journal: Journal,
+        service: "Service",
+        list_steps: Callable[[Path], Iterable[int]],
+        *,
+        committing: Callable[[int], None],
+        ended: Callable[[str], None],
     ) -> None:
-        """Takes over. `send(host, op, **fields)` reaches any connected host."""
-        self._config, self._emit, self._journal = config, emit, journal
+        """Takes over.
+
+        Args:
+            config: of this host's agent.
+            membership: of this host.
+            view: of the store, at the beginning of the term.
+            commits: recorded then, newest first.
+            loop: of the agent.
+            send: `send(host, op, **fields)` reaches any connected host.
+            journal: tells people.
+            service: JAX's coordination service on this host.
+            list_steps: says which steps a storage directory holds.
+            committing: called with the step of a commit that is being written, and
+                with 0 when it is.
+            ended: called with the job's result if the store cannot be told of it.
+        """
+        self._config, self._journal, self._loop = config, journal, loop
+        self._committing, self._ended, self._send = committing, ended, send
         self._seats = config.seats
-        self._records = Records(membership, view, emit, journal, config.store)
-        self._roster = Roster(time.monotonic(), config.timeouts.connect)
-        self._storage = storage = StorageDesk(config, self._records, journal)
+        self._records = Records(
+            *(membership, view, commits, loop, journal, config.store),
+            on_written=self._written,
+            on_delayed=self._delayed,
+            on_committing=committing,
+        )
+        old = view.assignment
+        former = zip(old.slots, old.incarnations, strict=True) if old else ()
+        self._registry = HostRegistry(
+            loop.now(), config.timeouts.connect, dict(former)
+        )
+        self._storage = storage = StorageDesk(
+            config, self._records, journal, loop, list_steps
+        )
         self._sizes = sizes = Sizes(config, self._records, journal)
         self._rounds = Rounds(
-            *(config, self._records, self._roster, emit, send, journal),
-            *(storage.health, storage.watch, sizes),
+            *(config, self._records, self._registry, loop, send, journal),
+            *(storage.health, storage.watch, sizes, service),
         )
-        shared = config, self._records, self._rounds, self._roster
-        self._attendance = Attendance(*shared, journal)
-        self._scaling = Scaling(*shared, sizes, journal)
-        self._ending = Ending(*shared, journal, storage.watch)
+        shared = config, self._records, self._rounds, self._registry
+        self._attendance = Attendance(*shared, loop, journal)
+        self._scaling = Scaling(*shared, sizes, loop, journal)
+        self._ending = Ending(*shared, loop, journal, storage.watch)
         self._mender = Mender(journal, send)
         self._requests = (
-            Requests(config, self._records, self._rounds, self._roster, storage, send)
+            Requests(config, self._records, self._rounds, self._registry, storage, send)
             if self._seats.attached
             else None
         )
@@ -90,17 +127,17 @@ class Leader:
         if view.stop:
             self._ending.stop()
 
-    def connected(self, host: str) -> None:
-        """A host has connected; the store may tell of it earlier or later."""
-        self._attendance.connected(host)
+    def connected(self, record: HostRecord) -> None:
+        """A host has connected, or says something new of itself."""
+        self._attendance.connected(record)
+
+    def disconnected(self, record: HostRecord, why: str) -> None:
+        """The link of a host has ended; it may come back."""
+        self._attendance.disconnected(record, why)
 
     def lost(self, host: str, how: str) -> None:
-        """A host has died (proved by its closed port, or by its lease)."""
+        """A host is gone: its port refuses connections."""
         self._attendance.lost(host, how)
-
-    def coordinator_ready(self, ballot: tuple[int, int], address: str) -> None:
-        """The coordination service of a formation serves: slots can be given out."""
-        self._rounds.coordinator_ready(ballot, address)
 
     # ----------------------------------------------------------------- reports
 
@@ -124,14 +161,19 @@ class Leader:
             handlers["wanted"] = self._requests.wanted
         return handlers
 
-    def hears(self, host: str, message: dict[str, Any]) -> None:
+    def handle_report(self, host: str, message: dict[str, Any]) -> None:
         """A report of a host; wrong ones and those of an older ballot are refused."""
         if self._refused(host, fault_of(message, self._seats.reports)):
             return
+        self._registry.heard(host)
         op = message["op"]
         ballot = tuple(message.get("ballot", ()))
         round_, previous = self._rounds.current, self._rounds.previous
-        if op == "fatal":
+        if op == "unfit":
+            self._attendance.unfit(host, message["why"])
+        elif op == "fit":
+            self._attendance.fit(host)
+        elif op == "fatal":
             if round_ is None or ballot in ((), round_.ballot):
                 self._fail(message["message"], message.get("code", FATAL_INPUT))
         elif round_ is not None and ballot == round_.ballot:
@@ -197,7 +239,7 @@ class Leader:
         assert round_ is not None and round_.assignment is not None
         round_.prepared[host] = outcome
         if len(round_.prepared) == len(round_.assignment.slots):
-            round_.restore_s = time.time() - round_.restore_begun
+            round_.restore_s = self._loop.wall() - round_.restore_begun
             if self._scaling.restored(round_):
                 self._mender.begin(round_, self.view)
 
@@ -229,7 +271,7 @@ class Leader:
             if self._rounds.ledger is not None:
                 self._sizes.forewarn(self._rounds.ledger.layout)
         else:
-            now = time.time()
+            now = self._loop.wall()
             report = report_of(
                 round_,
                 self._rounds.previous,
@@ -312,12 +354,8 @@ class Leader:
 
     # --------------------------------------------------------------- the store
 
-    def written(self, label: str, value: Any, allowed: bool) -> None:
-        """A write was answered."""
-        if not allowed:
-            self._emit("deposed")
-            return
-        self._records.answered(label)
+    def _written(self, label: str, value: Any) -> None:
+        """A write was recorded."""
         if label == "assignment":
             self._rounds.assigned(value)
         elif label == "commit" and self._rounds.ledger is not None:
@@ -328,7 +366,7 @@ class Leader:
     def _recorded(self, commit: Commit, ledger: Ledger) -> None:
         """A step is safe: it is released, unless the job has to be formed anew."""
         self._rounds.setbacks.committed()
-        self._emit("committing", 0)
+        self._committing(0)
         self._journal.committed(commit.step, commit.root)
         self._mender.committed(self._rounds.current, commit.step)
         if why := self._scaling.due():
@@ -342,11 +380,11 @@ class Leader:
         self._rounds.gathered()
         self._ending.conclude()
 
-    def delayed(self, label: str, value: Any) -> None:
-        """The store does not answer."""
-        self._records.delayed(label)
+    def _delayed(self, label: str, value: Any) -> None:
+        """The store does not answer: no step waits for it."""
         if label == "commit" and self._rounds.ledger is not None:
             self._rounds.ledger.delayed(value)
+            self._ending.conclude()
 
     def tick(self) -> None:
         """Enforces the deadlines; every one names who is late."""
@@ -359,10 +397,12 @@ class Leader:
         if rounds.ledger and (silent := rounds.ledger.silent_export()):
             self._on_exported(silent[1], silent[0], False, "TimeoutError: no answer")
         round_ = rounds.current
-        if round_ is None or rounds.frozen or time.monotonic() < rounds.deadline:
+        if rounds.frozen:
+            self._end_without_store()
+        if round_ is None or rounds.frozen or self._loop.now() < rounds.deadline:
             return
         if rounds.phase == "gathering":
-            self._attendance.shut_out(round_.replies)
+            self._attendance.leave_out(round_.replies)
         elif rounds.phase == "storage":
             rounds.look_again()
         elif rounds.phase == "preparing":
@@ -376,6 +416,14 @@ class Leader:
         elif rounds.phase == "assigning":
             rounds.form("the new assignment could not be recorded in time")
 
+    def _end_without_store(self) -> None:
+        """The job has ended and the store cannot be told: the hosts are, by their links."""
+        result = self._ending.result_without_store()
+        if result:
+            for host in self._registry.connected - {self._config.host}:
+                self._send(host, "ended", result=result)
+            self._ended(result)
+
     def _await_save(self) -> None:
         """User's processes save when they like; from the first's save on it counts."""
         ledger = self._rounds.ledger
@@ -387,4 +435,4 @@ class Leader:
         self._storage.close()
         self._scaling.close()
         self._records.close()
-        self._rounds.close()
+        self._journal.close()

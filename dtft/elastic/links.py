@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dtft.checkpoint.wire import AuthenticationError
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.network import Closed, ControlChannel, Heard, Message, Network
-from dtft.elastic.roles import HostRecord
+from dtft.elastic.roles import HostRecord, process_of
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class LeaderLink:
 
 def _who(leader: HostRecord) -> tuple[str, str, str]:
     """A link is to one agent process at one address."""
-    return leader.host, leader.incarnation.partition(".")[0], leader.address
+    return leader.host, process_of(leader.incarnation), leader.address
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dtft.checkpoint.commit import Commit
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.mirror import MirrorSource, Pairs
-from dtft.elastic.roles import HostRecord
+from dtft.elastic.roles import HostRecord, process_of
 from dtft.elastic.store import (
     Compare,
     Delete,
@@ -27,7 +27,7 @@ from dtft.elastic.store import (
     StoreUnavailable,
 )
 from dtft.elastic.upkeep import Upkeep
-from dtft.elastic.view import View, job_key, process_of, read_commits, view_of
+from dtft.elastic.view import View, job_key, read_commits, view_of
 
 logger = logging.getLogger(__name__)
 

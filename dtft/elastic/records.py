@@ -81,6 +81,17 @@ class Records:
         """The newest committed step, 0 for none."""
         return max((commit.step for commit in self.commits), default=0)
 
+    def learn(self, commits: Sequence[Commit]) -> None:
+        """Hosts know of commits: those that the store has lost count as well.
+
+        They were recorded once, or no host would have been told.
+        """
+        known = {commit.step for commit in self.commits}
+        found = [commit for commit in commits if commit.step not in known]
+        if found:
+            both = sorted([*self.commits, *found], key=lambda it: it.step, reverse=True)
+            self.commits = both[:KEPT_COMMITS]
+
     @property
     def away(self) -> bool:
         """Whether the store does not answer."""

@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.interval import Window
 from dtft.checkpoint.slices import Layout
+from dtft.elastic.roles import Assignment
 
 Check = Callable[[object], bool]
 
@@ -87,6 +89,25 @@ def _readable(text: str) -> bool:
     return all(size >= 0 for size in sizes) and slots == set(range(len(slots)))
 
 
+def _assignment(value: object) -> bool:
+    """An assignment as JSON, or nothing."""
+    if not isinstance(value, str):
+        return False
+    try:
+        return not value or len(Assignment.from_json(value).slots) > 0
+    except Exception:  # it can be wrong in any way at any depth
+        return False
+
+
+def _commit(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        return Commit.from_json(value).step >= 0
+    except Exception:  # as above
+        return False
+
+
 def _layout(value: object) -> bool:
     return isinstance(value, str) and _readable(value)
 
@@ -120,7 +141,11 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "items": _map(_number, _anything),
         "corrupt": _list(_text),
         "finished": _number,
+        "assignment": _assignment,
+        "commits": _list(_commit),
     },
+    "unfit": {"ballot": _ballot, "why": _text},
+    "fit": {"ballot": _ballot},
     "prepared": {
         "ballot": _ballot,
         "export_port": _port,
@@ -184,7 +209,7 @@ SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
 """As `FIELDS`, in a job whose processes are the user's own."""
 
 OPTIONAL: Mapping[str, frozenset[str]] = {
-    "holdings": frozenset({"complete", "export_port"}),
+    "holdings": frozenset({"complete", "export_port", "assignment", "commits"}),
     "staged": frozenset({"interval", "window"}),
     "fatal": frozenset({"ballot", "slot", "code"}),
     "prepared": frozenset({"restored"}),

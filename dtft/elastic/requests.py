@@ -16,9 +16,9 @@ from dtft.elastic.between_runs import BetweenRuns
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
 from dtft.elastic.forming import Ballot
+from dtft.elastic.host_registry import HostRegistry
 from dtft.elastic.records import Records
 from dtft.elastic.remapping import NotPlanned, Remapping
-from dtft.elastic.roster import Roster
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.spread import known_domains
 from dtft.elastic.storage_desk import StorageDesk
@@ -43,15 +43,15 @@ class Requests:
         config: AgentConfig,
         records: Records,
         rounds: Rounds,
-        roster: Roster,
+        registry: HostRegistry,
         storage: StorageDesk,
         send: Callable[..., None],
     ) -> None:
         """Nobody waits."""
         self._directory = config.storage_directory
-        self._records, self._rounds = records, rounds
+        self._rounds, self._registry = rounds, registry
         self._storage, self._send = storage, send
-        self._between_runs = BetweenRuns(records, rounds, roster, storage)
+        self._between_runs = BetweenRuns(records, rounds, registry, storage)
         self._flushes: tuple[Flush, ...] = ()
         self._export_asked = False
         """Somebody waits for the newest commit to be in storage."""
@@ -81,7 +81,7 @@ class Requests:
 
     def wanted(self, host: str, slot: int, step: int, layout: str) -> None:
         """The process of a slot wants a step in another division."""
-        assignment, hosts = self._rounds.assignment, self._records.view.hosts
+        assignment, hosts = self._rounds.assignment, self._registry.records
         if assignment is None or assignment.slots[slot] != host:
             return
         domains, _ = known_domains(hosts.values())

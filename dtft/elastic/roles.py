@@ -24,7 +24,8 @@ class HostRecord:
     address: str
     """host:port of its transport."""
     incarnation: str
-    """New for every start of the agent, so a host that comes back is another."""
+    """PROCESS.NUMBER: the process is another for every start of the agent, the number
+    for every registration after its lease ran out."""
     joined_ns: int
     """Wall-clock time of registration; spares are taken in this order."""
     pid: int
@@ -94,6 +95,17 @@ class Assignment:
         )
 
 
+def process_of(incarnation: str) -> str:
+    """The agent process of an incarnation: NAME of NAME.NUMBER.
+
+    A process whose lease ran out registers again under the next number.
+
+    >>> process_of("9f3c.2"), process_of("9f3c")
+    ('9f3c', '9f3c')
+    """
+    return incarnation.partition(".")[0]
+
+
 Choose = Callable[
     [Sequence[HostRecord | None], Sequence[HostRecord]], tuple[HostRecord | None, ...]
 ]
@@ -119,8 +131,9 @@ def fill_slots(
         The host of each slot; None where no host is left. A new job is filled in the
         order of the hosts' names, spares stand in the order in which they joined.
     """
-    live = {(record.host, record.incarnation): record for record in hosts}
-    kept = [live.get(entry) for entry in previous] or [None] * num_slots
+    live = {(record.host, process_of(record.incarnation)): record for record in hosts}
+    entries = [(host, process_of(incarnation)) for host, incarnation in previous]
+    kept = [live.get(entry) for entry in entries] or [None] * num_slots
     taken = {record.host for record in kept if record}
     spares = sorted(
         (record for record in hosts if record.host not in taken),
@@ -145,9 +158,8 @@ def next_epoch(
     """
     if previous is None:
         return 1, 1
-    same = tuple((record.host, record.incarnation) for record in filled) == tuple(
-        zip(previous.slots, previous.incarnations, strict=True)
-    )
-    if same:
+    old = zip(previous.slots, map(process_of, previous.incarnations), strict=True)
+    new = [(record.host, process_of(record.incarnation)) for record in filled]
+    if new == list(old):
         return previous.generation, previous.attempt + 1
     return previous.generation + 1, 1

@@ -6,14 +6,13 @@ job, nor how commits come about.
 """
 
 import json
-import time
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dtft.checkpoint.domains import FailureDomains
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.coordinator import Coordinator, NoCoordinator
+from dtft.elastic.event_loop import Loop
 from dtft.elastic.forming import (
     Round,
     assign,
@@ -26,13 +25,16 @@ from dtft.elastic.journal import Journal
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment, HostRecord
-from dtft.elastic.roster import Roster, lost
 from dtft.elastic.seat_policy import Seating
 from dtft.elastic.setbacks import Setbacks
 from dtft.elastic.sizes import Sizes
 from dtft.elastic.spread import known_domains, shortfall
 from dtft.elastic.storage_health import StorageHealth
 from dtft.elastic.storage_watch import StorageWatch
+
+if TYPE_CHECKING:
+    from dtft.elastic.edges import Service
+    from dtft.elastic.host_registry import HostRegistry
 
 Phase = Literal[
     "idle", "gathering", "waiting", "storage", "assigning", "preparing", "running"
@@ -59,23 +61,22 @@ class Rounds:
         self,
         config: AgentConfig,
         records: Records,
-        roster: Roster,
-        emit: Callable[..., None],
+        registry: "HostRegistry",
+        loop: Loop,
         send: Callable[..., None],
         journal: Journal,
         health: StorageHealth,
         storage: StorageWatch,
         sizes: Sizes,
+        service: "Service",
     ) -> None:
-        """Begins nothing yet, but has a coordination service wait."""
-        self._config, self._records, self._roster = config, records, roster
+        """Begins nothing yet."""
+        self._config, self._records, self._registry = config, records, registry
+        self._loop, self._service = loop, service
         self._sizes = sizes
         self._send, self._journal, self._health = send, journal, health
         self._storage = storage
         self._seats = config.seats
-        has_service = self._seats.has_coordination_service
-        service = Coordinator if has_service else NoCoordinator
-        self._coordinator = service(config, emit)
         self._counter = 0
         self.setbacks = Setbacks(records, sizes, journal)
         self.phase: Phase = "idle"
@@ -98,16 +99,16 @@ class Rounds:
             return
         self._fatal = fatal
         self._counter += 1
-        ballot = (self._records.view.leader_revision, self._counter)
-        self.current = next_round(
-            *(self.current, ballot, reason, time.time()), read=self._seats.reads_copies
-        )
+        ballot = (self._records.view.term, self._counter)
+        now, read = self._loop.wall(), self._seats.reads_copies
+        self.current = next_round(self.current, ballot, reason, now, read=read)
         if self.assignment is not None:
             self.previous, self.assignment = self.assignment, None
         self._journal.event("forming", reason=reason, ballot=ballot)
-        self._coordinator.end()
+        self._service.end()
+        self._storage.look()
         self.enter("gathering", self._config.timeouts.restore)
-        for host in sorted(self._roster.connected):
+        for host in sorted(self._registry.connected):
             self.ask(host)
 
     def ask(self, host: str) -> None:
@@ -120,23 +121,35 @@ class Rounds:
 
     def enter(self, phase: Phase, limit_s: float) -> None:
         """Awaits something else, or the next of the same, for `limit_s` seconds."""
-        self.phase, self.deadline = phase, time.monotonic() + limit_s
+        self.phase, self.deadline = phase, self._loop.now() + limit_s
 
     def gathered(self) -> None:
         """Goes on once every live host has answered."""
-        round_, hosts = self.current, self._records.view.hosts
-        if self.phase != "gathering" or round_ is None:
+        round_, registered = self.current, self._records.view.hosts
+        if self.phase != "gathering" or round_ is None or not self._storage.settled:
             return
-        if not self._roster.expected(hosts, time.monotonic()) <= set(round_.replies):
+        expected = self._registry.expected(registered, self._loop.now())
+        if not expected <= set(round_.replies):
             return
         if self.ledger is not None and self.ledger.pending is not None:
             return  # a complete step is still to be recorded; this is called again then
-        filled = self._seats.fill(self._seating(round_, self._roster.usable(hosts)))
+        self._learn(round_)
+        answered = [it for it in self._registry.usable() if it.host in round_.replies]
+        filled = self._seats.fill(self._seating(round_, answered))
         present = [record for record in filled if record is not None]
         if len(present) < len(filled):
             self._wait_for_hosts([s for s, host in enumerate(filled) if host is None])
         else:
             self._assign(round_, present)
+
+    def _learn(self, round_: Round) -> None:
+        """Takes from the hosts what the store should know, and has lost."""
+        told = round_.assignment_told
+        if told is not None and (
+            self.previous is None or told.epoch > self.previous.epoch
+        ):
+            self.previous = told
+        self._records.learn(round_.commits_told)
 
     def _seating(self, round_: Round, usable: list[HostRecord]) -> Seating:
         return Seating(
@@ -151,17 +164,27 @@ class Rounds:
         )
 
     def _domains(self) -> FailureDomains:
-        domains, problem = known_domains(self._records.view.hosts.values())
+        domains, problem = known_domains(self._hosts.values())
         if problem:
             problem = f"failure domains are not used: {problem}"
         self._journal.say_once("domains", problem)
         return domains
 
+    @property
+    def _hosts(self) -> dict[str, HostRecord]:
+        """The hosts that the store or this leader knows."""
+        return {**self._records.view.hosts, **self._registry.records}
+
     def _wait_for_hosts(self, empty: list[int]) -> None:
-        config, names = self._config, ", ".join(map(str, empty))
-        self._journal.say(
-            self._seats.waiting_line(names, config.num_slots, config.job, config.store)
+        config, old = self._config, self.previous
+        names = ", ".join(
+            f"{slot} (of {old.slots[slot]})" if old and slot < len(old.slots) else str(slot)
+            for slot in empty
         )
+        line = self._seats.waiting_line(names, config.num_slots, config.job, config.store)
+        unusable = self._registry.unusable()
+        why = "; ".join(f"{host} cannot be used: {text}" for host, text in unusable.items())
+        self._journal.say(f"{line}. {why}" if why else line)
         self._journal.event(self._seats.waiting_event, slots=empty)
         self.enter("waiting", float("inf"))
 
@@ -171,7 +194,7 @@ class Rounds:
             filled,
             previous=self.previous,
             commits=self._records.commits,
-            storage_steps=self._storage.steps(),
+            storage_steps=self._storage.steps,
             quarantined=self.setbacks.quarantined,
             domains=self._domains(),
             copies=self._config.copies,
@@ -210,6 +233,7 @@ class Rounds:
 
     def look_again(self) -> None:
         """Decides again from what the hosts have said, for storage may be back."""
+        self._storage.look()
         self.enter("gathering", self._config.timeouts.restore)
         self.gathered()
 
@@ -232,19 +256,22 @@ class Rounds:
         assert round_.assignment is not None
         self.assignment, self.ledger = round_.assignment, None
         self._journal.event("assignment", **json.loads(round_.assignment.to_json()))
-        self._coordinator.start(len(round_.assignment.slots), round_.ballot)
+        self._service.start(
+            len(round_.assignment.slots),
+            lambda address: self.coordinator_ready(ballot, address),
+        )
 
     def coordinator_ready(self, ballot: tuple[int, int], address: str) -> None:
         """The coordination service of a formation serves: slots can be given out."""
         round_ = self.current
         if round_ is None or round_.ballot != ballot or self.phase != "assigning":
             return
-        round_.restore_begun = time.time()
+        round_.restore_begun = self._loop.wall()
         self.enter("preparing", self._config.timeouts.start)
         try:
-            prepared = orders(round_, self._records.view.hosts, address)
+            prepared = orders(round_, self._hosts, address)
         except KeyError as error:
-            self.form(lost(str(error.args[0]), self.assignment))
+            self.form(f"{error.args[0]} was lost")
             return
         for host, order in prepared.items():
             self._send(host, "prepare", **order)
@@ -252,17 +279,18 @@ class Rounds:
     def open_ledger(self, layout: Layout, assignment: Assignment) -> None:
         """Begins to account for the steps of a formation."""
         assert self.current is not None
-        view = self._records.view
+        view, hosts = self._records.view, self._hosts
         self.ledger = Ledger(
             self._config,
             layout,
             assignment,
-            stored=max(self._storage.steps(), default=-1),
-            export_addresses=export_addresses(self.current, assignment, view.hosts),
-            addresses={host: record.address for host, record in view.hosts.items()},
+            stored=max(self._storage.steps, default=-1),
+            export_addresses=export_addresses(self.current, assignment, hosts),
+            addresses={host: record.address for host, record in hosts.items()},
             record=self._records.commit,
             send=self._send,
             health=self._health,
+            clock=self._loop.now,
         )
         self.ledger.intervals.resumed(assignment, self._records.commits)
         self.ledger.stopping = view.stop
@@ -273,7 +301,7 @@ class Rounds:
             self._domains(),
         )
         self._journal.say_once("copies", problem)
-        self.expect(self._roster.connected)
+        self.expect(self._registry.connected)
 
     def expect(self, hosts: Collection[str]) -> None:
         """Tells hosts without a slot what one would hold, so that they are ready."""
@@ -281,7 +309,3 @@ class Rounds:
             text, domains = self.ledger.layout.to_json(), self.assignment.spread.domains
             for host in sorted(set(hosts) - set(self.assignment.slots)):
                 self._send(host, "expect", layout=text, domains=list(domains))
-
-    def close(self) -> None:
-        """Ends the coordination service."""
-        self._coordinator.close()

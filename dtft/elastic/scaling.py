@@ -7,7 +7,6 @@ running job is formed anew for the sake of its size; must not know how.
 
 import dataclasses
 import queue
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +16,13 @@ from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.transport import Channel
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
+from dtft.elastic.event_loop import Loop
 from dtft.elastic.forming import Round
+from dtft.elastic.host_registry import HostRegistry
 from dtft.elastic.journal import Journal
 from dtft.elastic.proof import prove
 from dtft.elastic.records import Records
 from dtft.elastic.recovery import RecoveryReport
-from dtft.elastic.roster import Roster
 from dtft.elastic.rounds import Rounds
 from dtft.elastic.sizes import Sizes
 from dtft.elastic.sizing import Groups, WantedSize, size_for
@@ -48,13 +48,15 @@ class Scaling:
         config: AgentConfig,
         records: Records,
         rounds: Rounds,
-        roster: Roster,
+        registry: HostRegistry,
         sizes: Sizes,
+        loop: Loop,
         journal: Journal,
     ) -> None:
         """Nobody waits."""
         self._config, self._records, self._rounds = config, records, rounds
-        self._roster, self._sizes, self._journal = roster, sizes, journal
+        self._registry, self._sizes, self._journal = registry, sizes, journal
+        self._loop = loop
         self._waiting: list[_Request] = []
 
     def asked(self, replicas: int, answer: Answer) -> None:
@@ -79,7 +81,7 @@ class Scaling:
         if size.slots == groups.slots:
             answer({"replicas": replicas, "before": replicas, "hosts": size.slots})
         else:
-            now = time.monotonic()
+            now = self._loop.now()
             self._waiting.append(
                 _Request(size=size, before=groups.replicas, at=now, answer=answer)
             )
@@ -93,7 +95,7 @@ class Scaling:
         )
 
     def _available(self) -> int:
-        return len(self._roster.usable(self._records.view.hosts))
+        return len(self._registry.usable())
 
     def due(self) -> str:
         """Why the job is to be formed anew at this commit; "" if it is not."""
@@ -174,7 +176,7 @@ class Scaling:
                         "step": report.restored_step,
                         "bytes_from_peers": report.bytes_from_peers,
                         "bytes_from_storage": report.bytes_from_storage,
-                        "seconds": time.monotonic() - one.at,
+                        "seconds": self._loop.now() - one.at,
                     }
                 )
             elif then == now:

@@ -5,10 +5,12 @@ step with the outcomes, and tells people, the store and whoever asked for an exp
 Must not know how a step is written, nor when one is due.
 """
 
-import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer, Demands
+from dtft.elastic.event_loop import Loop
 from dtft.elastic.journal import Journal
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
@@ -25,10 +27,18 @@ class StorageDesk:
         health: when an export may be tried again.
     """
 
-    def __init__(self, config: AgentConfig, records: Records, journal: Journal) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        journal: Journal,
+        loop: Loop,
+        list_steps: Callable[[Path], Iterable[int]],
+    ) -> None:
         """Takes storage to be well; nobody waits."""
-        self._records, self._journal = records, journal
-        self.watch = StorageWatch(config.storage_directory)
+        self._records, self._journal, self._loop = records, journal, loop
+        directory = config.storage_directory
+        self.watch = StorageWatch(directory, loop, list_steps=list_steps)
         self.health = StorageHealth(config.storage_directory)
         self._demands = Demands()
 
@@ -46,7 +56,7 @@ class StorageDesk:
         if self._demands:
             ledger.export(step)
         if (due := ledger.overdue) is not None:
-            self._say(self.health.overdue(due, time.monotonic()))
+            self._say(self.health.overdue(due, self._loop.now()))
 
     def ended(self, host: str, step: int, ok: bool, error: str) -> None:
         """A step is in storage, or could not be written.
@@ -63,7 +73,7 @@ class StorageDesk:
             self._records.put("stored", step, "stored", str(step))
             self._say(self.health.succeeded(step))
         else:
-            self._say(self.health.failed(step, host, error, time.monotonic()))
+            self._say(self.health.failed(step, host, error, self._loop.now()))
         self._demands.outcome(step, ok, error)
 
     def _say(self, line: str | None) -> None:

@@ -71,17 +71,6 @@ def job_key(job: str, name: str) -> str:
     return f"/dtft/{job}/{name}"
 
 
-def process_of(incarnation: str) -> str:
-    """The agent process of an incarnation: NAME of NAME.NUMBER.
-
-    A process whose lease ran out registers again under the next number.
-
-    >>> process_of("9f3c.2"), process_of("9f3c")
-    ('9f3c', '9f3c')
-    """
-    return incarnation.partition(".")[0]
-
-
 def view_of(job: str, pairs: Collection[KeyValue], revision: int) -> View:
     """The view that some pairs make; a record that cannot be read is left out."""
     prefix = job_key(job, "m/")
