@@ -64,6 +64,8 @@ class AgentConfig:
     """Every deadline."""
     served: bool = False
     """The trainers are the user's own processes, which attach."""
+    terms: str = ""
+    """JSON of what the user's processes have agreed on; "" where agents start them."""
     storage: Path | None = None
     """The storage tier, if it is not below the run directory."""
 

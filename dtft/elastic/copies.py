@@ -10,7 +10,6 @@ orders, the leader or the trainer.
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from dtft.checkpoint.arena import Arena
@@ -39,7 +38,7 @@ class Copies:
         self._shares: dict[Holder, Shares] = {}
         self.former: tuple[Holder, ...] = ()
         """Of the formations since the last commit, where they were others."""
-        self._reserve: Future[Arena] | None = None
+        self._reserve: Arena | None = None
         self._placed: dict[Holder, tuple[str, ...]] = {}
         self._lock = threading.Lock()  # a restore that was given up may still end
 
@@ -136,32 +135,34 @@ class Copies:
         return next(iter([*fit, *having]), self.holder)
 
     def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
-        """Reserves memory for a slot of this layout, beside whatever goes on.
+        """Reserves memory for a slot of this layout; takes long.
 
         A host that waits then need not spend that time when it is given one. Slots
         need about equally much; one that needs more gets its memory as without this.
+
+        Raises:
+            OSError: the memory is not there; names bytes needed and available.
         """
-        if self.holder is None and self._reserve is None:
-            pool = ThreadPoolExecutor(1)
-            self._reserve = pool.submit(self._prepare, layout, tuple(domains))
-            pool.shutdown(wait=False)
+        with self._lock:
+            if self.holder is None and self._reserve is None:
+                self._reserve = self._prepare(layout, tuple(domains))
 
     def _prepare(self, layout: Layout, domains: tuple[str, ...]) -> Arena:
         placement = place(layout, self._config.copies, domains or None)
         needed = arena_bytes(layout, 0, placement)
         path = self._config.memory_directory / "reserve"
         arena = Arena.create(path, max(needed, 1))
-        arena.prefault()
+        try:
+            arena.prefault()
+        except OSError:
+            arena.close()
+            arena.unlink()
+            raise
         return arena
 
     def _take_reserve(self) -> Arena | None:
         reserve, self._reserve = self._reserve, None
-        try:
-            limit_s = self._config.timeouts.restore
-            return reserve.result(limit_s) if reserve is not None else None
-        except (OSError, TimeoutError) as error:
-            logger.warning("memory was not reserved ahead of time: %s", error)
-            return None
+        return reserve
 
     def report(self, read: bool = True) -> dict[str, Any]:
         """What is held here, for the leader; see `Holder.holdings` for `read`."""

@@ -7,10 +7,12 @@ import hashlib
 import hmac
 import json
 import time
+from typing import Any
 
 from dtft.checkpoint.domains import from_labels
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.membership import claim, job_key, read_view
+from dtft.elastic.membership import claim
+from dtft.elastic.view import job_key, read_view
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import Store
 
@@ -61,6 +63,21 @@ def check_domain(store: Store, config: AgentConfig) -> None:
         raise JobMismatch(f"--domain of {config.host}: {error}") from error
 
 
+def _fingerprint(config: AgentConfig) -> dict[str, Any]:
+    """What all hosts of a job have alike."""
+    return {
+        "secret": proof_of(config.secret, config.job),
+        "config": config.config_digest,
+        "tls": config.tls is not None,
+    }
+
+
+def claims_of(config: AgentConfig) -> dict[str, bytes]:
+    """What a job has once in its store, by name, for a store that has lost it."""
+    claims = {"fingerprint": json.dumps(_fingerprint(config)).encode()}
+    return claims | ({"terms": config.terms.encode()} if config.terms else {})
+
+
 def check_job(store: Store, config: AgentConfig) -> None:
     """Compares this host's secret and config with those of the job, or sets them.
 
@@ -68,9 +85,7 @@ def check_job(store: Store, config: AgentConfig) -> None:
         StoreUnavailable: the store does not answer.
         JobMismatch: one of them differs.
     """
-    secret_proof = proof_of(config.secret, config.job)
-    mine = {"secret": secret_proof, "config": config.config_digest}
-    mine |= {"tls": config.tls is not None}
+    secret_proof, mine = proof_of(config.secret, config.job), _fingerprint(config)
     key = job_key(config.job, "m/fingerprint")
     found = json.loads(claim(store, key, json.dumps(mine).encode()))
     if not hmac.compare_digest(found["secret"], secret_proof):

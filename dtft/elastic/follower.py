@@ -9,9 +9,9 @@ told.
 """
 
 import functools
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dtft.checkpoint.attach import SOCKET
@@ -21,6 +21,7 @@ from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
+from dtft.elastic.event_loop import Loop
 from dtft.elastic.exports import ExportDesk, Exporter
 from dtft.elastic.formation import Formation
 from dtft.elastic.inbox import Inbox
@@ -41,6 +42,27 @@ Message = Mapping[str, Any]
 Handler = Callable[[Formation, Message], None]
 
 
+KEPT_COMMITS = 2
+"""So many of the newest commits a host knows for the store."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostParts:
+    """What a follower works with on its host."""
+
+    board: Board
+    trainers: Trainers
+    copies: Copies
+    exports: ExportDesk
+    resharding: Resharding | None
+    """Of a host whose process is the user's."""
+    restore: Callable[[dict[str, Any]], dict[str, Any]]
+    """Restores what a leader's order says; see `restore_copies`. Takes long."""
+    free_port: Callable[[], int]
+    nixl: Any = None
+    close: Callable[[], None] = lambda: None
+
+
 class Follower:
     """One host's duties."""
 
@@ -48,42 +70,35 @@ class Follower:
         self,
         config: AgentConfig,
         credentials: Credentials,
-        board: Board,
+        parts: HostParts,
+        loop: Loop,
         emit: Callable[..., None],
         report: Callable[..., None],
-        trainers: Trainers | None = None,
     ) -> None:
         """Has nothing to do yet.
 
         Args:
             config: of this host's agent.
             credentials: of the job.
-            board: of this host.
-            emit: `emit(...)` sends to the event loop.
+            parts: of this host.
+            loop: of the agent.
+            emit: `emit(kind, ...)` sends to `happened`, from any thread.
             report: `report(op, **fields)` sends to the leader.
-            trainers: listen already; by default this host starts its own.
         """
-        self._config, self._credentials, self._board = config, credentials, board
+        self._config, self._credentials = config, credentials
+        self._parts, self._loop = parts, loop
         self._emit, self._report = emit, report
         self._seats = config.seats
-        self._trainers = trainers or Trainers(
-            config.memory_directory / SOCKET,
-            job=config.job,
-            host=config.host,
-            deadline_s=config.timeouts.start,
-            command=Command.of(config),
-        )
-        self._copies = Copies(config)
-        self._scrubber = Scrubber(self._copies.holders)
-        self._nixl = started() if config.nixl else None
+        self._board, self._trainers = parts.board, parts.trainers
+        self._copies, self._exports = parts.copies, parts.exports
+        self._resharding = parts.resharding
         self._formation: Formation | None = None
         self._ballot: tuple[int, int] = (0, 0)
-        self._exports = ExportDesk(config, credentials, board, emit, self._exported)
-        self._resharding = (
-            Resharding(config, credentials, self._copies, emit)
-            if self._seats.attached
-            else None
-        )
+        self._holding = loop.lane("copies")
+        """What changes or reads the copies as a whole, one after the other."""
+        self._assignment = ""
+        self._commits: list[str] = []
+        """JSON of the assignment obeyed last and of the newest commits."""
         self._handlers = self._handlers_of_messages()
         self._trainers.bind(emit)
 
@@ -99,7 +114,7 @@ class Follower:
             holder=lambda: self._copies.holder,
             held=lambda *copy: self._emit("held", self.epoch, *copy),
             former=lambda: self._copies.former,
-            nixl=self._nixl,
+            nixl=self._parts.nixl,
         )
 
     def warm(self) -> None:
@@ -119,9 +134,67 @@ class Follower:
 
     # ------------------------------------------------------- orders of the leader
 
+    def obey(self, message: dict[str, Any]) -> None:
+        """Carries out an order that was checked."""
+        fields = {key: value for key, value in message.items() if key != "op"}
+        if "ballot" in fields:
+            fields["ballot"] = tuple(fields["ballot"])
+        match message["op"]:
+            case "reform":
+                self.reform(**fields)
+            case "prepare":
+                self.prepare(fields)
+            case "replicate":
+                self.replicate(**fields)
+            case "release":
+                self.release(**fields)
+            case "expect":
+                self.expect(**fields)
+            case "export":
+                self.export(fields)
+            case "lend":
+                self.lend(**fields)
+            case op:
+                self.pass_on(op, **fields)
+
+    def happened(self, kind: str, *values: Any) -> None:
+        """Something has happened on this host."""
+        match kind:
+            case "trainer":
+                self.trainer_says(*values)
+            case "trainer_exit":
+                self.trainer_exited(*values)
+            case "assembled":
+                self.assembled(*values)
+            case "held":
+                self.held(*values)
+            case "exporter":
+                self.exporter_says(*values)
+            case _:
+                raise ValueError(f"kind={kind!r}: nothing of that kind happens here")
+
+    def committing(self, step: int) -> None:
+        """This host leads and has a step written to the store; 0: it is written."""
+        self._board.set("committing", step)
+
     def expect(self, layout: str, domains: list[str]) -> None:
-        """Has memory ready for a slot of the running job, should one be free."""
-        self._copies.expect(Layout.from_json(layout), domains)
+        """Has memory ready for a slot of the running job, should one be free.
+
+        A host that has none for it is no spare, and says so at once.
+        """
+        expected = Layout.from_json(layout)
+        self._holding.submit(
+            lambda: self._copies.expect(expected, domains), self._expected
+        )
+
+    def _expected(self, outcome: "Future[None]") -> None:
+        error = outcome.exception()
+        if error is None:
+            self._tell("fit")
+        elif isinstance(error, OSError):
+            self._tell("unfit", why=str(error))
+        else:
+            raise error
 
     def reform(
         self,
@@ -143,14 +216,22 @@ class Follower:
         self._ballot = ballot
         self._board.set("recovering", 1)
         self._stand_down(reason, fatal)
-        self._tell("holdings", **self._holds(read))
-
-    def _holds(self, read: bool) -> dict[str, Any]:
-        """What the leader decides from."""
-        told = {"finished": self._board.get("finished"), "export_port": free_port()}
+        told = {
+            "finished": self._board.get("finished"),
+            "export_port": self._parts.free_port(),
+            "assignment": self._assignment,
+            "commits": list(self._commits),
+        }
         if self._seats.attached:
             told["attached_ns"] = self._trainers.waiting
-        return self._copies.report(read) | told
+        self._holding.submit(
+            lambda: self._copies.report(read),
+            lambda outcome: self._tell_holdings(ballot, outcome.result() | told),
+        )
+
+    def _tell_holdings(self, ballot: tuple[int, int], told: dict[str, Any]) -> None:
+        if ballot == self._ballot:  # else a newer round has asked again
+            self._tell("holdings", **told)
 
     def _stand_down(self, reason: str = "", fatal: bool = False) -> None:
         formation, self._formation = self._formation, None
@@ -187,27 +268,26 @@ class Follower:
         self._board.set("committed", order["step"])  # kept until there is a newer one
         self._board.set("staged", 0)
         self._board.set("recovering", 1)
-        self._trainers.start(start_message(self._config, order))
+        self._assignment = order["assignment"]
+        try:
+            self._trainers.start(start_message(self._config, order))
+        except OSError as error:
+            self._unfit(f"a trainer cannot be started: {error}")
+            return
         if order["source"] == "memory":
-            threading.Thread(
-                target=self._restore_memory, args=(formation,), daemon=True
-            ).start()
+            self._loop.aside(
+                lambda: self._parts.restore(order),
+                lambda outcome: self._restored(formation, outcome.result()),
+            )
         else:
-            self._emit("restored_memory", formation, {"own": 0, "peers": 0, "s": 0.0})
+            self._restored(formation, {"own": 0, "peers": 0, "s": 0.0})
 
-    def _restore_memory(self, formation: Formation) -> None:
-        outcome = restore_copies(
-            *(self._copies, formation.order, self._config),
-            *(self._credentials, self._nixl),
-        )
-        self._emit("restored_memory", formation, outcome)
-
-    def restored_memory(self, formation: Formation, outcome: dict[str, Any]) -> None:
+    def _restored(self, formation: Formation, outcome: dict[str, Any]) -> None:
         """The restore of this host's slices has ended, well or not."""
         if formation is not self._formation:
             return
         if "fatal" in outcome:
-            self._fatal(outcome["fatal"])
+            self._unfit(outcome["fatal"])
         elif "error" in outcome:
             error, corrupt = outcome["error"], outcome["corrupt"]
             self._tell("prepare_failed", error=error, corrupt=corrupt)
@@ -215,7 +295,7 @@ class Follower:
             formation.restored = outcome
             self._tell(
                 "prepared",
-                export_port=free_port(),
+                export_port=self._parts.free_port(),
                 own=outcome["own"],
                 peers=outcome["peers"],
                 seconds=outcome["s"],
@@ -228,7 +308,12 @@ class Follower:
                 self._trainers.formed(source=order["source"], step=order["step"])
 
     def _fatal(self, message: str) -> None:
+        """What is wrong would be wrong on any host."""
         self._tell("fatal", message=message)
+
+    def _unfit(self, why: str) -> None:
+        """What is wrong is wrong on this host alone."""
+        self._tell("unfit", why=why)
 
     def _hand_over(self, formation: Formation) -> None:
         """Gives the trainer its state, once both it and the state are there."""
@@ -239,8 +324,19 @@ class Follower:
                 "restore", source=order["source"], step=order["step"], **where
             )
 
-    def release(self, step: int, committed: bool, **told: Any) -> None:
-        """A step is safe: older copies go; the trainer is told so, and the rest."""
+    def release(
+        self, step: int, committed: bool, commit: str = "", **told: Any
+    ) -> None:
+        """A step is safe: older copies go; the trainer is told so, and the rest.
+
+        Args:
+            step: that the trainers have staged.
+            committed: the store has recorded it; otherwise it is away.
+            commit: JSON of what it has recorded.
+            told: what only the trainer has to know.
+        """
+        if commit:
+            self._commits = [commit, *self._commits][:KEPT_COMMITS]
         if self._copies.holder is None or self._formation is None:
             return
         last = self._board.get("committed")
@@ -348,18 +444,39 @@ class Follower:
         if is_new and not self._seats.attached:
             self._fatal("the trainer's state differs from the commit's: other config?")
             return
-        try:
-            slot, domains = order["slot"], order["domains"]
-            if is_new:  # beside the commit's, until this one has its first
-                self._copies.hold(layout, slot, domains, keep=order["step"])
-            elif not is_held:
-                self._copies.hold(layout, slot, domains).keep_only(set())
-        except OSError as error:
-            self._fatal(str(error))
+        if is_held and not is_new:
+            self._accept(formation, layout)
             return
+        slot, domains, copies = order["slot"], order["domains"], self._copies
+
+        def hold() -> None:
+            if is_new:  # beside the commit's, until this one has its first
+                copies.hold(layout, slot, domains, keep=order["step"])
+            else:
+                copies.hold(layout, slot, domains).keep_only(set())
+
+        self._holding.submit(
+            hold, lambda outcome: self._held_for(formation, layout, is_new, outcome)
+        )
+
+    def _held_for(
+        self,
+        formation: Formation,
+        layout: Layout,
+        is_new: bool,
+        outcome: "Future[None]",
+    ) -> None:
+        """There is memory for a layout, or there is none."""
+        if formation is not self._formation:
+            return
+        error = outcome.exception()
+        if isinstance(error, OSError):
+            self._unfit(str(error))
+            return
+        outcome.result()
         if is_new:
             formation.stop_pushers()  # they sent again what peers had lost of the old
-            formation.order = {**order, "source": "init"}
+            formation.order = {**formation.order, "source": "init"}
         self._accept(formation, layout)
 
     def _accept(self, formation: Formation, layout: Layout) -> None:
@@ -423,12 +540,65 @@ class Follower:
         """The exporter has written a step, failed, or ended."""
         self._exports.answer(exporter, message)
 
-    def _exported(self, step: int, ok: bool, error: str) -> None:
+    def exported(self, step: int, ok: bool, error: str) -> None:
+        """This host's part of an export has ended."""
         self._tell("exported", step=step, ok=ok, error=error)
 
     def close(self) -> None:
         """Ends every process of this host and frees its memory."""
         self._stand_down("this agent ends")
+        self._holding.close()
         self._trainers.close()
-        self._scrubber.close()
+        self._parts.close()
         self._copies.close()
+
+
+def local_follower(
+    config: AgentConfig,
+    credentials: Credentials,
+    board: Board,
+    loop: Loop,
+    emit: Callable[..., None],
+    report: Callable[..., None],
+    trainers: Trainers | None = None,
+) -> Follower:
+    """A follower on this machine; see `Follower`.
+
+    Args:
+        config: of this host's agent.
+        credentials: of the job.
+        board: of this host.
+        loop: of the agent.
+        emit: sends to `Follower.happened`.
+        report: sends to the leader.
+        trainers: listen already; by default this host starts its own.
+    """
+    copies = Copies(config)
+    scrubber = Scrubber(copies.holders)
+    nixl = started() if config.nixl else None
+
+    def exported(step: int, ok: bool, error: str) -> None:
+        follower.exported(step, ok, error)
+
+    parts = HostParts(
+        board=board,
+        trainers=trainers
+        or Trainers(
+            config.memory_directory / SOCKET,
+            job=config.job,
+            host=config.host,
+            deadline_s=config.timeouts.start,
+            command=Command.of(config),
+        ),
+        copies=copies,
+        exports=ExportDesk(config, credentials, board, emit, exported),
+        resharding=Resharding(config, credentials, copies, emit)
+        if config.seats.attached
+        else None,
+        restore=lambda order: restore_copies(copies, order, config, credentials, nixl),
+        free_port=free_port,
+        nixl=nixl,
+        close=scrubber.close,
+    )
+    follower = Follower(config, credentials, parts, loop, emit, report)
+    return follower

@@ -11,6 +11,7 @@ its successor could not learn again from the store and the hosts.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,7 @@ class Leader:
         self._attendance = Attendance(*shared, loop, journal)
         self._scaling = Scaling(*shared, sizes, loop, journal)
         self._ending = Ending(*shared, loop, journal, storage.watch)
-        self._mender = Mender(journal, send)
+        self._mender = Mender(journal, send, loop.now)
         self._requests = (
             Requests(config, self._records, self._rounds, self._registry, storage, send)
             if self._seats.attached
@@ -241,7 +242,8 @@ class Leader:
         if len(round_.prepared) == len(round_.assignment.slots):
             round_.restore_s = self._loop.wall() - round_.restore_begun
             if self._scaling.restored(round_):
-                self._mender.begin(round_, self.view)
+                known = {**self.view.hosts, **self._registry.records}
+                self._mender.begin(round_, replace(self.view, hosts=known))
 
     def _on_layout(self, host: str, layout: str) -> None:
         announced = Layout.from_json(layout)

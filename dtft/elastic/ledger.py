@@ -147,7 +147,7 @@ class Ledger:
 
     def delayed(self, commit: Commit) -> None:
         """The store is away: training goes on, the commit waits."""
-        self._release(commit.step, committed=False)
+        self._release(commit.step)
 
     def recorded(self, commit: Commit) -> None:
         """A commit is recorded; the trainers wait on for their release."""
@@ -158,7 +158,7 @@ class Ledger:
     def written(self, commit: Commit) -> None:
         """A commit is recorded, and training goes on."""
         self.recorded(commit)
-        self._release(commit.step, committed=True)
+        self._release(commit.step, commit)
         self._export_if_due(commit.step)
 
     def _export_if_due(self, step: int) -> None:
@@ -172,13 +172,14 @@ class Ledger:
         elif due and self._health.may_try(self._clock()):
             self.export(step)
 
-    def _release(self, step: int, *, committed: bool) -> None:
+    def _release(self, step: int, commit: Commit | None = None) -> None:
         for host in self._assignment.slots:
             self._send(
                 host,
                 "release",
                 step=step,
-                committed=committed,
+                committed=commit is not None,
+                commit=commit.to_json() if commit else "",
                 stop_at=self.stop_at,
                 changes=self.intervals.changes,
             )

@@ -11,7 +11,7 @@ from dtft.checkpoint.commit import Located
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.forming import Round
 from dtft.elastic.journal import Journal
-from dtft.elastic.membership import View
+from dtft.elastic.view import View
 from dtft.elastic.mending import Mending, mending_of
 from dtft.elastic.spread import Surroundings
 

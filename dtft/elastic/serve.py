@@ -24,9 +24,10 @@ from dtft.elastic.entry import (
     refuse_taken_name,
 )
 from dtft.elastic.host_memory import make_memory_directory
-from dtft.elastic.membership import claim, job_key
+from dtft.elastic.membership import claim
 from dtft.elastic.served import Admission, Terms
 from dtft.elastic.store import Store, StoreUnavailable
+from dtft.elastic.view import job_key
 from dtft.elastic.trainers import Trainers
 
 LOOK_S = 0.5
@@ -78,6 +79,7 @@ def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
     return dataclasses.replace(
         config,
         num_slots=terms.processes,
+        terms=terms.to_json(),
         storage=Path(terms.directory),
         storage_interval=terms.storage_interval_steps,
         storage_keep=terms.max_to_keep,

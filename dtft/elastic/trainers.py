@@ -278,8 +278,9 @@ class Trainers:
 
     def ensure_standby(self) -> None:
         """Starts a trainer that waits, unless there is one, or the user starts them."""
-        if self._command is not None and self._waiting is None:
-            self._waiting = self._spawn(self._command)
+        with self._lock:  # it may end at once
+            if self._command is not None and self._waiting is None:
+                self._waiting = self._spawn(self._command)
 
     def _spawn(self, command: Command) -> Trainer:
         with self._lock:  # it may attach at once
