@@ -6,93 +6,33 @@ not know what a report leads to, nor connections.
 """
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.interval import Window
 from dtft.checkpoint.slices import Layout
+from dtft.elastic.fields import (
+    Check,
+    anything,
+    fault,
+    or_none,
+    positive,
+)
+from dtft.elastic.fields import ballot as _ballot
+from dtft.elastic.fields import binary as _bytes
+from dtft.elastic.fields import code as _code
+from dtft.elastic.fields import flag as _flag
+from dtft.elastic.fields import items as _anything
+from dtft.elastic.fields import layout as _layout
+from dtft.elastic.fields import list_of as _list
+from dtft.elastic.fields import map_of as _map
+from dtft.elastic.fields import number as _number
+from dtft.elastic.fields import port as _port
+from dtft.elastic.fields import root as _root
+from dtft.elastic.fields import seconds as _seconds
+from dtft.elastic.fields import text as _text
 
-Check = Callable[[object], bool]
-
-
-def _number(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _code(value: object) -> bool:
-    return type(value) is int and abs(value) < 1 << 31
-
-
-def _port(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 16
-
-
-def _seconds(value: object) -> bool:
-    return type(value) is float and 0 <= value < math.inf
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _root(value: object) -> bool:
-    return isinstance(value, str) and len(value) == 2 * DIGEST_BYTES
-
-
-def _flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _bytes(value: object) -> bool:
-    return isinstance(value, bytes)
-
-
-def _ballot(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(_of(value, _int))
-
-
-def _int(value: object) -> bool:
-    return type(value) is int
-
-
-def _of(values: Any, check: Check) -> list[bool]:
-    return [check(value) for value in values]
-
-
-def _list(check: Check) -> Check:
-    return lambda value: isinstance(value, list | tuple) and all(_of(value, check))
-
-
-def _map(key: Check, check: Check) -> Check:
-    return lambda value: (
-        isinstance(value, dict) and all(_of(value, key) + _of(value.values(), check))
-    )
-
-
-_anything: Check = _map(_text, lambda value: True)
-
-
-@functools.lru_cache(maxsize=4)
-def _readable(text: str) -> bool:
-    """Whether a layout can be read and its slices can be made."""
-    try:
-        layout = Layout.from_json(text)
-        sizes = [piece.nbytes for piece in layout.slices(0)]
-        slots = set(layout.mesh.slots)
-    except Exception:  # it can be wrong in any way at any depth
-        return False
-    return all(size >= 0 for size in sizes) and slots == set(range(len(slots)))
-
-
-def _layout(value: object) -> bool:
-    return isinstance(value, str) and _readable(value)
-
-
-def _positive_or_none(value: object) -> bool:
-    return value is None or (_number(value) and value != 0)
+_positive_or_none = or_none(positive)
 
 
 def _window_or_none(value: object) -> bool:
@@ -160,7 +100,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "ballot": _ballot,
         "slot": _number,
         "step": _number,
-        "summary": lambda value: True,
+        "summary": anything,
     },
     "trainer_exit": {"ballot": _ballot, "code": _code},
     "exported": {"ballot": _ballot, "step": _number, "ok": _flag, "error": _text},
@@ -208,15 +148,7 @@ def fault_of(
     "trainer_exit: code='9'"
     >>> fault_of({"op": "trainer_exit", "ballot": [7, 1], "code": 9})
     """
-    op = message.get("op")
-    fields = table.get(op) if isinstance(op, str) else None
-    if fields is None:
-        return f"there is no report {_short(op)}"
-    for name, check in fields.items():
-        if name in message and not check(message[name]):
-            return f"{op}: {name}={_short(message[name])}"
-    missing = set(fields) - set(message) - OPTIONAL.get(str(op), frozenset())
-    return f"{op}: no {', '.join(sorted(missing))}" if missing else None
+    return fault(message, table, OPTIONAL, "report")
 
 
 def fields_of(
@@ -260,8 +192,3 @@ def misfit(
         if told != expected:
             return f"staged: {told} digests instead of {expected}"
     return None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
