@@ -16,6 +16,7 @@ from typing import Any
 
 from dtft.checkpoint.arena import DEFAULT_DIRECTORY
 from dtft.checkpoint.link import Link, LinkClosed
+from dtft.checkpoint.socket_owner import ForeignSocket, check_path, foreign_peer
 
 SOCKET = "agent.sock"
 VARIABLE = "DTFT_AGENT_SOCKET"
@@ -187,8 +188,8 @@ def only_free(agents: Iterable[Seen]) -> Path:
 def ask(path: Path) -> Seen | None:
     """What the agent at `path` says of itself; None if none that serves answers."""
     try:
-        link = Link.connect(path, ANSWER_S)
-    except OSError:
+        link = own_link(path)
+    except OSError:  # also one that is another user's
         return None
     try:
         link.send("who")
@@ -202,9 +203,30 @@ def ask(path: Path) -> Seen | None:
     )
 
 
+def own_link(path: Path) -> Link:
+    """Connects to the agent at `path`, which is this user's or root's.
+
+    Raises:
+        ForeignSocket: it is not; nothing was sent.
+        OSError: nobody listens there.
+    """
+    check_path(path)
+    link = Link.connect(path, ANSWER_S)
+    try:
+        foreign = foreign_peer(link.peer[1])
+        if foreign is not None:
+            raise ForeignSocket(f"{path}: {foreign}")
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
 def _connect(path: Path) -> Link:
     try:
-        return Link.connect(path, ANSWER_S)
+        return own_link(path)
+    except ForeignSocket as error:
+        raise NoAgent(str(error)) from error
     except OSError as error:
         reason = re.sub(r"^\[Errno \d+\] ", "", str(error)).partition(":")[0]
         raise NoAgent(

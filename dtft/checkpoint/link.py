@@ -17,6 +17,8 @@ from typing import Any
 
 import msgpack
 
+from dtft.checkpoint.socket_owner import peer_of
+
 _LENGTH = struct.Struct("<I")
 _LARGEST = 256 << 20
 
@@ -164,6 +166,15 @@ class Link:
         ended = select.poll()
         ended.register(self._socket, select.POLLRDHUP)
         ended.poll()
+
+    @property
+    def peer(self) -> tuple[int, int]:
+        """Process id and user id at the other end, from the kernel.
+
+        Raises:
+            OSError: the link was closed here.
+        """
+        return peer_of(self._socket)
 
     def close(self) -> None:
         """Closes the socket; a receiving thread gets LinkClosed."""

@@ -23,7 +23,7 @@ from dtft.elastic.leadership import Leadership
 from dtft.elastic.links import FollowerLinks, LeaderLink, described
 from dtft.elastic.membership import Membership
 from dtft.elastic.network import Message
-from dtft.elastic.orders import fault_of_order
+from dtft.elastic.orders import fault_of_order, order_fields
 from dtft.elastic.roles import HostRecord, process_of
 from dtft.elastic.scaling import AGAIN
 from dtft.elastic.store import Store
@@ -278,7 +278,6 @@ class Agent:
             self._edges.journal(),
             self._service,
             self._edges.list_steps,
-            deposed=self._leadership.give_up,
             committing=self._follower.committing,
             ended=self._finish,
         )
@@ -341,11 +340,11 @@ class Agent:
 
     def _obey_leader(self, message: Message) -> None:
         """An order of the leader; what is none ends the connection."""
-        fault = fault_of_order(message)
+        fault = fault_of_order(message, self._config.host)
         if fault is not None:
             self._leader_link.refuse(fault)
             return
-        self._obey(message)
+        self._obey({"op": message["op"], **order_fields(message)})
 
     def _order(self, host: str, op: str, **fields: Any) -> None:
         """Sends an order to a host, which may be this one."""
@@ -369,9 +368,7 @@ class Agent:
         if kind == "attachment":
             index, ident = self._follower.attachment
             record = self._membership.record
-            self.describe(
-                dataclasses.replace(record, process=index, attached_ns=ident)
-            )
+            self.describe(dataclasses.replace(record, process=index, attached_ns=ident))
         else:
             self._follower.happened(kind, *values)
 
@@ -411,5 +408,3 @@ class Agent:
             answer({"error": AGAIN, "again": True})
         else:
             leader.scaling_wanted(replicas, answer)
-
-

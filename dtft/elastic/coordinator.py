@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from dtft.checkpoint.transport import format_address, parse_address
+from dtft.checkpoint.addresses import format_address, parse_address
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.processes import die_with_parent, free_port, open_log
@@ -83,7 +83,9 @@ class Coordinator:
         process.kill()
 
         def reap() -> None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in an uninterruptible
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # in an uninterruptible
                 process.wait(timeout=KILL_S)  # call: it ends when that does
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:

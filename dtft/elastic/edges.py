@@ -25,8 +25,14 @@ from dtft.elastic.inbox import Inbox
 from dtft.elastic.journal import Journal, steps_seen
 from dtft.elastic.listening import listen
 from dtft.elastic.mirror import MirrorSource, ThreadMirrors
-from dtft.elastic.network import Closed, ControlChannel, Heard, Message, Network
-from dtft.elastic.network import TcpNetwork
+from dtft.elastic.network import (
+    Closed,
+    ControlChannel,
+    Heard,
+    Message,
+    Network,
+    TcpNetwork,
+)
 from dtft.elastic.store import Store
 from dtft.elastic.trainers import Trainers
 
@@ -125,9 +131,7 @@ def local_edges(
     board = Board(config.memory_directory / "board", create=True)
 
     def follower(emit: Callable[..., None], report: Callable[..., None]) -> Follower:
-        return local_follower(
-            config, credentials, board, loop, emit, report, trainers
-        )
+        return local_follower(config, credentials, board, loop, emit, report, trainers)
 
     def close() -> None:
         board.close()

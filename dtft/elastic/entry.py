@@ -12,9 +12,9 @@ from typing import Any
 from dtft.checkpoint.domains import from_labels
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.membership import claim
-from dtft.elastic.view import job_key, read_view
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import Store
+from dtft.elastic.view import job_key, read_view
 
 PAUSE_S = 0.1
 SERVED = "--serve-only"

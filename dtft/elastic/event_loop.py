@@ -66,6 +66,14 @@ class Loop(Protocol):
         """A new lane."""
         ...
 
+    def run(self) -> None:
+        """Calls what is posted and due until `stop`."""
+        ...
+
+    def stop(self) -> None:
+        """Makes `run` return after the call under way."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Call:
@@ -84,9 +92,7 @@ class EventLoop:
         """Runs nothing yet."""
         self._posted: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]]]
         self._posted = queue.Queue()
-        self._timers: list[
-            tuple[float, int, Callable[..., None], tuple[Any, ...]]
-        ] = []
+        self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -205,9 +211,7 @@ class ThreadLane:
             self._work.put((work, then))
             if not self._running:
                 self._running = True
-                threading.Thread(
-                    target=self._run, name=self._name, daemon=True
-                ).start()
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def _run(self) -> None:
         while True:

@@ -18,10 +18,10 @@ from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials, connect
 from dtft.checkpoint.wire import Tls
 from dtft.elastic.entry import SERVED, JobMismatch, proof_of
-from dtft.elastic.view import View, job_key, read_commits, read_view
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.spread import Surroundings
 from dtft.elastic.store import Store
+from dtft.elastic.view import View, job_key, read_commits, read_view
 
 CONNECT_S = 5.0
 LOOK_S = 30.0

@@ -91,9 +91,7 @@ class Leader:
         )
         old = view.assignment
         former = zip(old.slots, old.incarnations, strict=True) if old else ()
-        self._registry = HostRegistry(
-            loop.now(), config.timeouts.connect, dict(former)
-        )
+        self._registry = HostRegistry(loop.now(), config.timeouts.connect, dict(former))
         self._storage = storage = StorageDesk(
             config, self._records, journal, loop, list_steps
         )
@@ -223,7 +221,7 @@ class Leader:
     def _on_holdings(self, host: str, **reply: Any) -> None:
         assert self._rounds.current is not None
         self._rounds.current.reply(host, reply)
-        self._rounds.gathered()
+        self._rounds.answered()
 
     def _on_prepare_failed(
         self, host: str, error: str, corrupt: list[str], **_
@@ -419,7 +417,7 @@ class Leader:
             rounds.form("the new assignment could not be recorded in time")
 
     def _end_without_store(self) -> None:
-        """The job has ended and the store cannot be told: the hosts are, by their links."""
+        """The job has ended and the store is away: the hosts are told by their links."""
         result = self._ending.result_without_store()
         if result:
             for host in self._registry.connected - {self._config.host}:

@@ -332,7 +332,7 @@ class Membership:
                 pass  # it runs out
 
 
-def _only_logged(outcome: "Future[object]") -> None:
+def _only_logged(outcome: "Future") -> None:
     error = outcome.exception()
     if error is not None:
         if not isinstance(error, StoreUnavailable):

@@ -11,9 +11,9 @@ from dtft.checkpoint.commit import Located
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.forming import Round
 from dtft.elastic.journal import Journal
-from dtft.elastic.view import View
 from dtft.elastic.mending import Mending, mending_of
 from dtft.elastic.spread import Surroundings
+from dtft.elastic.view import View
 
 
 class Mender:

@@ -46,9 +46,7 @@ class ThreadMirrors:
         return stop.set
 
 
-def _follow(
-    store: Store, prefix: str, changed: Changed, stop: threading.Event
-) -> None:
+def _follow(store: Store, prefix: str, changed: Changed, stop: threading.Event) -> None:
     while not stop.is_set():
         try:
             pairs, revision = store.list(prefix)

@@ -6,114 +6,36 @@ not know what a report leads to, nor connections.
 """
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.interval import Window
 from dtft.checkpoint.slices import Layout
-from dtft.elastic.roles import Assignment
+from dtft.elastic.fields import (
+    Check,
+    anything,
+    assignment,
+    ballot,
+    binary,
+    code,
+    commit,
+    fault,
+    flag,
+    items,
+    layout,
+    list_of,
+    map_of,
+    number,
+    or_empty,
+    or_none,
+    port,
+    positive,
+    root,
+    seconds,
+    text,
+)
 
-Check = Callable[[object], bool]
-
-
-def _number(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _code(value: object) -> bool:
-    return type(value) is int and abs(value) < 1 << 31
-
-
-def _port(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 16
-
-
-def _seconds(value: object) -> bool:
-    return type(value) is float and 0 <= value < math.inf
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _root(value: object) -> bool:
-    return isinstance(value, str) and len(value) == 2 * DIGEST_BYTES
-
-
-def _flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _bytes(value: object) -> bool:
-    return isinstance(value, bytes)
-
-
-def _ballot(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(_of(value, _int))
-
-
-def _int(value: object) -> bool:
-    return type(value) is int
-
-
-def _of(values: Any, check: Check) -> list[bool]:
-    return [check(value) for value in values]
-
-
-def _list(check: Check) -> Check:
-    return lambda value: isinstance(value, list | tuple) and all(_of(value, check))
-
-
-def _map(key: Check, check: Check) -> Check:
-    return lambda value: (
-        isinstance(value, dict) and all(_of(value, key) + _of(value.values(), check))
-    )
-
-
-_anything: Check = _map(_text, lambda value: True)
-
-
-@functools.lru_cache(maxsize=4)
-def _readable(text: str) -> bool:
-    """Whether a layout can be read and its slices can be made."""
-    try:
-        layout = Layout.from_json(text)
-        sizes = [piece.nbytes for piece in layout.slices(0)]
-        slots = set(layout.mesh.slots)
-    except Exception:  # it can be wrong in any way at any depth
-        return False
-    return all(size >= 0 for size in sizes) and slots == set(range(len(slots)))
-
-
-def _assignment(value: object) -> bool:
-    """An assignment as JSON, or nothing."""
-    if not isinstance(value, str):
-        return False
-    try:
-        return not value or len(Assignment.from_json(value).slots) > 0
-    except Exception:  # it can be wrong in any way at any depth
-        return False
-
-
-def _commit(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        return Commit.from_json(value).step >= 0
-    except Exception:  # as above
-        return False
-
-
-def _layout(value: object) -> bool:
-    return isinstance(value, str) and _readable(value)
-
-
-def _positive_or_none(value: object) -> bool:
-    return value is None or (_number(value) and value != 0)
+_positive_or_none = or_none(positive)
 
 
 def _window_or_none(value: object) -> bool:
@@ -125,7 +47,7 @@ def _window_or_none(value: object) -> bool:
         isinstance(value, dict)
         and value.keys() == kinds.keys()
         and all(
-            _number(number) or (kinds[name] is float and _seconds(number))
+            number(number) or (kinds[name] is float and seconds(number))
             for name, number in value.items()
         )
     )
@@ -133,78 +55,78 @@ def _window_or_none(value: object) -> bool:
 
 FIELDS: Mapping[str, Mapping[str, Check]] = {
     "holdings": {
-        "ballot": _ballot,
-        "layouts": _list(_layout),
-        "holdings": _map(_number, _map(_text, _bytes)),
-        "complete": _map(_number, _list(_number)),
-        "export_port": _port,
-        "items": _map(_number, _anything),
-        "corrupt": _list(_text),
-        "finished": _number,
-        "assignment": _assignment,
-        "commits": _list(_commit),
+        "ballot": ballot,
+        "layouts": list_of(layout),
+        "holdings": map_of(number, map_of(text, binary)),
+        "complete": map_of(number, list_of(number)),
+        "export_port": port,
+        "items": map_of(number, items),
+        "corrupt": list_of(text),
+        "finished": number,
+        "assignment": or_empty(assignment),
+        "commits": list_of(commit),
     },
-    "unfit": {"ballot": _ballot, "why": _text},
-    "fit": {"ballot": _ballot},
+    "unfit": {"ballot": ballot, "why": text},
+    "fit": {"ballot": ballot},
     "prepared": {
-        "ballot": _ballot,
-        "export_port": _port,
-        "own": _number,
-        "peers": _number,
-        "seconds": _seconds,
-        "restored": _map(_text, _bytes),
+        "ballot": ballot,
+        "export_port": port,
+        "own": number,
+        "peers": number,
+        "seconds": seconds,
+        "restored": map_of(text, binary),
     },
     "prepare_failed": {
-        "ballot": _ballot,
-        "error": _text,
-        "corrupt": _list(_text),
+        "ballot": ballot,
+        "error": text,
+        "corrupt": list_of(text),
     },
-    "layout": {"ballot": _ballot, "layout": _layout},
+    "layout": {"ballot": ballot, "layout": layout},
     "running": {
-        "ballot": _ballot,
-        "slot": _number,
-        "step": _number,
-        "bytes_from_storage": _number,
+        "ballot": ballot,
+        "slot": number,
+        "step": number,
+        "bytes_from_storage": number,
     },
     "staged": {
-        "ballot": _ballot,
-        "slot": _number,
-        "step": _number,
-        "digests": _list(_bytes),
+        "ballot": ballot,
+        "slot": number,
+        "step": number,
+        "digests": list_of(binary),
         "interval": _positive_or_none,
         "window": _window_or_none,
     },
     "held": {
-        "ballot": _ballot,
-        "step": _number,
-        "source": _number,
-        "target": _number,
-        "root": _root,
+        "ballot": ballot,
+        "step": number,
+        "source": number,
+        "target": number,
+        "root": root,
     },
     "finished": {
-        "ballot": _ballot,
-        "slot": _number,
-        "step": _number,
-        "summary": lambda value: True,
+        "ballot": ballot,
+        "slot": number,
+        "step": number,
+        "summary": anything,
     },
-    "trainer_exit": {"ballot": _ballot, "code": _code},
-    "exported": {"ballot": _ballot, "step": _number, "ok": _flag, "error": _text},
-    "fatal": {"message": _text, "ballot": _ballot, "slot": _number, "code": _code},
+    "trainer_exit": {"ballot": ballot, "code": code},
+    "exported": {"ballot": ballot, "step": number, "ok": flag, "error": text},
+    "fatal": {"message": text, "ballot": ballot, "slot": number, "code": code},
 }
 """The reports there are, and what each of their fields must be."""
 
 SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
     **FIELDS,
-    "holdings": {**FIELDS["holdings"], "attached_ns": _number},
+    "holdings": {**FIELDS["holdings"], "attached_ns": number},
     "flush": {
-        "ballot": _ballot,
-        "slot": _number,
-        "token": _number,
-        "step": _number,
-        "store": _flag,
+        "ballot": ballot,
+        "slot": number,
+        "token": number,
+        "step": number,
+        "store": flag,
     },
-    "wanted": {"ballot": _ballot, "slot": _number, "step": _number, "layout": _layout},
-    "process_gone": {"ballot": _ballot},
+    "wanted": {"ballot": ballot, "slot": number, "step": number, "layout": layout},
+    "process_gone": {"ballot": ballot},
 }
 """As `FIELDS`, in a job whose processes are the user's own."""
 
@@ -233,15 +155,7 @@ def fault_of(
     "trainer_exit: code='9'"
     >>> fault_of({"op": "trainer_exit", "ballot": [7, 1], "code": 9})
     """
-    op = message.get("op")
-    fields = table.get(op) if isinstance(op, str) else None
-    if fields is None:
-        return f"there is no report {_short(op)}"
-    for name, check in fields.items():
-        if name in message and not check(message[name]):
-            return f"{op}: {name}={_short(message[name])}"
-    missing = set(fields) - set(message) - OPTIONAL.get(str(op), frozenset())
-    return f"{op}: no {', '.join(sorted(missing))}" if missing else None
+    return fault(message, table, OPTIONAL, "report")
 
 
 def fields_of(
@@ -285,8 +199,3 @@ def misfit(
         if told != expected:
             return f"staged: {told} digests instead of {expected}"
     return None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -123,6 +123,12 @@ class Rounds:
         """Awaits something else, or the next of the same, for `limit_s` seconds."""
         self.phase, self.deadline = phase, self._loop.now() + limit_s
 
+    def answered(self) -> None:
+        """A host has said what it holds, perhaps late: decides, or decides again."""
+        if self.phase == "waiting":
+            self.enter("gathering", self._config.timeouts.restore)
+        self.gathered()
+
     def gathered(self) -> None:
         """Goes on once every live host has answered."""
         round_, registered = self.current, self._records.view.hosts
@@ -178,12 +184,18 @@ class Rounds:
     def _wait_for_hosts(self, empty: list[int]) -> None:
         config, old = self._config, self.previous
         names = ", ".join(
-            f"{slot} (of {old.slots[slot]})" if old and slot < len(old.slots) else str(slot)
+            f"{slot} (of {old.slots[slot]})"
+            if old and slot < len(old.slots)
+            else str(slot)
             for slot in empty
         )
-        line = self._seats.waiting_line(names, config.num_slots, config.job, config.store)
+        line = self._seats.waiting_line(
+            names, config.num_slots, config.job, config.store
+        )
         unusable = self._registry.unusable()
-        why = "; ".join(f"{host} cannot be used: {text}" for host, text in unusable.items())
+        why = "; ".join(
+            f"{host} cannot be used: {text}" for host, text in unusable.items()
+        )
         self._journal.say(f"{line}. {why}" if why else line)
         self._journal.event(self._seats.waiting_event, slots=empty)
         self.enter("waiting", float("inf"))
@@ -205,6 +217,7 @@ class Rounds:
         if unseen or (decision.source != "memory" and self._storage.silent):
             self._wait_for_storage(decision.passed_over)
             return
+        self._journal.say_once("waiting", "")
         round_.assignment, round_.decision = assignment, decision
         for host in decision.located.odd if decision.located else ():
             line = f"{host} holds other bytes under step {decision.step}'s number"

@@ -27,8 +27,8 @@ from dtft.elastic.host_memory import make_memory_directory
 from dtft.elastic.membership import claim
 from dtft.elastic.served import Admission, Terms
 from dtft.elastic.store import Store, StoreUnavailable
-from dtft.elastic.view import job_key
 from dtft.elastic.trainers import Trainers
+from dtft.elastic.view import job_key
 
 LOOK_S = 0.5
 """While the job has no terms they are looked for this often."""

@@ -12,8 +12,8 @@ from dtft.checkpoint.apart import Spread, choose_spares, copy_groups, domains_re
 from dtft.checkpoint.domains import FailureDomains, domains_at, from_labels, separate
 from dtft.checkpoint.placement import Placement
 from dtft.checkpoint.slices import Layout
-from dtft.elastic.view import View
 from dtft.elastic.roles import Assignment, HostRecord
+from dtft.elastic.view import View
 
 
 def known_domains(records: Iterable[HostRecord]) -> tuple[FailureDomains, str]:

@@ -43,7 +43,7 @@ class StorageWatch:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that storage held when it last answered, and those written since."""
+        """The steps that storage held when it last answered, and what came since."""
         return tuple(sorted(self._known | self._written))
 
     @property

@@ -8,11 +8,14 @@ import queue
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.journal import Journal
 from dtft.elastic.leader import Leader
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.memory_store import MemoryStore
+from dtft.elastic.orders import fault_of_order
 from dtft.elastic.roles import HostRecord
 
 
@@ -57,7 +60,11 @@ class LeaderDesk:
             self.leader.connected(host)
 
     def ordered(self, host: str, op: str, **fields: Any) -> None:
-        """The leader has an order for a host."""
+        """The leader has an order for a host, who could read it as it arrives there."""
+        received = msgpack.unpackb(
+            msgpack.packb({"op": op, **fields}), strict_map_key=False
+        )
+        assert fault_of_order(received, host) is None
         self.orders.append((host, op, fields))
 
     def take(self, op: str) -> list[tuple[str, dict[str, Any]]]:
