@@ -83,10 +83,9 @@ class Coordinator:
         process.kill()
 
         def reap() -> None:
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # in an uninterruptible
-                process.wait(timeout=KILL_S)  # call: it ends when that does
+            # One that is in an uninterruptible call ends when that does.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=KILL_S)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError, ValueError):

@@ -417,7 +417,7 @@ class Leader:
             rounds.form("the new assignment could not be recorded in time")
 
     def _end_without_store(self) -> None:
-        """The job has ended and the store is away: the hosts are told by their links."""
+        """The store cannot be told that the job has ended: the hosts are."""
         result = self._ending.result_without_store()
         if result:
             for host in self._registry.connected - {self._config.host}:

@@ -4,6 +4,7 @@ One entry per kind of connection, each served on a thread of its own by the modu
 knows the kind. Must not know what is said on them.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -46,29 +47,38 @@ def listen(
         ValueError: `config.bind` is not an address of this host.
     """
 
+    try:
+        found = handlers(config, inbox, loop, accept, asked)
+        return TransportServer(config.bind, credentials, found)
+    except OSError as error:
+        raise ValueError(
+            f"--bind {config.bind}: {error.strerror}. Give an address of this host."
+        ) from error
+
+
+def handlers(
+    config: AgentConfig,
+    inbox: Inbox,
+    loop: Loop,
+    accept: "Accept",
+    asked: "Asked",
+) -> dict[str, Callable[[Channel], None]]:
+    """What serves each kind of connection; see `listen`."""
+
     def export(channel: Channel) -> None:
         serve_export(channel, config, lambda *it: loop.post(asked.export, *it))
 
     def scale(channel: Channel) -> None:
         serve_scaling(channel, lambda *it: loop.post(asked.scale, *it))
 
-    try:
-        return TransportServer(
-            config.bind,
-            credentials,
-            {
-                "push": lambda channel: serve_pushes(channel, inbox),
-                "fetch": lambda channel: serve_fetch(channel, inbox),
-                "control": lambda channel: _serve_control(channel, loop, accept),
-                "inspect": lambda channel: serve_inspection(channel, config, inbox),
-                "export": export,
-                "scale": scale,
-            },
-        )
-    except OSError as error:
-        raise ValueError(
-            f"--bind {config.bind}: {error.strerror}. Give an address of this host."
-        ) from error
+    return {
+        "push": lambda channel: serve_pushes(channel, inbox),
+        "fetch": lambda channel: serve_fetch(channel, inbox),
+        "control": lambda channel: _serve_control(channel, loop, accept),
+        "inspect": lambda channel: serve_inspection(channel, config, inbox),
+        "export": export,
+        "scale": scale,
+    }
 
 
 def _serve_control(raw: Channel, loop: Loop, accept: "Accept") -> None:

@@ -183,20 +183,17 @@ class Rounds:
 
     def _wait_for_hosts(self, empty: list[int]) -> None:
         config, old = self._config, self.previous
+        former = old.slots if old else ()
         names = ", ".join(
-            f"{slot} (of {old.slots[slot]})"
-            if old and slot < len(old.slots)
-            else str(slot)
+            f"{slot} (was {former[slot]})" if slot < len(former) else str(slot)
             for slot in empty
         )
         line = self._seats.waiting_line(
             names, config.num_slots, config.job, config.store
         )
-        unusable = self._registry.unusable()
-        why = "; ".join(
-            f"{host} cannot be used: {text}" for host, text in unusable.items()
-        )
-        self._journal.say(f"{line}. {why}" if why else line)
+        for host, why in self._registry.unusable().items():
+            line += f"; {host} cannot be used: {why}"
+        self._journal.say_once("waiting", line)
         self._journal.event(self._seats.waiting_event, slots=empty)
         self.enter("waiting", float("inf"))
 

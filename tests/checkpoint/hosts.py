@@ -23,12 +23,12 @@ from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.transport import Channel, Credentials, TransportServer
 from dtft.elastic import replication
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.demands import serve_export
-from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
-from dtft.elastic.inspection import serve_inspection
-from dtft.elastic.peers import Peers
+from dtft.elastic.edges import Asked
+from dtft.elastic.event_loop import EventLoop
+from dtft.elastic.inbox import Inbox
+from dtft.elastic.listening import handlers
+from dtft.elastic.network import Closed, ControlChannel, Heard
 from dtft.elastic.replication import FetchOrder
-from dtft.elastic.scaling import serve_scaling
 
 JOB = Credentials(job="job", secret=b"s" * 32)
 CHUNK = 256
@@ -55,6 +55,20 @@ def _layout(num_slots: int, parts: int, spec: tuple[tuple[str, ...], ...]) -> La
         for name, size in SIZES.items()
     )
     return Layout(mesh=mesh, leaves=leaves)
+
+
+class AtOnce(EventLoop):
+    """In place of an event loop: what is posted is called by whoever posts it."""
+
+    def post(self, function: Callable[..., None], *args: Any) -> None:
+        """See `Loop.post`."""
+        function(*args)
+
+
+NOBODY_LEADS = Asked(
+    export=lambda answer: answer({"error": "nobody leads here"}),
+    scale=lambda replicas, answer: answer({"error": "nobody leads here"}),
+)
 
 
 class Host:
@@ -88,19 +102,9 @@ class Host:
             config_digest="",
         )
         self.events: collections.deque[tuple[Any, ...]] = collections.deque(maxlen=9)
-        peers = Peers(self._emit)
+        served = handlers(config, self.inbox, AtOnce(), self._accept, NOBODY_LEADS)
         self.server = TransportServer(
-            "127.0.0.1:0",
-            credentials,
-            {
-                "push": lambda channel: serve_pushes(channel, self.inbox),
-                "fetch": lambda channel: serve_fetch(channel, self.inbox),
-                "control": peers.serve,
-                "inspect": lambda c: serve_inspection(c, config, self.inbox),
-                "export": lambda c: serve_export(c, config, self._emit),
-                "scale": lambda c: serve_scaling(c, self._emit),
-                "echo": echo,
-            },
+            "127.0.0.1:0", credentials, {**served, "echo": echo}
         )
         self.address = self.server.address
 
@@ -108,11 +112,18 @@ class Host:
         self.roots[step, source] = root
         self.held.append((step, source))
 
-    def _emit(self, *event: Any) -> None:
-        """Where an agent has its event loop; nobody leads here."""
-        self.events.append(event)
-        if event[0] in ("export_wanted", "scaling_wanted"):
-            event[-1]({"error": "nobody leads here"})
+    def _accept(
+        self, hello: dict[str, Any], channel: ControlChannel
+    ) -> tuple[Heard, Closed] | None:
+        """Hears whoever says a host's name."""
+        if not isinstance(hello.get("host"), str):
+            return None
+        self.events.append(("control", hello["host"], channel))
+
+        def heard(channel: ControlChannel, message: dict[str, Any]) -> None:
+            self.events.append(("report", hello["host"], message))
+
+        return heard, lambda channel, reason: None
 
     def stage(self, step: int) -> None:
         """Writes and digests this slot's bytes of a step, as a trainer does."""
