@@ -47,8 +47,8 @@ def _window_or_none(value: object) -> bool:
         isinstance(value, dict)
         and value.keys() == kinds.keys()
         and all(
-            number(number) or (kinds[name] is float and seconds(number))
-            for name, number in value.items()
+            number(it) or (kinds[name] is float and seconds(it))
+            for name, it in value.items()
         )
     )
 
