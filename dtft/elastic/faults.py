@@ -2,8 +2,8 @@
 
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
-WHOM is a slot, several slots joined by ``+``, or ``leader``: the host that leads when the
-fault strikes. An option is a phase, a number of seconds, what a cut separates, or
+WHOM is a slot, several slots joined by ``+``, or ``leader``: the host that leads when
+the fault strikes. An option is a phase, a number of seconds, what a cut separates, or
 ``always``; which of them a kind takes is in `RULES`. Seconds left out mean for ever.
 Pure parsing; how a fault strikes is `strikes`.
 """
@@ -39,13 +39,13 @@ Phase = Literal[
     "stored",
     "healed",
 ]
-"""What the job is doing when the fault strikes. `recovery`: at a recovery from the fault
-before. `stored`: the victims' trainers are held at STEP until storage has a checkpoint,
-so that the outcome does not depend on how fast the first export is. `healed`: once every
-stop and cut before it is over and its hosts can be used again."""
+"""What the job is doing when the fault strikes. `recovery`: at a recovery from the
+fault before. `stored`: the victims' trainers are held at STEP until storage has a
+checkpoint, so that the outcome does not depend on how fast the first export is.
+`healed`: some seconds after every stop, cut and pause before it is over."""
 Reach = Literal["all", "store", "out", "in"]
-"""What a cut separates from a host: every other host and the store; the store only; what
-the host sends (to hosts and store); what is sent to the host (by hosts and store)."""
+"""What a cut drops: all packets of a host; those to and from the store; what the host
+sends to anybody; what anybody sends to the host."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -177,8 +177,8 @@ def parse_fault(text: str, num_slots: int) -> Fault:
         return _scale(text, whom, int(match["step"]), options)
     found = _options(text, kind, rule, options)
     slots = _slots(text, kind, rule, whom, num_slots)
-    leader = whom == LEADER
-    return Fault(kind=kind, slots=slots, step=int(match["step"]), leader=leader, **found)  # type: ignore[arg-type]
+    found |= {"slots": slots, "leader": whom == LEADER}
+    return Fault(kind=kind, step=int(match["step"]), **found)  # type: ignore[arg-type]
 
 
 def _slots(

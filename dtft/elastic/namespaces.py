@@ -1,12 +1,12 @@
-"""Hosts of a local cluster in network namespaces of their own, and their cuts. Linux only.
+"""Hosts of a local cluster in network namespaces of their own, and their cuts.
 
 Every host has two interfaces, on two bridges of this machine: one leads to the other
-hosts, one to the store. So a host can be cut from the store alone. A cut is silent, as a
-partition of a real network is: an interface leaves its bridge (both directions), or the
-neighbour entries name a hardware address that nobody has (one direction). Interfaces stay
-up and addresses stay resolved, so nobody gets an error, only no answer. Needs root and
-`ip` (iproute2). Names carry the pid of the process that made them; `remove_leftovers`
-takes down those of processes that have ended.
+hosts, one to the store. So a host can be cut from the store alone. A cut is silent, as
+a partition of a real network is: an interface leaves its bridge (both directions), or
+neighbour entries name a hardware address that nobody has (one direction). Interfaces
+stay up and addresses stay resolved, so nobody gets an error, only no answer. Needs
+Linux, root and `ip` (iproute2). Names carry the pid of the process that made them;
+`remove_leftovers` takes down those of processes that have ended.
 """
 
 import contextlib
@@ -131,7 +131,9 @@ class HostNamespaces:
         etc.mkdir(parents=True)
         # gloo binds to what the machine's name resolves to.
         own = f"{self._networks[0]}.{host.number}"
-        (etc / "hosts").write_text(f"127.0.0.1 localhost\n{own} {socket.gethostname()}\n")
+        (etc / "hosts").write_text(
+            f"127.0.0.1 localhost\n{own} {socket.gethostname()}\n"
+        )
         _run("ip", "netns", "add", host.name)
         for side, (bridge, outer) in enumerate(
             zip(self._bridges, host.outer, strict=True)
@@ -191,8 +193,8 @@ def check_machine() -> None:
     """
     if shutil.which("ip") is None:
         raise NoNamespacesError(
-            "cutting a host off needs `ip`, which is not installed: install the package "
-            "iproute2, or leave out faults of the kind cut."
+            "cutting a host off needs `ip`, which is not installed: install the "
+            "package iproute2, or leave out faults of the kind cut."
         )
     if os.geteuid() != 0:
         raise NoNamespacesError(
