@@ -97,6 +97,12 @@ def _drill(commands: Any) -> None:
     _job(made)
     _cluster(made)
     made.add_argument("--fault", action="append", default=[], metavar="KIND:SLOT@STEP")
+    text = "the run with faults must end within"
+    made.add_argument("--deadline", type=float, default=600.0, metavar="S", help=text)
+    text = "memory for arenas of one host; repeat for others"
+    made.add_argument(
+        "--host-memory", action="append", default=[], metavar="HOST=MIB", help=text
+    )
     made.add_argument("--rejoin", type=float, metavar="S", help="killed hosts return")
     made.add_argument("--seed", type=int, default=0, help="of the moment in a step")
     made.add_argument("--control", help="reuse an undisturbed run's directory")
