@@ -98,9 +98,23 @@ def _differing(control: Path, faulted: Path, step: int) -> list[str]:
 
     from dtft.checkpoint.compare import compare
 
-    if not step or step not in storage_steps(control / "checkpoints"):
+    if step and step not in storage_steps(control / "checkpoints"):
+        return _differing_roots(control, faulted, step)
+    if not step:
         return [f"no final step in common (faulted run ended at {step})"]
     return compare(control / "checkpoints", step, faulted / "checkpoints", step)
+
+
+def _differing_roots(control: Path, faulted: Path, step: int) -> list[str]:
+    """As `_differing`, by digests, for a step that the undisturbed run only committed."""
+    roots = [
+        {it["step"]: it["root"] for it in read_events(run) if it["event"] == "commit"}
+        for run in (control, faulted)
+    ]
+    if step not in roots[0] or step not in roots[1]:
+        return [f"no final step in common (faulted run ended at {step})"]
+    same = roots[0][step] == roots[1][step]
+    return [] if same else [f"digest over all leaves of step {step}"]
 
 
 def _summary(directory: Path) -> dict[str, Any]:

@@ -236,14 +236,20 @@ def test_an_exception_that_comes_again_ends_the_job_with_its_traceback(
 ):
     record = drill(
         *(tmp_path, *SHORT, *SPAN, *control("short")),
-        *faults("fail:1@201:always"),
+        *faults("fail:1@203:always"),
         status="error",
     )
     (failing,) = hosts(record)
     said(record, failing, "trainer.log")
     assert "Traceback (most recent call last)" in record["output"]
     assert len(at(tmp_path, "recovery")) == 1  # the second failure ends the job
-    assert max(storage_steps(tmp_path / "faulted" / "checkpoints")) == 200
+    committed = [
+        it["step"]
+        for it in read_events(tmp_path / "faulted")
+        if it["event"] == "commit"
+    ]
+    assert record["final_step"] == committed[-1] >= 201
+    assert record["final_step"] in storage_steps(tmp_path / "faulted" / "checkpoints")
 
 
 # -------------------------------------------------------------------- the memory
