@@ -106,7 +106,7 @@ def _differing(control: Path, faulted: Path, step: int) -> list[str]:
 
 
 def _differing_roots(control: Path, faulted: Path, step: int) -> list[str]:
-    """As `_differing`, by digests, for a step that the undisturbed run only committed."""
+    """As `_differing`, by digests: the undisturbed run only committed this step."""
     roots = [
         {it["step"]: it["root"] for it in read_events(run) if it["event"] == "commit"}
         for run in (control, faulted)
