@@ -103,7 +103,7 @@ def lines(record: dict[str, Any]) -> list[str]:
                 f"{entry['steps_per_s_during']:.1f} meanwhile"
             )
         said.append(line)
-    if record["agents"]:
+    if record.get("agents"):
         host, worst = max(
             record["agents"].items(), key=lambda item: item[1]["longest_call_s"]
         )
@@ -111,4 +111,6 @@ def lines(record: dict[str, Any]) -> list[str]:
             f"dtft: longest call of an agent's event loop: "
             f"{1e3 * worst['longest_call_s']:.0f} ms ({worst['what']} on {host})"
         )
-    return said + [f"dtft: LEFT BEHIND: {name}" for name in record["left_behind"]]
+    return said + [
+        f"dtft: LEFT BEHIND: {name}" for name in record.get("left_behind", ())
+    ]

@@ -265,7 +265,7 @@ def say(record: dict[str, Any]) -> None:
     )
     if not record["ok"]:
         reason = record["fault_error"] or record["differing_leaves"]
-        late = "" if record["ended_in_time"] else "not ended in time, "
+        late = "" if record.get("ended_in_time", True) else "not ended in time, "
         print(f"dtft: the drill FAILED: {late}{record['status']} {reason}")
 
 
