@@ -113,7 +113,7 @@ class Striker(threading.Thread):
         self.error: str | None = None
         self._boards: dict[str, Board] = {}
         self._slots: tuple[str, ...] = ()
-        self._read_at = 0.0
+        self._read_at = self._log_read_at = self._raised_at = 0.0
 
     def run(self) -> None:
         """Plays every fault."""
@@ -233,7 +233,7 @@ class Striker(threading.Thread):
             started = bool(self.strikes) or fault.step == 0
             return started and self._most("recovering") == 1
         if fault.kind == "fail":
-            return self._fail_marker is not None and self._fail_marker.exists()
+            return self._failed_at(fault) > 0
         if fault.phase == "healed" and not self._all_healed():
             return False
         if not self._slots or self._most("computing") < fault.step:
@@ -266,7 +266,9 @@ class Striker(threading.Thread):
         if any(host not in self._cluster.agents for host in victims):
             return False
         if fault.kind == "fail":
-            self._note(fault, victims).at = self._failed_at()
+            strike = self._noted(fault, victims)
+            strike.at = self._failed_at(fault)
+            self.strikes.append(strike)
             return True
         if fault.kind in INTERRUPTIONS:
             return self._interrupt(fault, victims)
@@ -314,9 +316,19 @@ class Striker(threading.Thread):
             for pid in filter(None, (self._cell(it, "trainer_pid") for it in victims)):
                 os.kill(pid, signal.SIGCONT)
 
-    def _failed_at(self) -> float:
-        assert self._fail_marker is not None
-        return self._fail_marker.stat().st_mtime
+    def _failed_at(self, fault: Fault) -> float:
+        """When a trainer first raised, by its marker or its log; 0.0: not yet."""
+        if self._raised_at or time.monotonic() < self._log_read_at + 0.1:
+            return self._raised_at
+        self._log_read_at = time.monotonic()
+        logs = self._cluster.options.run_directory / "logs"
+        path = logs / f"{self._slots[fault.slots[0]]}.trainer.log"
+        words = f"drill: fail at step {fault.step}".encode()
+        if self._fail_marker is not None and self._fail_marker.exists():
+            self._raised_at = self._fail_marker.stat().st_mtime
+        elif path.exists() and words in path.read_bytes():
+            self._raised_at = time.time()
+        return self._raised_at
 
     def _noted(self, fault: Fault, victims: tuple[str, ...]) -> Strike:
         """What is so at this moment."""
@@ -328,11 +340,6 @@ class Striker(threading.Thread):
             computing=self._most("computing"),
             committed=self._most("committed"),
         )
-
-    def _note(self, fault: Fault, victims: tuple[str, ...]) -> Strike:
-        strike = self._noted(fault, victims)
-        self.strikes.append(strike)
-        return strike
 
     def _hold_until_stored(self, victims: tuple[str, ...]) -> None:
         """Stops the victims' trainers; their agents go on, and so does the export."""

@@ -19,9 +19,12 @@ def test_processes_and_memory_of_a_job_are_named(tmp_path):
     (arenas / "dtft-job-7-host-1").mkdir(parents=True)
     (arenas / "dtft-other-host-1").mkdir()
     command = [sys.executable, "-c", "print('ready', flush=True); input()"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen(
-        command, env={**os.environ, leftovers.MARK: "job-7"}, text=True, **pipes
+        command,
+        env={**os.environ, leftovers.MARK: "job-7"},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     found = leftovers.of_job("job-7", arenas, run)
