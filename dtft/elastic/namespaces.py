@@ -210,6 +210,13 @@ def remove_leftovers() -> None:
             _remove(f"{PREFIX}{pid}")
 
 
+def sweep() -> None:
+    """As `remove_leftovers`; where this machine has no namespaces, nothing to do."""
+    with contextlib.suppress(NoNamespacesError):
+        check_machine()
+        remove_leftovers()
+
+
 def existing(pid: int | None = None) -> list[str]:
     """Namespaces and interfaces that drills have made; of one process, if given."""
     names = [*_names("netns"), *_names("link")]

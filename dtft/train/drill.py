@@ -53,6 +53,7 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
     """
     logging.getLogger("absl").setLevel(logging.ERROR)
     faults = _faults(experiment, options)
+    namespaces.sweep()
     root = Path(experiment.log.run_dir or f"runs/drill-{time.strftime('%H%M%S')}")
     root = root.resolve()
     arguments = [options.config, *overrides, "--log.sample_ids", "True"]

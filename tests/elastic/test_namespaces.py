@@ -91,7 +91,7 @@ def test_what_a_killed_drill_left_is_swept_at_the_next_start():
     left = subprocess.run(command, capture_output=True, text=True, timeout=30)
     pid = int(left.stdout)
     assert namespaces.existing(pid)
-    HostNamespaces(["a"]).close()
+    namespaces.sweep()
     assert not namespaces.existing(pid)
     assert not list(namespaces.NETNS_ETC.glob(f"dtft{pid}*"))
 
@@ -104,3 +104,4 @@ def test_without_root_or_tools_cuts_are_refused(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(NoNamespacesError, match="install the package iproute2"):
         HostNamespaces(["a"])
+    namespaces.sweep()  # nothing can be there
