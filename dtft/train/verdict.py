@@ -57,6 +57,7 @@ def judge(
         "fault_error": striker.error,
         "storage_interval": experiment.checkpoint.storage_interval,
         "status": ended[-1]["status"] if ended else "none",
+        "message": ended[-1].get("message", "") if ended else "",
         "expected_status": expected_status(striker.strikes),
         "ended_in_time": ended_in_time,
         "left_behind": list(left_behind),
@@ -254,6 +255,8 @@ def say(record: dict[str, Any]) -> None:
             )
     for entry in record["recoveries"]:
         print(_recovery_line(entry))
+    if record.get("message"):
+        print(f"dtft: error: {record['message']}")
     lasting = interruption_check.lines(record)
     for line in [*lasting, *resize_lines(record), *shares_check.lines(record)]:
         print(line)
