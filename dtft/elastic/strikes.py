@@ -148,6 +148,17 @@ class Striker(threading.Thread):
         return len(self.strikes) == len(expected) and not open_ and not lasts
 
     @property
+    def not_over(self) -> list[str]:
+        """Faults that have not struck, or that last although they should be over."""
+        struck = [strike.fault for strike in self.strikes]
+        found = [str(it) for it in self._faults if it not in struck]
+        lasts = [it.fault for it in self.strikes if it.until is None]
+        return [
+            *(text for text in found if not text.startswith("corrupt")),
+            *(str(fault) for fault in lasts if fault.heals),
+        ]
+
+    @property
     def held(self) -> frozenset[str]:
         """Hosts that are stopped or cut for ever: nobody waits for their end."""
         return frozenset(

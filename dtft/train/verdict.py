@@ -55,6 +55,7 @@ def judge(
         "recoveries": recoveries,
         "faults": [_strike(strike, events) for strike in striker.strikes],
         "fault_error": striker.error,
+        "faults_not_over": striker.not_over,
         "storage_interval": experiment.checkpoint.storage_interval,
         "status": ended[-1]["status"] if ended else "none",
         "message": ended[-1].get("message", "") if ended else "",
@@ -268,6 +269,8 @@ def say(record: dict[str, Any]) -> None:
     )
     if not record["ok"]:
         reason = record["fault_error"] or record["differing_leaves"]
+        if early := record.get("faults_not_over"):
+            reason = reason or f"the job ended before {', '.join(early)}"
         late = "" if record.get("ended_in_time", True) else "not ended in time, "
         print(f"dtft: the drill FAILED: {late}{record['status']} {reason}")
 
