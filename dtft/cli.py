@@ -91,13 +91,37 @@ def _agent(commands: Any, serve_only: bool) -> None:
     made.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT")
 
 
+_FAULTS = """
+kill-host:SLOT, kill-trainer:SLOT, kill-leader, kill-store, corrupt:SLOT, all with
+@STEP[:PHASE]; stop-agent:SLOT, stop-host:SLOT, stop-trainer:SLOT, cut:SLOT, all with
+@STEP[:SECONDS], for ever without seconds; cut:SLOT@STEP:REACH with REACH all, store,
+out or in (network namespaces: needs root); leader as SLOT: whoever leads;
+pause-store@STEP:SECONDS; empty-store@STEP; crash-store@STEP (its supervisor starts it
+again); fail:SLOT@STEP[:always] (an exception in the step); scale:REPLICAS@STEP. Slots:
+0+2 hits two at once
+"""
+
+
 def _drill(commands: Any) -> None:
     text = "kill real processes and compare with an undisturbed run"
     made = _command(commands, "drill", text)
     _job(made)
     _cluster(made)
-    made.add_argument("--fault", action="append", default=[], metavar="KIND:SLOT@STEP")
-    made.add_argument("--rejoin", type=float, metavar="S", help="killed hosts return")
+    made.add_argument(
+        "--fault", action="append", default=[], metavar="KIND:SLOT@STEP", help=_FAULTS
+    )
+    text = "the run with faults must end within"
+    made.add_argument("--deadline", type=float, default=600.0, metavar="S", help=text)
+    text = "memory for arenas of one host; repeat for others"
+    made.add_argument(
+        "--host-memory", action="append", default=[], metavar="HOST=MIB", help=text
+    )
+    made.add_argument(
+        "--rejoin",
+        type=float,
+        metavar="S",
+        help="killed hosts return, new ones come for those held for ever",
+    )
     made.add_argument("--seed", type=int, default=0, help="of the moment in a step")
     made.add_argument("--control", help="reuse an undisturbed run's directory")
     made.add_argument("--json", help="write the record here")

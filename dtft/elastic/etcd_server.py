@@ -38,13 +38,14 @@ def etcd_binary() -> Path:
 
 
 class EmbeddedEtcd:
-    """One etcd process on loopback, in its own process group."""
+    """One etcd process, by default on loopback, in its own process group."""
 
     def __init__(
         self,
         directory: Path,
         client_port: int = 0,
         *,
+        host: str = "127.0.0.1",
         quota_bytes: int = _QUOTA_BYTES,
     ) -> None:
         """Starts nothing yet.
@@ -52,9 +53,10 @@ class EmbeddedEtcd:
         Args:
             directory: gets `etcd.log`, and `etcd-data` while the store is in use.
             client_port: where to listen; 0 picks a free port.
+            host: the address of this machine to listen on.
             quota_bytes: size of the database beyond which it takes no writes.
         """
-        self._quota_bytes = quota_bytes
+        self._host, self._quota_bytes = host, quota_bytes
         self._log = directory / "etcd.log"
         self._data = directory / "etcd-data"
         self._client_port = client_port or free_port()
@@ -67,7 +69,7 @@ class EmbeddedEtcd:
     @property
     def address(self) -> str:
         """What to give to `EtcdStore` and to --store."""
-        return f"127.0.0.1:{self._client_port}"
+        return f"{self._host}:{self._client_port}"
 
     @property
     def pid(self) -> int:

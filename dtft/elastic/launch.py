@@ -27,6 +27,16 @@ HEAD_START_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostPlace:
+    """Where on this machine the processes of one host run."""
+
+    prefix: tuple[str, ...] = ()
+    """Put in front of the agent's command; must replace itself by that command."""
+    arguments: tuple[str, ...] = ()
+    """Added to the agent's arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
     """What a local cluster is made of."""
 
@@ -44,6 +54,10 @@ class ClusterOptions:
     """Where arenas lie."""
     environment: dict[str, str] = field(default_factory=dict)
     """Added to every agent's environment."""
+    place: Callable[[str], HostPlace] = lambda _: HostPlace()
+    """The place of a host, by its name."""
+    store_host: str = "127.0.0.1"
+    """The address of this machine at which hosts reach etcd."""
 
 
 class LocalCluster:
@@ -54,7 +68,9 @@ class LocalCluster:
         self.options = options
         options.run_directory.mkdir(parents=True, exist_ok=True)
         (options.run_directory / "logs").mkdir(exist_ok=True)
-        self.etcd = EmbeddedEtcd(options.run_directory / "etcd")
+        self.etcd = EmbeddedEtcd(
+            options.run_directory / "etcd", host=options.store_host
+        )
         self.agents: dict[str, subprocess.Popen] = {}
         self._secret_file = options.run_directory / "job.secret"
         self._secret_file.touch(mode=0o600)
@@ -78,11 +94,13 @@ class LocalCluster:
         """Starts one agent, by default under a new name; returns the name."""
         if name is None:
             name, self._next = f"host-{self._next}", self._next + 1
+        place = self.options.place(name)
         command = [
-            *(sys.executable, "-m", "dtft.cli", "agent"),
+            *(*place.prefix, sys.executable, "-m", "dtft.cli", "agent"),
             *self.options.agent_arguments,
             *("--store", self.store_address, "--job", self.options.job),
             *("--secret-file", str(self._secret_file), "--host-name", name),
+            *place.arguments,
         ]
         log_path = self.options.run_directory / "logs" / f"{name}.log"
         with open(log_path, "ab") as log:

@@ -1,8 +1,9 @@
-"""Plays faults on a local cluster, from outside, by signals.
+"""Plays faults on a local cluster, from outside, by signals and cuts.
 
 Reads the hosts' progress boards to find the moment, freezes the victims, makes sure the
-moment has not passed, and kills. Knows processes and boards; must not know models, nor
-take part in what it tests.
+moment has not passed, and kills. What lasts (a stop, a cut, a pause) is ended when its
+seconds are over, while later faults strike. Knows processes and boards, no models, and
+takes no part in what it tests.
 """
 
 import functools
@@ -12,22 +13,32 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.board import Board, Field
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.faults import Fault, in_order
 from dtft.elastic.inspect_job import Observer
+from dtft.elastic.interruptions import INTERRUPTIONS, Interruption, begin
 from dtft.elastic.journal import read_events
 from dtft.elastic.launch import LocalCluster
+from dtft.elastic.namespaces import HostNamespaces
 from dtft.elastic.scale_job import scale
 
 POLL_S = 0.0003
 STORE_AWAY_S = 5.0
 FIRST_EXPORT_S = 50.0  # below `timeouts.stage`: held trainers are not taken for hung
 SCALE_S = 240.0
+HEALED_S = 5.0
+"""So long after its stop or cut is a host left before a `healed` fault strikes."""
+SAMPLE_S = 0.05
+WARM_STEPS = 10
+"""Steps left out of measured speeds: compilation, cold caches."""
+_STORE = ("kill-store", "crash-store", "pause-store", "empty-store")
 _PHASE_FIELD: dict[str, Field] = {
     "replicate": "replicating",
     "commit": "committing",
@@ -50,6 +61,13 @@ class Strike:
     committed: int = 0
     steps_seen: tuple[int, int] = (0, 0)
     """kill-store: last finished step when the store went, and when it came back."""
+    until: float | None = None
+    """Wall-clock time at which what lasts was ended; None: it never was."""
+    gone_s: float | None = None
+    """Seconds after which somebody had killed every process that was stopped."""
+    steps_per_s: float | None = None
+    """pause-store: for as long before the pause as it lasted."""
+    steps_per_s_during: float | None = None
     corrupted_bytes: int = 0
     reply: dict[str, Any] = field(default_factory=dict)
     """scale: what whoever asked was told; empty until then."""
@@ -65,19 +83,37 @@ class Striker(threading.Thread):
         *,
         seed: int,
         rejoin_s: float | None,
+        network: HostNamespaces | None = None,
+        fail_marker: Path | None = None,
+        last_step: int = 0,
     ) -> None:
-        """`rejoin_s`: seconds after which a killed host comes back, or None."""
+        """Strikes nothing yet.
+
+        Args:
+            cluster: whom the faults hit.
+            faults: in any order.
+            seed: of the moment within a step.
+            rejoin_s: seconds after which a killed host comes back, and a new host comes
+                in place of one that is stopped or cut for ever; None: never.
+            network: the hosts' namespaces; needed for cuts.
+            fail_marker: exists once a trainer has raised for a `fail`.
+            last_step: of the run; speeds are not measured beyond it.
+        """
         super().__init__(daemon=True)
         self._cluster = cluster
         self._faults = in_order(faults)
         self._random = random.Random(seed)
         self._rejoin_s = rejoin_s
+        self._network, self._fail_marker = network, fail_marker
+        self._last_step = last_step
+        self._open: list[tuple[Strike, Interruption]] = []
+        self._samples: deque[tuple[float, int]] = deque(maxlen=20_000)
         self._cancelled = threading.Event()
         self.strikes: list[Strike] = []
         self.error: str | None = None
         self._boards: dict[str, Board] = {}
         self._slots: tuple[str, ...] = ()
-        self._read_at = 0.0
+        self._read_at = self._log_read_at = self._raised_at = 0.0
 
     def run(self) -> None:
         """Plays every fault."""
@@ -91,8 +127,13 @@ class Striker(threading.Thread):
                     continue
                 self._play(fault, corrupting)
                 corrupting = []
+            while self._open and not self._cancelled.is_set():
+                self._watch()
+                time.sleep(POLL_S * 10)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
+            for _, interruption in self._open:
+                interruption.end()
 
     def stop(self) -> None:
         """Gives up faults that have not struck."""
@@ -100,10 +141,59 @@ class Striker(threading.Thread):
 
     @property
     def done(self) -> bool:
-        """Every fault has struck, and every request for a size was answered."""
+        """Every fault has struck, is over, and requests for a size were answered."""
         expected = [fault for fault in self._faults if fault.kind != "corrupt"]
         open_ = [it for it in self.strikes if it.fault.kind == "scale" and not it.reply]
-        return len(self.strikes) == len(expected) and not open_
+        lasts = [it for it in self.strikes if it.fault.heals and it.until is None]
+        return len(self.strikes) == len(expected) and not open_ and not lasts
+
+    @property
+    def not_over(self) -> list[str]:
+        """Faults that have not struck, or that last although they should be over."""
+        struck = [strike.fault for strike in self.strikes]
+        found = [str(it) for it in self._faults if it not in struck]
+        lasts = [it.fault for it in self.strikes if it.until is None]
+        return [
+            *(text for text in found if not text.startswith("corrupt")),
+            *(str(fault) for fault in lasts if fault.heals),
+        ]
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Hosts that are stopped or cut for ever: nobody waits for their end."""
+        return frozenset(
+            host
+            for strike in self.strikes
+            if strike.fault.holds and not strike.fault.heals
+            for host in strike.hosts
+        )
+
+    # ----------------------------------------------------------------- watching
+
+    def _watch(self) -> None:
+        """Ends what has lasted long enough, and samples how fast training is."""
+        now = time.time()
+        for strike, interruption in list(self._open):
+            if strike.gone_s is None and interruption.gone:
+                strike.gone_s = now - strike.at
+            seconds = strike.fault.seconds
+            if seconds is not None and now >= strike.at + seconds:
+                self._end(strike, interruption)
+        if not self._samples or now >= self._samples[-1][0] + SAMPLE_S:
+            self._samples.append((now, self._most("finished")))
+
+    def _end(self, strike: Strike, interruption: Interruption) -> None:
+        self._open.remove((strike, interruption))
+        interruption.end()
+        strike.until = time.time()
+        if strike.fault.kind == "pause-store":
+            length = strike.until - strike.at
+            last = self._last_step
+            before, during = (
+                rate(self._samples, begun, begun + length, last)
+                for begun in (strike.at - length, strike.at)
+            )
+            strike.steps_per_s, strike.steps_per_s_during = before, during
 
     # ------------------------------------------------------------------ looking
 
@@ -133,10 +223,8 @@ class Striker(threading.Thread):
         return max((self._cell(host, name) for host in hosts), default=0)
 
     def _victims(self, fault: Fault) -> tuple[str, ...]:
-        if fault.kind == "kill-leader":
+        if fault.kind == "kill-leader" or fault.leader:
             return (self._leader(),)
-        if fault.kind == "kill-store":
-            return ()
         return tuple(self._slots[slot] for slot in fault.slots)
 
     def _leader(self) -> str:
@@ -146,7 +234,7 @@ class Striker(threading.Thread):
         finally:
             store.close()
         if pair is None:
-            raise RuntimeError("there is no leader to kill")
+            raise RuntimeError("there is no leader to strike")
         return pair.value.decode()
 
     def _reached(self, fault: Fault) -> bool:
@@ -155,6 +243,10 @@ class Striker(threading.Thread):
         if fault.phase == "recovery":
             started = bool(self.strikes) or fault.step == 0
             return started and self._most("recovering") == 1
+        if fault.kind == "fail":
+            return self._failed_at(fault) > 0
+        if fault.phase == "healed" and not self._all_healed():
+            return False
         if not self._slots or self._most("computing") < fault.step:
             return False
         if fault.phase in _PHASE_FIELD:
@@ -162,26 +254,38 @@ class Striker(threading.Thread):
             return reached > 0 if fault.phase == "export" else reached >= fault.step
         return True
 
+    def _all_healed(self) -> bool:
+        ends = [it.until for it in self.strikes if it.fault.heals]
+        return all(end and time.time() >= end + HEALED_S for end in ends)
+
     # ----------------------------------------------------------------- striking
 
     def _play(self, fault: Fault, corrupting: Sequence[Fault]) -> None:
         while not self._cancelled.is_set():
             self._look()
+            self._watch()
             if self._reached(fault) and self._try(fault, corrupting):
                 return
             time.sleep(POLL_S)
 
     def _try(self, fault: Fault, corrupting: Sequence[Fault]) -> bool:
         """Freezes, looks again, and strikes; False if the moment had passed."""
-        if fault.kind == "kill-store":
-            self._kill_store(fault)
-            return True
         if fault.kind == "scale":
             self._scale(fault)
             return True
         victims = self._victims(fault)
         if any(host not in self._cluster.agents for host in victims):
             return False
+        if fault.kind == "fail":
+            strike = self._noted(fault, victims)
+            strike.at = self._failed_at(fault)
+            self.strikes.append(strike)
+            return True
+        if fault.kind in INTERRUPTIONS:
+            return self._interrupt(fault, victims)
+        if fault.kind in _STORE:
+            self._strike_store(fault)
+            return True
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
         if fault.phase == "stored":
@@ -196,6 +300,57 @@ class Striker(threading.Thread):
             return False
         self._strike(fault, victims, corrupting)
         return True
+
+    def _interrupt(self, fault: Fault, victims: tuple[str, ...]) -> bool:
+        """Begins what lasts; False, and all as before, if the moment had passed."""
+        if fault.phase is None:
+            time.sleep(self._random.uniform(0.0, 0.05))
+        if fault.phase == "stored":
+            self._hold_until_stored(victims)
+        strike = self._noted(fault, victims)
+        pids = [self._cell(host, "trainer_pid") for host in victims]
+        begun = begin(fault, victims, self._cluster, self._network, pids)
+        if fault.phase in _PHASE_FIELD and not self._reached(fault):
+            begun.end()
+            return False
+        self._resume_held(fault, victims)
+        self.strikes.append(strike)
+        self._open.append((strike, begun))
+        if fault.holds and not fault.heals and self._rejoin_s is not None:
+            for _ in victims:
+                self._start_later(functools.partial(self._cluster.start_host))
+        return True
+
+    def _resume_held(self, fault: Fault, victims: tuple[str, ...]) -> None:
+        """Lets trainers go on that were held for `stored`, unless they are hit."""
+        if fault.phase == "stored" and fault.kind in ("stop-agent", "cut"):
+            for pid in filter(None, (self._cell(it, "trainer_pid") for it in victims)):
+                os.kill(pid, signal.SIGCONT)
+
+    def _failed_at(self, fault: Fault) -> float:
+        """When a trainer first raised, by its marker or its log; 0.0: not yet."""
+        if self._raised_at or time.monotonic() < self._log_read_at + 0.1:
+            return self._raised_at
+        self._log_read_at = time.monotonic()
+        logs = self._cluster.options.run_directory / "logs"
+        path = logs / f"{self._slots[fault.slots[0]]}.trainer.log"
+        words = f"drill: fail at step {fault.step}".encode()
+        if self._fail_marker is not None and self._fail_marker.exists():
+            self._raised_at = self._fail_marker.stat().st_mtime
+        elif path.exists() and words in path.read_bytes():
+            self._raised_at = time.time()
+        return self._raised_at
+
+    def _noted(self, fault: Fault, victims: tuple[str, ...]) -> Strike:
+        """What is so at this moment."""
+        return Strike(
+            fault=fault,
+            hosts=victims,
+            at=time.time(),
+            finished=self._most("finished"),
+            computing=self._most("computing"),
+            committed=self._most("committed"),
+        )
 
     def _hold_until_stored(self, victims: tuple[str, ...]) -> None:
         """Stops the victims' trainers; their agents go on, and so does the export."""
@@ -239,10 +394,13 @@ class Striker(threading.Thread):
 
     def _come_back(self, host: str) -> None:
         if self._rejoin_s is not None:
-            start = functools.partial(self._cluster.start_host, host)
-            timer = threading.Timer(self._rejoin_s, self._cluster.call_soon, (start,))
-            timer.daemon = True
-            timer.start()
+            self._start_later(functools.partial(self._cluster.start_host, host))
+
+    def _start_later(self, start: functools.partial[str]) -> None:
+        assert self._rejoin_s is not None
+        timer = threading.Timer(self._rejoin_s, self._cluster.call_soon, (start,))
+        timer.daemon = True
+        timer.start()
 
     def _corrupt(self, host: str) -> int:
         """Flips one byte in every 4 KiB of a host's arena; returns how many."""
@@ -285,14 +443,57 @@ class Striker(threading.Thread):
         finally:
             store.close()
 
-    def _kill_store(self, fault: Fault) -> None:
-        strike = Strike(fault=fault, at=time.time())
-        strike.finished, strike.committed = (
-            self._most("finished"),
-            self._most("committed"),
-        )
-        self._cluster.etcd.kill()
-        time.sleep(STORE_AWAY_S)
-        strike.steps_seen = (strike.finished, self._most("finished"))
-        self._cluster.call_soon(self._cluster.etcd.start)
+    def _strike_store(self, fault: Fault) -> None:
+        """Takes the store away; `crash-store` leaves its return to its supervisor."""
+        strike = self._noted(fault, ())
+        etcd = self._cluster.etcd
+        if fault.kind == "crash-store":
+            os.kill(etcd.pid, signal.SIGKILL)
+        elif fault.kind == "empty-store":
+            etcd.kill()
+            self._cluster.call_soon(self._restart_empty)
+        else:
+            etcd.kill()
+            end = time.monotonic() + STORE_AWAY_S
+            while time.monotonic() < end:
+                self._watch()
+                time.sleep(POLL_S * 10)
+            strike.steps_seen = (strike.finished, self._most("finished"))
+            self._cluster.call_soon(etcd.start)
         self.strikes.append(strike)
+
+    def _restart_empty(self) -> None:
+        self._cluster.etcd.stop()  # removes its data
+        self._cluster.etcd.start()
+
+
+def rate(
+    samples: Iterable[tuple[float, int]], begin: float, end: float, last_step: int
+) -> float | None:
+    """Steps per second within a time; None if nothing was seen in it.
+
+    The time ends early with the run's last step.
+
+    Args:
+        samples: (time, last finished step), in order of time.
+        begin: of the time.
+        end: of the time.
+        last_step: of the run; 0: unknown.
+
+    >>> samples = [(float(t), 10 * t) for t in range(100)]
+    >>> rate(samples, 20.0, 40.0, last_step=1000)
+    10.0
+    >>> rate(samples + [(101.0, 990), (110.0, 990)], 90.0, 110.0, last_step=990)
+    10.0
+    >>> rate(samples, 200.0, 220.0, last_step=1000) is None
+    True
+    """
+    within = [
+        (at, step) for at, step in samples if begin <= at <= end and step >= WARM_STEPS
+    ]
+    if last_step and (done := [at for at, step in within if step >= last_step]):
+        within = [(at, step) for at, step in within if at <= done[0]]
+    if len(within) < 2:
+        return None
+    (first_at, first), (last_at, last) = within[0], within[-1]
+    return (last - first) / (last_at - first_at)

@@ -4,6 +4,7 @@ Runs both on local clusters, lets `elastic.strikes` play the faults, and has
 `verdict.py` judge what they wrote. Must not take part in the recovery itself.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -11,19 +12,37 @@ import shlex
 import shutil
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dtft.elastic.faults import Fault, parse_fault
-from dtft.elastic.launch import ClusterOptions, LocalCluster
+from dtft.elastic import namespaces
+from dtft.elastic.faults import Fault, check_together, parse_fault
+from dtft.elastic.launch import ClusterOptions, HostPlace, LocalCluster
+from dtft.elastic.namespaces import HostNamespaces
 from dtft.elastic.strikes import Striker
 from dtft.train import config as configs
+from dtft.train import leftovers
 from dtft.train.experiment import Experiment
 from dtft.train.job_options import cluster_options
 from dtft.train.verdict import judge, say
 
 DEADLINE_S = 600.0
+FAIL_AT = "DTFT_FAIL_AT"
+"""Environment variable: SLOT:STEP:once|always:MARKER, where a trainer raises."""
+_LITTLE_MEMORY = 'mount -t tmpfs -o size="$1" dtft "$2" && shift 2 && exec "$@"'
+"""Shell: mounts memory of a size over a directory, then becomes a command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One run of a drill."""
+
+    striker: Striker
+    ended_in_time: bool
+    left_behind: list[str]
 
 
 def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> int:
@@ -34,6 +53,7 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
     """
     logging.getLogger("absl").setLevel(logging.ERROR)
     faults = _faults(experiment, options)
+    namespaces.sweep()
     root = Path(experiment.log.run_dir or f"runs/drill-{time.strftime('%H%M%S')}")
     root = root.resolve()
     arguments = [options.config, *overrides, "--log.sample_ids", "True"]
@@ -46,12 +66,20 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
     control = Path(options.control).resolve() if options.control else root / "control"
     if not _usable(control, experiment, every_loss=compares):
         print(f"dtft: undisturbed run in {control}", flush=True)
-        _run(experiment, arguments, control, 0, [], options)
+        ran = _run(experiment, arguments, control, 0, [], options)
+        if not ran.ended_in_time:
+            raise SystemExit(
+                f"dtft: error: {control} did not end in {DEADLINE_S:.0f} s"
+            )
     faulted = root / "faulted"
     names = ", ".join(map(str, faults)) or "no fault"
     print(f"dtft: faulted run in {faulted}: {names}", flush=True)
-    striker = _run(experiment, arguments, faulted, options.spares, faults, options)
-    record = judge(control, faulted, striker, experiment)
+    ran = _run(experiment, arguments, faulted, options.spares, faults, options)
+    record = judge(
+        *(control, faulted, ran.striker, experiment),
+        ended_in_time=ran.ended_in_time,
+        left_behind=ran.left_behind,
+    )
     say(record)
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +98,33 @@ def _faults(experiment: Experiment, options: Namespace) -> list[Fault]:
                 f"--fault {fault}: the run ends at step {experiment.stop.steps}. Give "
                 "an earlier step, or raise --stop.steps."
             )
+    check_together(faults)
+    _memory_limits(options)
+    if any(fault.kind == "cut" for fault in faults):
+        namespaces.check_machine()
     return faults
+
+
+def _memory_limits(options: Namespace) -> dict[str, int]:
+    """MiB of memory of the hosts that --host-memory names.
+
+    Raises:
+        ValueError: it cannot be read, or this machine does not let memory be limited.
+    """
+    found = {}
+    for text in options.host_memory:
+        host, _, size = text.partition("=")
+        if not host or not size.isdigit() or int(size) < 1:
+            raise ValueError(
+                f"--host-memory {text!r} is not HOST=MIB, for example host-3=4"
+            )
+        found[host] = int(size)
+    if found and (os.geteuid() != 0 or shutil.which("unshare") is None):
+        raise ValueError(
+            "--host-memory needs a mount namespace, and that needs root and `unshare` "
+            "(util-linux): run this as root, or leave it out."
+        )
+    return found
 
 
 def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
@@ -117,18 +171,103 @@ def _run(
     spares: int,
     faults: Sequence[Fault],
     options: Namespace,
-) -> Striker:
+) -> Ran:
     _fresh(directory)
     arguments = [*arguments, "--log.run_dir", str(directory)]
-    cluster = LocalCluster(_settings(experiment, arguments, spares, directory))
-    striker = Striker(cluster, faults, seed=options.seed, rejoin_s=options.rejoin)
+    settings = _settings(experiment, [*arguments], spares, directory)
+    settings.environment[leftovers.MARK] = settings.job
+    marker = directory / "fail.marker"
+    settings.environment.update(_failures(faults, marker))
+    with _network(settings, faults, options) as network:
+        limits = _memory_limits(options) if faults else {}
+        cluster = LocalCluster(_placed(settings, network, limits))
+        striker = Striker(
+            *(cluster, faults),
+            seed=options.seed,
+            rejoin_s=options.rejoin,
+            network=network,
+            fail_marker=marker,
+            last_step=experiment.stop.steps,
+        )
+        left: list[str] = []
+        try:
+            cluster.start()
+            striker.start()
+            deadline_s = options.deadline if faults else DEADLINE_S
+            ended = _wait(cluster, striker, deadline_s)
+            left += leftovers.of_ended_hosts(cluster)
+        finally:
+            striker.stop()
+            cluster.close()
+        striker.join(10.0)
+    left += leftovers.of_job(settings.job, settings.arena_directory, directory)
+    left += namespaces.existing(os.getpid()) if network else []
+    return Ran(striker=striker, ended_in_time=ended, left_behind=left)
+
+
+def _wait(cluster: LocalCluster, striker: Striker, deadline_s: float) -> bool:
+    """Waits until every agent has ended that can; False if the deadline passed."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if cluster.wait(0.1):
+            return True
+        running = set(cluster.agents) - set(cluster.poll())
+        if running <= striker.held:
+            return True
+    return False
+
+
+def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
+    """What tells a trainer to raise inside a step."""
+    for fault in faults:
+        if fault.kind == "fail":
+            often = "always" if fault.always else "once"
+            return {FAIL_AT: f"{fault.slots[0]}:{fault.step}:{often}:{marker}"}
+    return {}
+
+
+@contextlib.contextmanager
+def _network(
+    settings: ClusterOptions, faults: Sequence[Fault], options: Namespace
+) -> Iterator[HostNamespaces | None]:
+    """The namespaces of all hosts, if one of them is to be cut off."""
+    if not any(fault.kind == "cut" for fault in faults):
+        yield None
+        return
+    hosts = settings.hosts + settings.spares
+    if options.rejoin is not None:  # new hosts come in place of those held for ever
+        hosts += sum(max(1, len(it.slots)) for it in faults if not it.heals)
+    network = HostNamespaces([f"host-{number}" for number in range(hosts)])
     try:
-        cluster.start()
-        striker.start()
-        ended = cluster.wait(DEADLINE_S)
+        yield network
     finally:
-        striker.stop()
-        cluster.close()
-    if not ended:
-        raise SystemExit(f"dtft: error: {directory} did not end in {DEADLINE_S:.0f} s")
-    return striker
+        network.close()
+
+
+def _placed(
+    settings: ClusterOptions, network: HostNamespaces | None, limits: dict[str, int]
+) -> ClusterOptions:
+    """The cluster with its hosts in their networks and with their memory."""
+    place = partial(
+        _place, network=network, limits=limits, memory=settings.arena_directory
+    )
+    store_host = network.store_host if network else settings.store_host
+    return replace(settings, place=place, store_host=store_host)
+
+
+def _place(
+    host: str,
+    *,
+    network: HostNamespaces | None,
+    limits: dict[str, int],
+    memory: Path,
+) -> HostPlace:
+    prefix: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    if network is not None:
+        prefix += network.prefix(host)
+        arguments += ("--bind", f"{network.address(host)}:0")
+    if host in limits:
+        prefix += ("unshare", "--mount", "--propagation", "private", "sh", "-c")
+        prefix += (_LITTLE_MEMORY, "sh", f"{limits[host]}m", str(memory))
+    return HostPlace(prefix=prefix, arguments=arguments)

@@ -11,7 +11,7 @@ from typing import Any
 
 from dtft.elastic.journal import read_events, storage_steps
 from dtft.elastic.strikes import STORE_AWAY_S, Strike, Striker
-from dtft.train import shares_check
+from dtft.train import interruption_check, shares_check
 from dtft.train.experiment import Experiment
 from dtft.train.resize_check import compare_losses, resize_lines, resizes
 
@@ -19,7 +19,13 @@ Events = Sequence[dict[str, Any]]
 
 
 def judge(
-    control: Path, faulted: Path, striker: Striker, experiment: Experiment
+    control: Path,
+    faulted: Path,
+    striker: Striker,
+    experiment: Experiment,
+    *,
+    ended_in_time: bool = True,
+    left_behind: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The drill's record: every promise checked, every cost listed.
 
@@ -28,6 +34,8 @@ def judge(
         faulted: directory of the run that was struck.
         striker: who struck it; has ended.
         experiment: what both ran.
+        ended_in_time: whether the struck run ended before the drill's deadline.
+        left_behind: what it left on the machine.
     """
     events = read_events(faulted)
     ended = [event for event in events if event["event"] == "end"]
@@ -47,8 +55,14 @@ def judge(
         "recoveries": recoveries,
         "faults": [_strike(strike, events) for strike in striker.strikes],
         "fault_error": striker.error,
+        "faults_not_over": striker.not_over,
         "storage_interval": experiment.checkpoint.storage_interval,
         "status": ended[-1]["status"] if ended else "none",
+        "message": ended[-1].get("message", "") if ended else "",
+        "expected_status": expected_status(striker.strikes),
+        "ended_in_time": ended_in_time,
+        "left_behind": list(left_behind),
+        "agents": interruption_check.agents(faulted, striker.strikes),
         "resized": resizes(control, events),
         "shares": shares_check.attempts(faulted),
         **{k: v for k, v in _summary(faulted).items() if k.startswith("test_")},
@@ -71,17 +85,38 @@ def _is_good(record: dict[str, Any]) -> bool:
         same_state
         and record["samples_exactly_once"]
         and not record["fault_error"]
-        and record["status"] == "done"
+        and record["status"] == record["expected_status"]
+        and record["ended_in_time"]
+        and not record["left_behind"]
     )
+
+
+def expected_status(strikes: Sequence[Strike]) -> str:
+    """How the job must end: a step that fails every time ends it with an error."""
+    return "error" if any(strike.fault.always for strike in strikes) else "done"
 
 
 def _differing(control: Path, faulted: Path, step: int) -> list[str]:
 
     from dtft.checkpoint.compare import compare
 
-    if not step or step not in storage_steps(control / "checkpoints"):
+    if step and step not in storage_steps(control / "checkpoints"):
+        return _differing_roots(control, faulted, step)
+    if not step:
         return [f"no final step in common (faulted run ended at {step})"]
     return compare(control / "checkpoints", step, faulted / "checkpoints", step)
+
+
+def _differing_roots(control: Path, faulted: Path, step: int) -> list[str]:
+    """As `_differing`, by digests: the undisturbed run only committed this step."""
+    roots = [
+        {it["step"]: it["root"] for it in read_events(run) if it["event"] == "commit"}
+        for run in (control, faulted)
+    ]
+    if step not in roots[0] or step not in roots[1]:
+        return [f"no final step in common (faulted run ended at {step})"]
+    same = roots[0][step] == roots[1][step]
+    return [] if same else [f"digest over all leaves of step {step}"]
 
 
 def _summary(directory: Path) -> dict[str, Any]:
@@ -137,6 +172,7 @@ def _strike(strike: Strike, events: Events) -> dict[str, Any]:
         entry["reply"] = strike.reply
     if strike.corrupted_bytes:
         entry["corrupted_bytes"] = strike.corrupted_bytes
+    entry |= interruption_check.fault_fields(strike)
     if strike.fault.kind == "kill-store":
         entry |= _outage(strike, events)
     return entry
@@ -220,7 +256,10 @@ def say(record: dict[str, Any]) -> None:
             )
     for entry in record["recoveries"]:
         print(_recovery_line(entry))
-    for line in [*resize_lines(record), *shares_check.lines(record)]:
+    if record.get("message"):
+        print(f"dtft: error: {record['message']}")
+    lasting = interruption_check.lines(record)
+    for line in [*lasting, *resize_lines(record), *shares_check.lines(record)]:
         print(line)
     tests = [f"{k} {v:.4f}" for k, v in record.items() if k.startswith("test_")]
     once = "every sample once" if record["samples_exactly_once"] else "SAMPLES WRONG"
@@ -230,7 +269,10 @@ def say(record: dict[str, Any]) -> None:
     )
     if not record["ok"]:
         reason = record["fault_error"] or record["differing_leaves"]
-        print(f"dtft: the drill FAILED: {record['status']} {reason}")
+        if early := record.get("faults_not_over"):
+            reason = reason or f"the job ended before {', '.join(early)}"
+        late = "" if record.get("ended_in_time", True) else "not ended in time, "
+        print(f"dtft: the drill FAILED: {late}{record['status']} {reason}")
 
 
 def _likeness(record: dict[str, Any]) -> str:

@@ -6,27 +6,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.elastic.faults import KINDS, PHASES, Fault, parse_fault
+from dtft.elastic.faults import (
+    KINDS,
+    PHASES,
+    REACHES,
+    RULES,
+    Fault,
+    check_together,
+    parse_fault,
+)
 from dtft.train.verdict import samples_exactly_once, surviving_segments
 
-faults = st.builds(
-    lambda kind, slots, step, phase: Fault(
+SECONDS = st.integers(1, 10**6).map(float) | st.sampled_from([0.5, 2.25])
+
+
+@st.composite
+def faults(draw) -> Fault:
+    """Any fault that its kind's rule allows."""
+    kind = draw(st.sampled_from(KINDS))
+    rule = RULES[kind]
+    leader = rule.whom == "slots or leader" and draw(st.booleans())
+    slots = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1))))
+    seconds = {"no": st.none(), "optional": st.none() | SECONDS, "required": SECONDS}
+    return Fault(
         kind=kind,
-        slots=tuple(sorted(slots))
-        if kind in ("kill-host", "kill-trainer", "corrupt")
-        else (),
-        step=step,
-        phase=None if kind == "scale" else phase,
-        replicas=min(slots) + 1 if kind == "scale" else 0,
-    ),
-    st.sampled_from(KINDS),
-    st.sets(st.integers(0, 3), min_size=1),
-    st.integers(0, 10**6),
-    st.none() | st.sampled_from(PHASES),
-)
+        slots=slots if rule.whom.startswith("slots") and not leader else (),
+        step=draw(st.integers(0, 10**6)),
+        phase=draw(st.none() | st.sampled_from(PHASES)) if rule.phase else None,
+        leader=leader,
+        seconds=draw(seconds[rule.seconds]),
+        reach=draw(st.sampled_from(REACHES)) if rule.reach else "all",
+        always=rule.always and draw(st.booleans()),
+        replicas=slots[0] + 1 if kind == "scale" else 0,
+    )
 
 
-@given(faults)
+@given(faults())
 def test_text_round_trips(fault):
     assert parse_fault(str(fault), num_slots=4) == fault
 
@@ -36,7 +51,7 @@ def test_text_round_trips(fault):
     [
         ("kill-host:1", "KIND"),
         ("kill-hots:1@3", "known: kill-host"),
-        ("kill-host:1@3:lunch", "known: compute"),
+        ("kill-host:1@3:lunch", "kill-host takes after its step: a phase .compute"),
         ("kill-host@3", "needs a slot"),
         ("kill-leader:1@3", "takes no slot"),
         ("kill-host:4@3", "slots 0 to 3"),
@@ -44,11 +59,56 @@ def test_text_round_trips(fault):
         ("scale:0@3", "1 or more"),
         ("scale:2+3@3", "one number of replicas"),
         ("scale:2@3:commit", "no phase"),
+        ("kill-host:1@3:10", "kill-host takes no seconds"),
+        ("kill-host:leader@3", "takes a slot, not 'leader'"),
+        ("stop-trainer:leader@3", "takes a slot, not 'leader'"),
+        ("stop-agent:boss@3", "takes a slot or leader, not 'boss'"),
+        ("stop-agent@3", "needs a slot or leader"),
+        ("stop-agent:1@3:0", "above 0"),
+        ("stop-agent:1@3:4:5", "seconds is given twice"),
+        ("stop-agent:1@3:store", "takes no reach; after its step: a phase"),
+        ("stop-host:4@3:2", "slots 0 to 3"),
+        ("cut:1@3:some", "'some'; cut takes after its step: .* all or store"),
+        ("cut:1@3:always", "cut takes no always"),
+        ("pause-store@3", "needs seconds, for example pause-store@30:20"),
+        ("pause-store:1@3:2", "takes no slot"),
+        ("empty-store@3:2", "empty-store takes no seconds"),
+        ("fail:1@3:10", "fail takes no seconds"),
+        ("fail@3", "needs a slot"),
     ],
 )
 def test_wrong_faults_say_what_is_allowed(text, hint):
     with pytest.raises(ValueError, match=hint):
         parse_fault(text, num_slots=4)
+
+
+@pytest.mark.parametrize(
+    "text, fields",
+    [
+        ("stop-agent:leader@20:10", {"leader": True, "slots": (), "seconds": 10.0}),
+        ("stop-host:0+2@20", {"slots": (0, 2), "seconds": None}),
+        ("stop-trainer:1@20:0.5", {"seconds": 0.5}),
+        ("stop-agent:1@20:commit:10", {"phase": "commit", "seconds": 10.0}),
+        ("cut:1@20", {"reach": "all", "seconds": None}),
+        ("cut:1@20:15", {"reach": "all", "seconds": 15.0}),
+        ("cut:leader@20:15:store", {"reach": "store", "leader": True}),
+        ("cut:1@20:out:15", {"reach": "out", "seconds": 15.0}),
+        ("pause-store@30:20", {"seconds": 20.0}),
+        ("empty-store@30", {"slots": ()}),
+        ("fail:1@30", {"always": False}),
+        ("fail:1@30:always", {"always": True}),
+    ],
+)
+def test_what_a_text_means(text, fields):
+    fault = parse_fault(text, num_slots=3)
+    assert {name: getattr(fault, name) for name in fields} == fields
+
+
+def test_a_trainer_is_told_of_one_failure():
+    check_together([parse_fault(text, 3) for text in ("fail:1@3", "kill-host:1@9")])
+    for texts in (["fail:0@3", "fail:1@9"], ["fail:0+1@3"]):
+        with pytest.raises(ValueError, match="Give one `fail` with one slot"):
+            check_together([parse_fault(text, 3) for text in texts])
 
 
 def assignment(generation: int, attempt: int, step: int) -> dict:

@@ -1,0 +1,73 @@
+"""What a job that has ended left on this machine: processes, sockets, shared memory.
+
+Looks and names; removes nothing. Linux only.
+"""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtft.elastic.interruptions import session
+from dtft.elastic.launch import LocalCluster
+
+MARK = "DTFT_DRILL"
+"""Environment variable of every process of a drill's cluster: the name of its job."""
+GRACE_S = 5.0
+"""A process that was told to end may take so long."""
+
+
+def of_ended_hosts(cluster: LocalCluster, grace_s: float = GRACE_S) -> list[str]:
+    """What hosts whose agents have ended by themselves left behind.
+
+    Args:
+        cluster: before it is closed, which ends and removes whatever there is.
+        grace_s: how long to wait for it to vanish.
+    """
+    end = time.monotonic() + grace_s
+    while (found := _of_ended_hosts(cluster)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def _of_ended_hosts(cluster: LocalCluster) -> list[str]:
+    found = []
+    for host in cluster.poll():
+        pids = session(cluster.agents[host].pid)
+        found += [f"process {pid} of {host}: {_command(pid)}" for pid in pids]
+        if (directory := cluster.memory_directory(host)).exists():
+            found.append(f"memory of {host}: {directory}")
+    return found
+
+
+def of_job(job: str, arena_directory: Path, run_directory: Path) -> list[str]:
+    """What there still is of a job whose cluster was closed."""
+    found = [f"process {pid}: {_command(pid)}" for pid in _marked(job)]
+    found += [f"memory: {path}" for path in arena_directory.glob(f"*{job}*")]
+    found += [f"socket: {name}" for name in _sockets(job)]
+    found += [f"store: {path}" for path in (run_directory / "etcd").glob("*-data*")]
+    return found
+
+
+def _marked(job: str) -> list[int]:
+    """Processes that have the job's name in their environment."""
+    mark, found = f"{MARK}={job}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _sockets(job: str) -> list[str]:
+    """Unix sockets whose name has the job's in it."""
+    lines: Sequence[str] = Path("/proc/net/unix").read_text().splitlines()
+    return sorted({line.split()[-1] for line in lines if job in line})
+
+
+def _command(pid: int) -> str:
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return "?"
+    return line.replace(b"\0", b" ").decode(errors="replace").strip()

@@ -1,0 +1,274 @@
+"""No host that is slow, stopped, cut off or back again ends training for ever.
+
+Each drill plays one row of what made jobs hang, on real processes. The harness checks
+that the final state is that of the undisturbed run bit for bit, that every sample was
+used once, and that nothing is left behind. `make test` runs four of them.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dtft.elastic.journal import read_events, storage_steps
+from tests.drills.harness import drill
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
+every = pytest.mark.drill_all
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="network and mount namespaces need root and iproute2",
+)
+SHORT = ("digits_cnn", "--hosts", "3", "--stop.steps", "300")
+LONG = ("digits_cnn", "--hosts", "3", "--stop.steps", "1000")
+SPAN = ("--checkpoint.storage_interval", "100", "--deadline", "150")
+LEASE_S = 5.0
+
+
+def faults(*texts: str) -> list[str]:
+    return [part for text in texts for part in ("--fault", text)]
+
+
+def said(record: dict, *words: str) -> str:
+    """The first line on the terminal that has all these words."""
+    for line in record["output"].splitlines():
+        if all(re.search(word, line) for word in words):
+            return line
+    raise AssertionError(f"no line with {words} in:\n{record['output'][-6000:]}")
+
+
+def hosts(record: dict, fault: int = 0) -> tuple[str, ...]:
+    """Whom a fault hit."""
+    return tuple(record["faults"][fault]["hosts"])
+
+
+def at(run: Path, event: str, **fields: object) -> list[float]:
+    """When events of a kind were logged."""
+    return [
+        it["time"]
+        for it in read_events(run / "faulted")
+        if it["event"] == event and fields.items() <= it.items()
+    ]
+
+
+# ---------------------------------------------------------------- stopped hosts
+
+
+@every
+def test_a_stopped_leader_is_replaced_and_comes_back_as_a_spare(tmp_path, control):
+    record = drill(
+        *(tmp_path, *LONG, *SPAN, *control("long"), "--spares", "1"),
+        *faults("stop-agent:leader@100:10"),
+    )
+    (stopped,) = hosts(record)
+    said(record, stopped)
+    assert len(record["recoveries"]) == 1
+    assert record["recoveries"][0]["detect_s"] < 2 * LEASE_S
+    assert "no spare is left" not in record["output"]
+    said(record, stopped, "spare")
+
+
+@every
+def test_a_stopped_leader_without_a_spare_is_waited_for(tmp_path, control):
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short")),
+        *faults("stop-agent:leader@100:10"),
+    )
+    assert record["recoveries"] and record["bytes_from_storage"] == 0
+    said(record, hosts(record)[0])
+
+
+def test_a_stopped_follower_without_a_spare_is_taken_again(tmp_path, control):
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short")),
+        *faults("stop-agent:1@100:10"),
+    )
+    assert record["recoveries"] and record["bytes_from_storage"] == 0
+    said(record, "the job waits", hosts(record)[0])
+
+
+@every
+def test_a_host_that_was_stopped_takes_the_place_of_one_that_dies(tmp_path, control):
+    record = drill(
+        *(tmp_path, *LONG, *SPAN, *control("long"), "--spares", "1"),
+        *faults("stop-host:1@100:9", "kill-host:2@100:healed"),
+    )
+    assert record["bytes_from_storage"] == 0
+    formed = [
+        it["slots"]
+        for it in read_events(tmp_path / "faulted")
+        if it["event"] == "assignment"
+    ]
+    (stopped,) = hosts(record)
+    assert stopped in formed[-1] and hosts(record, 1)[0] not in formed[-1]
+
+
+@every
+def test_a_host_that_is_stopped_for_ever_is_named_until_another_joins(
+    tmp_path, control
+):
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short"), "--rejoin", "15"),
+        *faults("stop-host:1@100"),
+    )
+    line = said(record, "the job waits", hosts(record)[0])
+    assert re.search(r"start|join", line), line
+    assert record["recoveries"][-1]["bytes_from_peers"] > 0
+
+
+@pytest.mark.parametrize("kind", ["stop-agent", pytest.param("stop-host", marks=every)])
+def test_a_stop_of_two_seconds_causes_no_recovery(tmp_path, control, kind):
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "1"),
+        *faults(f"{kind}:1@100:2"),
+    )
+    assert record["recoveries"] == []
+
+
+# -------------------------------------------------------------------- the store
+
+
+@every
+def test_training_is_as_fast_while_the_store_hangs(tmp_path, control):
+    record = drill(
+        *(tmp_path, "digits_cnn", "--hosts", "3", "--stop.steps", "800", *SPAN),
+        *("--data.global_batch", "960", *control("slow")),
+        *faults("pause-store@250:20"),
+    )
+    (pause,) = record["faults"]
+    assert record["recoveries"] == []
+    assert pause["steps_per_s_during"] > 0.9 * pause["steps_per_s"]
+
+
+def test_a_store_that_lost_everything_is_filled_again(tmp_path, control):
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "1"),
+        *faults("empty-store@100"),
+    )
+    assert record["bytes_from_storage"] == 0
+
+
+@every
+def test_a_store_that_crashed_is_started_again_and_the_last_step_is_stored(
+    tmp_path, control
+):
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short")),
+        *faults("crash-store@100"),
+    )
+    assert record["final_step"] == 300
+    said(record, "store")
+    text = record["output"]
+    assert text.index("store") < text.index("done at step 300")
+
+
+# ------------------------------------------------------------------ the network
+
+
+@every
+@needs_root
+def test_a_leader_cut_from_the_store_is_replaced_within_two_leases(tmp_path, control):
+    record = drill(
+        *(tmp_path, *LONG, *SPAN, *control("long"), "--spares", "1"),
+        *faults("cut:leader@100:store:20"),
+    )
+    (cut,) = record["faults"]
+    events = read_events(tmp_path / "faulted")
+    others = [
+        it["time"]
+        for it in events
+        if it["by"] != hosts(record)[0] and it["event"] == "commit"
+    ]
+    assert others and others[0] - cut["at"] < 2 * LEASE_S
+
+
+@every
+@needs_root
+@pytest.mark.parametrize("reach", ["all", "out", "in"])
+def test_a_host_that_was_cut_off_comes_back_as_a_spare(tmp_path, control, reach):
+    record = drill(
+        *(tmp_path, *LONG, *SPAN, *control("long"), "--spares", "1"),
+        *faults(f"cut:1@100:{reach}:20", "kill-host:2@100:healed"),
+    )
+    (cut,) = hosts(record)
+    formed = [
+        it["slots"]
+        for it in read_events(tmp_path / "faulted")
+        if it["event"] == "assignment"
+    ]
+    assert cut in formed[-1] and hosts(record, 1)[0] not in formed[-1]
+    assert record["recoveries"][0]["detect_s"] < 1.5 * LEASE_S
+
+
+# ------------------------------------------------------------------ the trainers
+
+
+@every
+def test_a_trainer_that_stops_is_named_within_its_limit(tmp_path, control):
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short")),
+        *faults("stop-trainer:1@100"),
+    )
+    (stop,) = record["faults"]
+    assert stop["killed_after_s"] < 13.0
+    (stopped,) = hosts(record)
+    said(record, f"on {stopped} is stuck", "phase step")
+    (recovery,) = record["recoveries"]
+    assert recovery["rung"] == 1
+    logs = tmp_path / "faulted" / "logs"
+    texts = [path.read_text() for path in logs.glob(f"{stopped}*.log")]
+    assert any(re.search(r"Thread 0x|state T", text) for text in texts)
+
+
+@every
+def test_an_exception_that_comes_once_costs_one_recovery(tmp_path, control):
+    record = drill(*(tmp_path, *SHORT, *SPAN, *control("short")), *faults("fail:1@150"))
+    (recovery,) = record["recoveries"]
+    assert recovery["rung"] == 1 and recovery["restored_step"] >= 148
+    said(record, hosts(record)[0])
+
+
+def test_an_exception_that_comes_again_ends_the_job_with_its_traceback(
+    tmp_path, control
+):
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short")),
+        *faults("fail:1@203:always"),
+        status="error",
+    )
+    (failing,) = hosts(record)
+    said(record, failing, "trainer.log")
+    assert "Traceback (most recent call last)" in record["output"]
+    assert len(at(tmp_path, "recovery")) == 1  # the second failure ends the job
+    committed = [
+        it["step"]
+        for it in read_events(tmp_path / "faulted")
+        if it["event"] == "commit"
+    ]
+    assert record["final_step"] == committed[-1] >= 201
+    assert record["final_step"] in storage_steps(tmp_path / "faulted" / "checkpoints")
+
+
+# -------------------------------------------------------------------- the memory
+
+
+@every
+@needs_root
+def test_a_spare_with_too_little_memory_says_so_and_is_not_used(tmp_path, control):
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "2"),
+        *("--host-memory", "host-3=1"),
+        *faults("kill-host:1@100"),
+    )
+    said(record, "host-3", "memory|MiB|bytes")
+    (recovery,) = record["recoveries"]
+    assert recovery["rung"] == 2
+    formed = [
+        it["slots"]
+        for it in read_events(tmp_path / "faulted")
+        if it["event"] == "assignment"
+    ]
+    assert not any("host-3" in slots for slots in formed), json.dumps(formed)

@@ -1,0 +1,108 @@
+"""What a drill stops and lets go on again, and what it reports of that."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dtft.elastic.faults import parse_fault
+from dtft.elastic.interruptions import begin, session
+from dtft.elastic.launch import LocalCluster
+from dtft.elastic.strikes import Strike
+from dtft.train import interruption_check
+
+HOST = (
+    "import subprocess, sys, time\n"
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "print('ready', flush=True); time.sleep(60)"
+)
+
+
+@pytest.fixture
+def host() -> Iterator[subprocess.Popen[str]]:
+    """An agent and its trainer, as far as signals go."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOST],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    yield process
+    for pid in session(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=10)
+
+
+def states(process: subprocess.Popen[str]) -> list[str]:
+    """Of the agent, then of its trainer."""
+    time.sleep(0.05)
+    texts = [Path(f"/proc/{pid}/stat").read_text() for pid in session(process.pid)]
+    return [text.rpartition(")")[2].split()[0] for text in texts]
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("stop-agent:0@1", ["T", "S"]),
+        ("stop-trainer:0@1", ["S", "T"]),
+        ("stop-host:0@1", ["T", "T"]),
+    ],
+)
+def test_who_is_stopped_and_goes_on(host, text, expected):
+    cluster = cast(LocalCluster, SimpleNamespace(agents={"host-0": host}))
+    trainer = session(host.pid)[1]
+    begun = begin(parse_fault(text, 1), ["host-0"], cluster, None, [trainer])
+    assert states(host) == expected and not begun.gone
+    begun.end()
+    assert states(host) == ["S", "S"]
+
+
+def test_a_stopped_trainer_that_was_killed_is_gone(host):
+    cluster = cast(LocalCluster, SimpleNamespace(agents={"host-0": host}))
+    trainer = session(host.pid)[1]
+    fault = parse_fault("stop-trainer:0@1", 1)
+    begun = begin(fault, ["host-0"], cluster, None, [trainer])
+    os.kill(trainer, signal.SIGKILL)
+    time.sleep(0.1)
+    assert begun.gone
+    begun.end()  # of a dead one: no error
+
+
+def record(**fields: Any) -> dict[str, Any]:
+    return {"faults": [], "agents": {}, "left_behind": [], **fields}
+
+
+def test_what_lasted_is_reported_with_its_host():
+    fault = parse_fault("stop-agent:1@20:10", 3)
+    strike = Strike(fault=fault, hosts=("host-1",), at=100.0, until=110.0)
+    entry = interruption_check.fault_fields(strike)
+    assert entry == {"until": 110.0, "stopped_s": 10.0}
+    entry |= {"fault": str(fault), "hosts": ["host-1"]}
+    lines = interruption_check.lines(record(faults=[entry], left_behind=["process 7"]))
+    assert lines == [
+        "dtft: stop-agent:1@20:10: host-1 for 10.0 s",
+        "dtft: LEFT BEHIND: process 7",
+    ]
+
+
+def test_a_call_during_which_its_agent_was_stopped_is_not_long(tmp_path):
+    fault = parse_fault("stop-host:1@20:10", 3)
+    strike = Strike(fault=fault, hosts=("host-1",), at=100.0, until=110.0)
+    for host in ("host-0", "host-1"):
+        (tmp_path / f"loop-{host}.json").write_text(
+            f'{{"host": "{host}", "longest_call_s": 10.25, "what": "tick", "calls": ['
+            '{"what": "tick", "seconds": 10.25, "ended": 110.125},'
+            '{"what": "view", "seconds": 0.5, "ended": 50.0}]}'
+        )
+    assert interruption_check.agents(tmp_path, [strike]) == {
+        "host-0": {"longest_call_s": 10.25, "what": "tick"},
+        "host-1": {"longest_call_s": 0.5, "what": "view"},
+    }
