@@ -54,13 +54,14 @@ def etcd_binary() -> Path:
 
 
 class EmbeddedEtcd:
-    """One etcd process on loopback, in its own process group."""
+    """One etcd process, by default on loopback, in its own process group."""
 
     def __init__(
         self,
         directory: Path,
         client_port: int = 0,
         *,
+        host: str = "127.0.0.1",
         quota_bytes: int = _QUOTA_BYTES,
     ) -> None:
         """Starts nothing yet.
@@ -68,9 +69,10 @@ class EmbeddedEtcd:
         Args:
             directory: gets `etcd.log`, and `etcd-data` while the store is in use.
             client_port: where to listen; 0 picks a free port.
+            host: the address of this machine to listen on.
             quota_bytes: size of the database beyond which it takes no writes.
         """
-        self._quota_bytes = quota_bytes
+        self._host, self._quota_bytes = host, quota_bytes
         self._log = directory / "etcd.log"
         self._data = directory / "etcd-data"
         self._client_port = client_port or free_port()
@@ -87,7 +89,7 @@ class EmbeddedEtcd:
     @property
     def address(self) -> str:
         """What to give to `EtcdStore` and to --store."""
-        return f"127.0.0.1:{self._client_port}"
+        return f"{self._host}:{self._client_port}"
 
     @property
     def pid(self) -> int:
@@ -148,7 +150,7 @@ class EmbeddedEtcd:
     @property
     def _aside(self) -> Path:
         """Where data go that etcd does not come up on."""
-        return self._data.with_name("etcd-data.aside")
+        return self._data.with_name("etcd-aside")
 
     @property
     def _peer_url(self) -> str:
@@ -270,9 +272,10 @@ class EmbeddedEtcd:
 
     def obstacle(self) -> str:
         """What keeps etcd from being started, apart from its data; "" for nothing."""
-        for port in (self._client_port, self._peer_port):
-            if port_taken(port):
-                return f"another process listens on 127.0.0.1:{port}"
+        ports = (self._host, self._client_port), ("127.0.0.1", self._peer_port)
+        for host, port in ports:
+            if port_taken(port, host):
+                return f"another process listens on {host}:{port}"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         return room_problem(self._log.parent, _ROOM_BYTES)
 
@@ -289,7 +292,7 @@ class EmbeddedEtcd:
         return f" ({words})" if words else ""
 
     def last_words(self) -> str:
-        """What etcd logged as fatal since its last start, on one line; "" if nothing."""
+        """What etcd logged as fatal since its last start; "" if nothing."""
         found = [line for line in self._last_lines() if _FATAL.search(line)]
         if not found:
             return ""

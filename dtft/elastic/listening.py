@@ -12,6 +12,7 @@ from dtft.elastic.demands import serve_export
 from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
 from dtft.elastic.inspection import serve_inspection
 from dtft.elastic.peers import Peers
+from dtft.elastic.salvage import serve_salvage, write_address
 from dtft.elastic.scaling import serve_scaling
 
 
@@ -28,7 +29,7 @@ def listen(
         ValueError: `config.bind` is not an address of this host.
     """
     try:
-        return TransportServer(
+        server = TransportServer(
             config.bind,
             credentials,
             {
@@ -38,9 +39,13 @@ def listen(
                 "inspect": lambda channel: serve_inspection(channel, config, inbox),
                 "export": lambda channel: serve_export(channel, config, emit),
                 "scale": lambda channel: serve_scaling(channel, emit),
+                "salvage": lambda channel: serve_salvage(channel, inbox),
             },
         )
     except OSError as error:
         raise ValueError(
             f"--bind {config.bind}: {error.strerror}. Give an address of this host."
         ) from error
+    tls = config.tls is not None
+    write_address(config.memory_directory, server.address, tls=tls)
+    return server

@@ -66,12 +66,12 @@ def _can_bind(port: int) -> bool:
         return True
 
 
-def port_taken(port: int) -> bool:
-    """Whether somebody listens on a TCP port of 127.0.0.1, so that a server cannot."""
+def port_taken(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether somebody listens on a TCP port of an address, so that a server cannot."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
             probe.listen(1)
         except OSError:
             return True
