@@ -113,7 +113,8 @@ def _put_in_place(fresh: Path, directory: Path) -> None:
     end = time.monotonic() + TAKE_S
     while True:
         try:
-            return fresh.rename(directory)
+            fresh.rename(directory)
+            return
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise

@@ -33,8 +33,9 @@ from dtft.elastic.membership import read_view
 from dtft.elastic.processes import die_with_parent
 from dtft.elastic.salvage import NotSalvaged, Salvage
 from dtft.elastic.stopping import (
-    SIGNALS,
     Progress,
+    end_line,
+    heard_signals,
     lost_steps,
     presses,
     second_line,
@@ -42,6 +43,8 @@ from dtft.elastic.stopping import (
 from dtft.elastic.storage_watch import StorageWatch
 from dtft.elastic.store import StoreUnavailable
 
+LAUNCHED = "DTFT_LAUNCHED"
+"""Environment variable of agents whose end is told by whoever started them."""
 HEAD_START_S = 0.5
 """Spares start later, so that host-0, host-1, ... take slot 0, 1, ... as a rule."""
 LAST_EXPORT_S = 10.0
@@ -152,7 +155,7 @@ class LocalCluster:
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, **self.options.environment},
+                env={**os.environ, **self.options.environment, LAUNCHED: "1"},
                 preexec_fn=die_with_parent,
             )
         return name
@@ -339,12 +342,14 @@ class LocalCluster:
     def close(self) -> None:
         """Ends everything that still runs and frees every host's memory.
 
-        Every part is ended whatever happens with the others.
+        Every part is ended whatever happens with the others, signals included.
         """
         self._closed.set()
         if self._supervisor is not None:
             self._supervisor.close()
         with contextlib.ExitStack() as last_first:
+            if threading.current_thread() is threading.main_thread():
+                last_first.enter_context(Asked().heard())
             last_first.callback(self._secret_file.unlink, missing_ok=True)
             last_first.callback(self._free_memory)
             last_first.callback(self.etcd.stop)
@@ -393,8 +398,7 @@ class Asked:
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
         """Takes the signals while the body runs; ignored ones (nohup) stay ignored."""
-        heard = [it for it in SIGNALS if signal.getsignal(it) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self.note) for number in heard}
+        before = {it: signal.signal(it, self.note) for it in heard_signals()}
         try:
             yield
         finally:
@@ -512,11 +516,11 @@ def _outcome(cluster: LocalCluster) -> int:
         if progress.stored >= step and (lost := lost_steps(newest, step)):
             tell(f"{status}: storage has step {step}; {lost}")
             return 0  # the leader has said why
+        line = end_line(status, step, progress.stored, str(where))
         if progress.stored >= step:
-            tell(f"{status} at step {step}, which is in {where}" if step else status)
+            tell(line)
             return 0
-        lost = lost_steps(step, progress.stored)
-        _complain(f"{status} at step {step}, but {where} lacks it: {lost}")
+        _complain(line)
         return 1
     if result is not None:
         reason, code = result["message"], result["code"]

@@ -1,4 +1,4 @@
-"""How a local cluster is asked to stop, and what people are told meanwhile. Pure.
+"""How processes are asked to stop, and what people are told meanwhile.
 
 The first signal asks the job to stop at a step boundary, the second one says what is
 waited for, the third one ends the job after an attempt to export its newest step, and
@@ -13,6 +13,12 @@ from dataclasses import dataclass, field
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_S = 0.3
 """Signals that follow each other faster are one: a shell and a wrapper send both."""
+
+
+def heard_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask this process to end; not those that it ignores (nohup)."""
+    ignored = signal.SIG_IGN
+    return tuple(it for it in SIGNALS if signal.getsignal(it) is not ignored)
 
 
 def presses(signals: Sequence[tuple[float, int]]) -> int:
@@ -98,6 +104,35 @@ def _safe(progress: Progress) -> str:
     if progress.committed > progress.stored:
         return f"{stored}, memory has step {progress.committed}."
     return f"{stored}."
+
+
+def end_line(status: str, step: int, stored: int, where: str) -> str:
+    """How a job ended, once its result is recorded; what storage lacks is said.
+
+    >>> end_line("done", 100, 100, "run/checkpoints")
+    'done at step 100, which is in run/checkpoints'
+    >>> end_line("done", 100, 1, "run/checkpoints")
+    'steps 2 to 100 are lost: run/checkpoints lacks the last step, 100'
+    """
+    if lost := lost_steps(step, stored):
+        return f"{lost}: {where} lacks the last step, {step}"
+    return f"{status} at step {step}, which is in {where}" if step else status
+
+
+def left_line(host: str, job: str, committed: int, stored: int) -> str:
+    """What a host says that was told to leave a job before its end.
+
+    >>> left_line("a", "j", committed=9, stored=9)
+    'a left job j before its end; storage has step 9'
+    """
+    line = f"{host} left job {job} before its end; storage has step {stored}"
+    if committed <= stored:
+        return line
+    return (
+        f"{line}, and steps {stored + 1} to {committed} are in the memory of the hosts "
+        "that are left; they are lost with the last one. To keep them, run `dtft "
+        "checkpoint export` or stop the job before its hosts leave"
+    )
 
 
 def lost_steps(newest: int, stored: int) -> str:
