@@ -7,7 +7,6 @@ agent, leader and follower.
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from dtft.elastic.coordinator import Coordinator
 from dtft.elastic.demands import Answer
 from dtft.elastic.event_loop import EventLoop, Loop
 from dtft.elastic.follower import Follower, local_follower
-from dtft.elastic.host_memory import make_memory_directory
+from dtft.elastic.host_memory import make_memory_directory, remove_memory_directory
 from dtft.elastic.inbox import Inbox
 from dtft.elastic.journal import Journal, steps_seen
 from dtft.elastic.listening import listen
@@ -135,7 +134,7 @@ def local_edges(
 
     def close() -> None:
         board.close()
-        shutil.rmtree(config.memory_directory, ignore_errors=True)
+        remove_memory_directory(config.memory_directory)
         _write_record(config, loop)
 
     return Edges(

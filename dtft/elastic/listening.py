@@ -16,6 +16,7 @@ from dtft.elastic.event_loop import Loop
 from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
 from dtft.elastic.inspection import serve_inspection
 from dtft.elastic.network import Closed, Heard, TcpChannel
+from dtft.elastic.salvage import serve_salvage, write_address
 from dtft.elastic.scaling import serve_scaling
 
 if TYPE_CHECKING:
@@ -49,11 +50,14 @@ def listen(
 
     try:
         found = handlers(config, inbox, loop, accept, asked)
-        return TransportServer(config.bind, credentials, found)
+        server = TransportServer(config.bind, credentials, found)
     except OSError as error:
         raise ValueError(
             f"--bind {config.bind}: {error.strerror}. Give an address of this host."
         ) from error
+    tls = config.tls is not None
+    write_address(config.memory_directory, server.address, tls=tls)
+    return server
 
 
 def handlers(
@@ -78,6 +82,7 @@ def handlers(
         "inspect": lambda channel: serve_inspection(channel, config, inbox),
         "export": export,
         "scale": scale,
+        "salvage": lambda channel: serve_salvage(channel, inbox),
     }
 
 

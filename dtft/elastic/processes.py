@@ -1,9 +1,10 @@
-"""Small tools around processes: their end, their groups, and free ports. Linux only.
+"""Small tools around processes: their end, groups, ports, room on disk. Linux only.
 
 Must not know what the processes do.
 """
 
 import ctypes
+import errno
 import os
 import random
 import signal
@@ -63,6 +64,50 @@ def _can_bind(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def port_taken(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether somebody listens on a TCP port of an address, so that a server cannot."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError:
+            return True
+        return False
+
+
+def room_problem(directory: Path, num_bytes: int) -> str:
+    """Why files of so many bytes cannot be written in a directory; "" if they can.
+
+    >>> room_problem(Path("/nonexistent"), 1)
+    '/nonexistent: No such file or directory (errno 2)'
+    """
+    probe = directory / f".room-{os.getpid()}"
+    try:
+        handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, num_bytes)
+        finally:
+            os.close(handle)
+            probe.unlink()
+    except OSError as error:
+        text = f"{directory}: {error.strerror} (errno {error.errno})"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            text += f"; {num_bytes >> 20} MiB must be free there"
+        return text
+    return ""
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for what a process does ("R", "S", "T", "D", "Z"); "" gone.
+
+    >>> process_state(os.getpid())
+    'R'
+    """
+    status = _state_and_group(pid)
+    return status[0] if status is not None else ""
 
 
 def process_alive(pid: int) -> bool:

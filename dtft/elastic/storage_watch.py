@@ -5,6 +5,8 @@ event loop, and while it does not answer its last answer counts. Must not know w
 decided from the answer.
 """
 
+import queue
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -93,3 +95,20 @@ class StorageWatch:
             f"storage {self._directory} does not answer within {PATIENCE_S:g} s; "
             f"training goes on, and of its steps {known}. See that its server is up"
         )
+
+
+def newest_stored(directory: Path, limit_s: float = PATIENCE_S) -> int:
+    """The newest step that storage shows within `limit_s` seconds, 0 for none.
+
+    For commands, which have no event loop.
+    """
+    found: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def look() -> None:
+        found.put(max(steps_seen(directory), default=0))
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        return found.get(timeout=limit_s)
+    except queue.Empty:
+        return 0

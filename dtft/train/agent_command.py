@@ -4,6 +4,7 @@ Also what it shares with `dtft agent --serve-only` (`serve_command.py`): the log
 connection to etcd, the signals. Must not know what an agent does: `dtft.elastic` does.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -16,12 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dtft.checkpoint.board import Board
 from dtft.elastic.agent import Agent
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.etcd import EtcdStore, version_warning
 from dtft.elastic.host_memory import check_arena_directory
+from dtft.elastic.launch import LAUNCHED
 from dtft.elastic.serve import ServingHost
 from dtft.elastic.sizing import SizeLimits
+from dtft.elastic.stopping import end_line, heard_signals, left_line
+from dtft.elastic.storage_watch import newest_stored
 from dtft.elastic.store import Store, StoreUnavailable
 from dtft.train import config as configs
 from dtft.train import host_flags
@@ -47,7 +52,20 @@ def run_agent(options: Namespace, overrides: list[str]) -> int:
     """
     log_to_stderr()
     config = _agent_config(options, overrides)
-    return _exit_code(run_at(options.store, partial(Agent, config)), config.host)
+    committed: list[int] = []
+
+    def leaving() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            board = Board(config.memory_directory / "board")
+            committed.append(board.get("committed"))
+
+    outcome = run_at(options.store, partial(Agent, config), leaving)
+    stored = newest_stored(config.storage_directory)
+    if not outcome:
+        newest = max(committed, default=0)
+        _tell(left_line(config.host, config.job, newest, stored))
+        return 0
+    return _exit_code(json.loads(outcome), config, stored)
 
 
 def log_to_stderr() -> None:
@@ -57,12 +75,17 @@ def log_to_stderr() -> None:
     )
 
 
-def run_at(address: str, make: Callable[[Store], Agent | ServingHost]) -> str:
+def run_at(
+    address: str,
+    make: Callable[[Store], Agent | ServingHost],
+    leaving: Callable[[], None] = lambda: None,
+) -> str:
     """Runs a host's part in the job of an etcd; a signal makes it leave.
 
     Args:
         address: HOST:PORT of etcd.
         make: the host's part, given the store.
+        leaving: called when a signal has come, before the host leaves.
 
     Returns:
         What its `run` returns.
@@ -76,8 +99,8 @@ def run_at(address: str, make: Callable[[Store], Agent | ServingHost]) -> str:
         if warning:
             logging.getLogger(__name__).warning("%s", warning)
         host = make(store)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: host.leave())
+        for number in heard_signals():
+            signal.signal(number, lambda *_: (leaving(), host.leave()))
         return host.run()
     except StoreUnavailable as error:
         raise ValueError(f"--store {address}: {error}") from error
@@ -85,14 +108,25 @@ def run_at(address: str, make: Callable[[Store], Agent | ServingHost]) -> str:
         store.close()
 
 
-def _exit_code(outcome: str, host: str) -> int:
-    if not outcome:
-        return 0
-    result = json.loads(outcome)
+def _exit_code(result: dict[str, Any], config: AgentConfig, stored: int) -> int:
+    """The exit code of a job that has ended, and a line that says how."""
     if result["status"] == "error":
-        print(f"dtft: error: {result['message']} ({host})", file=sys.stderr, flush=True)
+        _complain(f"{result['message']} ({config.host})")
         return int(result["code"])
+    if LAUNCHED not in os.environ:
+        where = str(config.storage_directory)
+        _tell(end_line(result["status"], result["step"], stored, where))
     return 0
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"dtft: {line}", flush=True)
+
+
+def _complain(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"dtft: error: {line}", file=sys.stderr, flush=True)
 
 
 def _agent_config(options: Namespace, overrides: list[str]) -> AgentConfig:

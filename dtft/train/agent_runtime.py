@@ -32,6 +32,9 @@ WARM_UP = 20
 class AgentRuntime:
     """The loop's window on a job of many hosts: its agent, at the end of a link."""
 
+    stores_its_end = False
+    """The leading agent has the last step exported, and says so."""
+
     def __init__(
         self, experiment: Experiment, link: Link, start: dict[str, Any], resume: str
     ) -> None:

@@ -12,6 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from dtft.elastic.host_memory import check_name
+from dtft.elastic.stopping import heard_signals
 from dtft.train import config as configs
 from dtft.train import host_flags
 from dtft.train.experiment import Experiment
@@ -55,7 +56,7 @@ def _train(options: Namespace, overrides: list[str]) -> int:
 
 
 def _launch(options: Namespace, overrides: list[str]) -> int:
-    from dtft.elastic.launch import LocalCluster, supervise
+    from dtft.elastic.launch import LocalCluster, supervise, tell
     from dtft.train.run_directory import only_run_in
 
     given = list(overrides)
@@ -77,7 +78,7 @@ def _launch(options: Namespace, overrides: list[str]) -> int:
         settings.environment["DTFT_RESUME_COMMAND"] = resume
         code = supervise(LocalCluster(settings), experiment.timeouts.stop)
     if code:
-        print(f"dtft: resume with: {resume}", flush=True)
+        tell(f"resume with: {resume}")
     return code
 
 
@@ -96,12 +97,15 @@ def _for_clusters(
 ) -> tuple[Experiment, list[str]]:
     """The experiment, and the overrides for clusters with run directories of their own.
 
-    SIGTERM unwinds like an error, so that clusters are closed and their memory freed.
+    SIGTERM and SIGHUP unwind like an error, so that clusters are closed and their
+    memory freed.
     """
     given = list(overrides)
     experiment = load_experiment(options, overrides)
     check(experiment)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in heard_signals():
+        if number != signal.SIGINT:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     cluster = experiment.cluster
     sizes = ["--cluster.hosts", str(cluster.hosts)]
     sizes += ["--cluster.min_replicas", str(cluster.min_replicas)]

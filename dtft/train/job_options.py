@@ -113,4 +113,5 @@ def cluster_options(
         spares=spares,
         run_directory=directory,
         arena_directory=arena_directory,
+        storage_keep=experiment.checkpoint.storage_keep,
     )

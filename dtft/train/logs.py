@@ -113,9 +113,11 @@ class RunLog:
         self._completed = summary["completed"]
         self._calibration()
         stop, head = self._experiment.stop, "done"
-        if not self._completed:
+        if not self._runtime.stores_its_end:
+            head = "training ended"  # the job has not: its last step is not stored yet
+        elif not self._completed:
             head = "stopped early"
-        elif summary["step"] < stop.steps:
+        if self._completed and summary["step"] < stop.steps:
             head = f"converged ({stop.metric} gained nothing in {stop.patience} steps)"
         values = [
             f"{name} {value:.4f}"

@@ -68,6 +68,11 @@ class Runtime(Protocol):
         """What the user types to continue this run."""
         ...
 
+    @property
+    def stores_its_end(self) -> bool:
+        """Whether storage has the last step when `finish` returns."""
+        ...
+
     def mesh(self, experiment: Experiment) -> jax.sharding.Mesh:
         """Joins the world, chooses the plan and makes the mesh."""
         ...

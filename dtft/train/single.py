@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from dtft.elastic.stopping import heard_signals
 from dtft.train import config as configs
 from dtft.train.devices_here import devices_of
 from dtft.train.experiment import Experiment
@@ -70,6 +71,7 @@ class LocalRuntime:
     generation = 0
     attempt = 0
     is_leading = True
+    stores_its_end = True
 
     def __init__(self, experiment: Experiment, resume_command: str = "") -> None:
         """Finds the devices and the run directory.
@@ -182,16 +184,19 @@ class LocalRuntime:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end after the step; a second one ends at once."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.getsignal(number) for number in numbers}
+        """Ctrl-C, SIGTERM and SIGHUP end after the step; a second one ends at once.
+
+        Not a second SIGHUP: a terminal that closes sends more than one.
+        """
+        before = {number: signal.getsignal(number) for number in heard_signals()}
 
         def ask(number: int, frame: FrameType | None) -> None:
             del frame
             self._stopping = True
-            signal.signal(number, before[signal.Signals(number)])
+            if number != signal.SIGHUP:
+                signal.signal(number, before[signal.Signals(number)])
 
-        for number in numbers:
+        for number in before:
             signal.signal(number, ask)
         try:
             yield

@@ -57,6 +57,7 @@ class MemoryRuntime:
     saved: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     slot: int = 0
     num_slots: int = 1
+    stores_its_end: bool = True
     hosts: tuple[str, ...] = ("here",)
     generation: int = 0
     attempt: int = 0
