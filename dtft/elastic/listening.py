@@ -42,5 +42,6 @@ def listen(
         )
     except OSError as error:
         raise ValueError(
-            f"--bind {config.bind}: {error.strerror}. Give an address of this host."
+            f"--bind {config.bind}: {error.strerror or error}. Give an address of this "
+            "host."
         ) from error
