@@ -169,19 +169,18 @@ class TransportServer:
         channel = open_channel(connection, address, self._credentials, server=True)
         thread = threading.Thread(target=self._serve, args=(channel,), daemon=True)
         with self._lock:
-            if self._closed.is_set() or len(self._threads) >= self._max_connections:
-                connection.close()
-                logger.warning(
-                    "dropped %s: %d connections are open", address, len(self._threads)
-                )
-                return
-            thread.start()
-            self._threads[channel] = thread
-            self._strangers[channel] = None
-            crowded = len(self._strangers) > MAX_STRANGERS
-            oldest = next(iter(self._strangers)) if crowded else None
-            if oldest is not None:
-                del self._strangers[oldest]
+            count, oldest = len(self._threads), None
+            admitted = not self._closed.is_set() and count < self._max_connections
+            if admitted:
+                thread.start()
+                self._threads[channel] = thread
+                self._strangers[channel] = None
+                if len(self._strangers) > MAX_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+        if not admitted:
+            connection.close()
+            logger.warning("dropped %s: %d connections are open", address, count)
         if oldest is not None:
             oldest.close()
 
