@@ -26,7 +26,8 @@ def open_channel(
 def _greet_tls(channel: Channel, deadline: float) -> None:
     if isinstance(channel.stream, TlsStream):
         try:
-            channel.stream.greet(deadline)
+            with channel.descriptor():  # or a close from outside frees its number
+                channel.stream.greet(deadline)
         except OSError as error:
             raise type(error)(
                 f"peer {channel.address}: {error}. Check that all hosts of the job "

@@ -54,6 +54,7 @@ class Outbound:
         self._bytes = 0
         self._drained = False  # whether the writer sends the queue
         self._ended = False
+        self._complaint = ""
 
     @property
     def waiting(self) -> int:
@@ -85,7 +86,9 @@ class Outbound:
                 or self._bytes > self._limits.max_bytes
             ):
                 self._give_up("more than may wait for one peer")
-            return not self._ended
+            alive = not self._ended
+        self._say()
+        return alive
 
     def _begin(self) -> None:
         """Sends the only message of the queue, or has the writer do it."""
@@ -98,8 +101,8 @@ class Outbound:
                 descriptor = held.enter_context(self.channel.descriptor())
                 _WRITER.add(_Backlog(self, descriptor, held.pop_all()), event)
                 self._drained = True
-        except ChannelClosed as error:
-            self._end(str(error))
+        except ChannelClosed:
+            self._end()
         except (OSError, RuntimeError) as error:  # no more threads or descriptors
             self._give_up(f"cannot be sent later: {error}")
 
@@ -112,7 +115,7 @@ class Outbound:
     def close(self) -> None:
         """Ends the channel; what is queued is lost."""
         with self._state:
-            self._end("closed by this host")
+            self._end()
         self.channel.close()
 
     def send_queued(self) -> int | None:
@@ -122,6 +125,7 @@ class Outbound:
             What to poll for (0: ask again soon), or None if nothing is queued.
         """
         while True:
+            self._say()
             with self._state:
                 if self._ended:
                     self._drop()
@@ -132,9 +136,9 @@ class Outbound:
             # Not under the lock: whoever posts would wait for all that the peer takes.
             try:
                 event = self.channel.send_some(unsent)
-            except ChannelClosed as error:
+            except ChannelClosed:
                 with self._state:
-                    self._end(str(error))
+                    self._end()
                 continue
             with self._state:
                 if event is None:
@@ -158,19 +162,23 @@ class Outbound:
             self._state.notify_all()
 
     def _give_up(self, why: str) -> None:
-        logger.warning(
-            "peer %s: %d messages (%d bytes) wait to be sent, %s; closing the "
-            "connection. The peer hangs, or the network between is cut or slow.",
-            *(self.channel.name, len(self._queue), self._bytes, why),
+        self._complaint = (
+            f"peer {self.channel.name}: {len(self._queue)} messages ({self._bytes} "
+            f"bytes) wait to be sent, {why}; closing the connection. The peer hangs, "
+            "or the network between is cut or slow."
         )
-        self._end(why)
+        self._end()
 
-    def _end(self, why: str) -> None:
+    def _say(self) -> None:
+        """Logs why the peer was given up; not under the lock, for logs can hang."""
+        complaint, self._complaint = self._complaint, ""
+        if complaint:
+            logger.warning("%s", complaint)
+
+    def _end(self) -> None:
         if self._ended:
             return
         self._ended = True
-        if self._queue:
-            logger.debug("peer %s: %s", self.channel.name, why)
         self.channel.close()  # which wakes the writer
         if not self._drained:
             self._drop()

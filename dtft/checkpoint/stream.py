@@ -107,19 +107,21 @@ class TlsStream(Stream):
         """Takes over a connected socket; call `greet` before anything else."""
         super().__init__(connection, silence_ms)
         self._tls, self._server, self._lock = tls, server, threading.Lock()
-        context = _context(tls, server)
-        self._secure = context.wrap_socket(
-            connection, server_side=server, do_handshake_on_connect=False
-        )
-        self.socket = self._secure
+        self._ended = False
 
     def greet(self, deadline: float) -> None:
-        """TLS's own handshake; sets `binding`.
+        """TLS's own handshake; sets `binding`. Reads the certificate's files.
 
         Raises:
             TimeoutError: the monotonic clock has passed `deadline`.
-            OSError: the peer speaks no TLS, or has gone.
+            OSError: the peer speaks no TLS, or has gone; or the files cannot be read.
         """
+        # Not when the connection is accepted: a slow disk would keep others out.
+        self.socket = self._secure = _context(self._tls, self._server).wrap_socket(
+            self.socket, server_side=self._server, do_handshake_on_connect=False
+        )
+        if self._ended:  # meanwhile, which the new object was not told
+            super().end()
         while True:
             try:
                 self._secure.do_handshake()
@@ -134,6 +136,11 @@ class TlsStream(Stream):
         else:
             certificate = self._secure.getpeercert(binary_form=True) or b""
         self.binding = hashlib.sha256(certificate).digest()
+
+    def end(self) -> None:
+        """As `Stream.end`."""
+        self._ended = True
+        super().end()
 
     def send(self, buffers: Sequence[memoryview]) -> int:
         """As `Stream.send`."""

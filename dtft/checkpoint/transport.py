@@ -10,10 +10,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from dtft.checkpoint import wire
+from dtft.checkpoint.addresses import format_address, parse_address
 from dtft.checkpoint.channel import Channel, ChannelClosed, Header, no_payload
+from dtft.checkpoint.dialing import dial, resolve, unreachable
 from dtft.checkpoint.handshake import open_channel, prove_as_client, prove_as_server
 from dtft.checkpoint.stream import check_tls
 from dtft.checkpoint.wire import Credentials
@@ -52,15 +53,16 @@ def connect(
         TimeoutError: not done in time; names the peer.
     """
     deadline = time.monotonic() + timeout_s
-    target = parse_address(address)
+    parse_address(address)
     if timeout_s <= 0:
         raise TimeoutError(f"peer {address}: no time is left to connect")
     try:
-        connection = socket.create_connection(target, timeout_s)
+        connection = dial(address, timeout_s)
     except TimeoutError as error:
         raise TimeoutError(
             f"peer {address}: {timeout_s} s connecting without an answer. Check that "
-            "the host is up and that no firewall drops the port."
+            "the host is up, that its name is known (DNS) and that no firewall drops "
+            "the port."
         ) from error
     except OSError as error:  # with its number it stays ConnectionRefusedError etc.
         raise OSError(
@@ -80,21 +82,6 @@ def connect(
         channel.close()
         raise
     return channel
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Host and port.
-
-    >>> parse_address("[::1]:80")
-    ('::1', 80)
-    """
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ValueError(
-            f"address={address!r} is not HOST:PORT. Allowed: a name or IP address, a "
-            "colon, and 0 to 65535, such as 10.0.0.5:7000. Change the address."
-        )
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 class TransportServer:
@@ -121,17 +108,18 @@ class TransportServer:
             max_connections: more than this at a time are closed at once.
         """
         host, port = parse_address(bind)
-        if host in ("0.0.0.0", "::"):
+        if (why := unreachable(host)) is not None:
             raise ValueError(
-                f"bind={bind!r} is not an address that peers could connect to. "
-                "Allowed: one of this host's own, such as 10.0.0.5:0. Change --bind."
+                f"bind={bind!r} is not an address that peers could connect to: {why}. "
+                "Allowed: one of this host's own, such as 10.0.0.5:0 or [fd00::5]:0. "
+                "Change --bind."
             )
         if credentials.tls is not None:
             check_tls(credentials.tls)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=1024)
+        family, own = resolve(host, port, HANDSHAKE_S)[0]
+        self._listener = socket.create_server(own, family=family, backlog=1024)
         self._listener.settimeout(1.0)
-        self.address = _text(self._listener.getsockname())
+        self.address = format_address(*self._listener.getsockname()[:2])
         """"host:port" for peers."""
         self._credentials, self._handlers = credentials, dict(handlers)
         self._max_connections = max_connections
@@ -172,28 +160,27 @@ class TransportServer:
                     logger.warning("%s cannot accept: %s", self.address, error)
                 continue
             try:
-                self._admit(connection, _text(address))
+                self._admit(connection, format_address(*address[:2]))
             except (OSError, RuntimeError) as error:  # reset already; no more threads
                 connection.close()
-                logger.warning("dropped %s: %s", _text(address), error)
+                logger.warning("dropped %s: %s", address, error)
 
     def _admit(self, connection: socket.socket, address: str) -> None:
         channel = open_channel(connection, address, self._credentials, server=True)
         thread = threading.Thread(target=self._serve, args=(channel,), daemon=True)
         with self._lock:
-            if self._closed.is_set() or len(self._threads) >= self._max_connections:
-                connection.close()
-                logger.warning(
-                    "dropped %s: %d connections are open", address, len(self._threads)
-                )
-                return
-            thread.start()
-            self._threads[channel] = thread
-            self._strangers[channel] = None
-            crowded = len(self._strangers) > MAX_STRANGERS
-            oldest = next(iter(self._strangers)) if crowded else None
-            if oldest is not None:
-                del self._strangers[oldest]
+            count, oldest = len(self._threads), None
+            admitted = not self._closed.is_set() and count < self._max_connections
+            if admitted:
+                thread.start()
+                self._threads[channel] = thread
+                self._strangers[channel] = None
+                if len(self._strangers) > MAX_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+        if not admitted:
+            connection.close()
+            logger.warning("dropped %s: %d connections are open", address, count)
         if oldest is not None:
             oldest.close()
 
@@ -232,8 +219,3 @@ class TransportServer:
         channel.peer = hello
         channel.send({}, timeout_s=deadline - time.monotonic())
         return handler
-
-
-def _text(address: Sequence[Any]) -> str:
-    host, port = address[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

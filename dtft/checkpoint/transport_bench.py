@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from dtft.checkpoint.addresses import parse_address
 from dtft.checkpoint.digest import chunk_digests
 from dtft.checkpoint.fetch import STREAMS, fetch
 from dtft.checkpoint.nixl import Nixl
@@ -31,7 +32,6 @@ from dtft.checkpoint.transport import (
     Channel,
     Credentials,
     TransportServer,
-    parse_address,
 )
 from dtft.checkpoint.wire import Tls
 

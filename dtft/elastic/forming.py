@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtft.checkpoint.addresses import with_port
 from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.domains import FailureDomains
 from dtft.checkpoint.slices import Layout
@@ -200,7 +201,7 @@ def export_addresses(
     told = {**round_.replies, **round_.prepared}  # between formations the former only
     ports = {host: known.get("export_port", 0) for host, known in told.items()}
     return {
-        host: f"{hosts[host].address.rsplit(':', 1)[0]}:{ports.get(host, 0)}"
+        host: with_port(hosts[host].address, ports.get(host, 0))
         for host in assignment.slots
         if host in hosts
     }

@@ -53,7 +53,8 @@ def listen(
         server = TransportServer(config.bind, credentials, found)
     except OSError as error:
         raise ValueError(
-            f"--bind {config.bind}: {error.strerror}. Give an address of this host."
+            f"--bind {config.bind}: {error.strerror or error}. Give an address of this "
+            "host."
         ) from error
     tls = config.tls is not None
     write_address(config.memory_directory, server.address, tls=tls)

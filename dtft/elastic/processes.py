@@ -40,8 +40,8 @@ def open_log(path: Path) -> BinaryIO:
         return open(os.devnull, "ab")
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on at 127.0.0.1 now; it is not reserved.
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on at an address of this host; not reserved.
 
     Taken from below the range that the kernel uses for outgoing connections: clients
     that try again while a server restarts could otherwise occupy its port themselves.
@@ -50,17 +50,21 @@ def free_port() -> int:
     first_outgoing = int(limits[0])
     for _ in range(100 if first_outgoing > _LOWEST_PORT + 1000 else 0):
         port = random.SystemRandom().randrange(_LOWEST_PORT, first_outgoing)
-        if _can_bind(port):
+        if _can_bind(host, port):
             return port
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.socket(_family(host)) as probe:
+        probe.bind((host, 0))
         return probe.getsockname()[1]
 
 
-def _can_bind(port: int) -> bool:
-    with socket.socket() as probe:
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _can_bind(host: str, port: int) -> bool:
+    with socket.socket(_family(host)) as probe:
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
         return True
