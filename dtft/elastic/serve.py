@@ -7,7 +7,7 @@ an agent does is known elsewhere.
 
 import contextlib
 import dataclasses
-import shutil
+
 import threading
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from dtft.elastic.entry import (
     check_job,
     refuse_taken_name,
 )
-from dtft.elastic.host_memory import make_memory_directory
+from dtft.elastic.host_memory import make_memory_directory, remove_memory_directory
 from dtft.elastic.membership import claim
 from dtft.elastic.served import Admission, Terms
 from dtft.elastic.store import Store, StoreUnavailable
@@ -158,7 +158,7 @@ class ServingHost:
             return self._agent.run()
         finally:
             self._trainers.close()
-            shutil.rmtree(config.memory_directory, ignore_errors=True)
+            remove_memory_directory(config.memory_directory)
 
     def _check_domain(self) -> None:
         """As every agent, but the process that is attached is told why it is let go."""

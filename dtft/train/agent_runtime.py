@@ -13,10 +13,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.board import Board
+from dtft.checkpoint.board import Board, Phase
 from dtft.checkpoint.interval import Experience, Window
 from dtft.checkpoint.link import Link
 from dtft.train.config import refuse_other, to_json
+from dtft.train.drill_failure import DrillFailure
 from dtft.train.experiment import Experiment
 from dtft.train.window import AHEAD, WindowClock
 
@@ -53,6 +54,10 @@ class AgentRuntime:
         self._resolved = to_json(experiment)
         self._board = Board(Path(start["board"]))
         self._board.set("trainer_pid", os.getpid())
+        self.at: tuple[str, int] = "start", 0
+        """The phase, and the step that it makes; for whoever says what failed."""
+        self._board.enter("start", time.monotonic_ns())
+        self._drill = DrillFailure.from_environment()
         self._manager: Any = None
         self._step = 0
         self._running = False
@@ -102,6 +107,9 @@ class AgentRuntime:
         finally:
             storage.close()
 
+    def _restored_step(self) -> int:
+        return self._start["storage_step"] or self._start["items"].get("step", 0)
+
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """The state and items that the leader chose, or None at the very start."""
         from dtft.checkpoint import typed_keys
@@ -124,6 +132,7 @@ class AgentRuntime:
         abstract = to_paths(abstract_state)
         wanted = RestoreArgs(abstract=typed_keys.plain(abstract))
         logger.info("state is in memory")
+        self.at = "restore", self._restored_step()
         found = self._manager.restore(args=wanted)
         logger.info("state is on the devices")
         if found is None:
@@ -134,6 +143,11 @@ class AgentRuntime:
         self._step = items["step"]
         return from_paths(abstract_state, typed_keys.typed(arrays, abstract)), items
 
+    def entered(self, phase: Phase, step: int) -> None:
+        """The agent reads the phase and its beginning on the board."""
+        self._board.enter(phase, time.monotonic_ns())
+        self.at = phase, step
+
     def dispatched(self, step: int) -> None:
         """The step is on its way to the devices."""
         self._board.set("computing", step)
@@ -141,6 +155,8 @@ class AgentRuntime:
         self._clock.dispatched(step, self._dispatched_at[-1])
         if step - AHEAD > self._step:
             self._finished(step - AHEAD)
+        if self._drill is not None:
+            self._drill.strike(self.slot, step)
 
     def should_save(self, step: int) -> bool:
         """Whether this step has a snapshot."""
@@ -201,6 +217,7 @@ class AgentRuntime:
         summary["interval"] = self._manager.interval()
         if (costs := self._seen.costs) is not None:
             summary |= {"quiet_step_s": costs.step_s, "snapshot_s": costs.snapshot_s}
+        self._board.enter("", 0)
 
 
 def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str, Any]:

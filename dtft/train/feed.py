@@ -4,13 +4,14 @@ Each process reads the rows of its own devices' mesh positions, and nothing else
 decides which rows those are. Must not know hosts, slots or steps beyond a number.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from dtft.checkpoint.board import Phase
 from dtft.train.data import Source, rows
 from dtft.train.step import Program, State
 
@@ -109,21 +110,37 @@ def place(
     return {name: array(name) for name in some if name != "id"}
 
 
+def _nobody(phase: Phase) -> None:
+    """Nobody wants to know the phase."""
+
+
 def evaluate(
-    program: Program, state: State, source: Source, global_batch: int
+    program: Program,
+    state: State,
+    source: Source,
+    global_batch: int,
+    *,
+    entered: Callable[[Phase], None] = _nobody,
 ) -> dict[str, float]:
     """Means over every sample of `source` of the loss and of each metric.
 
     All processes call it together. The last batch is padded, its padding weighs 0.
+    `entered` is told the phase of each batch; the first one's step is compiled.
     """
     starts, _ = local_parts(program.batch_sharding, global_batch)
     width = program.batch_sharding.shard_shape((global_batch,))[0]
     totals: dict[str, float] = {}
+    phase: Phase = "compile"
     for first in range(0, source.num_samples, global_batch):
+        entered("evaluate")
         parts = {s: _padded(source, first + s, width) for s in starts}
         arrays = place(parts, program.batch_sharding, global_batch)
         weight_B = arrays.pop("weight")
-        sums = jax.device_get(program.sums(state, arrays, weight_B))
+        entered(phase)
+        on_devices = program.sums(state, arrays, weight_B)
+        entered("evaluate")
+        phase = "evaluate"
+        sums = jax.device_get(on_devices)
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + float(value)
     return {name: value / source.num_samples for name, value in totals.items()}

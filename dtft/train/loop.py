@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from dtft.checkpoint.board import Phase
 from dtft.train import pipelined
 from dtft.train.balancing import balancer_of
 from dtft.train.config import ConfigError
@@ -55,35 +56,51 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
     else:
         feed, run_step = balancer.feed, balancer.step
     watch = Watch(experiment, data.identity, items, runtime.should_save)
+    if restored is None:
+        runtime.entered("compile", watch.start)
     state, step = restored[0] if restored else program.init(), watch.start
+    phase: Phase = "compile"  # the first call of a jitted step traces and compiles
     asked_to_stop = False
     planned = runtime.choice.items if runtime.choice else {}
 
     with RunLog(experiment, runtime, program, start=step) as log:
         while not (watch.ended(step) or asked_to_stop):
             step += 1
+            runtime.entered("data", step)
             batch = feed.take(step)
+            runtime.entered(phase, step)
             state, metrics = run_step(state, batch.arrays)
+            runtime.entered("step", step)
+            phase = "step"
             runtime.dispatched(step)
             # While the devices work: the last step's log, the next step's rows.
             log.samples(step, batch.rows, batch.ids)
             log.write(watch.collect())
             watch.add(step, metrics)
+            runtime.entered("data", step + 1)
             feed.prepare(step + 1)
             if watch.at_boundary(step):
+                runtime.entered("save", step)
                 runtime.await_turn(step)
+                runtime.entered("step", step)
                 jax.block_until_ready((state, metrics))
                 log.write(watch.collect())  # a step that may be restored is in the log
                 runtime.finished_step(step)
+                runtime.entered("save", step)
                 shared = balancer.items if balancer else {}
                 runtime.save(step, state, watch.items(step) | planned | shared)
                 asked_to_stop = runtime.should_stop(step)
+        runtime.entered("step", step)
         log.write(watch.collect())
         summary: dict[str, Any] = {"step": step, "completed": watch.ended(step)}
         if summary["completed"]:
             batch_size = experiment.data.global_batch
-            test = evaluate(program, state, data.test, batch_size)
+            test = evaluate(
+                *(program, state, data.test, batch_size),
+                entered=lambda phase: runtime.entered(phase, step),
+            )
             summary |= {f"test_{name}": value for name, value in test.items()}
+        runtime.entered("save", step)
         runtime.finish(step, summary)
         log.finish(summary)
     return Result(step=step, state=state, summary=summary)

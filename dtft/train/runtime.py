@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
+from dtft.checkpoint.board import Phase
 from dtft.train.experiment import Experiment
 from dtft.train.plan_choice import Choice
 from dtft.train.step import State
@@ -83,6 +84,10 @@ class Runtime(Protocol):
         Raises:
             Exception: a state exists but cannot be loaded; nothing was changed.
         """
+        ...
+
+    def entered(self, phase: Phase, step: int) -> None:
+        """The loop begins a phase of its work for state number `step`."""
         ...
 
     def dispatched(self, step: int) -> None:

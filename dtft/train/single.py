@@ -7,12 +7,14 @@ not know other hosts.
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from dtft.checkpoint.board import Phase
 from dtft.elastic.stopping import heard_signals
 from dtft.train import config as configs
 from dtft.train.devices_here import devices_of
@@ -34,6 +36,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
     from dtft.train.stop import NonFinite
 
     resume = resume_command("train", config, overrides, experiment)
+    runtime: LocalRuntime | None = None
     try:
         with only_run_in(Path(experiment.log.run_dir)):
             runtime = LocalRuntime(experiment, resume)
@@ -43,6 +46,11 @@ def train(config: str, overrides: Sequence[str]) -> int:
         configs.refuse(error)
     except (NonFinite, UnreadableCheckpoint) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        where = runtime.crash_text() if runtime is not None else ""
+        print(f"error: {type(error).__name__}: {error}{where}", file=sys.stderr)
         return 1
     return 0
 
@@ -100,8 +108,10 @@ class LocalRuntime:
         from dtft.train.logs import write_config
 
         write_config(self.run_directory, self._resolved, sys.argv)
+        self._at: tuple[Phase, int] = "start", 0
+        self._checkpoints = self.run_directory.resolve() / "checkpoints"
         self._storage = StorageTier(
-            self.run_directory.resolve() / "checkpoints",
+            self._checkpoints,
             max_to_keep=experiment.checkpoint.storage_keep,
         )
 
@@ -150,6 +160,23 @@ class LocalRuntime:
         self._saved = step
         arrays = typed_keys.typed(arrays, abstract)
         return tree.from_paths(abstract_state, arrays), items
+
+    def entered(self, phase: Phase, step: int) -> None:
+        """Remembers it, for whoever is told of a crash."""
+        self._at = phase, step
+
+    def crash_text(self) -> str:
+        """Where training was, what is stored, and how to go on."""
+        phase, step = self._at
+        stored = self._storage.latest_step()
+        kept = (
+            "no checkpoint was stored"
+            if stored is None
+            else f"the newest checkpoint is {self._checkpoints / str(stored)}"
+        )
+        return f" (in phase {phase} of step {step}); {kept}; resume with: " + (
+            self.resume_command
+        )
 
     def dispatched(self, step: int) -> None:
         """Nobody else wants to know."""

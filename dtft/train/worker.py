@@ -6,9 +6,12 @@ nothing when it is needed. Then runs the same loop as ``dtft train``, in an
 `AgentRuntime`. Disposable: it may be killed at any moment.
 """
 
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +19,9 @@ from typing import Any
 
 from dtft.checkpoint.attach import hello
 from dtft.checkpoint.link import Link, LinkClosed
+from dtft.elastic.stack_dump import accept_requests
 from dtft.train.agent_runtime import AgentRuntime
-from dtft.train.config import load, to_json
+from dtft.train.config import ConfigError, load, to_json
 from dtft.train.experiment import Experiment
 from dtft.train.heap import keep_freed
 from dtft.train.stop import NonFinite
@@ -26,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 FATAL = (ValueError, NonFinite)
 """Errors that would come again on any host: they end the job."""
+LAST_WORDS_S = 5.0
+"""So long does a trainer that has failed wait for its agent to end it."""
+ERROR_CHARACTERS = 2000
+TRACEBACK_CHARACTERS = 8 << 10
+"""At most so much of an exception's text and traceback is told; the log has all."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -34,48 +43,125 @@ def main(arguments: Sequence[str]) -> None:
         level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
     logging.getLogger("absl").setLevel(logging.WARNING)
+    accept_requests()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to answer
     _keep_stdout_for_people()
     config, *overrides = arguments
     experiment = load(config, overrides, prog="dtft.train.worker")
     link = Link.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), timeout_s=10.0)
+    trainer = Trainer(experiment, link, arguments)
     try:
         _import_everything(experiment)
         hello(link, {})
         logger.info("warm, waiting for a slot")
         start = link.receive()
         logger.info("slot %d, generation %d", start["slot"], start["generation"])
-        _train(experiment, link, start, arguments)
+        trainer.train(start)
         link.wait_closed()  # the agent ends this process
     except LinkClosed:
         os._exit(0)
     except FATAL as error:
         _log_error()
-        link.send("fatal", message=str(error), code=_code(error))
-        link.wait_closed()
-    except Exception:
+        told = {"message": str(error), "code": _code(error)}
+        _last_words(link, "fatal", **told, **_evidence(error, trainer.at))
+    except BaseException as error:  # SystemExit too: whoever calls it ends a trainer
         _log_error()
+        _last_words(link, "failed", **failure(error, trainer.at))
         os._exit(1)
     os._exit(0)
 
 
-def _train(
-    experiment: Experiment,
-    link: Link,
-    start: dict[str, Any],
-    arguments: Sequence[str],
-) -> None:
-    from dtft.train.disk import Disk
-    from dtft.train.logs import write_config
-    from dtft.train.loop import run
+def failure(error: BaseException, at: tuple[str, int]) -> dict[str, Any]:
+    """The fields of `failed`: what the agent and its leader are told of an exception.
 
-    resume = os.environ.get("DTFT_RESUME_COMMAND", f"dtft agent {' '.join(arguments)}")
-    runtime = AgentRuntime(experiment, link, start, resume)
-    if runtime.is_leading:
-        where, config = runtime.run_directory, to_json(experiment)
-        Disk(where).attempt(lambda: write_config(where, config, resume.split()))
-    result = run(experiment, runtime)
-    sys.stdout.flush()
-    link.send("finished", step=result.step, summary=runtime.summary)
+    Args:
+        error: that has ended training, with its traceback.
+        at: phase and step in which it came.
+    """
+    phase, step = at
+    text = "".join(traceback.format_exception(error))
+    return {
+        "step": step,
+        "phase": phase,
+        "error": _cut(f"{type(error).__name__}: {error}", ERROR_CHARACTERS),
+        "traceback": text[-TRACEBACK_CHARACTERS:],
+        "log": _log_path(),
+    }
+
+
+def _evidence(error: Exception, at: tuple[str, int]) -> dict[str, Any]:
+    """The log, and a traceback where the text alone may not say enough.
+
+    dtft's own errors say what to change; an error while steps are made may be of the
+    user's model or data.
+    """
+    of_user = at[0] not in ("start", "restore")
+    if of_user and not isinstance(error, ConfigError | NonFinite):
+        return failure(error, at)
+    return {"log": _log_path()}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _log_path() -> str:
+    """Where stderr goes; "" if that is no file."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return path if path.startswith("/") else ""
+
+
+def _last_words(link: Link, op: str, **fields: Any) -> None:
+    """Tells the agent how this ends, and leaves the end of this process to it.
+
+    An agent that does not take the message, or does not end this process, is not
+    waited for longer than `LAST_WORDS_S`.
+    """
+
+    def tell() -> None:
+        with contextlib.suppress(LinkClosed):
+            link.send(op, **fields)
+            link.wait_closed()
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    thread.join(LAST_WORDS_S)
+
+
+class Trainer:
+    """Trains in the slot that the agent gives."""
+
+    def __init__(
+        self, experiment: Experiment, link: Link, arguments: Sequence[str]
+    ) -> None:
+        """Has no slot yet."""
+        self._experiment, self._link, self._arguments = experiment, link, arguments
+        self._runtime: AgentRuntime | None = None
+
+    @property
+    def at(self) -> tuple[str, int]:
+        """Phase and step of training."""
+        return self._runtime.at if self._runtime is not None else ("start", 0)
+
+    def train(self, start: dict[str, Any]) -> None:
+        """Runs the loop and tells the agent of its end."""
+        from dtft.train.disk import Disk
+        from dtft.train.logs import write_config
+        from dtft.train.loop import run
+
+        usual = f"dtft agent {' '.join(self._arguments)}"
+        resume = os.environ.get("DTFT_RESUME_COMMAND", usual)
+        runtime = AgentRuntime(self._experiment, self._link, start, resume)
+        self._runtime = runtime
+        if runtime.is_leading:
+            where, config = runtime.run_directory, to_json(self._experiment)
+            Disk(where).attempt(lambda: write_config(where, config, resume.split()))
+        result = run(self._experiment, runtime)
+        sys.stdout.flush()
+        self._link.send("finished", step=result.step, summary=runtime.summary)
 
 
 def _keep_stdout_for_people() -> None:

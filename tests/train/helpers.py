@@ -10,6 +10,7 @@ import jax
 import jax.monitoring
 import numpy as np
 
+from dtft.checkpoint.board import Phase
 from dtft.models.base import CNNConfig
 from dtft.train.datasets import DigitsConfig
 from dtft.train.experiment import (
@@ -54,6 +55,7 @@ class MemoryRuntime:
     interval: int = 1
     restored: tuple[int, Any, dict[str, Any]] | None = None
     calls: list[str] = field(default_factory=list)
+    phases: list[tuple[Phase, int]] = field(default_factory=list)
     saved: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     slot: int = 0
     num_slots: int = 1
@@ -79,6 +81,10 @@ class MemoryRuntime:
         return jax.tree.map(
             lambda x, a: jax.device_put(x, a.sharding), state, abstract_state
         ), items
+
+    def entered(self, phase: Phase, step: int) -> None:
+        """Remembers the phase."""
+        self.phases.append((phase, step))
 
     def dispatched(self, step: int) -> None:
         """Remembers the call."""

@@ -1,5 +1,6 @@
 """The loop: same result however it is divided, interrupted or resumed."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,19 @@ def test_calls_come_in_the_promised_order(tmp_path: Path) -> None:
         "dispatched 3",
         *(call.format(3) for call in boundary),
         "finish 3",
+    ]
+
+
+def test_every_phase_is_told_and_compiling_is_one(tmp_path: Path) -> None:
+    runtime = MemoryRuntime(tmp_path, interval=2)
+    checkpoint = CheckpointConfig(interval=2, storage_interval=2)
+    run(tiny(tmp_path, steps=2, checkpoint=checkpoint), runtime)
+    told = [phase for phase, _ in itertools.groupby(runtime.phases)]
+    assert told == [
+        *[("compile", 0), ("data", 1), ("compile", 1), ("step", 1)],
+        *[("data", 2), ("step", 2), ("data", 3)],
+        *[("save", 2), ("step", 2), ("save", 2), ("step", 2)],
+        *[("evaluate", 2), ("compile", 2), ("evaluate", 2), ("save", 2)],
     ]
 
 

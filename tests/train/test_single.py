@@ -5,9 +5,11 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dtft.models.base import CNNConfig
 from dtft.train.config import ConfigError
 from dtft.train.experiment import Experiment
 from dtft.train.loop import Result, run
@@ -92,3 +94,32 @@ def test_mesh_that_does_not_fit_exits_with_2(
     assert caught.value.code == 2
     assert "does not fit 3 devices" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+CRASHING = """
+import dataclasses
+from configs.digits_cnn import config as digits
+from tests.train.test_single import Crashing
+
+def config():
+    return dataclasses.replace(digits(), model=Crashing(channels=(4, 8), hidden=16))
+"""
+
+
+class Crashing(CNNConfig):
+    def loss(self, model: Any, batch: Any) -> Any:
+        return momentun  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+
+
+def test_a_crash_names_the_step_the_last_checkpoint_and_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    run_dir = tmp_path / "run"
+    overrides = ["--stop.steps", "3", "--log.run_dir", str(run_dir)]
+    assert train(str(tmp_path / "crashing.py"), overrides) == 1
+    told = capsys.readouterr().err
+    assert "in loss" in told and "Traceback" in told
+    last = told.splitlines()[-1]
+    assert "error: NameError: name 'momentun' is not defined (in phase" in last
+    assert "of step 1); no checkpoint was stored; resume with: dtft train" in last

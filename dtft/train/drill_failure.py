@@ -1,0 +1,62 @@
+"""An exception in a training step, for a drill: ``DTFT_FAIL_AT=SLOT:STEP:WHEN:PATH``.
+
+WHEN is ``once`` or ``always``. ``once`` makes the file PATH first, and does not fail if
+there is one: trainers come and go, so a trainer cannot remember that it has failed.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "DTFT_FAIL_AT"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillFailure:
+    """Which step of which slot fails."""
+
+    slot: int
+    step: int
+    once: bool
+    path: Path
+
+    @classmethod
+    def from_environment(cls) -> "DrillFailure | None":
+        """The failure that the environment asks for; None if it asks for none."""
+        text = os.environ.get(VARIABLE, "")
+        return cls.parse(text) if text else None
+
+    @classmethod
+    def parse(cls, text: str) -> "DrillFailure":
+        """Reads the variable.
+
+        Raises:
+            ValueError: it is something else.
+
+        >>> DrillFailure.parse("1:20:once:/tmp/failed").step
+        20
+        """
+        slot, step, when, path = [*text.split(":", 3), "", "", "", ""][:4]
+        if not (slot.isdigit() and step.isdigit()) or when not in ("once", "always"):
+            raise ValueError(
+                f"{VARIABLE}={text!r} is not SLOT:STEP:once|always:PATH, "
+                "for example 1:20:once:/tmp/failed"
+            )
+        if when == "once" and not path:
+            raise ValueError(f"{VARIABLE}={text!r}: once needs a PATH to remember it")
+        return cls(slot=int(slot), step=int(step), once=when == "once", path=Path(path))
+
+    def strike(self, slot: int, step: int) -> None:
+        """Fails if this is the step.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        if (slot, step) != (self.slot, self.step):
+            return
+        if self.once:
+            try:
+                self.path.touch(exist_ok=False)
+            except FileExistsError:
+                return
+        raise RuntimeError(f"drill: fail at step {step}")

@@ -1,0 +1,22 @@
+"""The board: what one process writes, another reads; phases with their beginning."""
+
+import time
+from pathlib import Path
+
+from dtft.checkpoint.board import PHASES, Board
+
+
+def test_a_phase_and_its_beginning_are_read_together(tmp_path: Path) -> None:
+    agent = Board(tmp_path / "board", create=True)
+    trainer = Board(tmp_path / "board")
+    assert agent.phase() == ("", 0)
+    for phase in PHASES[1:]:
+        now = time.monotonic_ns()
+        trainer.enter(phase, now)
+        assert agent.phase() == (phase, now)
+    trainer.enter("", time.monotonic_ns())
+    assert agent.phase() == ("", 0)
+    trainer.set("computing", 7)
+    assert agent.get("computing") == 7
+    agent.close()
+    trainer.close()
