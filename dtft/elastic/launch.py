@@ -19,6 +19,7 @@ from pathlib import Path
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.journal import read_events
+from dtft.elastic.membership import job_key
 from dtft.elastic.processes import die_with_parent
 from dtft.elastic.store import StoreUnavailable
 
@@ -81,7 +82,8 @@ class LocalCluster:
         command = [
             *(sys.executable, "-m", "dtft.cli", "agent"),
             *self.options.agent_arguments,
-            *("--store", self.store_address, "--job", self.options.job),
+            *("--store", self.store_address, "--store-private"),
+            *("--job", self.options.job),
             *("--secret-file", str(self._secret_file), "--host-name", name),
         ]
         log_path = self.options.run_directory / "logs" / f"{name}.log"
@@ -127,7 +129,7 @@ class LocalCluster:
         """Asks the job to stop at a step boundary."""
         store = EtcdStore(self.store_address)
         try:
-            store.put(f"/dtft/{self.options.job}/m/stop", b"1")
+            store.put(job_key(self.options.job, "m/stop"), b"1")
         except StoreUnavailable:
             for name in self.agents:
                 self.signal_host(name, signal.SIGTERM)

@@ -22,6 +22,7 @@ from dtft.elastic.faults import Fault, in_order
 from dtft.elastic.inspect_job import Observer
 from dtft.elastic.journal import read_events
 from dtft.elastic.launch import LocalCluster
+from dtft.elastic.membership import job_key
 from dtft.elastic.scale_job import scale
 
 POLL_S = 0.0003
@@ -142,7 +143,7 @@ class Striker(threading.Thread):
     def _leader(self) -> str:
         store = EtcdStore(self._cluster.store_address)
         try:
-            pair = store.get(f"/dtft/{self._cluster.options.job}/m/leader")
+            pair = store.get(job_key(self._cluster.options.job, "m/leader"))
         finally:
             store.close()
         if pair is None:

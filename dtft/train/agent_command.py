@@ -23,16 +23,17 @@ from dtft.elastic.host_memory import check_arena_directory
 from dtft.elastic.serve import ServingHost
 from dtft.elastic.sizing import SizeLimits
 from dtft.elastic.store import Store, StoreUnavailable
+from dtft.elastic.store_address import StoreAddress
 from dtft.train import config as configs
 from dtft.train import host_flags
 from dtft.train.experiment import CheckpointConfig, Experiment
 from dtft.train.fitting import check, row_parts
 from dtft.train.job_options import (
-    check_address,
     host_name,
     load_experiment,
     prepare_run,
     read_secret,
+    store_address,
 )
 
 CACHE = "DTFT_COMPILATION_CACHE"
@@ -47,7 +48,8 @@ def run_agent(options: Namespace, overrides: list[str]) -> int:
     """
     log_to_stderr()
     config = _agent_config(options, overrides)
-    return _exit_code(run_at(options.store, partial(Agent, config)), config.host)
+    outcome = run_at(store_address(options), partial(Agent, config))
+    return _exit_code(outcome, config.host)
 
 
 def log_to_stderr() -> None:
@@ -57,11 +59,11 @@ def log_to_stderr() -> None:
     )
 
 
-def run_at(address: str, make: Callable[[Store], Agent | ServingHost]) -> str:
+def run_at(address: StoreAddress, make: Callable[[Store], Agent | ServingHost]) -> str:
     """Runs a host's part in the job of an etcd; a signal makes it leave.
 
     Args:
-        address: HOST:PORT of etcd.
+        address: of etcd.
         make: the host's part, given the store.
 
     Returns:
@@ -99,7 +101,7 @@ def _agent_config(options: Namespace, overrides: list[str]) -> AgentConfig:
     experiment = load_experiment(options, overrides)
     check(experiment)
     check_arena_directory(Path(experiment.checkpoint.arena_directory))
-    check_address(options.store)
+    address = store_address(options)
     secret = read_secret(options)
     host = host_name(options)
     flags = host_flags.settings(options, host)
@@ -108,7 +110,7 @@ def _agent_config(options: Namespace, overrides: list[str]) -> AgentConfig:
     return AgentConfig(
         job=options.job,
         host=host,
-        store=options.store,
+        store=str(address),
         secret=secret,
         num_slots=experiment.cluster.hosts,
         sizes=_size_limits(experiment),
