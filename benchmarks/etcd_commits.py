@@ -22,6 +22,7 @@ from dtft.elastic.journal import Journal
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.records import Records
 from dtft.elastic.roles import HostRecord
+from dtft.elastic.store_address import StoreAddress
 
 LIMIT_S = 60.0
 """A commit that is not recorded by then counts as lost."""
@@ -90,7 +91,7 @@ def run(
     etcd.start()
     try:
         etcd.wait_ready(30.0)
-        store = EtcdStore(etcd.address)
+        store = EtcdStore(StoreAddress.parse(etcd.address, private=True))
         writing = Writing(store, directory, hosts)
         begun, largest = time.monotonic(), 0
         for step in range(1, commits + 1):

@@ -73,6 +73,23 @@ def _sizes(made: argparse.ArgumentParser) -> None:
     made.add_argument("--min-replicas", type=_count, metavar="B", help=text)
 
 
+def _store(made: argparse.ArgumentParser, text: str, required: bool = False) -> None:
+    """Where etcd is and how to reach it."""
+    made.add_argument("--store", required=required, metavar="HOST:PORT,...", help=text)
+    text = "PEM file that signed etcd's certificate: use TLS"
+    made.add_argument("--store-ca", metavar="FILE", help=text)
+    text = "PEM file: the client's certificate, if etcd asks for one"
+    made.add_argument("--store-cert", metavar="FILE", help=text)
+    made.add_argument("--store-key", metavar="FILE", help="PEM file: its private key")
+    made.add_argument("--store-user", metavar="NAME", help="etcd user")
+    text = "its first line is the user's password"
+    made.add_argument("--store-password-file", metavar="FILE", help=text)
+    text = "every key lies below P (default: /dtft)"
+    made.add_argument("--store-prefix", metavar="P", help=text)
+    text = "only dtft uses this etcd: compact its history"
+    made.add_argument("--store-private", action="store_true", help=text)
+
+
 def _agent(commands: Any, serve_only: bool) -> None:
     if serve_only:
         made = _serving(commands)
@@ -84,7 +101,7 @@ def _agent(commands: Any, serve_only: bool) -> None:
         _sizes(made)
     _safety(made)
     made.add_argument("--domain", metavar="power=NAME,rack=NAME", help="where it is")
-    made.add_argument("--store", required=True, metavar="HOST:PORT", help="etcd")
+    _store(made, "etcd; several members with commas between", required=True)
     made.add_argument("--job", required=True, help="name of the job")
     made.add_argument("--secret-file", help="default: $DTFT_SECRET_FILE")
     made.add_argument("--host-name", help="default: this machine's name and pid")
@@ -181,7 +198,7 @@ def _checkpoint(commands: Any) -> None:
         made.add_argument(
             "directory", metavar="DIR", nargs="?", help="storage or run directory"
         )
-        made.add_argument("--store", metavar="HOST:PORT", help="etcd of a live job")
+        _store(made, "etcd of a live job")
         made.add_argument("--job", help="name of the live job")
         made.add_argument("--secret-file", help="default: $DTFT_SECRET_FILE")
         made.add_argument("--json", action="store_true", help="print JSON")
@@ -207,7 +224,7 @@ def _scale(commands: Any) -> None:
         "scale", help="more or fewer replicas for a live job", allow_abbrev=False
     )
     made.add_argument("--job", required=True, help="name of the live job")
-    made.add_argument("--store", required=True, metavar="HOST:PORT", help="its etcd")
+    _store(made, "its etcd", required=True)
     made.add_argument("--secret-file", help="default: $DTFT_SECRET_FILE")
     made.add_argument("--replicas", type=int, required=True, metavar="T")
     made.add_argument(

@@ -36,7 +36,7 @@ def refuse_taken_name(store: Store, config: AgentConfig) -> None:
     Raises:
         JobMismatch: a live host has the name.
     """
-    key = f"/dtft/{config.job}/m/hosts/{config.host}"
+    key = job_key(config.job, f"m/hosts/{config.host}")
     end = time.monotonic() + config.timeouts.lease + 1.0
     while (taken := store.get(key)) is not None:
         if time.monotonic() > end:

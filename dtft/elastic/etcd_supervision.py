@@ -201,7 +201,7 @@ class Prober:
     def _ask(self) -> int:
         store = EtcdStore(self._etcd.address, self.ASK_S)
         try:
-            _, revision = store.list("/dtft/none/")
+            _, revision = store.list("none/")
             return revision if self._etcd.is_member(store.peer_urls()) else 0
         except (StoreUnavailable, ValueError, LookupError):
             return 0

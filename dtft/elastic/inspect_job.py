@@ -242,5 +242,5 @@ class Observer:
 
 def _jobs(store: Store) -> list[str]:
     """Names of the jobs in a store."""
-    pairs, _ = store.list("/dtft/")
-    return sorted({pair.key.split("/")[2] for pair in pairs})
+    pairs, _ = store.list("")
+    return sorted({pair.key.partition("/")[0] for pair in pairs})

@@ -29,7 +29,6 @@ from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.etcd_supervision import Limits, Supervisor
 from dtft.elastic.host_memory import sweep, swept_line
 from dtft.elastic.journal import read_events
-from dtft.elastic.view import read_view
 from dtft.elastic.processes import die_with_parent
 from dtft.elastic.salvage import NotSalvaged, Salvage
 from dtft.elastic.stopping import (
@@ -42,6 +41,7 @@ from dtft.elastic.stopping import (
 )
 from dtft.elastic.storage_watch import newest_stored
 from dtft.elastic.store import StoreUnavailable
+from dtft.elastic.view import job_key, read_view
 
 LAUNCHED = "DTFT_LAUNCHED"
 """Environment variable of agents whose end is told by whoever started them."""
@@ -165,7 +165,8 @@ class LocalCluster:
         return [
             *(*place.prefix, sys.executable, "-m", "dtft.cli", "agent"),
             *self.options.agent_arguments,
-            *("--store", self.store_address, "--job", self.options.job),
+            *("--store", self.store_address, "--store-private"),
+            *("--job", self.options.job),
             *("--secret-file", str(self._secret_file), "--host-name", name),
             *place.arguments,
         ]
@@ -216,7 +217,7 @@ class LocalCluster:
             self._stop.start()
 
     def _ask_to_stop(self) -> None:
-        key = f"/dtft/{self.options.job}/m/stop"
+        key = job_key(self.options.job, "m/stop")
         store = EtcdStore(self.store_address, STORE_S)
         with contextlib.closing(store):
             while not self._closed.is_set():

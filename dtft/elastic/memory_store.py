@@ -57,6 +57,11 @@ class MemoryStore:
         self._changed = threading.Condition(threading.RLock())
         self._down = ""
 
+    @property
+    def private(self) -> bool:
+        """See `Store.private`."""
+        return True
+
     def set_available(self, up: bool) -> None:
         """Makes every call raise StoreUnavailable until it is called with True."""
         with self._changed:

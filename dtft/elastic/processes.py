@@ -120,12 +120,6 @@ def process_alive(pid: int) -> bool:
     return status is not None and status[0] not in "ZX"
 
 
-def process_state(pid: int) -> str:
-    """The kernel's letter for a process's state; "D" cannot be killed, "?" is gone."""
-    status = _state_and_group(pid)
-    return status[0] if status is not None else "?"
-
-
 def kill_group(pid: int, deadline_s: float) -> None:
     """Kills a whole process group (SIGKILL) and waits until none of it runs.
 

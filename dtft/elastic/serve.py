@@ -7,7 +7,6 @@ an agent does is known elsewhere.
 
 import contextlib
 import dataclasses
-
 import threading
 from pathlib import Path
 

@@ -122,12 +122,27 @@ def check_changes(changes: Sequence[Put | Delete]) -> None:
         )
 
 
+class StoreRefused(StoreUnavailable):
+    """The store answers and takes no call of this client: its user, password,
+    certificate or rights are wrong. Somebody has to change a setting.
+    """
+
+
 class Store(Protocol):
     """Keys with revisions, leases, transactions and watches; safe from any thread.
 
     Every call but `watch` and `close` raises StoreUnavailable when the store does not
     answer in time, and ValueError when it never would take the request.
     """
+
+    @property
+    def private(self) -> bool:
+        """Whether dtft is the store's only user, so that history may be forgotten.
+
+        `compact` and `reclaim` act on all keys of a store. They raise ValueError where
+        this is False.
+        """
+        ...
 
     def get(self, key: str) -> KeyValue | None:
         """The key's newest value."""

@@ -28,6 +28,7 @@ from dtft.elastic.journal import read_events
 from dtft.elastic.launch import LocalCluster
 from dtft.elastic.namespaces import HostNamespaces
 from dtft.elastic.scale_job import scale
+from dtft.elastic.view import job_key
 
 POLL_S = 0.0003
 STORE_AWAY_S = 5.0
@@ -230,7 +231,7 @@ class Striker(threading.Thread):
     def _leader(self) -> str:
         store = EtcdStore(self._cluster.store_address)
         try:
-            pair = store.get(f"/dtft/{self._cluster.options.job}/m/leader")
+            pair = store.get(job_key(self._cluster.options.job, "m/leader"))
         finally:
             store.close()
         if pair is None:

@@ -2,8 +2,9 @@
 
 A store keeps what every key was, until it is told to forget; a quota then fills within
 minutes of short steps, and etcd's own compaction looks every five. So whoever commits
-has the history forgotten as it grows. A shared etcd forgets that of its other users
-too, never their keys. Must not know what is written.
+compacts the history as it grows. etcd compacts all keys at once, so this is done only
+to a store that dtft has for itself (`Store.private`); the operator of a shared etcd
+compacts it, as with --auto-compaction-mode=periodic --auto-compaction-retention=5m.
 """
 
 import logging
@@ -18,6 +19,8 @@ PERIOD_BYTES = 512 << 10
 PERIOD_WRITES = 500
 """After so much, whichever is first, what was before the last time is forgotten."""
 RECLAIM_PAUSE_S = 5.0
+FULL_PAUSE_S = 60.0
+"""That a shared store is full is said this often."""
 
 
 class Upkeep:
@@ -29,20 +32,23 @@ class Upkeep:
         """Forgets nothing yet."""
         self._store, self._clock = store, clock
         self._bytes = self._writes = self._mark = 0
-        self._reclaimed = -RECLAIM_PAUSE_S
+        self._pause_s = RECLAIM_PAUSE_S if store.private else FULL_PAUSE_S
+        self._reclaimed = -self._pause_s
 
     def wrote(self, num_bytes: int) -> None:
         """Counts one write, and forgets old history when it is time.
 
         Between one and two periods of it are kept, so that a watch that was cut for a
-        moment can go on where it was.
+        moment can go on where it was. A shared store is left as it is.
         """
+        if not self._store.private:
+            return
         self._bytes, self._writes = self._bytes + num_bytes, self._writes + 1
         if self._bytes < PERIOD_BYTES and self._writes < PERIOD_WRITES:
             return
         self._bytes = self._writes = 0
         try:
-            _, now = self._store.list("/dtft/none/")
+            _, now = self._store.list("none/")
             if self._mark:
                 self._store.compact(self._mark)
             self._mark = now
@@ -50,10 +56,20 @@ class Upkeep:
             logger.info("history was not compacted: %s", error)
 
     def reclaim(self) -> None:
-        """Makes room in a store that takes no writes because its quota is used up."""
-        if self._clock() < self._reclaimed + RECLAIM_PAUSE_S:
+        """Makes room in a store that takes no writes because its quota is used up.
+
+        Of a shared store it is only said that it is full.
+        """
+        if self._clock() < self._reclaimed + self._pause_s:
             return
         self._reclaimed = self._clock()
+        if not self._store.private:
+            logger.warning(
+                "the store is full and has other users, so commits wait for its "
+                "operator: compact and defragment it, raise --quota-backend-bytes, and "
+                "run `etcdctl alarm disarm`"
+            )
+            return
         logger.warning("the store is full: forgetting its history to make room")
         try:
             self._store.reclaim()

@@ -63,12 +63,12 @@ class View:
 
 
 def job_key(job: str, name: str) -> str:
-    """The full key of a name in a job.
+    """The key of a name in a job, below the store's prefix.
 
     >>> job_key("mine", "m/leader")
-    '/dtft/mine/m/leader'
+    'mine/m/leader'
     """
-    return f"/dtft/{job}/{name}"
+    return f"{job}/{name}"
 
 
 def view_of(job: str, pairs: Collection[KeyValue], revision: int) -> View:

@@ -28,16 +28,17 @@ from dtft.elastic.sizing import SizeLimits
 from dtft.elastic.stopping import end_line, heard_signals, left_line
 from dtft.elastic.storage_watch import newest_stored
 from dtft.elastic.store import Store, StoreUnavailable
+from dtft.elastic.store_address import StoreAddress
 from dtft.train import config as configs
 from dtft.train import host_flags
 from dtft.train.experiment import CheckpointConfig, Experiment
 from dtft.train.fitting import check, row_parts
 from dtft.train.job_options import (
-    check_address,
     host_name,
     load_experiment,
     prepare_run,
     read_secret,
+    store_address,
 )
 
 CACHE = "DTFT_COMPILATION_CACHE"
@@ -59,7 +60,7 @@ def run_agent(options: Namespace, overrides: list[str]) -> int:
             board = Board(config.memory_directory / "board")
             committed.append(board.get("committed"))
 
-    outcome = run_at(options.store, partial(Agent, config), leaving)
+    outcome = run_at(store_address(options), partial(Agent, config), leaving)
     stored = newest_stored(config.storage_directory)
     if not outcome:
         newest = max(committed, default=0)
@@ -76,14 +77,14 @@ def log_to_stderr() -> None:
 
 
 def run_at(
-    address: str,
+    address: StoreAddress,
     make: Callable[[Store], Agent | ServingHost],
     leaving: Callable[[], None] = lambda: None,
 ) -> str:
     """Runs a host's part in the job of an etcd; a signal makes it leave.
 
     Args:
-        address: HOST:PORT of etcd.
+        address: of etcd.
         make: the host's part, given the store.
         leaving: called when a signal has come, before the host leaves.
 
@@ -133,7 +134,7 @@ def _agent_config(options: Namespace, overrides: list[str]) -> AgentConfig:
     experiment = load_experiment(options, overrides)
     check(experiment)
     check_arena_directory(Path(experiment.checkpoint.arena_directory))
-    check_address(options.store)
+    address = store_address(options)
     secret = read_secret(options)
     host = host_name(options)
     flags = host_flags.settings(options, host)
@@ -142,7 +143,7 @@ def _agent_config(options: Namespace, overrides: list[str]) -> AgentConfig:
     return AgentConfig(
         job=options.job,
         host=host,
-        store=options.store,
+        store=str(address),
         secret=secret,
         num_slots=experiment.cluster.hosts,
         sizes=_size_limits(experiment),

@@ -191,8 +191,9 @@ def _observer(options: Namespace, secret: bytes) -> "Iterator[Observer]":
     from dtft.elastic.etcd import EtcdStore
     from dtft.elastic.inspect_job import Observer
     from dtft.elastic.store import StoreUnavailable
+    from dtft.train.job_options import store_address
 
-    store = EtcdStore(options.store or "")
+    store = EtcdStore(store_address(options))
     try:
         yield Observer(store, options.store, options.job, secret)
     except StoreUnavailable as error:

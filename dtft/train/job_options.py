@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dtft.elastic.host_memory import check_arena_directory
 from dtft.elastic.journal import storage_steps
+from dtft.elastic.store_address import StoreAddress
 from dtft.train import config as configs
 from dtft.train.experiment import Experiment
 from dtft.train.run_directory import make_run_directory, with_run_dir
@@ -56,14 +57,22 @@ def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
     return directory, ["--log.run_dir", str(directory)]
 
 
-def check_address(store: str) -> None:
-    """Refuses what is not an address.
+def store_address(options: Namespace) -> StoreAddress:
+    """The etcd of --store and of the flags that begin with --store-.
 
     Raises:
-        ValueError: --store is not HOST:PORT.
+        ValueError: a flag has a value that is not allowed, or lacks its partner.
     """
-    if ":" not in store:
-        raise ValueError(f"--store {store!r} is not HOST:PORT, e.g. etcd-0:2379")
+    return StoreAddress.parse(
+        options.store,
+        ca=options.store_ca,
+        certificate=options.store_cert,
+        key=options.store_key,
+        user=options.store_user,
+        password_file=options.store_password_file,
+        prefix=options.store_prefix,
+        private=options.store_private,
+    )
 
 
 def host_name(options: Namespace) -> str:

@@ -24,13 +24,14 @@ def run(options: Namespace, secret: bytes) -> int:
     from dtft.elastic.inspect_job import Observer
     from dtft.elastic.scale_job import scale
     from dtft.elastic.store import StoreUnavailable
+    from dtft.train.job_options import store_address
 
     if options.replicas < 1 or options.timeout <= 0:
         raise ValueError(
             f"--replicas {options.replicas}, --timeout {options.timeout:g}: both are "
             "above 0. Give the number of replicas that shall train, and seconds."
         )
-    store = EtcdStore(options.store)
+    store = EtcdStore(store_address(options))
     try:
         observer = Observer(store, options.store, options.job, secret)
         found = scale(observer, options.replicas, options.timeout)

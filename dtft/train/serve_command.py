@@ -15,7 +15,7 @@ from dtft.elastic.host_memory import check_arena_directory
 from dtft.elastic.serve import ServeConfig, ServingHost, base_config
 from dtft.train import host_flags
 from dtft.train.agent_command import log_to_stderr, run_at
-from dtft.train.job_options import check_address, host_name
+from dtft.train.job_options import host_name, store_address
 
 _ONLY = "`dtft agent --serve-only` trains nothing"
 
@@ -30,14 +30,15 @@ def serve(options: Namespace, overrides: list[str], secret: bytes) -> int:
     config = _agent_config(options, overrides, secret)
     check_arena_directory(config.arena_directory)
     (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
-    run_at(options.store, lambda store: ServingHost(config, store, options.hosts))
+    address = store_address(options)
+    run_at(address, lambda store: ServingHost(config, store, options.hosts))
     return 0
 
 
 def _agent_config(
     options: Namespace, overrides: list[str], secret: bytes
 ) -> AgentConfig:
-    check_address(options.store)
+    address = store_address(options)
     if options.hosts is not None and options.hosts < 2:
         raise ValueError(
             f"--hosts {options.hosts}: a job of several hosts has 2 or more. A process "
@@ -50,7 +51,7 @@ def _agent_config(
             serving,
             job=options.job,
             host=host,
-            store=options.store,
+            store=str(address),
             secret=secret,
         ),
         bind=options.bind,

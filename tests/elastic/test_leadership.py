@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dtft.elastic.peers import Peers
+
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.leader import Leader
 from dtft.elastic.leadership import Leadership
 from dtft.elastic.membership import Membership, View
 from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.peers import Peers
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.store import KeyValue, StoreUnavailable
 from tests.checkpoint.hosts import wait_until

@@ -90,5 +90,5 @@ def test_an_expelled_host_is_gone_at_once_and_registers_again(two, store):
 
 
 def test_a_job_has_one_fingerprint(store):
-    assert claim(store, "/dtft/job/m/fingerprint", b"first") == b"first"
-    assert claim(store, "/dtft/job/m/fingerprint", b"second") == b"first"
+    assert claim(store, "job/m/fingerprint", b"first") == b"first"
+    assert claim(store, "job/m/fingerprint", b"second") == b"first"

@@ -12,7 +12,7 @@ from dtft.checkpoint.placement import place
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.inspect_job import NotThere, Observer
 from dtft.elastic.journal import read_events
-from dtft.elastic.membership import read_view
+from dtft.elastic.membership import job_key, read_view
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.scale_job import ScaleRefused, scale
 from dtft.elastic.sizing import SizeLimits, resized
@@ -43,7 +43,7 @@ class Desk(LeaderDesk):
         self.lead()
 
     def _put(self, name: str, text: str) -> None:
-        self.store.put(f"/dtft/j/{name}", text.encode())
+        self.store.put(job_key("j", name), text.encode())
 
     def lead(self) -> None:
         """A leader takes over, and the job trains again."""
@@ -111,7 +111,7 @@ class Desk(LeaderDesk):
         self.until(lambda: told.last_commit == step)
 
     def lose(self, host: str) -> None:
-        self.store.delete(f"/dtft/j/m/hosts/{host}")
+        self.store.delete(job_key("j", f"m/hosts/{host}"))
         self.look()
 
     def settle(self, slots: int) -> None:

@@ -61,7 +61,7 @@ class Desk(LeaderDesk):
         self.begin(self._view())
 
     def _view(self) -> View:
-        found = self.store.get("/dtft/j/m/leader")
+        found = self.store.get(job_key("j", "m/leader"))
         revision = found.create_revision if found else 0
         return View(hosts=dict(self.known), leader="a", leader_revision=revision)
 

@@ -1,12 +1,12 @@
 """The semantics of a store, the same for `MemoryStore` and for a real etcd."""
 
-import http.client
 import queue
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +14,7 @@ import dtft.elastic.etcd as etcd_module
 from dtft.elastic import etcd_wire, memory_store
 from dtft.elastic.etcd import EtcdStore, version_warning
 from dtft.elastic.etcd_server import EmbeddedEtcd
+from dtft.elastic.etcd_wire import Connection
 from dtft.elastic.memory_store import MemoryStore
 from dtft.elastic.processes import free_port
 from dtft.elastic.store import (
@@ -27,6 +28,7 @@ from dtft.elastic.store import (
     Store,
     StoreUnavailable,
 )
+from dtft.elastic.store_address import StoreAddress
 from tests.checkpoint.hosts import wait_until
 
 AnyStore = MemoryStore | EtcdStore
@@ -51,7 +53,8 @@ def store(request: pytest.FixtureRequest) -> Iterator[AnyStore]:
     if request.param == "memory":
         made: AnyStore = MemoryStore()
     else:
-        made = EtcdStore(request.getfixturevalue("server").address)
+        address = request.getfixturevalue("server").address
+        made = EtcdStore(StoreAddress.parse(address, private=True))
     yield made
     made.close()
 
@@ -450,14 +453,15 @@ def test_status_is_a_version(server: EmbeddedEtcd) -> None:
 class ClosedAsItConnects(EtcdStore):
     """Another thread closes the store after a call was let through."""
 
-    used: list[http.client.HTTPConnection]
+    used: list[Connection]
 
     def _exchange(
-        self, connection: http.client.HTTPConnection, path: str, body: dict
+        self, connection: Connection, call: Any, headers: dict[str, str], end: float
     ) -> bytes:
         self.used = [connection]
         self.close()
-        return super()._exchange(connection, path, body)
+        connection.open(end)
+        return super()._exchange(connection, call, headers, end)
 
 
 def test_a_call_under_way_leaves_no_connection_to_a_closed_store(
@@ -465,4 +469,4 @@ def test_a_call_under_way_leaves_no_connection_to_a_closed_store(
 ) -> None:
     store = ClosedAsItConnects(server.address)
     assert store.list("/none/")[0] == []
-    assert [one.sock for one in store.used] == [None]
+    assert [one.is_open for one in store.used] == [False]

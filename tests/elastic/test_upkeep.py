@@ -11,6 +11,7 @@ from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.memory_store import MemoryStore
 from dtft.elastic.store import StoreFull
+from dtft.elastic.store_address import StoreAddress
 from dtft.elastic.upkeep import PERIOD_BYTES, PERIOD_WRITES, RECLAIM_PAUSE_S, Upkeep
 
 QUOTA = 8 << 20
@@ -79,7 +80,7 @@ def test_a_full_store_is_made_to_take_commits_again(
 def test_a_full_store_says_so(tmp_path: Path) -> None:
     etcd = EmbeddedEtcd(tmp_path, quota_bytes=1 << 20)
     etcd.start()
-    store = EtcdStore(etcd.address)
+    store = EtcdStore(StoreAddress.parse(etcd.address, private=True))
     with contextlib.closing(store):
         try:
             etcd.wait_ready()
