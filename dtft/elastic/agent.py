@@ -193,6 +193,7 @@ class Agent:
         self._membership.tick()
         self._links.tick(paused_s)
         self._leader_link.tick(paused_s)
+        self._follower.tick()
         self._campaign_if_free()
         self._follow()
         if (leader := self._leadership.leader) is not None:

@@ -54,6 +54,8 @@ class AgentConfig:
     """After which steps snapshots are taken; at first, if that is automatic."""
     automatic: Automatic | None = None
     """Within which bounds the interval follows from what snapshots cost; None: not."""
+    failure_budget: int = 2
+    """So often may one exception come at the same step; the last ends the job."""
     storage_interval: int = 50
     """Steps from one export to storage to the next."""
     storage_keep: int = 3
@@ -78,6 +80,11 @@ class AgentConfig:
     def storage_directory(self) -> Path:
         """The storage tier."""
         return self.storage or self.run_directory / "checkpoints"
+
+    @property
+    def trainer_log(self) -> Path:
+        """What the trainers of this host write."""
+        return self.run_directory / "logs" / f"{self.host}.trainer.log"
 
     @property
     def memory_directory(self) -> Path:

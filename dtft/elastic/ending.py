@@ -41,6 +41,8 @@ class Ending:
         self._config, self._records, self._rounds = config, records, rounds
         self._registry, self._journal, self._storage = registry, journal, storage
         self._loop, self._rescuing = loop, False
+        self._error: tuple[str, int] | None = None
+        """Message and exit code of a job that ends with an error."""
         self._finished_at = self._ended_at = 0.0
         self._result = ""
 
@@ -58,6 +60,11 @@ class Ending:
             self._end_with_what_is_stored()
         elif self._rounds.ledger is not None:
             self._rounds.ledger.stopping = True
+
+    def fail(self, message: str, code: int = 1) -> None:
+        """Ends the job with an error, once the last good step is in storage."""
+        self._error = message, code
+        self._stop_with_hosts_missing()
 
     def _stop_with_hosts_missing(self) -> None:
         """Exports the last commit if the hosts that are left have it, and ends."""
@@ -95,7 +102,11 @@ class Ending:
                 f"stopped while hosts are missing: storage has step {stored}; the "
                 f"{lost} steps committed after it end with the memory of the hosts"
             )
-        self.end("stopped", step=stored)
+        if self._error is None:
+            self.end("stopped", step=stored)
+        else:
+            message, code = self._error
+            self.end("error", message, step=stored, code=code)
 
     def exported(self) -> None:
         """A step was written to storage, or could not be."""

@@ -9,9 +9,11 @@ told.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.attach import SOCKET
@@ -26,12 +28,16 @@ from dtft.elastic.exports import ExportDesk, Exporter
 from dtft.elastic.formation import Formation
 from dtft.elastic.inbox import Inbox
 from dtft.elastic.processes import free_port
+from dtft.elastic.progress import Observation, ProgressWatch
 from dtft.elastic.restoring import restore_copies
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.scrubber import Scrubber
 from dtft.elastic.served import missing
 from dtft.elastic.side_arena import Resharding
+from dtft.elastic.stack_dump import dump_stack, process_state
 from dtft.elastic.trainers import Command, Trainers, start_message
+
+logger = logging.getLogger(__name__)
 
 REPORTED = ("step", "digests", "interval", "window")
 """What the leader is told of a staged step."""
@@ -42,6 +48,8 @@ Message = Mapping[str, Any]
 Handler = Callable[[Formation, Message], None]
 
 
+LOOK_S = 1.0
+"""From one look at the trainer to the next."""
 KEPT_COMMITS = 2
 """So many of the newest commits a host knows for the store."""
 
@@ -59,6 +67,10 @@ class HostParts:
     restore: Callable[[dict[str, Any]], dict[str, Any]]
     """Restores what a leader's order says; see `restore_copies`. Takes long."""
     free_port: Callable[[], int]
+    observe: Callable[[int], Observation | None]
+    """What the trainer of a process id does now, from the board and the kernel."""
+    dump_stack: Callable[[int, Path], str]
+    """Has a process write its stacks to its log; takes about a second."""
     nixl: Any = None
     close: Callable[[], None] = lambda: None
 
@@ -99,6 +111,8 @@ class Follower:
         self._assignment = ""
         self._commits: list[str] = []
         """JSON of the assignment obeyed last and of the newest commits."""
+        self._watch = ProgressWatch(config.timeouts)
+        self._look_at = 0.0
         self._handlers = self._handlers_of_messages()
         self._trainers.bind(emit)
 
@@ -269,6 +283,7 @@ class Follower:
         self._board.set("staged", 0)
         self._board.set("recovering", 1)
         self._assignment = order["assignment"]
+        self._watch.begin()
         try:
             self._trainers.start(start_message(self._config, order))
         except OSError as error:
@@ -388,6 +403,7 @@ class Follower:
             "running": functools.partial(self._pass_up, "running"),
             "finished": functools.partial(self._pass_up, "finished"),
             "fatal": functools.partial(self._pass_up, "fatal"),
+            "failed": functools.partial(self._pass_up, "failed"),
         }
         if self._resharding is not None:
             handlers["locate"] = self._on_locate
@@ -518,6 +534,25 @@ class Follower:
             where = {"source": source, "target": formation.slot}
             self._tell("held", step=step, root=root, **where)
 
+    def tick(self) -> None:
+        """Looks, about every second, whether the trainer of this host gets on."""
+        formation, now = self._formation, self._loop.now()
+        if formation is None or self._seats.attached or now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        seen = self._parts.observe(self._trainers.pid)
+        if seen is None:
+            return
+        progress = self._watch.look(now, seen)
+        if self._watch.dump_due(progress):
+            pid, log = self._trainers.pid, self._config.trainer_log
+            self._loop.aside(
+                lambda: self._parts.dump_stack(pid, log),
+                lambda outcome: logger.warning("%s", outcome.result()),
+            )
+        if self._watch.report_due(now, progress):
+            self._tell("progress", slot=formation.slot, **asdict(progress))
+
     def trainer_exited(self, ident: int, code: int) -> None:
         """A trainer has ended; the leader must know, if it means something."""
         told = self._seats.exit_report(code) if self._trainers.exited(ident) else None
@@ -597,8 +632,26 @@ def local_follower(
         else None,
         restore=lambda order: restore_copies(copies, order, config, credentials, nixl),
         free_port=free_port,
+        observe=lambda pid: observe(board, pid),
+        dump_stack=dump_stack,
         nixl=nixl,
         close=scrubber.close,
     )
     follower = Follower(config, credentials, parts, loop, emit, report)
     return follower
+
+
+def observe(board: Board, pid: int) -> Observation | None:
+    """What a trainer does now; None if it has no process any more."""
+    state = process_state(pid) if pid else None
+    if state is None:
+        return None
+    phase, since_ns = board.phase()
+    return Observation(
+        phase=phase,
+        since=since_ns / 1e9,
+        computing=board.get("computing"),
+        finished=board.get("finished"),
+        state=state.state,
+        cpu_s=state.cpu_s,
+    )

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.event_loop import Loop
+from dtft.elastic.failure_budget import Failure
 from dtft.elastic.journal import Journal
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment, HostRecord, process_of
@@ -179,7 +180,7 @@ class Attendance:
             return
         self._journal.event("host_joined", host=record.host)
         assignment = self._rounds.assignment
-        if self._rounds.phase == "gathering":
+        if self._rounds.is_deciding:
             self._rounds.ask(record.host)
         elif assignment is not None and record.host in assignment.slots:
             # What was sent while its link was cut is lost, if the host was not.
@@ -233,8 +234,10 @@ class Attendance:
         self._journal.event("host_lost", host=host, how=how)
         rounds = self._rounds
         slots = rounds.assignment.slots if rounds.assignment else ()
+        if host in slots:
+            rounds.failures.add(Failure(kind="lost", host=host, error=how))
         reason = lost(host, rounds.assignment, rounds.previous)
-        if rounds.phase == "gathering" and rounds.current is not None:
+        if rounds.is_deciding and rounds.current is not None:
             rounds.current.reasons.append(reason)
             rounds.gathered()
         elif host in slots or rounds.phase == "assigning":

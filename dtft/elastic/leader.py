@@ -10,7 +10,7 @@ its successor could not learn again from the store and the hosts.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,14 @@ from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
 from dtft.elastic.ending import Ending
 from dtft.elastic.event_loop import Loop
+from dtft.elastic.failure_budget import Decision, Failure, Kind
 from dtft.elastic.forming import Round, death, report_of
 from dtft.elastic.host_registry import Attendance, HostRegistry
 from dtft.elastic.journal import Journal
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.membership import Membership
 from dtft.elastic.mender import Mender
+from dtft.elastic.progress import Progress, verdict
 from dtft.elastic.records import Records
 from dtft.elastic.reports import fault_of, fields_of, misfit
 from dtft.elastic.requests import Requests
@@ -110,6 +112,10 @@ class Leader:
             if self._seats.attached
             else None
         )
+        self._newest_failure = ""
+        self._progress: dict[str, tuple[float, Progress]] = {}
+        """The newest progress of each host's trainer, and when it came."""
+        self._rounds.give_up = self._give_up
         self._handlers = self._handlers_of_reports()
         self._attendance.take_over()
 
@@ -152,6 +158,8 @@ class Leader:
             "held": self._on_held,
             "finished": self._on_finished,
             "trainer_exit": self._on_trainer_exit,
+            "failed": self._on_failed,
+            "progress": self._on_progress,
             "exported": self._on_exported,
         }
         if self._requests is not None:
@@ -174,7 +182,7 @@ class Leader:
             self._attendance.fit(host)
         elif op == "fatal":
             if round_ is None or ballot in ((), round_.ballot):
-                self._fail(message["message"], message.get("code", FATAL_INPUT))
+                self._fail(_with_evidence(message), message.get("code", FATAL_INPUT))
         elif round_ is not None and ballot == round_.ballot:
             slots = round_.assignment.slots if round_.assignment else ()
             ledger = self._rounds.ledger
@@ -188,10 +196,17 @@ class Leader:
                 self._fail(str(error))
             except Mislabelled as error:
                 self._refuse_copy(str(error))
-        elif op == "trainer_exit" and self._rounds.phase == "gathering":
+        elif self._rounds.phase == "gathering":
             assert round_ is not None
-            slots = previous.slots if previous else ()  # it died beside what began this
-            round_.reasons.append(death(slots, host, message["code"]))
+            slots = previous.slots if previous else ()
+            if op == "trainer_exit":  # it died beside what began this
+                self._fails("exit", host, code=message["code"])
+                round_.reasons.append(death(slots, host, message["code"]))
+            elif op == "failed":
+                told = fields_of(message, self._seats.reports)
+                told.pop("slot")
+                self._fails("exception", host, **told)
+                round_.reasons.append(self._newest_failure)
 
     def _fail(self, message: str, code: int = 1) -> None:
         """What has happened would happen again: the job ends, or its new size does.
@@ -205,13 +220,35 @@ class Leader:
         elif code != FATAL_INPUT or not self._scaling.undone(message):
             self._ending.end("error", message, code=code)
 
+    def _give_up(self, decision: Decision) -> None:
+        """What has failed would fail again."""
+        if not self._scaling.undone(decision.message):
+            self._ending.fail(decision.message)
+
+    def _on_progress(self, host: str, slot: int, **told: Any) -> None:
+        self._progress[host] = self._loop.now(), Progress(**told)
+
+    def _look_for_stuck(self) -> None:
+        """Has all trainers started anew if one of them is stuck: the others wait."""
+        rounds = self._rounds
+        watched = rounds.phase == "running" or rounds.phase == "preparing"
+        if not watched or rounds.assignment is None or not self._seats.ends_by_itself:
+            self._progress.clear()
+            return
+        found = verdict(self._progress, rounds.assignment.slots, self._loop.now())
+        if found is None:
+            return
+        self._journal.say(found.text)
+        self._progress.clear()
+        for host in found.hosts:
+            self._fails("stuck", host, error=found.text)
+        rounds.form(found.text)
+
     def _refuse_copy(self, why: str) -> None:
         """A copy is of another step: all begin anew from what is known to be right."""
         self._journal.say(why)
-        if self._rounds.setbacks.copy_refused():
-            self._ending.end("error", why)
-        else:
-            self._rounds.form(why)
+        self._rounds.failures.add(Failure(kind="copy", error=why))
+        self._rounds.form(why)
 
     def _refused(self, host: str, reason: str | None) -> bool:
         if reason is not None:
@@ -230,7 +267,7 @@ class Leader:
         assert round_ is not None and round_.assignment is not None
         self._journal.say(f"{host} could not restore: {error}")
         round_.corrupt.extend(corrupt)
-        self._rounds.setbacks.restore_failed(round_.assignment)
+        self._fails("restore", host, error=f"restore failed on {host}: {error}")
         self._rounds.form(f"restore failed on {host}: {error}")
 
     def _on_prepared(self, host: str, **outcome: Any) -> None:
@@ -261,7 +298,7 @@ class Leader:
             return
         self._rounds.enter("running", self._stage_limit())
         round_.reported = True
-        self._rounds.setbacks.trained()
+        self._rounds.failures.trained()
         self._report_start(round_, round_.assignment)
 
     def _report_start(self, round_: Round, assignment: Assignment) -> None:
@@ -302,13 +339,28 @@ class Leader:
             self._rounds.ledger.held(**copy)
 
     def _on_trainer_exit(self, host: str, code: int) -> None:
-        assignment, round_ = self._rounds.assignment, self._rounds.current
-        if assignment is not None and round_ is not None:
-            logs, setbacks = self._config.run_directory / "logs", self._rounds.setbacks
-            if why := setbacks.trainer_died(assignment, round_.reported, logs):
-                self._ending.end("error", why)
-                return
+        assignment = self._rounds.assignment
+        self._fails("exit", host, code=code, log=self._log_of(host))
         self._rounds.form(death(assignment.slots if assignment else (), host, code))
+
+    def _on_failed(self, host: str, step: int, error: str, **evidence: Any) -> None:
+        """An exception has ended the trainer of a host."""
+        self._fails("exception", host, step=step, error=error, **evidence)
+        self._rounds.form(self._newest_failure)
+
+    def _log_of(self, host: str) -> str:
+        return str(self._config.run_directory / "logs" / f"{host}.trainer.log")
+
+    def _fails(self, kind: Kind, host: str, **told: Any) -> None:
+        """Takes a failure into account."""
+        rounds = self._rounds
+        assignment = rounds.assignment or rounds.previous
+        slots = assignment.slots if assignment is not None else ()
+        slot = slots.index(host) if host in slots else -1
+        step = told.pop("step", assignment.step if assignment is not None else 0)
+        failure = Failure(kind=kind, host=host, slot=slot, step=step, **told)
+        rounds.failures.add(failure)
+        self._newest_failure = failure.text()
 
     def _on_process_gone(self, host: str) -> None:
         assignment = self._rounds.assignment
@@ -365,7 +417,7 @@ class Leader:
 
     def _recorded(self, commit: Commit, ledger: Ledger) -> None:
         """A step is safe: it is released, unless the job has to be formed anew."""
-        self._rounds.setbacks.committed()
+        self._rounds.failures.committed(commit.step)
         self._committing(0)
         self._journal.committed(commit.step, commit.root)
         self._mender.committed(self._rounds.current, commit.step)
@@ -394,6 +446,7 @@ class Leader:
             self._await_save()
             self._requests.tick()
         rounds.gathered()
+        self._look_for_stuck()
         if rounds.ledger and (silent := rounds.ledger.silent_export()):
             self._on_exported(silent[1], silent[0], False, "TimeoutError: no answer")
         round_ = rounds.current
@@ -405,14 +458,17 @@ class Leader:
             self._attendance.leave_out(round_.replies)
         elif rounds.phase == "storage":
             rounds.look_again()
+        elif rounds.phase == "pausing":
+            rounds.go_on()
         elif rounds.phase == "preparing":
             late = set(rounds.assignment.slots if rounds.assignment else ())
             names = ", ".join(sorted(late - round_.running))
             self._scaling.late(f"{names} did not start training in time")
         elif rounds.phase == "running":
             assert rounds.ledger is not None
-            missing = rounds.ledger.waiting_for()
-            rounds.form(f"no step in time, waiting for {missing}")
+            why = f"no step in time, waiting for {rounds.ledger.waiting_for()}"
+            rounds.failures.add(Failure(kind="stuck", error=why))
+            rounds.form(why)
         elif rounds.phase == "assigning":
             rounds.form("the new assignment could not be recorded in time")
 
@@ -436,3 +492,11 @@ class Leader:
         self._scaling.close()
         self._records.close()
         self._journal.close()
+
+
+def _with_evidence(message: Mapping[str, Any]) -> str:
+    """The text of a fatal report, with traceback and log where it has them."""
+    told = [message["message"], message.get("traceback", "").rstrip()]
+    if message.get("log"):
+        told.append(f"log: {message['log']}")
+    return "\n".join(text for text in told if text)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dtft.checkpoint.board import PHASES
 from dtft.checkpoint.interval import Window
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.fields import (
@@ -26,6 +27,7 @@ from dtft.elastic.fields import (
     list_of,
     map_of,
     number,
+    one_of,
     or_empty,
     or_none,
     port,
@@ -110,8 +112,39 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "summary": anything,
     },
     "trainer_exit": {"ballot": ballot, "code": code},
+    "failed": {
+        "ballot": ballot,
+        "slot": number,
+        "step": number,
+        "phase": text,
+        "error": text,
+        "traceback": text,
+        "log": text,
+    },
+    "progress": {
+        "ballot": ballot,
+        "slot": number,
+        "computing": number,
+        "finished": number,
+        "phase": one_of(*PHASES),
+        "for_s": seconds,
+        "limit_s": seconds,
+        "timeout": text,
+        "state": text,
+        "busy": seconds,
+    },
     "exported": {"ballot": ballot, "step": number, "ok": flag, "error": text},
-    "fatal": {"message": text, "ballot": ballot, "slot": number, "code": code},
+    "fatal": {
+        "message": text,
+        "ballot": ballot,
+        "slot": number,
+        "code": code,
+        "step": number,
+        "phase": text,
+        "error": text,
+        "traceback": text,
+        "log": text,
+    },
 }
 """The reports there are, and what each of their fields must be."""
 
@@ -133,7 +166,9 @@ SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
 OPTIONAL: Mapping[str, frozenset[str]] = {
     "holdings": frozenset({"complete", "export_port", "assignment", "commits"}),
     "staged": frozenset({"interval", "window"}),
-    "fatal": frozenset({"ballot", "slot", "code"}),
+    "fatal": frozenset(
+        {"ballot", "slot", "code", "step", "phase", "error", "traceback", "log"}
+    ),
     "prepared": frozenset({"restored"}),
     "finished": frozenset({"summary"}),
 }
@@ -141,7 +176,7 @@ OPTIONAL: Mapping[str, frozenset[str]] = {
 
 OF_A_SLOT = (
     *("prepared", "prepare_failed", "layout", "running"),
-    *("staged", "held", "finished", "flush", "wanted"),
+    *("staged", "held", "finished", "flush", "wanted", "failed", "progress"),
 )
 """Reports that only the host of a slot can make."""
 

@@ -13,7 +13,10 @@ from dtft.checkpoint.domains import FailureDomains
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.event_loop import Loop
+from dtft.elastic.failure_account import FailureAccount
+from dtft.elastic.failure_budget import Decision
 from dtft.elastic.forming import (
+    Ballot,
     Round,
     assign,
     export_addresses,
@@ -26,7 +29,6 @@ from dtft.elastic.ledger import Ledger
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.seat_policy import Seating
-from dtft.elastic.setbacks import Setbacks
 from dtft.elastic.sizes import Sizes
 from dtft.elastic.spread import known_domains, shortfall
 from dtft.elastic.storage_health import StorageHealth
@@ -37,7 +39,14 @@ if TYPE_CHECKING:
     from dtft.elastic.host_registry import HostRegistry
 
 Phase = Literal[
-    "idle", "gathering", "waiting", "storage", "assigning", "preparing", "running"
+    "idle",
+    "gathering",
+    "pausing",
+    "waiting",
+    "storage",
+    "assigning",
+    "preparing",
+    "running",
 ]
 STORAGE_PAUSE_S = 5.0
 """While storage is needed and away, it is looked for this often."""
@@ -52,7 +61,7 @@ class Rounds:
         current: the newest round, None before the first.
         previous: the assignment before the current round's.
         assignment: of the current round, once it is recorded.
-        setbacks: what has failed so far.
+        failures: the account of what has failed.
         ledger: of this assignment, once a trainer has announced the layout.
         frozen: the job ends, so no round begins any more.
     """
@@ -78,7 +87,11 @@ class Rounds:
         self._storage = storage
         self._seats = config.seats
         self._counter = 0
-        self.setbacks = Setbacks(records, sizes, journal)
+        self.failures = FailureAccount(config, records, sizes, loop, journal)
+        self._judged: Ballot | None = None
+        """Of the round before which failures were judged."""
+        self.give_up: Callable[[Decision], None] = lambda decision: None
+        """Called when what has failed would fail again."""
         self.phase: Phase = "idle"
         self.deadline = 0.0
         self.current: Round | None = None
@@ -119,6 +132,11 @@ class Rounds:
         told = {"reason": reason, "fatal": self._fatal, "read": read}
         self._send(host, "reform", ballot=self.current.ballot, **told)
 
+    @property
+    def is_deciding(self) -> bool:
+        """Whether hosts are to say what they hold, because nothing is decided yet."""
+        return self.phase in ("gathering", "pausing", "storage")
+
     def enter(self, phase: Phase, limit_s: float) -> None:
         """Awaits something else, or the next of the same, for `limit_s` seconds."""
         self.phase, self.deadline = phase, self._loop.now() + limit_s
@@ -140,6 +158,8 @@ class Rounds:
         if self.ledger is not None and self.ledger.pending is not None:
             return  # a complete step is still to be recorded; this is called again then
         self._learn(round_)
+        if not self._may_go_on(round_):
+            return
         answered = [it for it in self._registry.usable() if it.host in round_.replies]
         filled = self._seats.fill(self._seating(round_, answered))
         present = [record for record in filled if record is not None]
@@ -147,6 +167,27 @@ class Rounds:
             self._wait_for_hosts([s for s, host in enumerate(filled) if host is None])
         else:
             self._assign(round_, present)
+
+    def _may_go_on(self, round_: Round) -> bool:
+        """Judges what has failed, once for a round; False if it is not to go on now."""
+        if self._judged == round_.ballot or not self._seats.ends_by_itself:
+            return True
+        self._judged = round_.ballot
+        decision = self.failures.judge(self.previous)
+        if decision.action == "end":
+            self.give_up(decision)
+            return False
+        pause_s = decision.not_before - self._loop.now()
+        if pause_s <= 0:
+            return True
+        self._journal.say(f"trying again in {pause_s:.0f} s")
+        self.enter("pausing", pause_s)
+        return False
+
+    def go_on(self) -> None:
+        """A pause between two attempts is over."""
+        self.enter("gathering", self._config.timeouts.restore)
+        self.gathered()
 
     def _learn(self, round_: Round) -> None:
         """Takes from the hosts what the store should know, and has lost."""
@@ -204,7 +245,7 @@ class Rounds:
             previous=self.previous,
             commits=self._records.commits,
             storage_steps=self._storage.steps,
-            quarantined=self.setbacks.quarantined,
+            quarantined=self.failures.quarantined,
             domains=self._domains(),
             copies=self._config.copies,
         )
@@ -277,6 +318,8 @@ class Rounds:
         if round_ is None or round_.ballot != ballot or self.phase != "assigning":
             return
         round_.restore_begun = self._loop.wall()
+        assert round_.assignment is not None
+        self.failures.begin(round_.assignment)
         self.enter("preparing", self._config.timeouts.start)
         try:
             prepared = orders(round_, self._hosts, address)

@@ -17,6 +17,7 @@ from dtft.checkpoint.transport import Channel
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
 from dtft.elastic.event_loop import Loop
+from dtft.elastic.failure_budget import Failure
 from dtft.elastic.forming import Round
 from dtft.elastic.host_registry import HostRegistry
 from dtft.elastic.journal import Journal
@@ -133,7 +134,8 @@ class Scaling:
         self._journal.event("resized", **dataclasses.asdict(proof))
         if proof.differing:
             self._journal.say(f"restored leaves differ: {', '.join(proof.differing)}")
-            self._rounds.setbacks.restore_failed(assignment)
+            failure = Failure(kind="restore", step=assignment.step)
+            self._rounds.failures.add(failure)
             self._rounds.form("the restored state was not the committed one")
         return not proof.differing
 
@@ -155,9 +157,7 @@ class Scaling:
 
     def late(self, why: str) -> None:
         """Somebody did not train in time: once more, on a new size not for ever."""
-        chosen = self._rounds.assignment
-        if chosen is not None and self._sizes.is_new(chosen):
-            self._sizes.failed(chosen, why)
+        self._rounds.failures.add(Failure(kind="late", error=why))
         self._rounds.form(why)
 
     def trained(self, report: RecoveryReport) -> None:

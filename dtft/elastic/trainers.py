@@ -164,6 +164,12 @@ class Trainers:
         (self._emit or (lambda *told: self._events.append(told)))(*event)
 
     @property
+    def pid(self) -> int:
+        """Process id of the formation's trainer, 0 for none."""
+        trainer = self._trainer
+        return trainer.pid if trainer is not None else 0
+
+    @property
     def attachment(self) -> tuple[int, int]:
         """Index and ident of the user's process, (-1, 0) for none."""
         with self._lock:

@@ -1,0 +1,99 @@
+"""The leader's account of what failed, over all rounds and earlier leaders.
+
+Gathers the failures of one attempt until its hosts have answered, because the cause may
+be heard of after its consequences, and has `failure_budget` judge them. The budget is
+kept in the store. Must not know hosts, nor how a round goes.
+"""
+
+from collections.abc import Collection
+
+from dtft.elastic.config import AgentConfig
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.failure_budget import (
+    Attempt,
+    Decision,
+    Failure,
+    FailureBudget,
+    judge,
+)
+from dtft.elastic.journal import Journal
+from dtft.elastic.records import Records
+from dtft.elastic.roles import Assignment
+from dtft.elastic.sizes import Sizes
+
+
+class FailureAccount:
+    """What has failed, and what follows. Used by the event loop."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        sizes: Sizes,
+        loop: Loop,
+        journal: Journal,
+    ) -> None:
+        """Goes on with what the store says."""
+        self._config, self._records, self._sizes = config, records, sizes
+        self._loop, self._journal = loop, journal
+        self._budget = FailureBudget.from_json(records.view.budget)
+        self._failures: list[Failure] = []
+        self._attempt: Attempt | None = None
+
+    @property
+    def quarantined(self) -> Collection[int]:
+        """Commits that are not restored from memory any more."""
+        return self._budget.quarantined
+
+    def begin(self, assignment: Assignment) -> None:
+        """Trainers are about to start."""
+        self._failures = []
+        commits = {commit.step for commit in self._records.commits}
+        self._attempt = Attempt(
+            step=assignment.step,
+            is_commit=assignment.source == "memory" and assignment.step in commits,
+            is_new_size=self._sizes.is_new(assignment),
+        )
+
+    def add(self, failure: Failure) -> None:
+        """Something has failed in the attempt under way."""
+        self._failures.append(failure)
+
+    def trained(self) -> None:
+        """Every slot trains."""
+        if self._attempt is not None:
+            old = self._attempt
+            self._attempt = Attempt(
+                step=old.step,
+                is_commit=old.is_commit,
+                has_trained=True,
+                is_new_size=old.is_new_size,
+            )
+        self._budget = self._budget.trained()
+
+    def committed(self, step: int) -> None:
+        """A step is safe."""
+        self._budget = self._budget.committed(step)
+
+    def judge(self, assignment: Assignment | None) -> Decision:
+        """Says what follows from the failures of the attempt that has ended.
+
+        Args:
+            assignment: of the attempt.
+        """
+        now, attempt = self._loop.now(), self._attempt
+        if not self._failures or attempt is None:
+            return Decision(action="retry", not_before=now)
+        before = self._budget
+        self._budget, decision = judge(
+            before, self._failures, attempt, now, allowed=self._config.failure_budget
+        )
+        self._failures = []
+        if self._budget != before:
+            self._records.put("budget", None, "budget", self._budget.to_json())
+        if attempt.is_new_size and assignment is not None:
+            why = f"step {attempt.step} could not be trained on there"
+            self._sizes.failed(assignment, why)
+        if decision.message and decision.action != "end":
+            self._journal.say(decision.message)
+        return decision
