@@ -33,7 +33,7 @@ def setbacks(tmp_path: Path) -> Iterator[Setbacks]:
     desk = Desk(tmp_path)
     desk.leader._records.commits = [commit_of(layout(2, 1), 7)]
     yield desk.leader._rounds.setbacks
-    desk.leader.close()
+    desk.close()
 
 
 def test_a_step_that_fails_twice_is_quarantined(setbacks: Setbacks) -> None:
