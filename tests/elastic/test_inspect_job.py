@@ -15,14 +15,14 @@ from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.transport import Credentials, TransportServer
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.demands import Demands, serve_export
+from dtft.elastic.demands import Answer, Demands, serve_export
 from dtft.elastic.entry import JobMismatch, proof_of
 from dtft.elastic.inbox import Inbox
 from dtft.elastic.inspect_job import Observer
 from dtft.elastic.inspection import serve_inspection
-from dtft.elastic.membership import job_key
 from dtft.elastic.memory_store import MemoryStore
 from dtft.elastic.roles import HostRecord
+from dtft.elastic.view import job_key
 from dtft.train.checkpoint_text import job_lines, job_record, verify_lines
 from tests.checkpoint.hosts import stage
 from tests.elastic.test_recovery import layout
@@ -78,7 +78,7 @@ class Job:
         self.holders.append(holder)
         inbox = Inbox(epoch=lambda: (1, 1), holder=lambda: holder, held=lambda *_: None)
 
-        def emit(kind: str, answer) -> None:
+        def emit(answer: Answer) -> None:
             self.demands.add(7, answer)
             self.demands.outcome(6, True, "")  # an older step: not what was asked for
             self.demands.outcome(8, slot == 1, "No space left on device")
@@ -161,7 +161,7 @@ def test_a_leader_that_changes_while_asked(job: Job) -> None:
     observer = job.observer()
     asked = threading.Event()
 
-    def leads_no_more(kind: str, answer) -> None:
+    def leads_no_more(answer: Answer) -> None:
         job.demands.add(99, answer)  # answered by nobody until the host is deposed
         asked.set()
 
@@ -169,7 +169,7 @@ def test_a_leader_that_changes_while_asked(job: Job) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         export = pool.submit(observer.export)
         assert asked.wait(10)
-        job.emits[0] = lambda kind, answer: answer({"step": 12})
+        job.emits[0] = lambda answer: answer({"step": 12})
         job.store.put(job_key("j", "m/leader"), b"h0")
         job.demands.close()
         assert export.result(timeout=20) == 12

@@ -12,12 +12,12 @@ from dtft.checkpoint.inventory import inventory_of
 from dtft.checkpoint.repair import re_replication
 from dtft.elastic.forming import Round
 from dtft.elastic.journal import Journal, read_events
-from dtft.elastic.membership import View
 from dtft.elastic.mender import Mender
 from dtft.elastic.mending import Mending, mending_of
 from dtft.elastic.recovery import decide
 from dtft.elastic.replication import Pusher
 from dtft.elastic.roles import Assignment, HostRecord
+from dtft.elastic.view import View
 from tests.checkpoint.hosts import (
     EPOCH,
     JOB,
@@ -118,8 +118,9 @@ class Desk:
 
     def __init__(self, directory: Path, racks: Mapping[str, str] | None = None) -> None:
         self.orders: list[tuple[str, str, dict[str, Any]]] = []
+        self.journal = Journal(directory, "h0")
         self.mender = Mender(
-            Journal(directory, "h0"),
+            self.journal,
             lambda host, op, **fields: self.orders.append((host, op, fields)),
             lambda: 7.0,
         )
@@ -129,6 +130,7 @@ class Desk:
         )
 
     def events(self, kind: str) -> list[dict[str, Any]]:
+        self.journal.close()  # waits until all is written
         return [e for e in read_events(self.directory) if e["event"] == kind]
 
     def said(self) -> str:

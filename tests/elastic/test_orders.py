@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from dtft.checkpoint import wire
 from dtft.checkpoint.overlap import Region
 from dtft.elastic.orders import FIELDS, OPTIONAL, fault_of_order, order_fields
-from tests.elastic.test_recovery import layout, value
+from tests.elastic.test_recovery import commit_of, layout, value
 from tests.elastic.test_remapping import order as planned
 from tests.elastic.test_remapping import saved
-from tests.elastic.test_reports import ANYTHING
+from tests.elastic.test_reports import ANYTHING, ASSIGNMENT
 
 STATE = layout(1, 2)
 KEYS = [piece.key for piece in STATE.slices(0)]
@@ -43,9 +43,16 @@ SOUND: dict[str, dict[str, Any]] = {
         "slot": 0,
         "transfers": TRANSFERS,
         "regions": REMAPPED["regions"],
+        "assignment": ASSIGNMENT.to_json(),
     },
     "expect": {"layout": STATE.to_json(), "domains": []},
-    "release": {"step": 4, "committed": True, "stop_at": None, "changes": [(8, 2)]},
+    "release": {
+        "step": 4,
+        "committed": True,
+        "commit": commit_of(STATE, 4).to_json(),
+        "stop_at": None,
+        "changes": [(8, 2)],
+    },
     "replicate": {"ballot": (7, 3), "step": 4, "targets": [1]},
     "export": {
         "step": 4,
@@ -60,6 +67,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "lend": {"step": -1},
     "flushed": {"token": 4, "error": ""},
     "storage_failed": {"error": "the disk is full"},
+    "ended": {"result": '{"status": "done"}'},
     "assemble": {"layout": STATE.to_json(), **REMAPPED},
 }
 

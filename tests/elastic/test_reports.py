@@ -12,18 +12,30 @@ from hypothesis import strategies as st
 from dtft.checkpoint.interval import Window
 from dtft.elastic.follower import REPORTED
 from dtft.elastic.forming import Round
+from dtft.elastic.host_registry import Attendance
 from dtft.elastic.leader import Leader
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.reports import FIELDS, OPTIONAL, fault_of, fields_of, misfit
 from dtft.elastic.roles import Assignment
 from dtft.elastic.rounds import Phase
+from tests.elastic.desks import record_of
 from tests.elastic.test_leader import Desk
-from tests.elastic.test_recovery import layout, value
+from tests.elastic.test_recovery import commit_of, layout, value
 
 STATE = layout(1, 2)
 DIGESTS = [value(piece.key) for piece in STATE.slices(0)]
 SLOTS = ("a", "b")
 BALLOT = (1, 3)
+ASSIGNMENT = Assignment(
+    generation=1,
+    attempt=1,
+    slots=SLOTS,
+    incarnations=("a.1", "b.1"),
+    source="memory",
+    step=7,
+    rung=1,
+    reason="",
+)
 SOUND: dict[str, dict[str, Any]] = {
     "holdings": {
         "layouts": [STATE.to_json()],
@@ -31,7 +43,11 @@ SOUND: dict[str, dict[str, Any]] = {
         "items": {7: {"data": 1}},
         "corrupt": [],
         "finished": 7,
+        "assignment": ASSIGNMENT.to_json(),
+        "commits": [commit_of(STATE, 7).to_json()],
     },
+    "unfit": {"why": "no room in /dev/shm"},
+    "fit": {},
     "prepared": {"export_port": 80, "own": 1, "peers": 2, "seconds": 0.5},
     "prepare_failed": {"error": "gone", "corrupt": ["b step 7: w"]},
     "layout": {"layout": STATE.to_json()},
@@ -55,19 +71,13 @@ class Busy(Desk):
     def enter(self, phase: Phase) -> None:
         rounds = self.leader._rounds
         rounds.frozen = False
+        for host in SLOTS:
+            self.leader.connected(record_of(host))
+            self.leader.handle_report(host, {"op": "fit", "ballot": BALLOT})
         rounds.current = Round(ballot=BALLOT, reasons=["test"], detected=0.0)
         rounds.assignment = rounds.ledger = None
         if phase in ("preparing", "running"):
-            rounds.assignment = rounds.current.assignment = Assignment(
-                generation=1,
-                attempt=1,
-                slots=SLOTS,
-                incarnations=SLOTS,
-                source="memory",
-                step=7,
-                rung=1,
-                reason="",
-            )
+            rounds.assignment = rounds.current.assignment = ASSIGNMENT
         if phase == "running":
             assert rounds.assignment is not None
             rounds.open_ledger(STATE, rounds.assignment)
@@ -77,9 +87,9 @@ class Busy(Desk):
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
     desk = Busy(tmp_path_factory.mktemp("leader"))
-    desk.register("b")
+    desk.join("b")
     yield desk
-    desk.leader.close()
+    desk.close()
 
 
 def test_every_sound_report_is_taken(desk: Busy) -> None:
@@ -88,12 +98,17 @@ def test_every_sound_report_is_taken(desk: Busy) -> None:
         assert fault_of(sound(op)) is None
         assert misfit("a", sound(op), SLOTS, STATE) is None
         desk.enter("running")
-        desk.leader.hears("a", sound(op))
+        desk.leader.handle_report("a", sound(op))
 
 
 @pytest.mark.parametrize("op", sorted(FIELDS.keys() - {"fatal"}))
 def test_the_table_names_what_the_leader_takes(op: str) -> None:
-    method = Ledger.staged if op == "staged" else getattr(Leader, f"_on_{op}")
+    others = {
+        "staged": Ledger.staged,
+        "unfit": Attendance.unfit,
+        "fit": Attendance.fit,
+    }
+    method = others.get(op) or getattr(Leader, f"_on_{op}")
     handler = inspect.signature(method).parameters.values()
     takes = {p.name for p in handler if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert takes - {"self", "host"} <= FIELDS[op].keys()
@@ -141,7 +156,7 @@ def test_what_does_not_fit_the_formation_is_dropped(
     assert fault_of(message) is None
     assert reason in (misfit(host, message, SLOTS, STATE) or "")
     desk.enter("running")
-    desk.leader.hears(host, dict(message))
+    desk.leader.handle_report(host, dict(message))
     round_, ledger = desk.leader._rounds.current, desk.leader._rounds.ledger
     assert round_ is not None and round_.running == set()
     assert ledger is not None and ledger.waiting_for() == "the next step"
@@ -194,11 +209,11 @@ def test_no_report_ends_the_leader(
 ) -> None:
     desk.enter(phase)
     message = {k: v for k, v in sound(op).items() if k not in left_out} | changes
-    desk.leader.hears(host, dict(message))
+    desk.leader.handle_report(host, dict(message))
     desk.leader.tick()
     # A later sound report still counts.
     desk.enter("running")
-    desk.leader.hears("a", sound("running") | {"news": 1})
+    desk.leader.handle_report("a", sound("running") | {"news": 1})
     assert desk.leader._rounds.current is not None
     assert desk.leader._rounds.current.running == {"a"}
 
