@@ -47,7 +47,7 @@ class Coordinator:
         """
         self.end()
         host, _ = parse_address(self._config.bind)
-        address = format_address(host, free_port())
+        address = format_address(host, free_port(host))
         if self._waiting.poll() is not None:
             self._kill(self._waiting)
             self._waiting = self._spawn()

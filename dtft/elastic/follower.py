@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dtft.checkpoint.addresses import parse_address
 from dtft.checkpoint.attach import SOCKET
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.nixl import started
@@ -631,7 +632,7 @@ def local_follower(
         if config.seats.attached
         else None,
         restore=lambda order: restore_copies(copies, order, config, credentials, nixl),
-        free_port=free_port,
+        free_port=functools.partial(free_port, parse_address(config.bind)[0]),
         observe=lambda pid: observe(board, pid),
         dump_stack=dump_stack,
         nixl=nixl,

@@ -6,19 +6,18 @@ messages mean.
 """
 
 import logging
-import socket
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from dtft.checkpoint.channel import no_payload
+from dtft.checkpoint.dialing import dial
 from dtft.checkpoint.outbound import Outbound
 from dtft.checkpoint.transport import (
     Channel,
     ChannelClosed,
     Credentials,
     connect,
-    parse_address,
 )
 from dtft.checkpoint.wire import WireError
 from dtft.elastic.event_loop import Loop
@@ -156,7 +155,7 @@ class TcpNetwork:
 
         def work() -> bool:
             try:
-                socket.create_connection(parse_address(address), PROBE_S).close()
+                dial(address, PROBE_S).close()
             except ConnectionRefusedError:
                 return True
             except (OSError, ValueError):

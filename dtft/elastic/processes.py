@@ -5,6 +5,7 @@ Must not know what the processes do.
 
 import ctypes
 import errno
+import ipaddress
 import os
 import random
 import signal
@@ -41,11 +42,17 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on at an address of this host; not reserved.
+    """A TCP port that nobody listens on at an IP address of this host; not reserved.
+
+    A name in place of an address stands for 127.0.0.1: nothing is looked up.
 
     Taken from below the range that the kernel uses for outgoing connections: clients
     that try again while a server restarts could otherwise occupy its port themselves.
     """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        host = "127.0.0.1"
     limits = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     first_outgoing = int(limits[0])
     for _ in range(100 if first_outgoing > _LOWEST_PORT + 1000 else 0):

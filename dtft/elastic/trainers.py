@@ -23,6 +23,7 @@ from typing import Any
 
 from dtft.checkpoint.attach import ATTACHED, SOCKET, VARIABLE
 from dtft.checkpoint.link import Link, LinkClosed, NotReading, Outbox, listen, serve
+from dtft.checkpoint.socket_owner import foreign_peer
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.processes import die_with_parent, open_log, process_state
 
@@ -198,7 +199,10 @@ class Trainers:
     def _hear(self, link: Link) -> None:
         trainer = None
         try:
-            while True:
+            foreign = foreign_peer(link.peer[1])
+            if foreign is not None:
+                link.send("refused", error=foreign, taken=False)
+            while foreign is None:
                 message = link.receive()
                 if trainer is not None:
                     self._heard(trainer, message)
@@ -210,7 +214,7 @@ class Trainers:
                     trainer = self._welcome(message, link)
                 else:
                     break
-        except (LinkClosed, KeyError, TypeError, ValueError):
+        except (OSError, KeyError, TypeError, ValueError):  # LinkClosed is an OSError
             pass  # it has gone, or what it says has no meaning here
         link.close()
         if trainer is not None and trainer.outbox is not None:
