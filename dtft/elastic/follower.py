@@ -293,7 +293,7 @@ class Follower:
         if order["source"] == "memory":
             self._loop.aside(
                 lambda: self._parts.restore(order),
-                lambda outcome: self._restored(formation, outcome.result()),
+                lambda outcome: self._restored(formation, _outcome(outcome)),
             )
         else:
             self._restored(formation, {"own": 0, "peers": 0, "s": 0.0})
@@ -640,6 +640,15 @@ def local_follower(
     )
     follower = Follower(config, credentials, parts, loop, emit, report)
     return follower
+
+
+def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
+    """What a restore came to; what nobody foresaw is a failed restore as well."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    logger.error("the restore failed", exc_info=error)
+    return {"error": f"{type(error).__name__}: {error}", "corrupt": []}
 
 
 def observe(board: Board, pid: int) -> Observation | None:
