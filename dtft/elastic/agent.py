@@ -233,7 +233,11 @@ class Agent:
         self._tell_record()
 
     def _tell_record(self) -> None:
-        self._leader_link.send(described(self._membership.record))
+        record = self._membership.record
+        if (leader := self._leadership.leader) is not None:
+            leader.connected(record)
+        else:
+            self._leader_link.send(described(record))
 
     def describe(self, record: HostRecord) -> None:
         """This host has something else to say of itself."""
@@ -345,6 +349,8 @@ class Agent:
         if fault is not None:
             self._leader_link.refuse(fault)
             return
+        if message["op"] == "reform":
+            self._service.end()  # it has served the world of a former leader
         self._obey({"op": message["op"], **order_fields(message)})
 
     def _order(self, host: str, op: str, **fields: Any) -> None:

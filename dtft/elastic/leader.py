@@ -129,8 +129,6 @@ class Leader:
     def see(self, view: View) -> None:
         """The store's view has changed."""
         self._attendance.see(view)
-        if view.stop:
-            self._ending.stop()
 
     def connected(self, record: HostRecord) -> None:
         """A host has connected, or says something new of itself."""
@@ -446,6 +444,8 @@ class Leader:
             self._await_save()
             self._requests.tick()
         rounds.gathered()
+        if self.view.stop:
+            self._ending.stop()
         self._look_for_stuck()
         if rounds.ledger and (silent := rounds.ledger.silent_export()):
             self._on_exported(silent[1], silent[0], False, "TimeoutError: no answer")
