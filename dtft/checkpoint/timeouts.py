@@ -40,7 +40,8 @@ class Timeouts:
     heartbeat: float = 10.0
     """JAX's heartbeat between trainers and the coordination service."""
     stop: float = 10.0
-    """From Ctrl-C to the end of every process."""
+    """From Ctrl-C to the end of every process. A job that is late is ended by force;
+    only if memory then holds a step that storage lacks, its export takes up to 10 s."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -144,7 +144,7 @@ class Prober:
     """
 
     ASK_S = 1.0
-    PAUSE_S = 0.25
+    PAUSE_S = 0.5
 
     def __init__(self, etcd: EmbeddedEtcd) -> None:
         """Begins to ask."""

@@ -65,7 +65,7 @@ def begin(
                 network.cut(host, fault.reach)
             return Interruption(pids=(), end=lambda: _heal(network, hosts))
         case "pause-store":
-            return _stopped([cluster.etcd.pid])
+            return _store_paused(cluster)
         case _:
             raise ValueError(f"{fault} is over at once; allowed: {INTERRUPTIONS}")
 
@@ -91,6 +91,18 @@ def _stopped(pids: Sequence[int]) -> Interruption:
             _send(pid, signal.SIGCONT)
 
     return Interruption(pids=stopped, end=end)
+
+
+def _store_paused(cluster: LocalCluster) -> Interruption:
+    """Stops etcd; its supervisor, which would restart it, lets it be meanwhile."""
+    cluster.etcd.supervised = False
+    stopped = _stopped([cluster.etcd.pid])
+
+    def end() -> None:
+        stopped.end()
+        cluster.etcd.supervised = True
+
+    return Interruption(pids=stopped.pids, end=end)
 
 
 def _send(pid: int, number: int) -> None:

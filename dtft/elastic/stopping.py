@@ -10,15 +10,20 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS: tuple[signal.Signals, ...] = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)
 ECHO_S = 0.3
 """Signals that follow each other faster are one: a shell and a wrapper send both."""
 
 
 def heard_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask this process to end; not those that it ignores (nohup)."""
-    ignored = signal.SIG_IGN
-    return tuple(it for it in SIGNALS if signal.getsignal(it) is not ignored)
+    """The signals that ask this process to end; not SIGHUP if it is ignored (nohup)."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return tuple(it for it in SIGNALS if it != signal.SIGHUP)
+    return SIGNALS
 
 
 def presses(signals: Sequence[tuple[float, int]]) -> int:

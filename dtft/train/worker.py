@@ -7,6 +7,7 @@ nothing when it is needed. Then runs the same loop as ``dtft train``, in an
 """
 
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -166,8 +167,41 @@ class Trainer:
 
 def _keep_stdout_for_people() -> None:
     """What libraries write to file descriptor 1 (gloo does) goes to the log instead."""
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    people = io.BufferedWriter(ForPeople(os.dup(1)))
+    sys.stdout = io.TextIOWrapper(people, line_buffering=True)
     os.dup2(2, 1)
+
+
+class ForPeople(io.RawIOBase):
+    """A stdout that may go away: what a closed terminal does not take is dropped.
+
+    Training must not end because nobody reads what it says.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Writes to `descriptor`."""
+        super().__init__()
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        """The file descriptor, for who asks whether it is a terminal."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Writes what the reader takes; all of it if there is none any more."""
+        content = memoryview(data)
+        try:
+            return os.write(self._descriptor, content)
+        except OSError:
+            return content.nbytes
 
 
 def _log_error() -> None:

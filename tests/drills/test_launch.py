@@ -64,6 +64,7 @@ def stopped(process: subprocess.Popen[str], number: int, run: Path) -> str:
     assert end["status"] == "stopped"
     assert max(storage_steps(run / "checkpoints")) == end["step"] == commits(run)[-1]
     assert f"--run-dir {run}" in output
+    assert f"stopped at step {end['step']}, which is in {run}/checkpoints" in output
     assert not left_behind(str(run))
     assert not list(Path(os.environ["DTFT_TEST_MEMORY"]).iterdir())
     return output
@@ -79,7 +80,7 @@ def test_stop_exports_and_the_resume_command_continues(tmp_path):
     first = commits(run)[-1]
     process = start(*arguments, "--stop.steps", "100000")
     until(lambda: max(commits(run), default=0) > first + 5)
-    output = stopped(process, signal.SIGTERM, run)
+    output = stopped(process, signal.SIGHUP, run)
     assert f"continues at step {first}" in output, output
 
 
