@@ -84,7 +84,7 @@ def test_a_stopped_leader_without_a_spare_is_waited_for(tmp_path, control):
 def test_a_stopped_follower_without_a_spare_is_taken_again(tmp_path, control):
     record = drill(
         *(tmp_path, *SHORT, *SPAN, *control("short")),
-        *faults("stop-agent:1@100:10"),
+        *faults("stop-agent:follower@100:10"),
     )
     assert record["recoveries"] and record["bytes_from_storage"] == 0
     said(record, "the job waits", hosts(record)[0])
@@ -94,7 +94,7 @@ def test_a_stopped_follower_without_a_spare_is_taken_again(tmp_path, control):
 def test_a_host_that_was_stopped_takes_the_place_of_one_that_dies(tmp_path, control):
     record = drill(
         *(tmp_path, *LONG, *SPAN, *control("long"), "--spares", "1"),
-        *faults("stop-host:1@100:9", "kill-host:2@100:healed"),
+        *faults("stop-host:follower@100:9", "kill-host:2@100:healed"),
     )
     assert record["bytes_from_storage"] == 0
     formed = [
@@ -189,7 +189,7 @@ def test_a_leader_cut_from_the_store_is_replaced_within_two_leases(tmp_path, con
 def test_a_host_that_was_cut_off_comes_back_as_a_spare(tmp_path, control, reach):
     record = drill(
         *(tmp_path, *LONG, *SPAN, *control("long"), "--spares", "1"),
-        *faults(f"cut:1@100:{reach}:20", "kill-host:2@100:healed"),
+        *faults(f"cut:follower@100:{reach}:20", "kill-host:2@100:healed"),
     )
     (cut,) = hosts(record)
     formed = [
