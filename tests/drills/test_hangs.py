@@ -257,8 +257,8 @@ def test_an_exception_that_comes_again_ends_the_job_with_its_traceback(
 @needs_root
 def test_a_spare_with_too_little_memory_says_so_and_is_not_used(tmp_path, control):
     record = drill(
-        *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "2"),
-        *("--host-memory", "host-3=1"),
+        *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "1"),
+        *("--host-memory", "host-3=1", "--rejoin", "5"),
         *faults("kill-host:1@100"),
     )
     said(record, "host-3", "memory|MiB|bytes")
