@@ -2,9 +2,10 @@
 
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
-WHOM is a slot, several slots joined by ``+``, or ``leader``: the host that leads when
-the fault strikes. An option is a phase, a number of seconds, what a cut separates, or
-``always``; which of them a kind takes is in `RULES`. Seconds left out mean for ever.
+WHOM is a slot, several slots joined by ``+``, or a role when the fault strikes:
+``leader``, or ``follower``, the host of the lowest slot that does not lead. An option
+is a phase, a number of seconds, what a cut separates, or ``always``; which of them a
+kind takes is in `RULES`. Seconds left out mean for ever.
 Pure parsing; how a fault strikes is `strikes`.
 """
 
@@ -50,7 +51,8 @@ sends to anybody; what anybody sends to the host."""
 KINDS: tuple[str, ...] = get_args(Kind)
 PHASES: tuple[str, ...] = get_args(Phase)
 REACHES: tuple[str, ...] = get_args(Reach)
-LEADER = "leader"
+Role = Literal["leader", "follower"]
+ROLES: tuple[str, ...] = get_args(Role)
 
 _PATTERN = re.compile(
     r"(?P<kind>[a-z-]+)(?::(?P<whom>[a-z]+|\d+(\+\d+)*))?@(?P<step>\d+)"
@@ -63,7 +65,7 @@ _SECONDS = re.compile(r"\d+(\.\d+)?")
 class Rule:
     """What a kind of fault takes."""
 
-    whom: Literal["none", "slots", "slots or leader", "replicas"] = "none"
+    whom: Literal["none", "slots", "slots or role", "replicas"] = "none"
     phase: bool = False
     seconds: Literal["no", "optional", "required"] = "no"
     reach: bool = False
@@ -79,7 +81,7 @@ class Rule:
         return ", ".join(words) or "none"
 
 
-_STOP = Rule(whom="slots or leader", phase=True, seconds="optional")
+_STOP = Rule(whom="slots or role", phase=True, seconds="optional")
 RULES: dict[str, Rule] = {
     "kill-host": Rule(whom="slots", phase=True),
     "kill-trainer": Rule(whom="slots", phase=True),
@@ -90,7 +92,7 @@ RULES: dict[str, Rule] = {
     "stop-agent": _STOP,
     "stop-host": _STOP,
     "stop-trainer": Rule(whom="slots", phase=True, seconds="optional"),
-    "cut": Rule(whom="slots or leader", phase=True, seconds="optional", reach=True),
+    "cut": Rule(whom="slots or role", phase=True, seconds="optional", reach=True),
     "crash-store": Rule(phase=True),
     "pause-store": Rule(phase=True, seconds="required"),
     "empty-store": Rule(phase=True),
@@ -112,8 +114,8 @@ class Fault:
     slots: tuple[int, ...]
     step: int
     phase: Phase | None
-    leader: bool = False
-    """The host that leads is meant, instead of `slots`."""
+    role: Role | None = None
+    """The host that has this role is meant, instead of `slots`."""
     seconds: float | None = None
     """How long a stop, a cut or a pause lasts; None: for ever."""
     reach: Reach = "all"
@@ -125,7 +127,7 @@ class Fault:
 
     def __str__(self) -> str:
         numbers = (self.replicas,) if self.kind == "scale" else self.slots
-        whom = LEADER if self.leader else "+".join(map(str, numbers))
+        whom = self.role or "+".join(map(str, numbers))
         options: list[object] = [self.phase] if self.phase else []
         options += [self.reach] if self.reach != "all" else []
         options += [_number(self.seconds)] if self.seconds is not None else []
@@ -177,24 +179,26 @@ def parse_fault(text: str, num_slots: int) -> Fault:
         return _scale(text, whom, int(match["step"]), options)
     found = _options(text, kind, rule, options)
     slots = _slots(text, kind, rule, whom, num_slots)
-    found |= {"slots": slots, "leader": whom == LEADER}
+    found |= {"slots": slots, "role": whom if whom in ROLES else None}
     return Fault(kind=kind, step=int(match["step"]), **found)  # type: ignore[arg-type]
 
 
 def _slots(
     text: str, kind: str, rule: Rule, whom: str, num_slots: int
 ) -> tuple[int, ...]:
-    """The slots that are meant; none if it is the leader or nobody."""
-    if whom == LEADER and rule.whom == "slots or leader":
+    """The slots that are meant; none if it is a role or nobody."""
+    if whom in ROLES and rule.whom == "slots or role":
         return ()
     if whom and not whom[0].isdigit():
-        allowed = "a slot or leader" if rule.whom == "slots or leader" else "a slot"
+        allowed = (
+            "a slot, leader or follower" if rule.whom == "slots or role" else "a slot"
+        )
         allowed = "nobody: leave it out" if rule.whom == "none" else allowed
         raise ValueError(f"--fault {text!r}: {kind} takes {allowed}, not {whom!r}")
     slots = tuple(int(slot) for slot in whom.split("+") if slot)
     if bool(slots) != (rule.whom != "none"):
         need = "takes no slot" if rule.whom == "none" else "needs a slot"
-        need += " or leader" * (rule.whom == "slots or leader")
+        need += ", leader or follower" * (rule.whom == "slots or role")
         raise ValueError(f"--fault {text!r}: {kind} {need}")
     if len(set(slots)) < len(slots):
         raise ValueError(f"--fault {text!r}: a slot is named twice")

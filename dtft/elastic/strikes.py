@@ -224,8 +224,11 @@ class Striker(threading.Thread):
         return max((self._cell(host, name) for host in hosts), default=0)
 
     def _victims(self, fault: Fault) -> tuple[str, ...]:
-        if fault.kind == "kill-leader" or fault.leader:
+        if fault.kind == "kill-leader" or fault.role == "leader":
             return (self._leader(),)
+        if fault.role == "follower":
+            leader = self._leader()
+            return tuple(host for host in self._slots if host != leader)[:1]
         return tuple(self._slots[slot] for slot in fault.slots)
 
     def _leader(self) -> str:

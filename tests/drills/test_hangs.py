@@ -84,7 +84,7 @@ def test_a_stopped_leader_without_a_spare_is_waited_for(tmp_path, control):
 def test_a_stopped_follower_without_a_spare_is_taken_again(tmp_path, control):
     record = drill(
         *(tmp_path, *SHORT, *SPAN, *control("short")),
-        *faults("stop-agent:1@100:10"),
+        *faults("stop-agent:follower@100:10"),
     )
     assert record["recoveries"] and record["bytes_from_storage"] == 0
     said(record, "the job waits", hosts(record)[0])
@@ -94,7 +94,7 @@ def test_a_stopped_follower_without_a_spare_is_taken_again(tmp_path, control):
 def test_a_host_that_was_stopped_takes_the_place_of_one_that_dies(tmp_path, control):
     record = drill(
         *(tmp_path, *LONG, *SPAN, *control("long"), "--spares", "1"),
-        *faults("stop-host:1@100:9", "kill-host:2@100:healed"),
+        *faults("stop-host:follower@100:9", "kill-host:2@100:healed"),
     )
     assert record["bytes_from_storage"] == 0
     formed = [
@@ -189,7 +189,7 @@ def test_a_leader_cut_from_the_store_is_replaced_within_two_leases(tmp_path, con
 def test_a_host_that_was_cut_off_comes_back_as_a_spare(tmp_path, control, reach):
     record = drill(
         *(tmp_path, *LONG, *SPAN, *control("long"), "--spares", "1"),
-        *faults(f"cut:1@100:{reach}:20", "kill-host:2@100:healed"),
+        *faults(f"cut:follower@100:{reach}:20", "kill-host:2@100:healed"),
     )
     (cut,) = hosts(record)
     formed = [
@@ -257,8 +257,8 @@ def test_an_exception_that_comes_again_ends_the_job_with_its_traceback(
 @needs_root
 def test_a_spare_with_too_little_memory_says_so_and_is_not_used(tmp_path, control):
     record = drill(
-        *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "2"),
-        *("--host-memory", "host-3=1"),
+        *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "1"),
+        *("--host-memory", "host-3=1", "--rejoin", "5"),
         *faults("kill-host:1@100"),
     )
     said(record, "host-3", "memory|MiB|bytes")

@@ -10,6 +10,7 @@ from dtft.elastic.faults import (
     KINDS,
     PHASES,
     REACHES,
+    ROLES,
     RULES,
     Fault,
     check_together,
@@ -25,15 +26,16 @@ def faults(draw) -> Fault:
     """Any fault that its kind's rule allows."""
     kind = draw(st.sampled_from(KINDS))
     rule = RULES[kind]
-    leader = rule.whom == "slots or leader" and draw(st.booleans())
+    either = rule.whom == "slots or role"
+    role = draw(st.none() | st.sampled_from(ROLES)) if either else None
     slots = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1))))
     seconds = {"no": st.none(), "optional": st.none() | SECONDS, "required": SECONDS}
     return Fault(
         kind=kind,
-        slots=slots if rule.whom.startswith("slots") and not leader else (),
+        slots=slots if rule.whom.startswith("slots") and not role else (),
         step=draw(st.integers(0, 10**6)),
         phase=draw(st.none() | st.sampled_from(PHASES)) if rule.phase else None,
-        leader=leader,
+        role=role,
         seconds=draw(seconds[rule.seconds]),
         reach=draw(st.sampled_from(REACHES)) if rule.reach else "all",
         always=rule.always and draw(st.booleans()),
@@ -62,8 +64,8 @@ def test_text_round_trips(fault):
         ("kill-host:1@3:10", "kill-host takes no seconds"),
         ("kill-host:leader@3", "takes a slot, not 'leader'"),
         ("stop-trainer:leader@3", "takes a slot, not 'leader'"),
-        ("stop-agent:boss@3", "takes a slot or leader, not 'boss'"),
-        ("stop-agent@3", "needs a slot or leader"),
+        ("stop-agent:boss@3", "takes a slot, leader or follower, not 'boss'"),
+        ("stop-agent@3", "needs a slot, leader or follower"),
         ("stop-agent:1@3:0", "above 0"),
         ("stop-agent:1@3:4:5", "seconds is given twice"),
         ("stop-agent:1@3:store", "takes no reach; after its step: a phase"),
@@ -85,13 +87,14 @@ def test_wrong_faults_say_what_is_allowed(text, hint):
 @pytest.mark.parametrize(
     "text, fields",
     [
-        ("stop-agent:leader@20:10", {"leader": True, "slots": (), "seconds": 10.0}),
+        ("stop-agent:leader@20:10", {"role": "leader", "slots": (), "seconds": 10.0}),
+        ("stop-host:follower@20", {"role": "follower", "slots": ()}),
         ("stop-host:0+2@20", {"slots": (0, 2), "seconds": None}),
         ("stop-trainer:1@20:0.5", {"seconds": 0.5}),
         ("stop-agent:1@20:commit:10", {"phase": "commit", "seconds": 10.0}),
         ("cut:1@20", {"reach": "all", "seconds": None}),
         ("cut:1@20:15", {"reach": "all", "seconds": 15.0}),
-        ("cut:leader@20:15:store", {"reach": "store", "leader": True}),
+        ("cut:leader@20:15:store", {"reach": "store", "role": "leader"}),
         ("cut:1@20:out:15", {"reach": "out", "seconds": 15.0}),
         ("pause-store@30:20", {"seconds": 20.0}),
         ("empty-store@30", {"slots": ()}),
