@@ -11,6 +11,7 @@ import json
 import queue
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ from typing import Any
 from dtft.checkpoint.commit import Commit
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
+from dtft.elastic.event_loop import EventLoop
 from dtft.elastic.journal import Journal
-from dtft.elastic.membership import Membership, View
+from dtft.elastic.membership import Membership
+from dtft.elastic.mirror import ThreadMirrors
 from dtft.elastic.records import Records
 from dtft.elastic.roles import HostRecord
-from dtft.elastic.store_address import StoreAddress
+from dtft.elastic.view import View
 
+LEASE_S = 5.0
+TICK_S = 0.1
 LIMIT_S = 60.0
 """A commit that is not recorded by then counts as lost."""
 
@@ -33,54 +38,63 @@ class Writing:
 
     def __init__(self, store: EtcdStore, directory: Path, hosts: int) -> None:
         """Registers, becomes leader, and commits nothing yet."""
-        self._events: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self._views: queue.Queue[View] = queue.Queue()
+        self._recorded: queue.Queue[int] = queue.Queue()
+        self._loop = EventLoop()
         self._hosts = tuple(f"host-{number}" for number in range(hosts))
         record = HostRecord(
             host="host-0", address="127.0.0.1:1", incarnation="a", joined_ns=0, pid=1
         )
-        self.membership = Membership(store, "commits", record, 5.0, self._emit)
+        self.membership = Membership(
+            *(store, ThreadMirrors(store), "commits", record, LEASE_S, self._loop),
+            on_view=self._views.put,
+            on_lapse=lambda: None,
+            on_store=lambda up: None,
+        )
         self.membership.start()
-        self.membership.campaign()
-        view = self._heard("view", lambda view: view.leader == "host-0")
-        assert isinstance(view, View)
-        journal = Journal(directory, "host-0")
-        self.records = Records(self.membership, view, self._emit, journal, "etcd")
+        self._loop.post(self._tick)
+        self._loop.post(self.membership.campaign)
+        self._thread = threading.Thread(target=self._loop.run, daemon=True)
+        self._thread.start()
+        while (view := self._views.get(timeout=LIMIT_S)).leader != "host-0":
+            pass
+        self.records = Records(
+            *(self.membership, view, [], self._loop),
+            *(Journal(directory, "host-0"), "etcd"),
+            on_written=lambda label, value: self._recorded.put(value.step),
+            on_delayed=lambda label, value: None,
+            on_committing=lambda step: None,
+        )
 
-    def _emit(self, *event: Any) -> None:
-        self._events.put(event)
-
-    def _heard(self, kind: str, wanted: Any) -> Any:
-        end = time.monotonic() + LIMIT_S
-        while True:
-            event = self._events.get(timeout=max(end - time.monotonic(), 0.001))
-            if event[0] == kind and wanted(event[-1]):
-                return event[-1]
+    def _tick(self) -> None:
+        self.membership.tick()
+        self._loop.call_later(TICK_S, self._tick)
 
     def commit(self, step: int) -> None:
         """Records one commit and waits for it.
 
         Raises:
             queue.Empty: it was not recorded in time.
-            RuntimeError: the fence refused it.
         """
-        self.records.commit(
-            Commit(
-                step=step,
-                generation=1,
-                attempt=1,
-                root=f"{step:032x}",
-                layout="0" * 32,
-                holders=self._hosts,
-                copies=2,
-            )
+        commit = Commit(
+            step=step,
+            generation=1,
+            attempt=1,
+            root=f"{step:032x}",
+            layout="0" * 32,
+            holders=self._hosts,
+            copies=2,
         )
-        if not self._heard("written", lambda allowed: True):
-            raise RuntimeError(f"commit {step} was refused: not the leader any more")
+        self._loop.post(self.records.commit, commit)
+        while self._recorded.get(timeout=LIMIT_S) < step:
+            pass
 
     def close(self) -> None:
         """Ends the threads."""
+        self._loop.stop()
+        self._thread.join(LIMIT_S)
         self.records.close()
-        self.membership.leave()
+        self.membership.close()
 
 
 def run(
@@ -91,7 +105,7 @@ def run(
     etcd.start()
     try:
         etcd.wait_ready(30.0)
-        store = EtcdStore(StoreAddress.parse(etcd.address, private=True))
+        store = EtcdStore(etcd.address)
         writing = Writing(store, directory, hosts)
         begun, largest = time.monotonic(), 0
         for step in range(1, commits + 1):
@@ -136,7 +150,7 @@ def main() -> int:
             found = run(
                 options.commits, quota_bytes, options.hosts, Path(directory), every
             )
-        except (queue.Empty, RuntimeError) as error:
+        except queue.Empty as error:
             print(f"a commit was not recorded: {error!r}", file=sys.stderr)
             return 1
     print(json.dumps(found))

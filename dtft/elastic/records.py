@@ -34,8 +34,8 @@ class _Write:
 class Records:
     """The newest view, the last commits, and the writes of one leader.
 
-    Used by the event loop. A newer commit takes the place of one that waits; nothing
-    else is left out.
+    Used by the event loop. A write takes the place of an older one of its label that
+    still waits; nothing else is left out.
     """
 
     def __init__(

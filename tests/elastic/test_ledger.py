@@ -1,7 +1,6 @@
 """The leader's ledger: commits, releases and exports of one formation."""
 
 import itertools
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,8 @@ from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.interval import Automatic
 from dtft.checkpoint.shares import Shares
 from dtft.elastic.ledger import GRACE_S, Ledger
-from dtft.elastic.records import Writer
 from dtft.elastic.roles import Assignment
 from dtft.elastic.storage_health import FIRST_PAUSE_S, StorageHealth
-from dtft.elastic.store import StoreUnavailable
-from tests.checkpoint.hosts import wait_until
 from tests.elastic.desks import agent_config
 from tests.elastic.test_recovery import HOSTS, layout, root_of, value
 
@@ -277,37 +273,3 @@ def commit(step: int) -> Commit:
         holders=(),
         copies=2,
     )
-
-
-def test_writer_goes_on_when_the_store_is_back_with_the_newest_commit():
-    events: list[tuple] = []
-    heard, up = threading.Condition(), threading.Event()
-    tried: list[int] = []
-
-    def emit(*event: Any) -> None:
-        with heard:
-            events.append(event)
-            heard.notify_all()
-
-    def attempt(step: int) -> bool:
-        if not up.is_set():
-            raise StoreUnavailable("away")
-        tried.append(step)
-        return True
-
-    def wait_for(kind: str, count: int) -> None:
-        with heard:
-            assert heard.wait_for(
-                lambda: sum(event[0] == kind for event in events) >= count, timeout=10
-            )
-
-    before = set(threading.enumerate())
-    writer = Writer(emit)
-    for number, step in enumerate((1, 2, 3), start=1):
-        writer.write("commit", commit(step), lambda step=step: attempt(step))
-        wait_for("write_delayed", number)
-    up.set()
-    wait_for("written", 1)
-    writer.close()
-    wait_until(lambda: set(threading.enumerate()) <= before)
-    assert tried == [3] and events[-1] == ("written", "commit", commit(3), True)

@@ -9,19 +9,17 @@ import pytest
 
 from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.placement import place
-from dtft.elastic.config import AgentConfig
 from dtft.elastic.inspect_job import NotThere, Observer
-from dtft.elastic.journal import read_events
-from dtft.elastic.membership import job_key, read_view
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.scale_job import ScaleRefused, scale
 from dtft.elastic.sizing import SizeLimits, resized
 from dtft.train.scale_command import line
-from tests.elastic.desks import LeaderDesk
+from tests.elastic.desks import LeaderDesk, record_of
 from tests.elastic.test_recovery import layout, root_of, value
 
 STATE = layout(2, 1)
-ANSWER_S = 20.0
+PROMPT_S = 0.5
+"""Nobody here takes any time; the leader ticks."""
 
 
 class Desk(LeaderDesk):
@@ -36,18 +34,14 @@ class Desk(LeaderDesk):
         self.silent: set[str] = set()
         self.members = {"h0", "h1"}
         for number in range(hosts):
-            self._put(f"m/hosts/h{number}", _record(number).to_json())
-        self._put("m/leader", "h0")
-        self._put("m/assignment", _assignment().to_json())
-        self._put("c/commits", _commit(7, STATE).to_json())
+            self.register(_record(number))
+        self.put("m/assignment", _assignment().to_json())
+        self.put("c/commits", _commit(7, STATE).to_json())
         self.lead()
-
-    def _put(self, name: str, text: str) -> None:
-        self.store.put(job_key("j", name), text.encode())
 
     def lead(self) -> None:
         """A leader takes over, and the job trains again."""
-        self.begin(read_view(self.store, "j")[0])
+        self.begin()
         self.until(lambda: self.leader._rounds.phase in ("running", "waiting"))
 
     def ordered(self, host: str, op: str, **fields: Any) -> None:
@@ -66,7 +60,7 @@ class Desk(LeaderDesk):
             known = [state.to_json() for state in mine.values()]
             told |= {"op": "holdings", "holdings": holdings, "layouts": known}
             told |= {"corrupt": [], "finished": 7, "items": {}}
-            self.emitted.put(("report", host, told))
+            self.report(host, told)
         elif op == "prepare":
             self.members.add(host)
             restored = {key: value(key) for key in fields["digests"]}
@@ -74,25 +68,25 @@ class Desk(LeaderDesk):
             prepared |= {"export_port": 1, "restored": restored}
             if not fields["resized"]:
                 prepared["restored"] = {}
-            self.emitted.put(("report", host, told | prepared))
+            self.report(host, told | prepared)
             announced = {"op": "layout", "layout": fields["layout"]}
-            self.emitted.put(("report", host, told | announced))
+            self.report(host, told | announced)
             running = {"op": "running", "bytes_from_storage": 0, "step": 8}
             running["slot"] = fields["slot"]
-            self.emitted.put(("report", host, told | running))
+            self.report(host, told | running)
 
-    def until(self, ready: Any) -> None:
-        """Handles the leader's events until something is so."""
-        while not ready():
-            kind, *values = self.emitted.get(timeout=ANSWER_S)
-            names = {"report": "hears", "coordinator": "coordinator_ready"}
-            if kind in ("report", "written", "coordinator", "write_delayed"):
-                getattr(self.leader, names.get(kind, kind))(*values)
-            if kind == "written":
-                self.look()
+    def report(self, host: str, message: dict[str, Any]) -> None:
+        """What a host says reaches the leader."""
+        self.loop.post(lambda: self.leader.handle_report(host, message))
 
-    def look(self) -> None:
-        self.leader.see(read_view(self.store, "j")[0])
+    def until(self, ready: Any, limit_s: float = PROMPT_S) -> None:
+        """Lets time pass until something is so; the leader sees the store's news."""
+
+        def so() -> bool:
+            self.look()
+            return ready()
+
+        self.loop.turn_until(so, limit_s)
 
     def ask(self, replicas: int) -> None:
         self.leader.scaling_wanted(replicas, self.answers.append)
@@ -111,7 +105,9 @@ class Desk(LeaderDesk):
         self.until(lambda: told.last_commit == step)
 
     def lose(self, host: str) -> None:
-        self.store.delete(job_key("j", f"m/hosts/{host}"))
+        """A host's process ends."""
+        self.delete(f"m/hosts/{host}")
+        self.leader.lost(host, "its port is dead")
         self.look()
 
     def settle(self, slots: int) -> None:
@@ -124,20 +120,9 @@ class Desk(LeaderDesk):
 
         self.until(trains)
 
-    @property
-    def said(self) -> str:
-        told = [e["text"] for e in read_events(self.directory) if "text" in e]
-        return "\n".join(told)
-
 
 def _record(number: int) -> HostRecord:
-    return HostRecord(
-        host=f"h{number}",
-        address=f"h{number}:1",
-        incarnation=f"i{number}",
-        joined_ns=number,
-        pid=1,
-    )
+    return record_of(f"h{number}", joined_ns=number)
 
 
 def _assignment() -> Assignment:
@@ -145,7 +130,7 @@ def _assignment() -> Assignment:
         generation=1,
         attempt=1,
         slots=("h0", "h1"),
-        incarnations=("i0", "i1"),
+        incarnations=("h0.1", "h1.1"),
         source="init",
         step=0,
         rung=0,
@@ -168,24 +153,8 @@ def _commit(step: int, state: Any) -> Commit:
     )
 
 
-class Coordinator:
-    """Serves at once; the real one takes seconds, and nobody connects to it here."""
-
-    def __init__(self, _: AgentConfig, emit: Any) -> None:
-        self._emit = emit
-
-    def start(self, num_processes: int, ballot: tuple[int, int]) -> None:
-        self._emit("coordinator", ballot, f"serves:{num_processes}")
-
-    def end(self) -> None:
-        pass
-
-    close = end
-
-
 @pytest.fixture
-def desk_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("dtft.elastic.rounds.Coordinator", Coordinator)
+def desk_of(tmp_path: Path):
     made: list[Desk] = []
 
     def make(hosts: int, **options: Any) -> Desk:
@@ -194,7 +163,7 @@ def desk_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     yield make
     for desk in made:
-        desk.leader.close()
+        desk.close()
 
 
 def test_a_job_grows_at_the_next_commit_and_says_when_it_trains(desk_of) -> None:
@@ -216,7 +185,7 @@ def test_a_job_grows_at_the_next_commit_and_says_when_it_trains(desk_of) -> None
     (answer,) = desk.answers
     assert (answer["replicas"], answer["before"], answer["step"]) == (3, 2, 8)
     assert answer["bytes_from_storage"] == 0
-    (proof,) = [e for e in read_events(desk.directory) if e["event"] == "resized"]
+    (proof,) = [e for e in desk.events() if e["event"] == "resized"]
     assert proof["committed_root"] == proof["restored_root"] and not proof["differing"]
     prepared = [order for host, order in desk.take("prepare") if host == "h2"][-1]
     assert prepared["layout"] == resized(STATE, 3).to_json()
@@ -255,8 +224,8 @@ def test_a_host_lost_while_the_job_grows_leads_back(desk_of) -> None:
     (answer,) = desk.answers
     assert "trains on 2 hosts, not on 3: a host was lost" in answer["error"]
     desk.silent.clear()
-    desk._put("m/hosts/h3", _record(3).to_json())
-    desk.leader.connected("h3")
+    desk.register(_record(3))
+    desk.leader.connected(_record(3))
     desk.look()
     desk.commit(9)
     desk.settle(3)
@@ -268,8 +237,8 @@ def test_a_size_that_trainers_refuse_is_given_up(desk_of) -> None:
     assert round_ is not None
     fatal = {"op": "fatal", "ballot": round_.ballot, "message": "no memory for it"}
     desk.silent.clear()
-    desk.leader.hears("h2", dict(fatal))
-    desk.leader.hears("h1", dict(fatal))  # of the same round: it is over
+    desk.leader.handle_report("h2", dict(fatal))
+    desk.leader.handle_report("h1", dict(fatal))  # of the same round: it is over
     desk.settle(2)
     assert "no memory for it" in desk.answers.pop()["error"]
     assert "cannot train on 3 hosts" in desk.said
@@ -282,7 +251,7 @@ def test_a_stop_after_growing_failed_still_stores_the_last_step(desk_of) -> None
     desk.lose("h2")
     desk.lose("h1")
     desk.until(lambda: desk.leader._rounds.phase == "waiting")
-    desk._put("m/stop", "1")
+    desk.put("m/stop", "1")
     desk.look()
     assert desk.exports[-1] == ("h0", 8, 0)
 
@@ -291,7 +260,7 @@ def test_with_a_least_number_a_lost_host_is_not_waited_for(desk_of) -> None:
     desk = desk_of(hosts=2, min_replicas=1)
     desk.lose("h1")
     desk.settle(1)
-    assert "waiting_for_host" not in [e["event"] for e in read_events(desk.directory)]
+    assert "waiting_for_host" not in desk.kinds()
 
 
 @pytest.mark.parametrize("least", [0, 2])

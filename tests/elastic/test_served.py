@@ -12,11 +12,11 @@ from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.entry import SERVED, proof_of
 from dtft.elastic.inspect_job import Observer
-from dtft.elastic.membership import View, job_key
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.scale_job import ScaleRefused, scale
 from dtft.elastic.served import fill_by_process, missing
-from tests.elastic.desks import LeaderDesk
+from dtft.elastic.view import job_key
+from tests.elastic.desks import LeaderDesk, record_of
 
 LAYOUT = Layout(
     mesh=MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=(0, 1)),
@@ -25,15 +25,7 @@ LAYOUT = Layout(
 
 
 def host(name: str, process: int = -1, attached_ns: int = 0) -> HostRecord:
-    return HostRecord(
-        host=name,
-        address=f"{name}:1",
-        incarnation=f"{name}-1",
-        joined_ns=0,
-        pid=1,
-        process=process,
-        attached_ns=attached_ns,
-    )
+    return record_of(name, process=process, attached_ns=attached_ns)
 
 
 @given(st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 9)), max_size=8))
@@ -56,29 +48,27 @@ class Desk(LeaderDesk):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, host("a"), served=True, storage_interval=10**6)
-        self.known = {"a": host("a"), "b": host("b")}
-        self.member.campaign()
-        self.begin(self._view())
-
-    def _view(self) -> View:
-        found = self.store.get(job_key("j", "m/leader"))
-        revision = found.create_revision if found else 0
-        return View(hosts=dict(self.known), leader="a", leader_revision=revision)
+        for name in "ab":
+            self.register(host(name))
+        self.begin()
+        self.turn()
 
     def attach(self, name: str, process: int, ns: int) -> None:
-        self.known[name] = host(name, process, ns)
-        self.leader.see(self._view())
-        self.leader.tick()
+        """A process has attached to a host, or has left it."""
+        self.register(host(name, process, ns))
+        self.look()
+        self.leader.connected(host(name, process, ns))
+        self.turn()
 
     def holdings(self, to: str, fields: dict[str, Any], ns: int, **has: Any) -> None:
         reply = {"layouts": [], "holdings": {}, "items": {}, "corrupt": []} | has
         more = {"finished": 0, "attached_ns": ns, "ballot": fields["ballot"]}
-        self.leader.hears(to, {"op": "holdings", **reply, **more})
+        self.leader.handle_report(to, {"op": "holdings", **reply, **more})
 
     def reports(self, to: str, op: str, **fields: Any) -> None:
         round_ = self.leader._rounds.current
         assert round_ is not None
-        self.leader.hears(to, {"op": op, "ballot": round_.ballot, **fields})
+        self.leader.handle_report(to, {"op": op, "ballot": round_.ballot, **fields})
 
     def stage(self, step: int) -> None:
         """Each host tells that it has staged its one slice."""
@@ -96,17 +86,8 @@ class Desk(LeaderDesk):
             self.reports(to, "held", step=step, root=root, **where)
 
     def writes(self) -> None:
-        """A write of the store is answered."""
-        while not self._handles(*self.emitted.get(timeout=10)):
-            pass
-
-    def _handles(self, kind: str, *values: Any) -> bool:
-        """Passes an event on; whether a write was answered."""
-        if kind == "written":
-            self.leader.written(*values)
-        elif kind == "coordinator":
-            self.leader.coordinator_ready(*values)
-        return kind == "written"
+        """What the leader writes is recorded."""
+        self.turn()
 
     def formed(self) -> None:
         """Both processes have attached and go on."""
@@ -115,25 +96,18 @@ class Desk(LeaderDesk):
         for to, fields in self.take("reform"):
             self.holdings(to, fields, {"a": 5, "b": 6}[to])
         self.writes()
-        while not self.emitted.empty():  # the coordinator that is none answers at once
-            self._handles(*self.emitted.get())
         assert [to for to, _ in self.take("prepare")] == ["a", "b"]
         timed = {"seconds": 0.0, "restored": {}}
         for slot, to in enumerate("ab"):
             self.reports(to, "prepared", export_port=1, own=0, peers=0, **timed)
             self.reports(to, "running", slot=slot, step=0, bytes_from_storage=0)
 
-    @property
-    def phase(self) -> str:
-        return self.leader._rounds.phase
-
 
 @pytest.fixture
 def desk(tmp_path: Path):
     made = Desk(tmp_path)
     yield made
-    made.leader.close()
-    made.store.close()
+    made.close()
 
 
 def test_the_job_forms_when_every_process_has_attached(desk: Desk) -> None:
@@ -144,18 +118,18 @@ def test_the_job_forms_when_every_process_has_attached(desk: Desk) -> None:
     assert desk.phase == "gathering" and {to for to, _ in asked} == {"a", "b"}
     for to, fields in asked:
         desk.holdings(to, fields, {"b": 5, "a": 6}[to])
-    chosen = desk.leader._rounds.current
-    assert chosen is not None and chosen.assignment is not None
-    assert chosen.assignment.slots == ("b", "a")  # by process, not by name
+    desk.turn()
+    assert desk.assignment is not None
+    assert desk.assignment.slots == ("b", "a")  # by process, not by name
 
 
 def test_a_process_that_has_stood_down_since_is_waited_for(desk: Desk) -> None:
     desk.attach("a", 0, 5)
     desk.attach("b", 1, 6)
     for to, fields in desk.take("reform"):
-        desk.holdings(to, fields, {"a": 5, "b": 0}[to])  # the store is behind
+        desk.holdings(to, fields, {"a": 5, "b": 0}[to])  # the record is behind
     assert desk.phase == "waiting"
-    desk.attach("b", -1, 0)
+    desk.attach("b", -1, 0)  # its host says so next
     assert desk.phase == "waiting" and not desk.take("reform")
     desk.attach("b", 1, 9)
     assert desk.phase == "gathering"
@@ -169,7 +143,9 @@ def test_a_process_that_goes_makes_all_wait_with_the_reason(desk: Desk) -> None:
     assert {fields["reason"] for _, fields in told} == {"process 1 on b has gone"}
     assert not any(fields["fatal"] for _, fields in told)
     for to, fields in told:
+        desk.attach(to, -1, 0)
         desk.holdings(to, fields, 0)
+    desk.turn()
     assert desk.phase == "waiting"
 
 
@@ -179,7 +155,7 @@ def test_what_would_happen_again_lets_the_processes_go_and_ends_nothing(
     desk.formed()
     for to in "ab":
         desk.reports(to, "layout", layout=LAYOUT.to_json())
-    desk.leader.hears("a", {"op": "fatal", "message": "no memory for the arena"})
+    desk.leader.handle_report("a", {"op": "fatal", "message": "no memory for the arena"})
     told = desk.take("reform")
     assert told and all(fields["fatal"] for _, fields in told)
     assert told[0][1]["reason"] == "no memory for the arena"
@@ -261,7 +237,9 @@ def test_after_the_last_goodbye_the_job_waits_for_other_processes(desk: Desk) ->
     assert desk.phase == "running"
     desk.reports("b", "finished", slot=1, step=0)
     for to, fields in desk.take("reform"):
+        desk.attach(to, -1, 0)
         desk.holdings(to, fields, 0)
+    desk.turn()
     assert desk.phase == "waiting" and not desk.leader._rounds.frozen
 
 
@@ -286,14 +264,16 @@ def saved(desk: Desk) -> None:
 
 def replied(desk: Desk, *without: str) -> None:
     """No process is attached; hosts say what they hold, one slot's slices whole."""
-    desk.known = {name: host(name) for name in "ab"}
-    desk.leader.see(desk._view())
+    for name in "ab":
+        desk.register(host(name))
+        desk.leader.connected(host(name))
+    desk.look()
     for to, fields in desk.take("reform"):
         slot = "ab".index(to)
         has = {"layouts": [LAYOUT.to_json()], "export_port": 70 + slot}
         has |= {"holdings": {1: DIGESTS}, "complete": {1: [slot]}}
         desk.holdings(to, fields, 0, **({} if to in without else has))
-    desk.leader.tick()
+    desk.turn()
 
 
 def test_the_newest_commit_is_exported_while_no_process_runs(desk: Desk) -> None:
@@ -333,7 +313,7 @@ def test_an_export_between_runs_ends_when_the_processes_attach(desk: Desk) -> No
     desk.attach("b", 1, 8)
     for to, fields in desk.take("reform"):
         desk.holdings(to, fields, {"a": 7, "b": 8}[to])
-    desk.leader.tick()
+    desk.turn()
     assert "the processes have attached again" in heard[0]["error"]
 
 

@@ -68,10 +68,13 @@ class VirtualLoop:
 
     def begin(self, name: str, work: Callable[[], None]) -> None:
         """Has work of a kind done soon, or when that kind is let go."""
+        self.post(self._work, name, work)
+
+    def _work(self, name: str, work: Callable[[], None]) -> None:
         if name in self.held:
             self.held[name].append(work)
         else:
-            self.post(work)
+            work()
 
     def hold(self, name: str) -> None:
         """What is done under this name hangs from now on."""
