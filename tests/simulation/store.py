@@ -328,6 +328,7 @@ class Client:
 
     def __init__(self, etcd: Etcd, process: Process) -> None:
         self._etcd, self._process = etcd, process
+        self.private = True
 
     def _read(self, work: Callable[[Twin], T]) -> T:
         return self._etcd.call(self._process, False, work)

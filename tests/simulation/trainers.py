@@ -9,12 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtft.checkpoint.board import Phase
+from dtft.elastic.progress import STOPPED, Observation
 from tests.simulation.memory import layout_from, right
 from tests.simulation.network import Process, Wire
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.storage import Storage
 
 ABSENT = -1
+LAST_WORDS_S = 5.0
+BROKEN = "JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer"
 KILL_S = 10.0
 Emit = Callable[..., None]
 
@@ -126,7 +130,7 @@ class SimTrainer:
         self.immortal_s = 0.0
         """Seconds for which SIGKILL does not end it."""
         self.start: Mapping[str, Any] | None = None
-        self.given = self.done = False
+        self.given = self.done = self.failed = False
         self.slot = -1
         self.world: JaxWorld | None = None
         self._held: list[Callable[[], None]] = []
@@ -135,7 +139,24 @@ class SimTrainer:
         self._room = self._ran = False
         self._stop_at: int | None = None
         self._waits_for = ""
+        self.phase: Phase = ""
+        self.since_s = 0.0
+        self.computing = 0
         self.soon(job.pace.start_s, self._attach)
+
+    def enter(self, phase: Phase) -> None:
+        """What the agent sees on the board."""
+        self.phase, self.since_s = phase, self._trainers.process.loop.now()
+
+    def observe(self) -> Observation:
+        """What the agent sees of this process."""
+        return Observation(
+            phase=self.phase,
+            since=self.since_s,
+            computing=self.computing,
+            finished=self._step,
+            state=STOPPED if self.stopped else "S",
+        )
 
     # ------------------------------------------------------------------- time
 
@@ -168,14 +189,30 @@ class SimTrainer:
         """It ends by itself, because of an error elsewhere."""
         if self.done and code > 0:
             return  # it waits for its agent only
-        self.soon((0.02, within_s), lambda: self.end(code))
+        if code > 0:
+            self.soon((0.02, within_s), lambda: self.fail(BROKEN))
+        else:
+            self.soon((0.02, within_s), lambda: self.end(code))
+
+    def fail(self, error: str, phase: str = "step") -> None:
+        """An exception ends it: its agent is told first."""
+        if self.failed:
+            return
+        self.failed = True
+        if self.world is not None:
+            self.world.lost(self)
+        step = self.computing
+        self.say(
+            "failed", step=step, phase=phase, error=error, traceback="", log="/sim/log"
+        )
+        self.later(LAST_WORDS_S, lambda: self.end(1))
 
     def end(self, code: int) -> None:
         """The process ends."""
         if not self.alive:
             return
         self.alive = False
-        if self.world is not None:
+        if self.world is not None and not self.failed:
             self.world.lost(self)
         trainers = self._trainers
         delay = self._job.scheduler.rng.uniform(0.001, 0.02)
@@ -226,12 +263,13 @@ class SimTrainer:
             self.exit_soon(1, 3.0)
             return
         self.world = world
+        self.enter("start")
         world.join(self)
         self.later(start["start_s"], self._late_start)
 
     def _late_start(self) -> None:
         if not self._ran:
-            self.end(1)
+            self.fail("TimeoutError: the agent did not answer", "start")
 
     def joined(self) -> None:
         """Every trainer is there and compiled."""
@@ -245,12 +283,12 @@ class SimTrainer:
             if list(order["digests"]) != good:
                 self._job.wrong(f"{self.host} restores wrong bytes as step {step}")
             if self._trainers.corrupt(step):
-                self.end(1)  # what is loaded is checked
+                self.fail("CorruptCopy: w", "restore")  # what is loaded is checked
                 return
         elif source == "storage":
             stored = self._job.storage.steps.get(step)
             if stored is None or self._job.storage.away:
-                self.end(1)
+                self.fail("FileNotFoundError: no such step", "restore")
                 return
             for piece in pieces:
                 if stored.get(piece.key) != right(piece.key, step):
@@ -261,16 +299,20 @@ class SimTrainer:
 
     def _compute(self) -> None:
         step = self._step + 1
+        if self.failed:
+            return
         if self._step >= self._job.last_step or self._stopping:
             self._finish()
             return
         assert self.world is not None
+        self.computing = step
+        self.enter("step")
         always = self._job.failing.get((self.host, step))
         if always is not None:
             if not always:
                 del self._job.failing[self.host, step]
             self._job.happened("exception", self.host, step)
-            self.end(1)
+            self.fail(f"RuntimeError: no sample {step}")
             return
         self.world.arrive(self.slot, step)
 
@@ -282,6 +324,7 @@ class SimTrainer:
         """All have computed a step; it is saved when the one before is safe."""
         self._step = step
         self._waits_for = "turn"
+        self.enter("save")
         self._job.happened("computed", self.host, step)
         self._turn()
 
@@ -290,6 +333,7 @@ class SimTrainer:
             return  # at most one step runs ahead of replication
         if self._waits_for == "end":
             self._waits_for, self.done = "", True
+            self.enter("")
             self.say("finished", step=self._step, summary={})
             return
         self._waits_for = "room"
@@ -337,6 +381,7 @@ class SimTrainer:
 
     def _finish(self) -> None:
         self._waits_for = "end"
+        self.enter("save")
         self._turn()
 
 
@@ -371,6 +416,16 @@ class SimTrainers:
     def _next(self) -> SimTrainer | None:
         trainer = self.trainer
         return trainer if trainer is not None and not trainer.given else self._waiting
+
+    @property
+    def pid(self) -> int:
+        """See `Trainers.pid`."""
+        return self.trainer.ident if self.trainer is not None else 0
+
+    def observe(self, pid: int) -> Observation | None:
+        """What a trainer does now."""
+        found = self._known.get(pid)
+        return found.observe() if found is not None and found.alive else None
 
     def note(self, text: str) -> None:
         """Nobody attaches here."""

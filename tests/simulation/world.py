@@ -34,7 +34,10 @@ from tests.simulation.trainers import Job, Pace, SimService, SimTrainers
 SECRET = b"0123456789abcdef"
 RESTART_S = (0.5, 2.0)
 TIMEOUTS = Timeouts(
-    stage=15.0,
+    stage=25.0,
+    data=10.0,
+    evaluate=10.0,
+    save=12.0,
     replicate=8.0,
     restore=8.0,
     start=20.0,
@@ -182,6 +185,8 @@ class Node:
             resharding=None,
             restore=copies.restore,  # type: ignore[arg-type]
             free_port=lambda: 40000 + self.number,
+            observe=self.trainers.observe,
+            dump_stack=lambda pid, log: f"stack of {pid} in {log}",
         )
         credentials = Credentials(job=config.job, secret=SECRET)
         made.append(Follower(config, credentials, parts, self.loop, emit, report))
