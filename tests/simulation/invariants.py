@@ -20,6 +20,7 @@ LOOK_S = 1.0
 USABLE_LEASES = 3
 SLACK_S = 3.0
 COMMIT_S = 60.0
+LEAVE_S = 30.0
 LEADERS_KEYS = ("m/assignment", "m/stored", "m/result", "m/budget", "c/commits")
 
 
@@ -41,7 +42,7 @@ class Invariants:
         """The newest step that was ever recorded as committed."""
         self.committed: set[int] = {0}
         self.commits = 0
-        self._progress_at = 0.0
+        self._committed_at = self._progress_at = 0.0
         """When a step was last committed, or fewer hosts than needed were well."""
         self._well_since: dict[str, float] = {}
         world.etcd.watchers.append(self._written)
@@ -63,7 +64,7 @@ class Invariants:
             self._fenced(writer, name)
             if name == "c/commits":
                 lines = event.kv.value.decode().splitlines()
-                self._commit(Commit.from_json(lines[0]))
+                self._commit([Commit.from_json(line) for line in lines])
             elif name == "m/assignment":
                 self._assigned(Assignment.from_json(event.kv.value))
             elif name == "m/result":
@@ -85,20 +86,36 @@ class Invariants:
         if known != (writer, str(process)) and era is not None:
             self._world.wrong(f"(a) {known} and {writer} {process} wrote in one term")
 
-    def _commit(self, commit: Commit) -> None:
-        world = self._world
-        self._progress_at = world.now
+    def _commit(self, commits: list[Commit]) -> None:
+        world, commit = self._world, commits[0]
+        self._committed_at = self._progress_at = world.now
         self.commits += 1
-        if commit.step not in self.committed:
-            self.committed.add(commit.step)
+        self.committed |= {it.step for it in commits}
         if commit.step <= self.newest:
             return
         self.newest = commit.step
-        if self._trusting:
-            self._check_copies(commit)
+        if not self._trusting:
+            return
+        # A write that the store takes late may be of a step that was released since:
+        # then the commit before it is still there.
+        short = [self._lacking(it) for it in commits]
+        moved_on = max((it.newest_step for it in self._holders(commit)), default=0)
+        late = len(commits) == 1 and moved_on > commit.step
+        if all(short) and not late:
+            world.wrong(f"(b) step {commit.step} committed without copies: {short}")
 
-    def _check_copies(self, commit: Commit) -> None:
-        """Every slice is on as many of the holders as the commit says."""
+    def _holders(self, commit: Commit) -> "list[SimHolder]":
+        nodes = [self._world.nodes.get(host) for host in commit.holders]
+        return [
+            node.copies.holder
+            for node in nodes
+            if node is not None
+            and node.alive
+            and isinstance(node.copies.holder, SimHolder)
+        ]
+
+    def _lacking(self, commit: Commit) -> dict[str, int]:
+        """Slices that are not on as many of the holders as the commit says."""
         world = self._world
         unknown = 0
         counts = {piece.key: 0 for piece in world.layout.owners}
@@ -112,13 +129,11 @@ class Invariants:
             here = holder.here(commit.step) if isinstance(holder, SimHolder) else {}
             for key, digest in here.items():
                 counts[key] += digest == right(key, commit.step)
-        short = {
+        return {
             key: count
             for key, count in counts.items()
             if count + unknown < min(commit.copies, len(commit.holders))
         }
-        if short:
-            world.wrong(f"(b) step {commit.step} committed without copies: {short}")
 
     def _assigned(self, assignment: Assignment) -> None:
         """No newer commit is passed over that the assigned hosts hold."""
@@ -207,6 +222,22 @@ class Invariants:
                 f"(d) {len(well)} hosts are well, but no step was committed for "
                 f"{COMMIT_S:.0f} s: {self.explain()}"
             )
+
+    @property
+    def idle_since(self) -> float:
+        """When a step was committed last."""
+        return self._committed_at
+
+    def finish(self, result_at: float | None) -> None:
+        """The run is over; `result_at`: when the job had a result."""
+        world = self._world
+        if result_at is None or world.now < result_at + LEAVE_S:
+            return
+        for node in self.well():
+            if self._well_since.get(f"{node.host}#{node.number}", world.now) < (
+                world.now - LEAVE_S / 2
+            ):
+                world.wrong(f"(h) {node.host} still runs, the job has ended")
 
     def _check_usable(self, node: Node) -> None:
         """In a slot, or known to a leader that may give it one."""

@@ -202,6 +202,11 @@ class SimHolder:
         hosted = {step for steps in self._hosted.values() for step in steps}
         return tuple(sorted(hosted | set(self._own)))
 
+    @property
+    def newest_step(self) -> int:
+        """The newest step of which something is here, 0 for none."""
+        return max(self.steps(), default=0)
+
     def here(self, step: int) -> dict[str, bytes]:
         """Every slice of a step, by key."""
         found: dict[str, bytes] = {}

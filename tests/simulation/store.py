@@ -62,7 +62,8 @@ class Twin(MemoryStore):
 
     def expire(self) -> None:
         """Ends leases that are due."""
-        self._expire()
+        with self._changed:
+            self._expire()
 
     def renew_all(self) -> None:
         """As etcd does when it starts: every lease begins anew."""

@@ -298,6 +298,8 @@ class World:
         self._number = 0
         self.memory_full: set[str] = set()
         self.no_processes: set[str] = set()
+        self.mutating = False
+        """Whether some host lies."""
         self.events: list[tuple[float, str, str, dict[str, Any]]] = []
         self.violations: list[str] = []
         self.listeners: list[Callable[[str], None]] = []
