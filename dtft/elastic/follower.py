@@ -133,8 +133,14 @@ class Follower:
         )
 
     def warm(self) -> None:
-        """Starts a standby trainer: imports are paid for before they are needed."""
-        self._trainers.ensure_standby()
+        """Starts a standby trainer: imports are paid for before they are needed.
+
+        Without one a slot is taken later, or given back if none can be started then.
+        """
+        try:
+            self._trainers.ensure_standby()
+        except OSError as error:
+            logger.warning("no standby trainer can be started: %s", error)
 
     @property
     def attachment(self) -> tuple[int, int]:

@@ -341,7 +341,9 @@ class Leader:
         self._fails("exit", host, code=code, log=self._log_of(host))
         self._rounds.form(death(assignment.slots if assignment else (), host, code))
 
-    def _on_failed(self, host: str, step: int, error: str, **evidence: Any) -> None:
+    def _on_failed(
+        self, host: str, slot: int, step: int, error: str, **evidence: Any
+    ) -> None:
         """An exception has ended the trainer of a host."""
         self._fails("exception", host, step=step, error=error, **evidence)
         self._rounds.form(self._newest_failure)

@@ -82,7 +82,7 @@ class Membership:
         self._store, self._mirrors, self._loop = store, mirrors, loop
         self._job, self._lease_s = job, lease_s
         self._on_view, self._on_lapse, self._on_store = on_view, on_lapse, on_store
-        self.upkeep = Upkeep(store)
+        self.upkeep = Upkeep(store, loop.now)
         """Of the history that the leader's writes leave behind."""
         self.record, self.view = record, View()
         self.claims: Mapping[str, bytes] = {}

@@ -1,0 +1,5 @@
+"""A deterministic simulation of the control plane: one thread, a seeded scheduler.
+
+The agent, leader, follower, membership, links, rounds and ledger are the real ones;
+time, threads, network, store, disks and trainers are simulated. See `__main__.py`.
+"""

@@ -1,0 +1,554 @@
+"""Simulated trainers: processes that compute steps together, one for each slot.
+
+A step is done when every trainer of a formation has computed it. One that dies breaks
+the others' collectives, and they end soon after; one that is stopped makes them wait.
+`SimTrainers` is what the real `Trainers` is for a follower.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtft.checkpoint.board import Phase
+from dtft.elastic.progress import STOPPED, Observation
+from tests.simulation.memory import layout_from, right
+from tests.simulation.network import Process, Wire
+from tests.simulation.scheduler import Scheduler
+from tests.simulation.storage import Storage
+
+ABSENT = -1
+LAST_WORDS_S = 5.0
+BROKEN = "JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer"
+KILL_S = 10.0
+Emit = Callable[..., None]
+
+
+@dataclass(kw_only=True)
+class Pace:
+    """How long things take, in seconds."""
+
+    start_s: tuple[float, float] = (0.3, 1.2)
+    compile_s: tuple[float, float] = (0.1, 0.6)
+    step_s: tuple[float, float] = (0.4, 0.7)
+    snapshot_s: tuple[float, float] = (0.005, 0.05)
+
+
+@dataclass(kw_only=True)
+class Job:
+    """What all trainers of a run have in common."""
+
+    scheduler: Scheduler
+    wire: Wire
+    storage: Storage
+    layout: str
+    last_step: int
+    pace: Pace = field(default_factory=Pace)
+    worlds: "dict[str, JaxWorld]" = field(default_factory=dict)
+    idents: int = 0
+    restored: Callable[["SimTrainer", str, int], None] = lambda *_: None
+    wrong: Callable[[str], None] = lambda text: None
+    happened: Callable[[str, str, int], None] = lambda what, host, step: None
+    failing: dict[tuple[str, int], bool] = field(default_factory=dict)
+    """(host, step) to whether the exception there comes every time."""
+
+
+class JaxWorld:
+    """The trainers of one formation, and the service that they meet at."""
+
+    def __init__(self, job: Job, process: Process, address: str, size: int) -> None:
+        self._job, self.process, self.address, self.size = job, process, address, size
+        self.members: dict[int, SimTrainer] = {}
+        self.ended = self.broken = False
+        self._at: dict[int, set[int]] = {}
+
+    @property
+    def serves(self) -> bool:
+        """Whether the coordination service is there."""
+        return not self.ended and self.process.alive
+
+    def join(self, trainer: "SimTrainer") -> None:
+        """A trainer wants to take part; all begin when all are there."""
+        if not self.serves or self.broken:
+            trainer.exit_soon(1, 5.0)
+            return
+        self.members[trainer.slot] = trainer
+        if len(self.members) == self.size:
+            for one in self.members.values():
+                one.soon(self._job.pace.compile_s, one.joined)
+
+    def end(self) -> None:
+        """The service ends: the trainers of its world abort."""
+        self.ended = True
+        for one in list(self.members.values()):
+            one.exit_soon(-6, 2.0)
+
+    def lost(self, trainer: "SimTrainer") -> None:
+        """A trainer has ended: the collectives of the others break."""
+        if self.members.get(trainer.slot) is not trainer:
+            return
+        del self.members[trainer.slot]
+        if trainer.done:
+            return
+        self.broken = True
+        for one in list(self.members.values()):
+            here, there = trainer.host, one.host
+            if not self._job.wire.blocked(here, there):
+                one.exit_soon(1, 1.5)
+
+    def arrive(self, slot: int, step: int) -> None:
+        """A trainer computes a step: it has it when all do."""
+        here = self._at.setdefault(step, set())
+        here.add(slot)
+        if len(here) == self.size:
+            del self._at[step]
+            self._exchange(step)
+
+    def _exchange(self, step: int) -> None:
+        """The collective needs every pair of hosts for a moment."""
+        hosts = [one.host for one in self.members.values()]
+        wire, job = self._job.wire, self._job
+        if len(self.members) < self.size:
+            return
+        if len(hosts) <= 16 and any(
+            wire.blocked(a, b) for a in hosts for b in hosts if a != b
+        ):
+            job.scheduler.after(0.5, self._exchange, step)
+            return
+        duration = job.scheduler.rng.uniform(*job.pace.step_s)
+        for one in list(self.members.values()):
+            one.later(duration, lambda one=one: one.computed(step))
+
+
+class SimTrainer:
+    """One trainer process."""
+
+    def __init__(self, job: Job, trainers: "SimTrainers") -> None:
+        job.idents += 1
+        self.ident, self._job, self._trainers = job.idents, job, trainers
+        self.host = trainers.process.host
+        self.alive, self.stopped, self.attached = True, False, False
+        self.immortal_s = 0.0
+        """Seconds for which SIGKILL does not end it."""
+        self.start: Mapping[str, Any] | None = None
+        self.given = self.done = self.failed = False
+        self.slot = -1
+        self.world: JaxWorld | None = None
+        self._held: list[Callable[[], None]] = []
+        self._step = self._saved = self._released = 0
+        self._asked: int | None = None
+        self._room = self._ran = False
+        self._stop_at: int | None = None
+        self._waits_for = ""
+        self.phase: Phase = ""
+        self.since_s = 0.0
+        self.computing = 0
+        self.soon(job.pace.start_s, self._attach)
+
+    def enter(self, phase: Phase) -> None:
+        """What the agent sees on the board."""
+        self.phase, self.since_s = phase, self._trainers.process.loop.now()
+
+    def observe(self) -> Observation:
+        """What the agent sees of this process."""
+        return Observation(
+            phase=self.phase,
+            since=self.since_s,
+            computing=self.computing,
+            finished=self._step,
+            state=STOPPED if self.stopped else "S",
+        )
+
+    # ------------------------------------------------------------------- time
+
+    def later(self, delay_s: float, function: Callable[[], None]) -> None:
+        """Has something done by this process, once it is not stopped."""
+        self._job.scheduler.after(delay_s, self._do, function)
+
+    def soon(self, between: tuple[float, float], function: Callable[[], None]) -> None:
+        """As `later`, after a time in a range."""
+        self.later(self._job.scheduler.rng.uniform(*between), function)
+
+    def _do(self, function: Callable[[], None]) -> None:
+        if not self.alive:
+            return
+        if self.stopped:
+            self._held.append(function)
+        else:
+            function()
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.stopped = False
+        held, self._held = self._held, []
+        for function in held:
+            self._do(function)
+
+    # ------------------------------------------------------------- its end
+
+    def exit_soon(self, code: int, within_s: float) -> None:
+        """It ends by itself, because of an error elsewhere."""
+        if self.done and code > 0:
+            return  # it waits for its agent only
+        if code > 0:
+            self.soon((0.02, within_s), lambda: self.fail(BROKEN))
+        else:
+            self.soon((0.02, within_s), lambda: self.end(code))
+
+    def fail(self, error: str, phase: str = "step") -> None:
+        """An exception ends it: its agent is told first."""
+        if self.failed:
+            return
+        self.failed = True
+        if self.world is not None:
+            self.world.lost(self)
+        step = self.computing
+        self.say(
+            "failed", step=step, phase=phase, error=error, traceback="", log="/sim/log"
+        )
+        self.later(LAST_WORDS_S, lambda: self.end(1))
+
+    def end(self, code: int) -> None:
+        """The process ends."""
+        if not self.alive:
+            return
+        self.alive = False
+        if self.world is not None and not self.failed:
+            self.world.lost(self)
+        trainers = self._trainers
+        delay = self._job.scheduler.rng.uniform(0.001, 0.02)
+        trainers.process.loop.beside(delay, lambda: trainers.ended(self, code))
+
+    def kill(self) -> None:
+        """SIGKILL; also of a stopped process."""
+        delay = self._job.scheduler.rng.uniform(0.005, 0.05) + self.immortal_s
+        self._job.scheduler.after(delay, self.end, -9)
+
+    # --------------------------------------------------------------- messages
+
+    def say(self, op: str, **fields: Any) -> None:
+        """Sends a message to the agent."""
+        trainers, delay = self._trainers, self._job.scheduler.rng.uniform(1e-4, 1e-3)
+        message = {"op": op, **fields}
+        trainers.process.loop.beside(delay, lambda: trainers.heard(self, message))
+
+    def hear(self, op: str, fields: Mapping[str, Any]) -> None:
+        """The agent sends a message."""
+        self.later(
+            self._job.scheduler.rng.uniform(1e-4, 1e-3), lambda: self._hear(op, fields)
+        )
+
+    def _attach(self) -> None:
+        self.attached = True
+        trainers = self._trainers
+        trainers.process.loop.beside(0.0005, lambda: trainers.begin(self))
+
+    def _hear(self, op: str, fields: Mapping[str, Any]) -> None:
+        if op == "start":
+            self._begin(fields)
+        elif op == "restore":
+            self._restore(fields)
+        elif op == "room":
+            if fields["step"] == self._asked:
+                self._room = True
+                self._write()
+        elif op == "release":
+            self._release(fields)
+
+    # --------------------------------------------------------------- training
+
+    def _begin(self, start: Mapping[str, Any]) -> None:
+        self.slot, self._storage_step = start["slot"], start["storage_step"]
+        world = self._job.worlds.get(start["coordinator"])
+        if world is None:
+            self.exit_soon(1, 3.0)
+            return
+        self.world = world
+        self.enter("start")
+        world.join(self)
+        self.later(start["start_s"], self._late_start)
+
+    def _late_start(self) -> None:
+        if not self._ran:
+            self.fail("TimeoutError: the agent did not answer", "start")
+
+    def joined(self) -> None:
+        """Every trainer is there and compiled."""
+        self.say("layout", layout=self._job.layout)
+
+    def _restore(self, order: Mapping[str, Any]) -> None:
+        step, source = order["step"], order["source"]
+        pieces = layout_from(self._job.layout).slices(self.slot)
+        if source == "memory":
+            good = [right(piece.key, step) for piece in pieces]
+            if list(order["digests"]) != good:
+                self._job.wrong(f"{self.host} restores wrong bytes as step {step}")
+            if self._trainers.corrupt(step):
+                self.fail("CorruptCopy: w", "restore")  # what is loaded is checked
+                return
+        elif source == "storage":
+            stored = self._job.storage.steps.get(step)
+            if stored is None or self._job.storage.away:
+                self.fail("FileNotFoundError: no such step", "restore")
+                return
+            for piece in pieces:
+                if stored.get(piece.key) != right(piece.key, step):
+                    self._job.wrong(f"{self.host} reads a wrong step {step}")
+        self._job.restored(self, source, step)
+        self._step = self._saved = self._released = step
+        self._compute()
+
+    def _compute(self) -> None:
+        step = self._step + 1
+        if self.failed:
+            return
+        if self._step >= self._job.last_step or self._stopping:
+            self._finish()
+            return
+        assert self.world is not None
+        self.computing = step
+        self.enter("step")
+        always = self._job.failing.get((self.host, step))
+        if always is not None:
+            if not always:
+                del self._job.failing[self.host, step]
+            self._job.happened("exception", self.host, step)
+            self.fail(f"RuntimeError: no sample {step}")
+            return
+        self.world.arrive(self.slot, step)
+
+    @property
+    def _stopping(self) -> bool:
+        return self._stop_at is not None and self._step >= self._stop_at
+
+    def computed(self, step: int) -> None:
+        """All have computed a step; it is saved when the one before is safe."""
+        self._step = step
+        self._waits_for = "turn"
+        self.enter("save")
+        self._job.happened("computed", self.host, step)
+        self._turn()
+
+    def _turn(self) -> None:
+        if self._released < self._saved:
+            return  # at most one step runs ahead of replication
+        if self._waits_for == "end":
+            self._waits_for, self.done = "", True
+            self.enter("")
+            self.say("finished", step=self._step, summary={})
+            return
+        self._waits_for = "room"
+        self._trainers.board("finished", self._step)
+        if not self._ran:
+            self._ran = True
+            self.say("running", step=self._step, bytes_from_storage=0)
+        if self._asked != self._step:
+            self._ask(self._step)
+        self._write()
+
+    def _ask(self, step: int) -> None:
+        self._asked, self._room = step, False
+        self.say("stage", step=step)
+
+    def _write(self) -> None:
+        if self._waits_for == "room" and self._room and self._asked == self._step:
+            self._waits_for = "writing"
+            self.soon(self._job.pace.snapshot_s, self._written)
+
+    def _written(self) -> None:
+        step = self._step
+        self._saved, self._asked = step, None
+        pieces = layout_from(self._job.layout).slices(self.slot)
+        self.say(
+            "staged",
+            step=step,
+            digests=[right(piece.key, step) for piece in pieces],
+            kept=b"",
+            items={"step": step},
+            interval=1,
+            window=None,
+        )
+        self._job.happened("staged", self.host, step)
+        self._compute()
+
+    def _release(self, fields: Mapping[str, Any]) -> None:
+        self._released = max(self._released, fields["step"])
+        self._stop_at = fields["stop_at"]
+        if fields["step"] == self._saved and self._asked is None:
+            if self._saved < self._job.last_step:
+                self._ask(self._saved + 1)
+        if self._waits_for in ("turn", "end"):
+            self._turn()
+
+    def _finish(self) -> None:
+        self._waits_for = "end"
+        self.enter("save")
+        self._turn()
+
+
+class SimTrainers:
+    """What `Trainers` is for a follower, in virtual time."""
+
+    attachment = (ABSENT, 0)
+
+    def __init__(self, job: Job, process: Process) -> None:
+        self._job, self.process = job, process
+        self._emit: Emit = lambda *event: None
+        self._known: dict[int, SimTrainer] = {}
+        self.trainer: SimTrainer | None = None
+        self._active = 0
+        self._waiting: SimTrainer | None = None
+        self._dying: set[int] = set()
+        self.cannot_start: Callable[[], bool] = lambda: False
+        self.board: Callable[[Any, int], None] = lambda name, value: None
+        self.corrupt: Callable[[int], bool] = lambda step: False
+
+    def bind(self, emit: Emit) -> None:
+        """See `Trainers.bind`."""
+        self._emit = emit
+
+    @property
+    def waiting(self) -> int:
+        """See `Trainers.waiting`."""
+        found = self._next
+        return found.ident if found else 0
+
+    @property
+    def _next(self) -> SimTrainer | None:
+        trainer = self.trainer
+        return trainer if trainer is not None and not trainer.given else self._waiting
+
+    @property
+    def pid(self) -> int:
+        """See `Trainers.pid`."""
+        return self.trainer.ident if self.trainer is not None else 0
+
+    def observe(self, pid: int) -> Observation | None:
+        """What a trainer does now."""
+        found = self._known.get(pid)
+        return found.observe() if found is not None and found.alive else None
+
+    def note(self, text: str) -> None:
+        """Nobody attaches here."""
+
+    def formed(self, **fields: Any) -> None:
+        """Nobody attaches here."""
+
+    def ensure_standby(self) -> None:
+        """See `Trainers.ensure_standby`."""
+        if self._waiting is None:
+            self._waiting = self._spawn()
+
+    def _spawn(self) -> SimTrainer:
+        if self.cannot_start():
+            raise OSError("no process can be started")
+        trainer = SimTrainer(self._job, self)
+        self._known[trainer.ident] = trainer
+        return trainer
+
+    def start(self, message: Mapping[str, Any]) -> None:
+        """See `Trainers.start`."""
+        trainer = self._next or self._spawn()
+        self.trainer, self._waiting = trainer, None
+        self._active = trainer.ident
+        trainer.start, trainer.given = dict(message), True
+        self.begin(trainer)
+
+    def begin(self, trainer: SimTrainer) -> None:
+        """See `Trainers._begin`."""
+        if trainer.start is None or not trainer.attached or self._dying:
+            return
+        message, trainer.start = trainer.start, None
+        trainer.hear("start", message)
+
+    def is_active(self, ident: int) -> bool:
+        """See `Trainers.is_active`."""
+        return ident == self._active != 0
+
+    def send(self, op: str, **fields: Any) -> None:
+        """See `Trainers.send`."""
+        if self.trainer is not None and self.trainer.attached:
+            self.trainer.hear(op, fields)
+
+    def heard(self, trainer: SimTrainer, message: dict[str, Any]) -> None:
+        """A trainer has sent something."""
+        self._emit("trainer", trainer.ident, dict(message))
+
+    def ended(self, trainer: SimTrainer, code: int) -> None:
+        """See `Trainers._ended`."""
+        if self._known.pop(trainer.ident, None) is None:
+            return
+        self._dying.discard(trainer.ident)
+        self._waiting = None if trainer is self._waiting else self._waiting
+        self.trainer = None if trainer is self.trainer else self.trainer
+        if self.trainer is not None:
+            self.begin(self.trainer)
+        self._emit("trainer_exit", trainer.ident, code)
+
+    def exited(self, ident: int) -> bool:
+        """See `Trainers.exited`."""
+        was_active = self.is_active(ident)
+        self._active = 0 if was_active else self._active
+        return was_active
+
+    def let_go(self, reason: str = "", *, waiting: bool = False) -> None:
+        """See `Trainers.let_go`."""
+        del reason
+        trainer, self.trainer, self._active = self.trainer, None, 0
+        if trainer is not None and trainer.given:
+            self._kill(trainer)
+        elif trainer is not None:
+            self._waiting = trainer
+        if waiting and self._waiting is not None:
+            trainer, self._waiting = self._waiting, None
+            self._kill(trainer)
+
+    def _kill(self, trainer: SimTrainer) -> None:
+        trainer.kill()
+        trainer.start = None
+        if trainer.ident in self._known and trainer.ident not in self._dying:
+            self._dying.add(trainer.ident)
+            self.process.loop.beside(KILL_S, lambda: self.ended(trainer, -9))
+
+    def all(self) -> list[SimTrainer]:
+        """Every trainer process of this host."""
+        return list(self._known.values())
+
+    def close(self) -> None:
+        """See `Trainers.close`."""
+        for trainer in list(self._known.values()):
+            trainer.end(-9)
+
+
+class SimService:
+    """JAX's coordination service beside a leader."""
+
+    def __init__(self, job: Job, process: Process) -> None:
+        self._job, self._process = job, process
+        self._world: JaxWorld | None = None
+        self._counter = 0
+
+    def start(self, num_processes: int, ready: Callable[[str], None]) -> None:
+        """See `Service.start`."""
+        self.end()
+        self._counter += 1
+        number = len(self._job.worlds) + 1
+        address = f"{self._process.host}:{30000 + number}"
+        world = JaxWorld(self._job, self._process, address, num_processes)
+        self._world = self._job.worlds[address] = world
+        loop, delay = self._process.loop, self._job.scheduler.rng.uniform(0.02, 0.3)
+
+        def serves() -> None:
+            if not world.ended:
+                loop.post(ready, address)
+
+        loop.beside(delay, serves)
+
+    def end(self) -> None:
+        """See `Service.end`."""
+        world, self._world = self._world, None
+        if world is not None:
+            world.end()
+
+    def close(self) -> None:
+        """See `Service.close`."""
+        self.end()
