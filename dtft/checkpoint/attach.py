@@ -129,7 +129,7 @@ def hello(
         TimeoutError: it does not answer in time.
     """
     link.send("attach", pid=os.getpid(), **terms)
-    return link.receive(ANSWER_S)
+    return link.receive(answer_s)
 
 
 def find(given: str | None, environment: Mapping[str, str]) -> Path:

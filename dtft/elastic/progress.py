@@ -356,10 +356,11 @@ def verdict(
         slots: the host of each slot.
         now: on the clock of `heard`.
     """
+    numbers = {host: slot for slot, host in enumerate(slots)}
     aged = {
         host: (it, min(now - at, FRESH_S) if it.for_s >= QUIET_S else 0.0)
         for host, (at, it) in heard.items()
-        if host in slots
+        if host in numbers
     }
     late = [host for host, (it, longer_s) in aged.items() if it.stuck(longer_s)]
     if not late:
@@ -381,7 +382,7 @@ def verdict(
     if not found:
         return None
     texts = [
-        found[host].text(host, slots.index(host), aged[host][0].computing)
+        found[host].text(host, numbers[host], aged[host][0].computing)
         for host in found
     ]
     because = f": {blame.why}" if blame.why else ""

@@ -26,10 +26,9 @@ def test_what_is_told_is_bounded_and_ends_with_the_cause() -> None:
             return deep(depth - 1)
         raise NameError("momentun" * 1000)
 
-    try:
+    with pytest.raises(NameError) as caught:
         deep(500)
-    except NameError as error:
-        told = worker.failure(error, ("step", 20))
+    told = worker.failure(caught.value, ("step", 20))
     assert (told["step"], told["phase"]) == (20, "step")
     assert told["error"].startswith("NameError: momentun")
     assert len(told["error"]) <= worker.ERROR_CHARACTERS
@@ -122,6 +121,7 @@ def test_a_trainer_says_why_it_fails_and_waits_to_be_ended(
     agent: Agent, tmp_path: Path
 ) -> None:
     assert agent.link.receive(50)["pid"] == agent.process.pid
+    agent.link.send("attached")
     agent.process.send_signal(signal.SIGINT)  # of a Ctrl-C in the agent's terminal
     assert "the stacks of" in dump_stack(agent.process.pid, agent.log, deadline_s=10.0)
     assert "dtft/train/worker.py" in agent.log.read_text()
