@@ -382,8 +382,7 @@ def verdict(
     if not found:
         return None
     texts = [
-        found[host].text(host, numbers[host], aged[host][0].computing)
-        for host in found
+        found[host].text(host, numbers[host], aged[host][0].computing) for host in found
     ]
     because = f": {blame.why}" if blame.why else ""
     return Verdict(hosts=tuple(found), text="; ".join(texts) + because)
