@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 ALLOWED = 2
 """So often may an exception come at the same step: the last of them ends the job."""
-FLAG = "--failure_budget"
-"""The option that sets it."""
 FRUITLESS = 10
 """So many attempts in a row without a new highest commit end the job."""
 RESTORE_FAILURES = 2
@@ -384,7 +382,7 @@ def _recurring_text(found: Failure, count: int, allowed: int) -> str:
     return (
         f"{found.text()}. It came {count} times (allowed: fewer than {allowed}) "
         f"without a commit beyond step {found.step}, so it would come again. Mend the "
-        f"cause and resume; for one that comes by chance raise {FLAG}."
+        "cause and resume."
         f"{_evidence(found)}"
     )
 
