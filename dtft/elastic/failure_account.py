@@ -36,7 +36,8 @@ class FailureAccount:
         """Goes on with what the store says."""
         self._config, self._records, self._sizes = config, records, sizes
         self._loop, self._journal = loop, journal
-        self._budget = FailureBudget.from_json(records.view.budget)
+        stored = FailureBudget.from_json(records.view.budget)
+        self._budget = stored.committed(records.last_step)
         self._failures: list[Failure] = []
         self._attempt: Attempt | None = None
 
@@ -81,9 +82,11 @@ class FailureAccount:
         Args:
             assignment: of the attempt.
         """
-        now, attempt = self._loop.now(), self._attempt
-        if not self._failures or attempt is None:
+        now = self._loop.now()
+        if not self._failures:
             return Decision(action="retry", not_before=now)
+        # A new leader did not begin the attempt that has failed.
+        attempt = self._attempt or Attempt(step=self._records.last_step)
         before = self._budget
         self._budget, decision = judge(
             before, self._failures, attempt, now, allowed=self._config.failure_budget

@@ -263,6 +263,7 @@ class Follower:
         if formation is not None or fatal:
             self._trainers.let_go(reason, waiting=fatal)
         self._exports.stand_down()
+        self._board.enter("", 0)
         for field_name in ("computing", "replicating", "committing", "exporting"):
             self._board.set(field_name, 0)
 
@@ -290,6 +291,7 @@ class Follower:
         self._board.set("staged", 0)
         self._board.set("recovering", 1)
         self._assignment = order["assignment"]
+        self._board.enter("start", int(self._loop.now() * 1e9))
         self._watch.begin()
         try:
             self._trainers.start(start_message(self._config, order))

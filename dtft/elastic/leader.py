@@ -194,6 +194,8 @@ class Leader:
                 self._fail(str(error))
             except Mislabelled as error:
                 self._refuse_copy(str(error))
+            except Exception:  # a fault of ours must not cost the job its leader
+                logger.exception("a report of %s could not be handled: %s", host, op)
         elif self._rounds.phase == "gathering":
             assert round_ is not None
             slots = previous.slots if previous else ()
@@ -225,6 +227,8 @@ class Leader:
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
         self._progress[host] = self._loop.now(), Progress(**told)
+        if told["phase"] == "evaluate" and self._rounds.phase == "running":
+            self._rounds.enter("running", self._stage_limit())
 
     def _look_for_stuck(self) -> None:
         """Has all trainers started anew if one of them is stuck: the others wait."""

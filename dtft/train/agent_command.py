@@ -146,6 +146,7 @@ def _agent_config(options: Namespace, overrides: list[str]) -> AgentConfig:
         store=str(address),
         secret=secret,
         num_slots=experiment.cluster.hosts,
+        failure_budget=experiment.cluster.failure_budget,
         sizes=_size_limits(experiment),
         trainer_command=(sys.executable, "-m", "dtft.train.worker", *arguments),
         trainer_environment={

@@ -64,8 +64,16 @@ class ClusterConfig:
     """Devices of each host; -1 for all it has (accelerators)."""
     min_replicas: int = 0
     """Lost hosts without spares: the job goes on with so many replicas; 0: it waits."""
+    failure_budget: int = 2
+    """An exception that comes so often at one step ends the job."""
 
     def __post_init__(self) -> None:
+        if self.failure_budget < 1:
+            raise ValueError(
+                f"cluster.failure_budget={self.failure_budget} is below 1. Allowed: 1 "
+                "or more; 1 ends the job at the first exception. Set "
+                "--cluster.failure_budget."
+            )
         if self.min_replicas < 0:
             raise ValueError(
                 f"cluster.min_replicas={self.min_replicas} is negative. Set "

@@ -346,7 +346,9 @@ def test_a_host_without_a_lease_does_not_campaign(
     assert cluster.view.leader is None
 
 
-def test_closing_ends_the_registration(cluster: Cluster, two: tuple[Host, Host]) -> None:
+def test_closing_ends_the_registration(
+    cluster: Cluster, two: tuple[Host, Host]
+) -> None:
     a, b = two
     b.member.close()
     cluster.loop.turn(2 * LEASE_S)
@@ -357,5 +359,3 @@ def test_a_job_has_one_fingerprint() -> None:
     store = MemoryStore()
     assert claim(store, "/dtft/job/m/fingerprint", b"first") == b"first"
     assert claim(store, "/dtft/job/m/fingerprint", b"second") == b"first"
-
-

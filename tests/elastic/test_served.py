@@ -155,7 +155,9 @@ def test_what_would_happen_again_lets_the_processes_go_and_ends_nothing(
     desk.formed()
     for to in "ab":
         desk.reports(to, "layout", layout=LAYOUT.to_json())
-    desk.leader.handle_report("a", {"op": "fatal", "message": "no memory for the arena"})
+    desk.leader.handle_report(
+        "a", {"op": "fatal", "message": "no memory for the arena"}
+    )
     told = desk.take("reform")
     assert told and all(fields["fatal"] for _, fields in told)
     assert told[0][1]["reason"] == "no memory for the arena"

@@ -21,7 +21,9 @@ def main() -> int:
     """Runs what the arguments ask for; returns the exit code."""
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets has to be the same
         os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
+        os.execv(
+            sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]]
+        )
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--random", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=1)

@@ -387,9 +387,9 @@ def _random_fault(rng: random.Random) -> Fault:
         who=who,
         what=rng.choice(kinds),
         phase=phase,
-        after_s=rng.uniform(0, 12 if phase == "at" else 3) if late else rng.choice(
-            [0.0, rng.uniform(0, 0.02), rng.uniform(0, 3)]
-        ),
+        after_s=rng.uniform(0, 12 if phase == "at" else 3)
+        if late
+        else rng.choice([0.0, rng.uniform(0, 0.02), rng.uniform(0, 3)]),
         seconds=seconds * rng.uniform(0.8, 1.2),
     )
 

@@ -375,7 +375,9 @@ class Wire:
 
         self.connect(process, address, limit_s, reached, failed)
 
-    def probe(self, process: Process, address: str, then: Callable[[bool], None]) -> None:
+    def probe(
+        self, process: Process, address: str, then: Callable[[bool], None]
+    ) -> None:
         """See `Network.probe`."""
         there, loop = address.rpartition(":")[0], process.loop
 

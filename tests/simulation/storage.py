@@ -66,12 +66,12 @@ class Storage:
         """As `steps_seen`; hangs while storage does."""
         del directory
         outcome = Deferred()
-        self.when_well(
-            lambda: outcome.resolve([] if self.away else sorted(self.steps))
-        )
+        self.when_well(lambda: outcome.resolve([] if self.away else sorted(self.steps)))
         return outcome
 
-    def write(self, exporter: "SimExporter", order: Mapping[str, Any], own: Any) -> None:
+    def write(
+        self, exporter: "SimExporter", order: Mapping[str, Any], own: Any
+    ) -> None:
         """One exporter has its part of a step."""
         self.began(order["step"])
         group_key = (order["step"], order["coordinator"], order["failures"])
@@ -100,7 +100,9 @@ class Storage:
             for old in sorted(self.steps)[: -self.keep]:
                 del self.steps[old]
         for exporter in group.members.values():
-            exporter.answer({"op": "save", "step": step, "ok": not error, "error": error})
+            exporter.answer(
+                {"op": "save", "step": step, "ok": not error, "error": error}
+            )
 
 
 class SimExporter:

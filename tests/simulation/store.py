@@ -396,5 +396,3 @@ class Client:
 def kinds(events: Sequence[Event]) -> list[str]:
     """The last part of each key, for traces."""
     return [f"{event.kind} {event.kv.key.rpartition('/')[2]}" for event in events]
-
-

@@ -500,6 +500,5 @@ class World:
         with self.tokens():
             self.scheduler.run(
                 until,
-                lambda: bool(self.violations)
-                or (stop is not None and stop()),
+                lambda: bool(self.violations) or (stop is not None and stop()),
             )
