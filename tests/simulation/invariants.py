@@ -187,7 +187,7 @@ class Invariants:
     def well(self) -> list[Node]:
         """Agents that run and reach, and are reached by, every other and the store."""
         world, etcd = self._world, self._world.etcd
-        if not etcd.healthy:
+        if not etcd.healthy or world.mutating:
             return []
         cut = world.wire.cut_hosts() - {STORE}
         bad = set(world.memory_full) | set(world.no_processes) | set(world.wire.delay_s)
