@@ -45,6 +45,8 @@ class Invariants:
         self._committed_at = self._progress_at = 0.0
         """When a step was last committed, or fewer hosts than needed were well."""
         self._well_since: dict[str, float] = {}
+        self._well: set[str] = set()
+        self._changed_at = 0.0
         world.etcd.watchers.append(self._written)
         world.job.restored = self._restored
         world.observers.append(self._journal)
@@ -209,9 +211,11 @@ class Invariants:
         self._well_since = {
             name: self._well_since.get(name, world.now) for name in names
         }
+        if set(names) != self._well:  # whoever led may be gone: the time begins anew
+            self._well, self._changed_at = set(names), world.now
         limit_s = USABLE_LEASES * world.settings.timeouts.lease + SLACK_S
-        for name, since in self._well_since.items():
-            if world.now >= since + limit_s and world.result is None:
+        for name in self._well_since:
+            if world.now >= self._changed_at + limit_s and world.result is None:
                 self._check_usable(names[name])
         storage_needed = not world.storage.healthy
         enough = len(well) >= world.settings.slots and not storage_needed
