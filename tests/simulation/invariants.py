@@ -46,7 +46,7 @@ class Invariants:
         """When a step was last committed, or fewer hosts than needed were well."""
         self._well_since: dict[str, float] = {}
         self._well: set[str] = set()
-        self._changed_at = 0.0
+        self._usable_at: dict[str, float] = {}
         world.etcd.watchers.append(self._written)
         world.job.restored = self._restored
         world.observers.append(self._journal)
@@ -212,11 +212,17 @@ class Invariants:
             name: self._well_since.get(name, world.now) for name in names
         }
         if set(names) != self._well:  # whoever led may be gone: the time begins anew
-            self._well, self._changed_at = set(names), world.now
+            self._well = set(names)
+            self._usable_at = dict.fromkeys(names, world.now)
         limit_s = USABLE_LEASES * world.settings.timeouts.lease + SLACK_S
-        for name in self._well_since:
-            if world.now >= self._changed_at + limit_s and world.result is None:
-                self._check_usable(names[name])
+        for name, node in names.items():
+            if self._is_usable(node) or world.result is not None:
+                self._usable_at[name] = world.now
+            elif world.now >= self._usable_at[name] + limit_s:
+                world.wrong(
+                    f"(c) {node.host} is alive and connected, but no leader has it: "
+                    f"{self.explain()}"
+                )
         storage_needed = not world.storage.healthy
         enough = len(well) >= world.settings.slots and not storage_needed
         if not enough or world.mutating or world.job.failing:
@@ -243,7 +249,7 @@ class Invariants:
             ):
                 world.wrong(f"(h) {node.host} still runs, the job has ended")
 
-    def _check_usable(self, node: Node) -> None:
+    def _is_usable(self, node: Node) -> bool:
         """In a slot, or known to a leader that may give it one."""
         for leading in self._world.leading:
             registry = leading.leader._registry
@@ -251,13 +257,8 @@ class Invariants:
             mine = process_of(node.agent._membership.record.incarnation)
             if known is not None and process_of(known.incarnation) == mine:
                 if leading.host == node.host or node.host in registry.connected:
-                    return
-        if len(self.well()) * 2 <= len(self._world.nodes) and not self._world.leading:
-            return
-        self._world.wrong(
-            f"(c) {node.host} is alive and connected, but no leader has it: "
-            f"{self.explain()}"
-        )
+                    return True
+        return False
 
     def explain(self) -> str:
         """Where everybody is, for people."""
