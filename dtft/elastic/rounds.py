@@ -112,7 +112,9 @@ class Rounds:
             return
         self._fatal = fatal
         self._counter += 1
-        ballot = (self._records.view.term, self._counter)
+        # While the key has run out the view has no term of a leader; rounds go on.
+        former = self.current.ballot[0] if self.current is not None else 0
+        ballot = (max(self._records.view.term, former), self._counter)
         now, read = self._loop.wall(), self._seats.reads_copies
         self.current = next_round(self.current, ballot, reason, now, read=read)
         if self.assignment is not None:
