@@ -155,7 +155,7 @@ class Node:
             listen=lambda inbox, accept, asked: world.wire.listen(self, inbox, accept),
             journal=lambda: SimJournal(world, self.host),  # type: ignore[return-value]
             service=lambda: SimService(world.job, self),
-            list_steps=world.storage.list_steps,  # type: ignore[arg-type]
+            list_steps=world.storage.list_steps,
             close=lambda: None,
         )
         return Agent(config, self.store, edges=edges)
