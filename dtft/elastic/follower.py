@@ -364,7 +364,7 @@ class Follower:
         if self._copies.holder is None or self._formation is None:
             return
         last = self._board.get("committed")
-        if committed:
+        if committed and step in self._copies.holder.steps():
             self._board.set("committed", step)
             last = step
             if step > self._formation.order["step"]:

@@ -19,6 +19,9 @@ from dtft.elastic.rounds import Rounds
 from dtft.elastic.served import missing
 from dtft.elastic.view import View
 
+FIRST_ASK_S = 5.0
+LONGEST_ASK_S = 300.0
+"""From one question to a host that cannot be used to the next."""
 STRAY_S = 0.5
 """So long a new leader waits for hosts of slots that the store does not know: they may
 be cut off from the store alone."""
@@ -42,6 +45,9 @@ class HostRegistry:
         self._silent: set[str] = set()
         self.unfit: dict[str, str] = {}
         """Host to why it can have no slot, until it says that it can."""
+        self._asked_at: dict[str, float] = {}
+        self._pause_s: dict[str, float] = {}
+        """When a host that cannot be used was asked last, and when it is again."""
         self._gone: dict[str, str] = {}
         """Host to the process that was lost."""
         self._grace_until, self._stray_until = now + grace_s, now + STRAY_S
@@ -99,6 +105,22 @@ class HostRegistry:
     def heard(self, host: str) -> None:
         """A host has said something."""
         self._silent.discard(host)
+
+    def to_ask_again(self, now: float) -> list[str]:
+        """Hosts that cannot be used and are to be asked again; counts as asked.
+
+        The pause doubles every time, for a host that cannot have a slot may never can.
+        """
+        found = []
+        for host in [*self.unfit, *self._silent]:
+            pause_s = self._pause_s.setdefault(host, FIRST_ASK_S)
+            if host in self.connected and now >= (
+                self._asked_at.setdefault(host, now) + pause_s
+            ):
+                self._asked_at[host] = now
+                self._pause_s[host] = min(2 * pause_s, LONGEST_ASK_S)
+                found.append(host)
+        return sorted(found)
 
     def expected(self, registered: Mapping[str, HostRecord], now: float) -> set[str]:
         """Hosts to hear before anything is decided."""
@@ -220,6 +242,8 @@ class Attendance:
         lease_s = self._config.timeouts.lease
         for host in self._registry.overdue(self._loop.now(), lease_s):
             self.lost(host, f"not connected for {lease_s:.0f} s")
+        for host in self._registry.to_ask_again(self._loop.now()):
+            self._ask_again(host)
         if self._config.seats.begins_on_join:
             return
         if self._rounds.phase in ("idle", "waiting"):
@@ -264,6 +288,14 @@ class Attendance:
         self._journal.say(f"{host} can be used again")
         if self._rounds.phase == "waiting":
             self._rounds.form(f"{host} can be used again")
+
+    def _ask_again(self, host: str) -> None:
+        """A host that could not be used may be well by now."""
+        if host not in self._registry.unfit:
+            if self._rounds.phase == "waiting" or self._rounds.is_deciding:
+                self._rounds.ask(host)
+        elif not self._rounds.expect_of(host):
+            self.fit(host)
 
     def leave_out(self, answered: Collection[str]) -> None:
         """Hosts that have not answered a round in time are not waited for."""

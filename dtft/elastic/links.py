@@ -54,7 +54,8 @@ class LeaderLink:
         """Of the leader that is followed."""
         self._leader: HostRecord | None = None
         self._channel: ControlChannel | None = None
-        self._dialing = False
+        self._dialing: HostRecord | None = None
+        """Who is being called; a newer leader does not wait for an older one."""
         self._heard_at = self._beat_at = 0.0
         self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
 
@@ -70,6 +71,7 @@ class LeaderLink:
         if known is None or _who(known) != _who(leader):
             self._leave(term, leader)
             self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
+            self._dialing = None
         self.term, self._leader = term, leader
         self._connect()
 
@@ -82,11 +84,11 @@ class LeaderLink:
 
     def _connect(self) -> None:
         leader, now = self._leader, self._loop.now()
-        if leader is None or self._channel is not None or self._dialing:
+        if leader is None or self._channel is not None or self._dialing is not None:
             return
         if now < self._next_try:
             return
-        self._dialing = True
+        self._dialing = leader
         me, term = self._me(), self.term
         self._network.dial(
             leader.address,
@@ -103,21 +105,20 @@ class LeaderLink:
         )
 
     def _opened(self, leader: HostRecord, outcome: "Future[ControlChannel]") -> None:
-        self._dialing = False
-        error = outcome.exception()
-        wanted = self._leader is not None and _who(leader) == _who(self._leader)
+        wanted, error = self._dialing is leader, outcome.exception()
+        if wanted:
+            self._dialing = None
         if error is None and wanted:
             self._channel = outcome.result()
             self._heard_at = self._beat_at = self._loop.now()
             self._pause_s = FIRST_PAUSE_S
         elif error is None:
             outcome.result().close()
-            self._connect()
-        else:
+        elif wanted:
             self._next_try = self._loop.now() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._say(leader, error)
-            if isinstance(error, ConnectionRefusedError) and wanted:
+            if isinstance(error, ConnectionRefusedError):
                 self._on_dead(leader)
 
     def _say(self, leader: HostRecord, error: BaseException) -> None:
@@ -175,6 +176,7 @@ class LeaderLink:
     def close(self) -> None:
         """Ends the link; the next `follow` makes another."""
         channel, self._channel, self._leader = self._channel, None, None
+        self._dialing = None
         if channel is not None:
             channel.close()
 

@@ -306,6 +306,8 @@ class Membership:
 
     def fenced(self, view: View, changes: list[Put | Delete]) -> bool:
         """Writes only while this host is still the leader of `view`'s term; blocks."""
+        if not view.leader_revision:
+            return False  # the key ran out: an absent one has revision 0 as well
         era = Compare(key=self.key("m/era"), target="mod", value=view.era_revision)
         return self._store.txn([self._fence(view), era], list(changes))
 

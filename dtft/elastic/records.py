@@ -70,6 +70,8 @@ class Records:
         self._on_committing = on_committing
         self.commits = list(commits)
         """Newest first; the newest may still wait for the store."""
+        self._recorded = list(commits[:1])
+        """The newest commit that the store has and whose copies hosts keep, if any."""
         self._lane = loop.lane("records")
         self._waiting: list[_Write] = []
         self._told: _Write | None = None
@@ -91,6 +93,7 @@ class Records:
         if found:
             both = sorted([*self.commits, *found], key=lambda it: it.step, reverse=True)
             self.commits = both[:KEPT_COMMITS]
+            self._recorded = self.commits[:1]
 
     @property
     def away(self) -> bool:
@@ -104,7 +107,7 @@ class Records:
 
     def commit(self, commit: Commit) -> None:
         """Queues the write of a commit."""
-        self.commits = [commit, *self.commits][:KEPT_COMMITS]
+        self.commits = [commit, *self._recorded][:KEPT_COMMITS]
         self._on_committing(commit.step)
         change = self._membership.commit_change(tuple(self.commits))
         write = _Write(label="commit", value=commit, change=change)
@@ -171,6 +174,9 @@ class Records:
             self._away = False
             self._journal.say(f"the store answers again; {write.label} recorded")
         self._waiting.remove(write)
+        if write.value is self.commits[0] and write.label == "commit":
+            # An older one was replaced while it waited, and its copies are gone.
+            self._recorded = [write.value]
         self._on_written(write.label, write.value)
         self._next()
 

@@ -112,7 +112,9 @@ class Rounds:
             return
         self._fatal = fatal
         self._counter += 1
-        ballot = (self._records.view.term, self._counter)
+        # While the key has run out the view has no term of a leader; rounds go on.
+        former = self.current.ballot[0] if self.current is not None else 0
+        ballot = (max(self._records.view.term, former), self._counter)
         now, read = self._loop.wall(), self._seats.reads_copies
         self.current = next_round(self.current, ballot, reason, now, read=read)
         if self.assignment is not None:
@@ -355,6 +357,19 @@ class Rounds:
         )
         self._journal.say_once("copies", problem)
         self.expect(self._registry.connected)
+
+    def expect_of(self, host: str) -> bool:
+        """Has one host try to have memory for a slot; False if none is known."""
+        layout = self.ledger.layout if self.ledger is not None else None
+        if layout is None and self.current is not None:
+            layout = self.current.layout_of(self._records.commits)
+        if layout is None:
+            return False
+        domains = self.previous.spread.domains if self.previous is not None else ()
+        fits = len(domains) == layout.mesh.num_slots
+        told = list(domains) if fits else []
+        self._send(host, "expect", layout=layout.to_json(), domains=told)
+        return True
 
     def expect(self, hosts: Collection[str]) -> None:
         """Tells hosts without a slot what one would hold, so that they are ready."""

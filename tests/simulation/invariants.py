@@ -45,6 +45,8 @@ class Invariants:
         self._committed_at = self._progress_at = 0.0
         """When a step was last committed, or fewer hosts than needed were well."""
         self._well_since: dict[str, float] = {}
+        self._well: set[str] = set()
+        self._usable_at: dict[str, float] = {}
         world.etcd.watchers.append(self._written)
         world.job.restored = self._restored
         world.observers.append(self._journal)
@@ -187,7 +189,7 @@ class Invariants:
     def well(self) -> list[Node]:
         """Agents that run and reach, and are reached by, every other and the store."""
         world, etcd = self._world, self._world.etcd
-        if not etcd.healthy:
+        if not etcd.healthy or world.mutating:
             return []
         cut = world.wire.cut_hosts() - {STORE}
         bad = set(world.memory_full) | set(world.no_processes) | set(world.wire.delay_s)
@@ -209,10 +211,18 @@ class Invariants:
         self._well_since = {
             name: self._well_since.get(name, world.now) for name in names
         }
+        if set(names) != self._well:  # whoever led may be gone: the time begins anew
+            self._well = set(names)
+            self._usable_at = dict.fromkeys(names, world.now)
         limit_s = USABLE_LEASES * world.settings.timeouts.lease + SLACK_S
-        for name, since in self._well_since.items():
-            if world.now >= since + limit_s and world.result is None:
-                self._check_usable(names[name])
+        for name, node in names.items():
+            if self._is_usable(node) or world.result is not None:
+                self._usable_at[name] = world.now
+            elif world.now >= self._usable_at[name] + limit_s:
+                world.wrong(
+                    f"(c) {node.host} is alive and connected, but no leader has it: "
+                    f"{self.explain()}"
+                )
         storage_needed = not world.storage.healthy
         enough = len(well) >= world.settings.slots and not storage_needed
         if not enough or world.mutating or world.job.failing:
@@ -239,7 +249,7 @@ class Invariants:
             ):
                 world.wrong(f"(h) {node.host} still runs, the job has ended")
 
-    def _check_usable(self, node: Node) -> None:
+    def _is_usable(self, node: Node) -> bool:
         """In a slot, or known to a leader that may give it one."""
         for leading in self._world.leading:
             registry = leading.leader._registry
@@ -247,13 +257,8 @@ class Invariants:
             mine = process_of(node.agent._membership.record.incarnation)
             if known is not None and process_of(known.incarnation) == mine:
                 if leading.host == node.host or node.host in registry.connected:
-                    return
-        if len(self.well()) * 2 <= len(self._world.nodes) and not self._world.leading:
-            return
-        self._world.wrong(
-            f"(c) {node.host} is alive and connected, but no leader has it: "
-            f"{self.explain()}"
-        )
+                    return True
+        return False
 
     def explain(self) -> str:
         """Where everybody is, for people."""

@@ -215,7 +215,7 @@ class Wire:
         if blocked or end.held:
             end.held.append(data)
             return
-        at = max(end.last_s, self._scheduler.now + self.latency(here, there))
+        at = max(end.last_s + 1e-7, self._scheduler.now + self.latency(here, there))
         end.last_s = at
         self._scheduler.at(at, self._arrive, end, data)
 

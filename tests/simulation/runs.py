@@ -1,6 +1,7 @@
 """One run: a job, a schedule of faults, the invariants, and what came of it."""
 
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,8 @@ def run(
     show: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Runs one schedule until the job has ended, or has had time enough."""
-    world = World(Settings(seed=seed, trace=trace, **sizes))
+    known = tuple(filter(None, os.environ.get("DTFT_SIMULATION_KNOWN", "").split(";")))
+    world = World(Settings(seed=seed, trace=trace, known=known, **sizes))
     world.print = show
     lies = any(fault.what == "lie" for fault in faults)
     invariants = Invariants(

@@ -82,6 +82,15 @@ class Deferred:
             self._then = then
 
 
+class Blocked(Exception):
+    """Work cannot go on now, as in a call that hangs; it is done again later."""
+
+    def __init__(self, wait: Callable[[Callable[[], None]], None]) -> None:
+        """`wait(again)` calls `again` when the work can go on."""
+        super().__init__("blocked")
+        self.wait = wait
+
+
 class Clockwork:
     """What the loops share: the scheduler, and who is told of an error."""
 
@@ -239,6 +248,10 @@ class SimLoop:
         outcome: Future[Any] = Future()
         try:
             value = work()
+        except Blocked as blocked:
+            again = lambda: self._work(work, then, ended)  # noqa: E731
+            blocked.wait(lambda: self.beside(0.001, again))
+            return
         except Exception as error:
             outcome.set_exception(error)
         else:

@@ -15,7 +15,7 @@ from dtft.elastic.config import AgentConfig
 from dtft.elastic.exports import ExportDesk
 from tests.simulation.memory import SimHolder, right
 from tests.simulation.network import Process
-from tests.simulation.scheduler import Deferred, Scheduler
+from tests.simulation.scheduler import Blocked, Scheduler
 
 AWAY_S = 0.5
 
@@ -62,16 +62,14 @@ class Storage:
         for then in waiting:
             self._scheduler.after(self.rng.uniform(0, 0.5), then)
 
-    def list_steps(self, directory: Path) -> Deferred:
+    def list_steps(self, directory: Path) -> list[int]:
         """As `steps_seen`; hangs while storage does."""
         del directory
-        outcome = Deferred()
-        self.when_well(lambda: outcome.resolve([] if self.away else sorted(self.steps)))
-        return outcome
+        if self.hung:
+            raise Blocked(self.when_well)
+        return [] if self.away else sorted(self.steps)
 
-    def write(
-        self, exporter: "SimExporter", order: Mapping[str, Any], own: Any
-    ) -> None:
+    def write(self, exporter: "SimExporter", order: Mapping[str, Any], own: Any) -> None:
         """One exporter has its part of a step."""
         self.began(order["step"])
         group_key = (order["step"], order["coordinator"], order["failures"])
@@ -100,9 +98,7 @@ class Storage:
             for old in sorted(self.steps)[: -self.keep]:
                 del self.steps[old]
         for exporter in group.members.values():
-            exporter.answer(
-                {"op": "save", "step": step, "ok": not error, "error": error}
-            )
+            exporter.answer({"op": "save", "step": step, "ok": not error, "error": error})
 
 
 class SimExporter:
