@@ -55,7 +55,7 @@ class LeaderLink:
         self._leader: HostRecord | None = None
         self._channel: ControlChannel | None = None
         self._dialing = False
-        self._heard_at = self._beat_at = 0.0
+        self._heard_at = self._beat_at = self._opened_at = 0.0
         self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
 
     @property
@@ -108,14 +108,12 @@ class LeaderLink:
         wanted = self._leader is not None and _who(leader) == _who(self._leader)
         if error is None and wanted:
             self._channel = outcome.result()
-            self._heard_at = self._beat_at = self._loop.now()
-            self._pause_s = FIRST_PAUSE_S
+            self._heard_at = self._beat_at = self._opened_at = self._loop.now()
         elif error is None:
             outcome.result().close()
             self._connect()
         else:
-            self._next_try = self._loop.now() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._back_off()
             self._say(leader, error)
             if isinstance(error, ConnectionRefusedError) and wanted:
                 self._on_dead(leader)
@@ -139,8 +137,15 @@ class LeaderLink:
         if channel is self._channel:
             logger.info("the link to the leader has ended: %s", reason)
             self._channel = None
-            self._next_try = self._loop.now()
+            if self._loop.now() - self._opened_at > LONGEST_PAUSE_S:
+                self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
+            else:  # another process may have this host's name, and call as well
+                self._back_off()
             self._connect()
+
+    def _back_off(self) -> None:
+        self._next_try = self._loop.now() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def refuse(self, reason: str) -> None:
         """The leader sent what is no order: the connection ends."""
