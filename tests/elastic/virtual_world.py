@@ -31,6 +31,8 @@ class Door:
         lost: operations that are done, but whose answers are lost, once each.
     """
 
+    private = True
+
     def __init__(self, store: Store) -> None:
         """Open."""
         self.store, self.shut, self.lost = store, False, list[str]()
