@@ -47,13 +47,12 @@ class Writing:
         )
         self.membership = Membership(
             *(store, ThreadMirrors(store), "commits", record, LEASE_S, self._loop),
-            on_view=self._views.put,
+            on_view=self._see,
             on_lapse=lambda: None,
             on_store=lambda up: None,
         )
         self.membership.start()
         self._loop.post(self._tick)
-        self._loop.post(self.membership.campaign)
         self._thread = threading.Thread(target=self._loop.run, daemon=True)
         self._thread.start()
         while (view := self._views.get(timeout=LIMIT_S)).leader != "host-0":
@@ -65,6 +64,11 @@ class Writing:
             on_delayed=lambda label, value: None,
             on_committing=lambda step: None,
         )
+
+    def _see(self, view: View) -> None:
+        if view.leader is None:
+            self.membership.campaign()
+        self._views.put(view)
 
     def _tick(self) -> None:
         self.membership.tick()

@@ -56,7 +56,7 @@ class LeaderLink:
         self._channel: ControlChannel | None = None
         self._dialing: HostRecord | None = None
         """Who is being called; a newer leader does not wait for an older one."""
-        self._heard_at = self._beat_at = 0.0
+        self._heard_at = self._beat_at = self._opened_at = 0.0
         self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
 
     @property
@@ -110,13 +110,11 @@ class LeaderLink:
             self._dialing = None
         if error is None and wanted:
             self._channel = outcome.result()
-            self._heard_at = self._beat_at = self._loop.now()
-            self._pause_s = FIRST_PAUSE_S
+            self._heard_at = self._beat_at = self._opened_at = self._loop.now()
         elif error is None:
             outcome.result().close()
         elif wanted:
-            self._next_try = self._loop.now() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._back_off()
             self._say(leader, error)
             if isinstance(error, ConnectionRefusedError):
                 self._on_dead(leader)
@@ -140,8 +138,15 @@ class LeaderLink:
         if channel is self._channel:
             logger.info("the link to the leader has ended: %s", reason)
             self._channel = None
-            self._next_try = self._loop.now()
+            if self._loop.now() - self._opened_at > LONGEST_PAUSE_S:
+                self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
+            else:  # another process may have this host's name, and call as well
+                self._back_off()
             self._connect()
+
+    def _back_off(self) -> None:
+        self._next_try = self._loop.now() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def refuse(self, reason: str) -> None:
         """The leader sent what is no order: the connection ends."""

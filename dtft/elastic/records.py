@@ -174,7 +174,7 @@ class Records:
             self._away = False
             self._journal.say(f"the store answers again; {write.label} recorded")
         self._waiting.remove(write)
-        if write.value is self.commits[0] and write.label == "commit":
+        if write.label == "commit" and write.value is self.commits[0]:
             # An older one was replaced while it waited, and its copies are gone.
             self._recorded = [write.value]
         self._on_written(write.label, write.value)

@@ -180,9 +180,9 @@ def test_a_stop_before_anything_is_trained_ends_at_once(desk: Desk) -> None:
     assert "forming" in desk.kinds()
     desk.put("m/stop", "1")
     desk.look()
+    desk.turn()
     last = desk.events()[-1]
     assert (last["event"], last["status"], last["step"]) == ("end", "stopped", 0)
-    desk.turn()
     assert desk.view().result is not None
 
 

@@ -253,6 +253,7 @@ def test_a_stop_after_growing_failed_still_stores_the_last_step(desk_of) -> None
     desk.until(lambda: desk.leader._rounds.phase == "waiting")
     desk.put("m/stop", "1")
     desk.look()
+    desk.turn()
     assert desk.exports[-1] == ("h0", 8, 0)
 
 

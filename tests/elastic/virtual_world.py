@@ -18,6 +18,9 @@ from dtft.elastic.store import (
 )
 from tests.elastic.virtual_loop import VirtualLoop
 
+DIAL_S = 1.0
+"""A host that does not answer is called for so long."""
+
 
 class Door:
     """One host's way to a `Store`, which is a `Store` itself.
@@ -27,6 +30,8 @@ class Door:
         shut: no call comes through.
         lost: operations that are done, but whose answers are lost, once each.
     """
+
+    private = True
 
     def __init__(self, store: Store) -> None:
         """Open."""
@@ -98,9 +103,9 @@ class Door:
 class VirtualChannel:
     """One end of a connection; `peer` is the other."""
 
-    def __init__(self, wires: "VirtualNetwork", address: str) -> None:
-        """Nothing hears it yet."""
-        self.wires, self.address, self.open = wires, address, True
+    def __init__(self, wires: "VirtualNetwork", owner: str, address: str) -> None:
+        """Nothing hears it yet; it is an end of host `owner`."""
+        self.wires, self.owner, self.address, self.open = wires, owner, address, True
         self.peer: VirtualChannel
         self.heard: Heard = lambda channel, message: None
         self.closed: Closed = lambda channel, reason: None
@@ -133,11 +138,13 @@ Accept = Callable[[Message, ControlChannel], tuple[Heard, Closed] | None]
 
 
 class VirtualNetwork:
-    """A `Network` of ports that tests open. What is said on a cut wire is lost.
+    """A `Network` of ports that tests open. A host's address is its name and ":1".
 
     Attributes:
         ports: address to what accepts connections there.
-        cut: addresses that nothing reaches, and whose own messages get nowhere.
+        cut: hosts that nothing reaches, and whose messages are lost.
+        stopped: hosts that take nothing for now, to what they take later.
+        dialed: every address that was called.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -145,13 +152,31 @@ class VirtualNetwork:
         self.loop = loop
         self.ports: dict[str, Accept] = {}
         self.cut: set[str] = set()
+        self.stopped: dict[str, list[Callable[[], None]]] = {}
         self.dialed: list[str] = []
-        self.channels: list[VirtualChannel] = []
+
+    def stop(self, host: str) -> None:
+        """A host's process stands still; its kernel keeps what arrives."""
+        self.stopped[host] = []
+
+    def resume(self, host: str) -> None:
+        """It goes on."""
+        for arrive in self.stopped.pop(host):
+            self.loop.post(arrive)
 
     def carry(self, sender: VirtualChannel, arrive: Callable[[], None]) -> None:
         """Takes something to the other end, unless one of them is cut off."""
-        if not self.cut & {sender.address, sender.peer.address}:
-            self.loop.post(arrive)
+        if not self.cut & {sender.owner, sender.peer.owner}:
+            self.loop.post(self._arrive, sender.peer.owner, arrive)
+
+    def _arrive(self, host: str, arrive: Callable[[], None]) -> None:
+        if host in self.stopped:
+            self.stopped[host].append(arrive)
+        else:
+            arrive()
+
+    def _unreachable(self, host: str) -> bool:
+        return host in self.cut or host in self.stopped
 
     def dial(
         self,
@@ -164,23 +189,30 @@ class VirtualNetwork:
         """See `Network.dial`."""
         self.dialed.append(address)
         outcome: Future[ControlChannel] = Future()
-        caller = str(hello["record"])
-        if address in self.cut:
+        caller, host = hello["host"], host_of(address)
+        if self._unreachable(caller) or self._unreachable(host):
             outcome.set_exception(TimeoutError("no answer"))
-        elif address not in self.ports:
+            self.loop.call_later(DIAL_S, opened, outcome)
+            return
+        if address not in self.ports:
             outcome.set_exception(ConnectionRefusedError("nobody listens"))
         else:
-            mine, other = (VirtualChannel(self, it) for it in (address, caller))
+            mine = VirtualChannel(self, caller, address)
+            other = VirtualChannel(self, host, f"{caller}:1")
             mine.peer, other.peer = other, mine
             mine.heard, mine.closed = heard, closed
             hears = self.ports[address](hello, other)
             if hears is not None:
                 other.heard, other.closed = hears
-            self.channels += [mine, other]
             outcome.set_result(mine)
         self.loop.post(opened, outcome)
 
     def probe(self, address: str, then: Callable[[bool], None]) -> None:
         """See `Network.probe`."""
-        refused = address not in self.ports and address not in self.cut
-        self.loop.post(then, refused)
+        cut = host_of(address) in self.cut
+        self.loop.post(then, address not in self.ports and not cut)
+
+
+def host_of(address: str) -> str:
+    """The host of an address."""
+    return address.removesuffix(":1")
