@@ -110,7 +110,8 @@ def test_a_store_that_hangs_delays_the_first_commit_briefly_and_others_at_once(
     desk.loop.turn(1)
     # What was under way is recorded, then the newest; what waited between is replaced.
     assert [value.step for _, value in desk.written] == [1, 4]
-    assert desk.stored == [4, 3] and not desk.records.away
+    # Hosts have dropped what was released without a record: 1 is no commit to keep.
+    assert desk.stored == [4] and not desk.records.away
     away, back = desk.said()
     assert "s:1 does not answer; training goes on" in away
     assert back.startswith("the store answers again")
