@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dtft.elastic.etcd_wire import (
@@ -92,7 +92,7 @@ class _Call:
 
     operation: str
     path: str
-    body: bytes
+    body: bytes = field(repr=False)
     repeat: bool
     """Whether it may be applied twice."""
 
