@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dtft.elastic.etcd_wire import (
@@ -92,7 +92,7 @@ class _Call:
 
     operation: str
     path: str
-    body: bytes
+    body: bytes = field(repr=False)
     repeat: bool
     """Whether it may be applied twice."""
 
@@ -100,10 +100,10 @@ class _Call:
 class _Elsewhere(Exception):
     """This member did not answer; another one may be asked."""
 
-    def __init__(self, cause: str, *, electing: bool = False, refused: bool = False):
-        """Keeps why; `electing` if waiting may help, `refused` if only people can."""
+    def __init__(self, cause: str, *, passing: bool = False, refused: bool = False):
+        """Keeps why; `passing` if waiting may help, `refused` if only people can."""
         super().__init__(cause)
-        self.electing, self.refused = electing, refused
+        self.passing, self.refused = passing, refused
 
 
 class _Members:
@@ -316,7 +316,8 @@ class EtcdStore:
         """One request and its reply, from the first member that gives one.
 
         Each member gets an equal share of the time that is left, the last one the rest.
-        While the members elect a leader they are asked again until the deadline.
+        All are asked again until the deadline, unless each refuses the connection: they
+        may be electing a leader.
         """
         payload = json.dumps(body).encode()
         call = _Call(operation=operation, path=path, body=payload, repeat=repeat)
@@ -332,8 +333,8 @@ class EtcdStore:
                 except _Elsewhere as problem:
                     self._members.failed(endpoint)
                     problems[endpoint_text(endpoint)] = problem
-            electing = any(problem.electing for problem in problems.values())
-            if not electing or time.monotonic() + _ELECTION_PAUSE_S > end:
+            passing = any(problem.passing for problem in problems.values())
+            if not passing or time.monotonic() + _ELECTION_PAUSE_S > end:
                 raise self._unavailable(operation, problems)
             time.sleep(_ELECTION_PAUSE_S)
 
@@ -403,9 +404,9 @@ class EtcdStore:
         if wants_token(message) and self._address.user:
             return None
         if not_applied(message):
-            raise _Elsewhere(message, electing=True)
+            raise _Elsewhere(message, passing=True)
         if call.repeat and may_answer_elsewhere(reply):
-            raise _Elsewhere(message)
+            raise _Elsewhere(message, passing=True)
         raise refusal(said, reply)
 
     def _headers(
@@ -466,7 +467,7 @@ class EtcdStore:
     def _problem(self, error: Exception, waited_s: float) -> _Elsewhere:
         """Why a member did not answer."""
         if isinstance(error, TimeoutError):
-            return _Elsewhere(f"no answer within {waited_s:.2g} s")
+            return _Elsewhere(f"no answer within {waited_s:.2g} s", passing=True)
         refused = ""
         if self._context is not None:
             refused = tls_refusal(error, self._address.certificate is not None)

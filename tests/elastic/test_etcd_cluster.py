@@ -102,8 +102,7 @@ def test_calls_and_watches_go_on_without_the_member_they_used(
         putting.goes_on()
         member = in_use(cluster, store)
         member.kill() if fault == "killed" else member.stop()
-        gap_s = putting.goes_on()
-        print(f"{fault} {member.name}: {gap_s:.2f} s, call {putting.longest_s:.2f} s")
+        putting.goes_on()
         member.revive()
     confirmed = putting.end()
     assert putting.longest_s < DEADLINE_S + SLACK_S

@@ -1,5 +1,6 @@
 """The semantics of a store, the same for `MemoryStore` and for a real etcd."""
 
+import contextlib
 import queue
 import socket
 import threading
@@ -430,6 +431,45 @@ def test_silent_store() -> None:
         with pytest.raises(StoreUnavailable, match="keepalive 7: no answer within 0.2"):
             store.keepalive(7)
         store.close()
+
+
+def test_a_reply_in_drops_ends_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(OSError):
+                for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n" * 9:
+                    sock.sendall(bytes([byte]))
+                    time.sleep(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        store = EtcdStore(f"127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.5)
+        begun = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="no answer within 0.5 s"):
+            store.get("a")
+        assert time.monotonic() - begun < 2.0
+        store.close()
+
+
+def test_a_resolver_that_hangs_does_not_hold_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, over = socket.getaddrinfo, threading.Event()
+
+    def resolve(host: str, *rest: Any, **options: Any) -> Any:
+        if host == "etcd.invalid" and not options.get("flags"):
+            over.wait(20)
+        return real(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    store = EtcdStore("etcd.invalid:2379", timeout_s=0.3)
+    begun = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="etcd.invalid:2379: get a: no answer"):
+        store.get("a")
+    assert time.monotonic() - begun < 2.0
+    over.set()
+    store.close()
 
 
 @pytest.mark.parametrize("address", ["localhost", ":2379", "http://h:2379", "h:port"])

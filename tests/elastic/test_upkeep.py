@@ -58,6 +58,31 @@ def test_a_store_is_not_made_smaller_again_and_again() -> None:
     assert store.reclaimed == 2
 
 
+class Shared(Counting):
+    """A store with other users."""
+
+    @property
+    def private(self) -> bool:
+        return False
+
+
+def test_a_shared_store_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    store = Shared()
+    upkeep = Upkeep(store)
+    for _ in range(3):
+        upkeep.wrote(PERIOD_BYTES)
+        upkeep.reclaim()
+    assert not store.compacted and not store.reclaimed
+    assert caplog.text.count("the store is full and has other users") == 1
+
+
+def test_etcd_is_only_compacted_if_it_is_private() -> None:
+    shared = EtcdStore("127.0.0.1:1")
+    for call in (lambda: shared.compact(1), shared.reclaim):
+        with pytest.raises(ValueError, match="other users.*--store-private"):
+            call()
+
+
 @pytest.mark.timeout(200)
 def test_commits_of_many_hosts_stay_within_the_quota(tmp_path: Path) -> None:
     # 30 KiB a commit, of which two are kept: without upkeep 150 of them fill 8 MiB.
