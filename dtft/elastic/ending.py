@@ -117,7 +117,7 @@ class Ending:
     def conclude(self) -> None:
         """Ends the job once the last step is finished, committed and in storage."""
         round_, ledger = self._rounds.current, self._rounds.ledger
-        if round_ is None or round_.assignment is None:
+        if round_ is None or round_.assignment is None or self._rounds.frozen:
             return
         if len(round_.finished) < len(round_.assignment.slots):
             return
@@ -130,7 +130,8 @@ class Ending:
         if last in self._storage.steps:
             self.end("stopped" if self._records.view.stop else "done", step=last)
         elif ledger.export_failures(last) < EXPORT_FAILURES:
-            ledger.export(last)
+            if ledger.may_export:
+                ledger.export(last)
         else:
             self.end("error", f"step {last} could not be written to storage", last)
 
@@ -147,7 +148,11 @@ class Ending:
     def result_without_store(self) -> str:
         """The result of an ended job that the store did not take in time, or ""."""
         late = self._loop.now() > self._ended_at + 2 * self._config.timeouts.lease
-        return self._result if late and self._records.away else ""
+        round_ = self._rounds.current
+        assignment = round_.assignment if round_ is not None else None
+        slots = set(assignment.slots) if assignment is not None else set()
+        told = slots <= self._registry.connected  # else they would wait for this host
+        return self._result if late and told and self._records.away else ""
 
     def end(self, status: str, message: str = "", step: int = 0, code: int = 0) -> None:
         """Has the job's result recorded, once; every agent then ends with `code`."""

@@ -109,6 +109,8 @@ class Follower:
         self._ballot: tuple[int, int] = (0, 0)
         self._holding = loop.lane("copies")
         """What changes or reads the copies as a whole, one after the other."""
+        self._export_attempt = 0
+        """Of the export that was ordered last."""
         self._assignment = ""
         self._commits: list[str] = []
         """JSON of the assignment obeyed last and of the newest commits."""
@@ -573,6 +575,7 @@ class Follower:
 
     def export(self, order: dict[str, Any]) -> None:
         """Begins to write a committed step to storage, from the arena."""
+        self._export_attempt = order["failures"]
         holder = self._copies.holding(order["step"], order["slot"])
         self._exports.begin(holder, {**order, "epoch": self.epoch})
 
@@ -586,7 +589,8 @@ class Follower:
 
     def exported(self, step: int, ok: bool, error: str) -> None:
         """This host's part of an export has ended."""
-        self._tell("exported", step=step, ok=ok, error=error)
+        attempt = self._export_attempt
+        self._tell("exported", step=step, ok=ok, error=error, attempt=attempt)
 
     def close(self) -> None:
         """Ends every process of this host and frees its memory."""

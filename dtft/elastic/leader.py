@@ -222,8 +222,8 @@ class Leader:
 
     def _give_up(self, decision: Decision) -> None:
         """What has failed would fail again."""
-        if not self._scaling.undone(decision.message):
-            self._ending.fail(decision.message)
+        self._journal.say(decision.message)
+        self._ending.fail(decision.message)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
         self._progress[host] = self._loop.now(), Progress(**told)
@@ -384,9 +384,11 @@ class Leader:
             self._rounds.enter("running", self._config.timeouts.export)
         self._ending.conclude()
 
-    def _on_exported(self, host: str, step: int, ok: bool, error: str) -> None:
+    def _on_exported(
+        self, host: str, step: int, ok: bool, error: str, attempt: int | None = None
+    ) -> None:
         ledger = self._rounds.ledger
-        outcome = ledger and ledger.export_answer(host, step, ok)
+        outcome = ledger and ledger.export_answer(host, step, ok, attempt)
         if outcome is None:
             return
         self._storage.ended(host, step, outcome, error)
@@ -452,6 +454,7 @@ class Leader:
         rounds.gathered()
         if self.view.stop:
             self._ending.stop()
+        self._ending.conclude()
         self._look_for_stuck()
         if rounds.ledger and (silent := rounds.ledger.silent_export()):
             self._on_exported(silent[1], silent[0], False, "TimeoutError: no answer")

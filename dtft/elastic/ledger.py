@@ -281,10 +281,21 @@ class Ledger:
             self._send(host, "lend", step=-1)
         self._lenders = []
 
-    def export_answer(self, host: str, step: int, ok: bool) -> bool | None:
-        """One host's outcome; True or False once all have answered or one failed."""
+    def export_answer(
+        self, host: str, step: int, ok: bool, attempt: int | None = None
+    ) -> bool | None:
+        """One host's outcome; True or False once all have answered or one failed.
+
+        Args:
+            host: that answers.
+            step: of the export.
+            ok: whether its part is written.
+            attempt: that it answers for; by default the newest.
+        """
         if self._export is None or self._export[0] != step:
             return None
+        if attempt not in (None, self._failures):
+            return None  # of a try that another host's failure has ended
         if not ok:
             self._export = None
             self._end_loans()
@@ -304,6 +315,11 @@ class Ledger:
         if self._export is None or self._clock() < self._export_until:
             return None
         return self._export[0], ", ".join(sorted(self._export[1]))
+
+    @property
+    def may_export(self) -> bool:
+        """Whether storage may be tried again: not at once after it has failed."""
+        return self._health.may_try(self._clock())
 
     def export_failures(self, step: int) -> int:
         """So often was a step not written to storage."""

@@ -133,7 +133,13 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "state": text,
         "busy": seconds,
     },
-    "exported": {"ballot": ballot, "step": number, "ok": flag, "error": text},
+    "exported": {
+        "ballot": ballot,
+        "step": number,
+        "ok": flag,
+        "error": text,
+        "attempt": number,
+    },
     "fatal": {
         "message": text,
         "ballot": ballot,
@@ -171,6 +177,7 @@ OPTIONAL: Mapping[str, frozenset[str]] = {
     ),
     "prepared": frozenset({"restored"}),
     "finished": frozenset({"summary"}),
+    "exported": frozenset({"attempt"}),
 }
 """Fields that may be left out."""
 

@@ -42,6 +42,7 @@ Phase = Literal[
     "idle",
     "gathering",
     "pausing",
+    "ending",
     "waiting",
     "storage",
     "assigning",
@@ -108,7 +109,7 @@ class Rounds:
             reason: what has happened.
             fatal: it would happen again to the same processes.
         """
-        if self.frozen:
+        if self.frozen or self.phase == "ending":
             return
         self._fatal = fatal
         self._counter += 1
@@ -177,6 +178,7 @@ class Rounds:
         self._judged = round_.ballot
         decision = self.failures.judge(self.previous)
         if decision.action == "end":
+            self.enter("ending", float("inf"))
             self.give_up(decision)
             return False
         pause_s = decision.not_before - self._loop.now()
