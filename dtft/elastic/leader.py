@@ -222,7 +222,6 @@ class Leader:
 
     def _give_up(self, decision: Decision) -> None:
         """What has failed would fail again."""
-        self._journal.say(decision.message)
         self._ending.fail(decision.message)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
