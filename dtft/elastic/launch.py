@@ -276,6 +276,7 @@ class LocalCluster:
         commits = [it["step"] for it in events if it["event"] == "commit"]
         return Progress(
             finished={name: self._cell(name, "finished") for name in live},
+            computing=self._most("computing"),
             committed=self._most("committed"),
             recorded=max(commits, default=0),
             stored=newest_stored(self.storage_directory),

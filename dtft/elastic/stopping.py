@@ -49,6 +49,8 @@ class Progress:
 
     finished: Mapping[str, int] = field(default_factory=dict)
     """Host with a slot to the last step that its trainer has finished."""
+    computing: int = 0
+    """The newest step that was begun; 0 for none."""
     committed: int = 0
     """The newest commit that memory holds; 0 for none."""
     recorded: int = 0
@@ -73,6 +75,10 @@ def waits_for(progress: Progress) -> str:
 
     >>> waits_for(Progress(finished={"host-0": 12, "host-1": 11}, committed=11))
     'host-0 (step 12), host-1 (step 11) to reach a step boundary'
+    >>> waits_for(Progress(finished={"host-0": 9}, committed=9, computing=10))
+    'host-0 (step 9) to reach a step boundary'
+    >>> waits_for(Progress(finished={"host-0": 9}, committed=9, computing=9))
+    'the export of step 9 to begin'
     >>> waits_for(Progress(committed=9, exporting=9))
     'the export of step 9'
     """
@@ -86,7 +92,7 @@ def waits_for(progress: Progress) -> str:
         return f"a host for slot {slots}"
     if progress.reforming:
         return f"the job to be formed anew ({progress.reason or 'its start'})"
-    if progress.committed and progress.committed == newest:
+    if progress.committed == newest >= max(progress.computing, 1):
         return f"the export of step {progress.committed} to begin"
     names = [f"{host} (step {step})" for host, step in progress.finished.items()]
     if not names:

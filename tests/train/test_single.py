@@ -59,15 +59,16 @@ def test_unreadable_checkpoint_is_an_error(tmp_path: Path) -> None:
         _train(tiny(tmp_path))
 
 
-def test_signal_saves_and_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGHUP,) * 3])
+def test_signal_saves_and_ends(tmp_path: Path, numbers: tuple[int, ...]) -> None:
     experiment = tiny(tmp_path, steps=10**6)
     runtime = LocalRuntime(experiment)
     dispatched = runtime.dispatched
 
     def strike(step: int) -> None:
         dispatched(step)
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+        for number in numbers if step == 3 else ():
+            os.kill(os.getpid(), number)
 
     runtime.dispatched = strike
     with runtime.signals():
