@@ -99,8 +99,8 @@ def test_a_call_during_which_its_agent_was_stopped_is_not_long(tmp_path):
     for host in ("host-0", "host-1"):
         (tmp_path / f"loop-{host}.json").write_text(
             f'{{"host": "{host}", "longest_call_s": 10.25, "what": "tick", "calls": ['
-            '{"what": "tick", "seconds": 10.25, "ended": 110.125},'
-            '{"what": "view", "seconds": 0.5, "ended": 50.0}]}'
+            '{"what": "tick", "seconds": 10.25, "at": 99.875},'
+            '{"what": "view", "seconds": 0.5, "at": 50.0}]}'
         )
     assert interruption_check.agents(tmp_path, [strike]) == {
         "host-0": {"longest_call_s": 10.25, "what": "tick"},
