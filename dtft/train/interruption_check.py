@@ -39,18 +39,15 @@ def fault_fields(strike: Strike) -> dict[str, Any]:
 def agents(faulted: Path, strikes: Sequence[Strike]) -> dict[str, dict[str, Any]]:
     """The longest call of each host's event loop, the time it was stopped left out.
 
-    Agents write `loop-HOST.json` when they end: `host`, `longest_call_s`, `what`, and
-    `calls`, a list of their longest calls: `what`, `seconds`, `ended` (wall clock).
+    Agents write `loop-HOST.json` when they end: `host`, and in `calls` their longest
+    calls, each with `what`, `seconds`, and `at`, the wall-clock time it began.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(faulted.glob("loop-*.json")):
         with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
             said = json.loads(path.read_text())
-            calls = said.get("calls") or [
-                {"what": said.get("what", ""), "seconds": said["longest_call_s"]}
-            ]
             stops = _stops(said["host"], strikes)
-            found[said["host"]] = longest_call(calls, stops)
+            found[said["host"]] = longest_call(said["calls"], stops)
     return found
 
 
@@ -68,18 +65,17 @@ def longest_call(
 ) -> dict[str, Any]:
     """The longest of an event loop's calls, without the time its process was stopped.
 
-    >>> calls = [{"what": "tick", "seconds": 10.5, "ended": 111.0},
-    ...          {"what": "view", "seconds": 0.75, "ended": 90.0}]
+    >>> calls = [{"what": "tick", "seconds": 10.5, "at": 100.25},
+    ...          {"what": "view", "seconds": 0.75, "at": 90.0}]
     >>> longest_call(calls, [(100.5, 110.5)])
     {'longest_call_s': 0.75, 'what': 'view'}
     """
     found = {"longest_call_s": 0.0, "what": ""}
     for call in calls:
         seconds = float(call["seconds"])
-        if (ended := call.get("ended")) is not None:
-            begun = ended - seconds
-            for first, last in stops:
-                seconds -= max(0.0, min(last, ended) - max(first, begun))
+        begun, ended = call["at"], call["at"] + seconds
+        for first, last in stops:
+            seconds -= max(0.0, min(last, ended) - max(first, begun))
         if seconds > found["longest_call_s"]:
             found = {"longest_call_s": round(seconds, 4), "what": call["what"]}
     return found

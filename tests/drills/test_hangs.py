@@ -134,13 +134,26 @@ def test_a_stop_of_two_seconds_causes_no_recovery(tmp_path, control, kind):
 @every
 def test_training_is_as_fast_while_the_store_hangs(tmp_path, control):
     record = drill(
-        *(tmp_path, "digits_cnn", "--hosts", "3", "--stop.steps", "800", *SPAN),
+        *(tmp_path, "digits_cnn", "--hosts", "3", "--stop.steps", "500", *SPAN),
         *("--data.global_batch", "960", *control("slow")),
-        *faults("pause-store@250:20"),
+        *faults("pause-store@200:20"),
     )
     (pause,) = record["faults"]
     assert record["recoveries"] == []
     assert pause["steps_per_s_during"] > 0.9 * pause["steps_per_s"]
+
+
+@every
+def test_a_run_that_ends_while_the_store_hangs_waits_for_its_last_commit(
+    tmp_path, control
+):
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short")),
+        *faults("pause-store@100:20"),
+    )
+    assert record["recoveries"] == [] and record["final_step"] == 300
+    (pause,) = record["faults"]
+    assert at(tmp_path, "end")[-1] > pause["until"]
 
 
 def test_a_store_that_lost_everything_is_filled_again(tmp_path, control):
