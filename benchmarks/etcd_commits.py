@@ -25,6 +25,7 @@ from dtft.elastic.membership import Membership
 from dtft.elastic.mirror import ThreadMirrors
 from dtft.elastic.records import Records
 from dtft.elastic.roles import HostRecord
+from dtft.elastic.store_address import StoreAddress
 from dtft.elastic.view import View
 
 LEASE_S = 5.0
@@ -109,7 +110,7 @@ def run(
     etcd.start()
     try:
         etcd.wait_ready(30.0)
-        store = EtcdStore(etcd.address)
+        store = EtcdStore(StoreAddress.parse(etcd.address, private=True))
         writing = Writing(store, directory, hosts)
         begun, largest = time.monotonic(), 0
         for step in range(1, commits + 1):
