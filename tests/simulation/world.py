@@ -184,7 +184,7 @@ class Node:
             exports=desk,
             resharding=None,
             restore=copies.restore,  # type: ignore[arg-type]
-            free_port=lambda: 40000 + self.number,
+            free_port=world.free_port,
             observe=self.trainers.observe,
             dump_stack=lambda pid, log: f"stack of {pid} in {log}",
         )
@@ -313,6 +313,11 @@ class World:
             self.clockwork.before = self._trace
         self.etcd.watchers.append(self._store_changed)
         self._configs: dict[str, AgentConfig] = {}
+
+    def free_port(self) -> int:
+        """A port that nothing has used."""
+        self._number += 1
+        return 10000 + self._number % 50000
 
     def config(self, host: str) -> AgentConfig:
         """Of one host's agent."""
