@@ -226,7 +226,7 @@ class Membership:
         if view.era == 0:
             self._again = bool(self._lease)  # lapses if the lease is gone as well
             self._claim_era(Compare(key=self.key("m/era"), target="create", value=0))
-        elif view.era == self.view.era:
+        else:  # the same era with less, or data of an earlier one
             key, value = self.key("m/era"), view.era_revision
             self._claim_era(Compare(key=key, target="mod", value=value))
 

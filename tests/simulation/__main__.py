@@ -9,6 +9,7 @@ import argparse
 import gc
 import multiprocessing
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -31,7 +32,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--matrix", action="store_true")
     parser.add_argument("--part", default="", help="only matrix entries with this text")
-    parser.add_argument("--replay", metavar="SEED")
+    parser.add_argument("--shuffle", type=int, help="seed of the matrix's order")
+    parser.add_argument("--replay", metavar="SEED", help="a seed, or mNUMBER of the matrix")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--shown", type=int, default=20, help="failures shown in full")
     parser.add_argument("--scale", type=int, nargs="*", metavar="HOSTS")
@@ -50,6 +52,8 @@ def main() -> int:
             for number, (sizes, faults) in enumerate(matrix())
             if asked.part in f"{faults[0].text()} spares={sizes['spares']}"
         ]
+        if asked.shuffle is not None:
+            random.Random(asked.shuffle).shuffle(names)
         return _many(_matrix_entry, names, asked.jobs, asked.seconds, asked.shown)
     seeds = [str(seed) for seed in range(asked.seed, asked.seed + asked.random)]
     return _many(_random_entry, seeds, asked.jobs, asked.seconds, asked.shown)

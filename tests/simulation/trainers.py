@@ -87,7 +87,7 @@ class JaxWorld:
         if self.members.get(trainer.slot) is not trainer:
             return
         del self.members[trainer.slot]
-        if trainer.done:
+        if trainer.done or self.broken:
             return
         self.broken = True
         for one in list(self.members.values()):

@@ -1,0 +1,71 @@
+"""The control plane under random faults, for a minute; and that a seed replays."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dtft.elastic.membership import Membership
+from dtft.elastic.store import Delete, Put
+from dtft.elastic.view import View
+from tests.simulation.runs import run, run_seed
+
+ROOT = Path(__file__).parents[2]
+SEED = 1_000_000
+"""Seeds from here on are those of `make test`."""
+
+
+def simulate(*arguments: str) -> str:
+    """What the command says; it runs by itself because sets must keep their order."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.simulation", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_job_without_faults_ends_with_its_last_step_stored() -> None:
+    outcome = run(7, {"slots": 3, "spares": 1, "last_step": 20}, [])
+    assert not outcome.violations
+    assert '"status": "done", "step": 20' in outcome.result
+    assert outcome.commits == 20
+
+
+def test_a_seed_replays_event_by_event() -> None:
+    for seed in (2, 5, 8):
+        first, second = run_seed(seed, trace=True), run_seed(seed, trace=True)
+        assert first.trace_hash == second.trace_hash != ""
+        assert first == second
+
+
+def test_a_leader_that_writes_without_its_key_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unfenced(self: Membership, view: View, changes: Sequence[Put | Delete]) -> bool:
+        del view
+        return self._store.txn([], list(changes))
+
+    monkeypatch.setattr(Membership, "fenced", unfenced)
+    found = [text for seed in range(60) for text in run_seed(seed).violations]
+    assert any("(a)" in text for text in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_random_schedules_for_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    told = simulate("--random", "100000", "--seed", str(SEED), "--seconds", "45")
+    told += simulate("--matrix", "--shuffle", "1", "--seconds", "15")
+    counts = re.findall(r"^(\d+) schedules", told, re.MULTILINE)
+    with capsys.disabled():
+        print(f"\nsimulation: {counts[0]} random schedules, {counts[1]} of the matrix")
+    assert len(counts) == 2 and all(int(count) > 20 for count in counts)
