@@ -68,39 +68,6 @@ class Held:
         }
         return {step: found for step, found in copies.items() if found}
 
-    def check(self) -> tuple[dict[int, dict[str, bytes]], list[str]]:
-        """Reads and checks every copy; wrong ones for peers are forgotten.
-
-        Returns:
-            As `Holder.holdings`.
-        """
-        good: dict[int, dict[str, bytes]] = {}
-        bad: list[str] = []
-        read: dict[int, Read] = {}
-        for step in self.steps():
-            found, wrong = self._check(step, read)
-            if found:
-                good[step] = found
-            bad += [f"step {step}: {key}" for key in wrong]
-            self._hosting.forget(step, wrong)
-        return good, bad
-
-    def _check(
-        self, step: int, read: dict[int, Read]
-    ) -> tuple[dict[str, bytes], list[str]]:
-        """Key to digests of each good copy, and the keys of bad ones."""
-        good: dict[str, bytes] = {}
-        bad: list[str] = []
-        for shelf, copy in self._copies(step):
-            known = read.setdefault(id(shelf), {})
-            for index, expected in enumerate(copy.digests):
-                key = shelf.chunks.slices[index].key
-                if expected and shelf.right(copy, index, known):
-                    good[key] = expected
-                elif expected:
-                    bad.append(key)
-        return good, bad
-
     # ---------------------------------------------------------------- restore
 
     def begin_restore(

@@ -242,18 +242,20 @@ class Holder:
         """Every slice held.
 
         Args:
-            read: read it again and check it now, shared chunks once; a copy for a peer
-                that is wrong is forgotten, so that it can be sent again. Otherwise what
-                was verified when it came counts, unless the scrubber has found it
-                wrong since; whoever takes it verifies it.
+            read: read every chunk again and check it now, without holding up others; a
+                copy for a peer that is wrong is forgotten, so that it can be sent
+                again. Otherwise what was verified when it came counts, unless the
+                scrubber has found it wrong since; whoever takes it verifies it.
 
         Returns:
             step -> slice key -> digest of each good copy, and a description of each
             bad one ("step 12: params/w[0:4]:float32").
         """
+        for number in range(self.scrub.num_chunks if read else 0):
+            self.scrub.look(number)
         with self._lock:
             known = self.scrub.known()
-            return self._held.check() if read else (self._held.recorded(), known)
+            return self._held.recorded(), known
 
     def steps(self) -> tuple[int, ...]:
         """The steps of which something is held, ascending."""

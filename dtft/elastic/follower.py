@@ -433,7 +433,18 @@ class Follower:
         if op == "stage" and self._seats.attached:
             self._board.set("finished", message["step"])  # so a loss can be counted
         if self._formation is not None and op in self._handlers:
-            self._handlers[op](self._formation, message)
+            try:
+                self._handlers[op](self._formation, message)
+            except (KeyError, TypeError, ValueError) as error:
+                self._refuse_trainer(f"{op}: {type(error).__name__}: {error}")
+
+    def _refuse_trainer(self, fault: str) -> None:
+        """A trainer has said what has no meaning: it is let go, not this agent."""
+        logger.error("the trainer sent a message that is none: %s", fault)
+        self._trainers.let_go(f"it sent a message that is none: {fault}")
+        told = self._seats.exit_report(0 if self._seats.attached else 1)
+        if told is not None:
+            self._tell(told[0], **told[1])
 
     def _pass_up(self, op: str, formation: Formation, message: Message) -> None:
         """The leader has to know; the trainer has begun, whatever it says."""
