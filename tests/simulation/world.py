@@ -59,6 +59,9 @@ class SimBoard:
         """See `Board.get`."""
         return self._values.get(field, 0)
 
+    def enter(self, phase: str, now_ns: int) -> None:
+        """See `Board.enter`: here a trainer is asked itself for its phase."""
+
     def close(self) -> None:
         """See `Board.close`."""
 
