@@ -175,7 +175,7 @@ def test_only_so_much_waits(
     here, _ = pair()
     outbound = Outbound(here, limits)
     fill(outbound)
-    worst = 0.0
+    worst, number = 0.0, 0
     for number in range(100):
         begun = time.monotonic()
         alive = outbound.post({"n": number, "pad": bytes(10_000)})
