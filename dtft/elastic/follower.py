@@ -358,7 +358,7 @@ class Follower:
         Args:
             step: that the trainers have staged.
             committed: the store has recorded it; otherwise it is away.
-            commit: JSON of what it has recorded.
+            commit: JSON of what it has recorded, or shall record.
             told: what only the trainer has to know.
         """
         if commit:

@@ -146,8 +146,11 @@ class Ledger:
         return f"step {step}: {self._trackers[step].missing}"
 
     def delayed(self, commit: Commit) -> None:
-        """The store is away: training goes on, the commit waits."""
-        self._release(commit.step)
+        """The store is away: training goes on, the commit waits.
+
+        The hosts know the commit, for whoever leads next.
+        """
+        self._release(commit, is_recorded=False)
 
     def recorded(self, commit: Commit) -> None:
         """A commit is recorded; the trainers wait on for their release."""
@@ -158,7 +161,7 @@ class Ledger:
     def written(self, commit: Commit) -> None:
         """A commit is recorded, and training goes on."""
         self.recorded(commit)
-        self._release(commit.step, commit)
+        self._release(commit, is_recorded=True)
         self._export_if_due(commit.step)
 
     def _export_if_due(self, step: int) -> None:
@@ -172,14 +175,14 @@ class Ledger:
         elif due and self._health.may_try(self._clock()):
             self.export(step)
 
-    def _release(self, step: int, commit: Commit | None = None) -> None:
+    def _release(self, commit: Commit, *, is_recorded: bool) -> None:
         for host in self._assignment.slots:
             self._send(
                 host,
                 "release",
-                step=step,
-                committed=commit is not None,
-                commit=commit.to_json() if commit else "",
+                step=commit.step,
+                committed=is_recorded,
+                commit=commit.to_json(),
                 stop_at=self.stop_at,
                 changes=self.intervals.changes,
             )

@@ -84,12 +84,19 @@ class Records:
         return max((commit.step for commit in self.commits), default=0)
 
     def learn(self, commits: Sequence[Commit]) -> None:
-        """Hosts know of commits: those that the store has lost count as well.
+        """Hosts know of commits: those that the store lacks count as well.
 
-        They were recorded once, or no host would have been told.
+        Every one had all its copies. The store has lost it, or did not answer the
+        leader that made it. One of an earlier formation than the newest commit of the
+        store belongs to a history that was given up.
         """
-        known = {commit.step for commit in self.commits}
-        found = [commit for commit in commits if commit.step not in known]
+        newest = self.commits[0] if self.commits else None
+        found = [
+            commit
+            for commit in commits
+            if newest is None
+            or (commit.step > newest.step and _epoch(commit) >= _epoch(newest))
+        ]
         if found:
             both = sorted([*self.commits, *found], key=lambda it: it.step, reverse=True)
             self.commits = both[:KEPT_COMMITS]
@@ -200,3 +207,7 @@ class Records:
         """Ends the writing; what is queued may be lost."""
         self._closed = True
         self._lane.close()
+
+
+def _epoch(commit: Commit) -> tuple[int, int]:
+    return commit.generation, commit.attempt
