@@ -124,9 +124,7 @@ def test_an_ended_mirror_tells_nothing_and_its_thread_ends(
     store: MemoryStore, copy: Copy, mirrored: Callable[[], None]
 ) -> None:
     mirrored()
-    wait_until(
-        lambda: not any(it.name == "mirror /p/" for it in threading.enumerate())
-    )
+    wait_until(lambda: not any(it.name == "mirror /p/" for it in threading.enumerate()))
     store.put("/p/b", b"2")
     assert copy.told.empty()
 
