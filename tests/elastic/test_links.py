@@ -220,7 +220,7 @@ def test_a_leader_that_stood_still_gives_nobody_up_at_once(
     wires.loop.turn(0.5)
     assert not a.lost and hosts(a) == {"b", "c"}
     wires.loop.turn(3 * LEASE_S)
-    assert not a.lost
+    assert not a.lost and len(wires.dialed) == 2
 
 
 def test_a_stopped_leader_is_called_anew_and_not_said_to_be_dead(
