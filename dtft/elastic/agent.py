@@ -268,7 +268,7 @@ class Agent:
             rank = sum(host < me for host in view.hosts)
             wait_s = min(rank * RANK_S, 1.0)
             if self._leader_link.hears:
-                wait_s += self._config.timeouts.lease
+                wait_s += self._config.timeouts.lease / 2
         if now >= self._leaderless_since + wait_s:
             self._membership.campaign()
 
