@@ -94,6 +94,7 @@ class Agent:
             on_view=self._see,
             on_lapse=self._lapsed,
             on_store=self._store_changed,
+            on_replaced=self._replaced,
         )
         self._leader_link = LeaderLink(
             lambda: self._membership.record,
@@ -243,6 +244,13 @@ class Agent:
         """This host has something else to say of itself."""
         self._membership.describe(record)
         self._tell_record()
+
+    def _replaced(self, by: HostRecord) -> None:
+        """A later agent has this host's name: this one was stopped for long."""
+        logger.error(
+            "host name %s is taken by process %d now: this agent ends", by.host, by.pid
+        )
+        self._loop.stop()
 
     def _store_changed(self, up: bool) -> None:
         self._store_up = up

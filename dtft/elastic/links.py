@@ -258,6 +258,10 @@ class FollowerLinks:
         if named != (record.host, record.incarnation):
             logger.warning("%s sent a hello of two hosts", channel.address)
             return None
+        known = self._links.get(record.host)
+        if known is not None and known.record.replaces(record):
+            logger.warning("a former agent of %s calls and is refused", record.host)
+            return None
         self._connect(record, channel)
         return self._heard, self._closed
 

@@ -63,6 +63,7 @@ class Membership:
         on_view: Callable[[View], None],
         on_lapse: Callable[[], None],
         on_store: Callable[[bool], None],
+        on_replaced: Callable[[HostRecord], None],
     ) -> None:
         """Nothing is registered before `start`.
 
@@ -78,7 +79,9 @@ class Membership:
                 for dead. It registers again by itself.
             on_store: called with False when the store stops answering, with True when
                 it answers again.
+            on_replaced: called when a later agent process has taken this host's name.
         """
+        self._on_replaced = on_replaced
         self._store, self._mirrors, self._loop = store, mirrors, loop
         self._job, self._lease_s = job, lease_s
         self._on_view, self._on_lapse, self._on_store = on_view, on_lapse, on_store
@@ -243,7 +246,9 @@ class Membership:
         if not self._lease or self._busy:
             return
         known = view.hosts.get(self.record.host)
-        if known is None or known.incarnation != self.record.incarnation:
+        if known is not None and known.replaces(self.record):
+            self._on_replaced(known)
+        elif known is None or known.incarnation != self.record.incarnation:
             self._again = True
 
     # ----------------------------------------------------------- the leader key

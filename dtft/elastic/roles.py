@@ -37,6 +37,11 @@ class HostRecord:
     attached_ns: int = 0
     """Wall-clock time at which it attached; another one for every process."""
 
+    def replaces(self, other: "HostRecord") -> bool:
+        """Whether this is a later agent process under the same name."""
+        another = process_of(self.incarnation) != process_of(other.incarnation)
+        return another and self.joined_ns > other.joined_ns
+
     def to_json(self) -> str:
         """JSON; inverse of `from_json`."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)

@@ -94,6 +94,7 @@ class LeaderDesk:
             on_view=lambda view: None,
             on_lapse=lambda: None,
             on_store=lambda up: None,
+            on_replaced=lambda by: None,
         )
         self._list_steps = list_steps
         self.orders: list[tuple[str, str, dict[str, Any]]] = []

@@ -1,12 +1,13 @@
 """A host's registration, the leader key and its fence, on the in-memory store."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 
 from dtft.elastic.membership import Membership, claim
 from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.roles import process_of
+from dtft.elastic.roles import HostRecord, process_of
 from dtft.elastic.store import Put
 from dtft.elastic.view import View, job_key, read_view
 from tests.elastic.desks import record_of
@@ -26,6 +27,7 @@ class Host:
         self.lapses: list[str] = []
         """Incarnations under which it registers anew."""
         self.up: list[bool] = []
+        self.replaced: list[HostRecord] = []
         self.ticks = True
         self.member = Membership(
             *(self.door, VirtualMirrors(self.door, self.loop), "job"),
@@ -33,6 +35,7 @@ class Host:
             on_view=self.views.append,
             on_lapse=lambda: self.lapses.append(self.member.record.incarnation),
             on_store=self.up.append,
+            on_replaced=self.replaced.append,
         )
         self.member.claims = {"fingerprint": b"known"}
         self.member.start()
@@ -196,6 +199,20 @@ def test_a_record_that_vanished_is_written_again(
     cluster.store.delete(job_key("job", "m/hosts/b"))
     cluster.loop.turn(LEASE_S)
     assert a.view.hosts["b"].incarnation == "b.1" and not b.lapses
+
+
+def test_of_two_agents_of_one_name_the_earlier_one_gives_way(
+    cluster: Cluster, two: tuple[Host, Host]
+) -> None:
+    _, b = two
+    later = dataclasses.replace(b.member.record, incarnation="other.1", joined_ns=99)
+    cluster.store.put(job_key("job", "m/hosts/b"), later.to_json().encode())
+    cluster.loop.turn(LEASE_S)
+    assert b.replaced and b.replaced[0].incarnation == "other.1"
+    earlier = dataclasses.replace(later, joined_ns=-1)
+    assert not earlier.replaces(b.member.record)
+    kept = cluster.store.get(job_key("job", "m/hosts/b"))
+    assert kept is not None and kept.value == later.to_json().encode()
 
 
 def test_what_a_host_says_of_itself_reaches_the_others(

@@ -43,6 +43,7 @@ class Desk:
             on_view=lambda view: None,
             on_lapse=lambda: None,
             on_store=lambda up: None,
+            on_replaced=lambda by: None,
         )
         self.written: list[tuple[str, Any]] = []
         self.delayed: list[int] = []
