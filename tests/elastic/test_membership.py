@@ -7,7 +7,7 @@ import pytest
 from dtft.elastic.membership import Membership, claim
 from dtft.elastic.memory_store import MemoryStore
 from dtft.elastic.roles import process_of
-from dtft.elastic.store import Put
+from dtft.elastic.store import Put, StoreFull
 from dtft.elastic.view import View, job_key, read_view
 from tests.elastic.desks import record_of
 from tests.elastic.virtual_loop import VirtualLoop, VirtualMirrors
@@ -196,6 +196,23 @@ def test_a_record_that_vanished_is_written_again(
     cluster.store.delete(job_key("job", "m/hosts/b"))
     cluster.loop.turn(LEASE_S)
     assert a.view.hosts["b"].incarnation == "b.1" and not b.lapses
+
+
+def test_a_host_whose_record_cannot_be_written_keeps_its_lease(
+    cluster: Cluster, two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = two
+
+    def full(key: str, value: bytes, lease: int = 0) -> None:
+        raise StoreFull("no space")
+
+    monkeypatch.setattr(b.door, "put", full)
+    b.member.describe(record_of("b", process=3, attached_ns=7))
+    cluster.loop.turn(4 * LEASE_S)
+    assert not b.lapses and a.view.hosts["b"].process == -1
+    monkeypatch.undo()
+    cluster.loop.turn(1)
+    assert not b.lapses and a.view.hosts["b"].process == 3
 
 
 def test_what_a_host_says_of_itself_reaches_the_others(
