@@ -90,9 +90,10 @@ class EventLoop:
 
     def __init__(self) -> None:
         """Runs nothing yet."""
-        # Not a Queue: a signal handler may interrupt `get` and post, on the same thread.
-        self._posted: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]]
-        self._posted = queue.SimpleQueue()
+        # Not a Queue: a signal handler may interrupt `get` and post, on one thread.
+        self._posted: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = (
+            queue.SimpleQueue()
+        )
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._lock = threading.Lock()

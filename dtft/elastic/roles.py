@@ -52,7 +52,7 @@ class HostRecord:
         for it in dataclasses.fields(cls):
             value = getattr(record, it.name)
             if type(value) is not it.type:
-                raise ValueError(f"{it.name}={value!r} is no {it.type.__name__}")
+                raise ValueError(f"{it.name}={value!r} is not of type {it.type}")
         return record
 
 
