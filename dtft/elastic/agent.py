@@ -320,6 +320,8 @@ class Agent:
         """A host that followed this one tells who leads now."""
         if self._store_up or term <= self._membership.view.term:
             return  # the store says so itself, or knows better
+        if self._hint is not None and term < self._hint[0]:
+            return
         self._hint = term, record
         self._leadership.give_up()
         self._follow()

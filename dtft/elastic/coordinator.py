@@ -5,6 +5,7 @@ what it is for is not known here. No process is waited for on the event loop.
 """
 
 import contextlib
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from dtft.checkpoint.addresses import format_address, parse_address
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.processes import die_with_parent, free_port, open_log
+
+logger = logging.getLogger(__name__)
 
 KILL_S = 10.0
 
@@ -46,12 +49,11 @@ class Coordinator:
             ready: called with its address once it serves; never if it cannot.
         """
         self.end()
-        host, _ = parse_address(self._config.bind)
-        address = format_address(host, free_port(host))
-        if self._waiting.poll() is not None:
-            self._kill(self._waiting)
-            self._waiting = self._spawn()
-        process, self._waiting = self._waiting, self._spawn()
+        try:
+            address, process = self._address(), self._take()
+        except OSError as error:  # no processes or ports are left on this host
+            logger.error("the coordination service cannot be started: %s", error)
+            return
         self._serving = process
         heartbeat_s = self._config.timeouts.heartbeat
 
@@ -67,6 +69,18 @@ class Coordinator:
         self._loop.aside(
             serve, lambda outcome: ready(address) if outcome.result() else None
         )
+
+    def _take(self) -> subprocess.Popen:
+        """The process that waits; another one waits from now on."""
+        if self._waiting.poll() is not None:
+            self._kill(self._waiting)
+            self._waiting = self._spawn()
+        process, self._waiting = self._waiting, self._spawn()
+        return process
+
+    def _address(self) -> str:
+        host, _ = parse_address(self._config.bind)
+        return format_address(host, free_port(host))
 
     def end(self) -> None:
         """Ends the service at once; the trainers of its world abort."""

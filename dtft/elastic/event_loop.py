@@ -90,12 +90,14 @@ class EventLoop:
 
     def __init__(self) -> None:
         """Runs nothing yet."""
-        self._posted: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]]]
-        self._posted = queue.Queue()
+        # Not a Queue: a signal handler may interrupt `get` and post, on one thread.
+        self._posted: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = (
+            queue.SimpleQueue()
+        )
         self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self._stopped = False
         self._longest: list[Call] = []
 
     def now(self) -> float:
@@ -146,7 +148,7 @@ class EventLoop:
 
     def stop(self) -> None:
         """Makes `run` return after the call under way; safe in a signal handler."""
-        self._stopped.set()
+        self._stopped = True
         self._posted.put((_nothing, ()))
 
     def run(self) -> None:
@@ -154,7 +156,7 @@ class EventLoop:
 
         What is due comes first: a queue that is never empty delays no deadline.
         """
-        while not self._stopped.is_set():
+        while not self._stopped:
             due, wait_s = self._due()
             if due is not None:
                 self._call(*due)

@@ -15,7 +15,7 @@ from dtft.checkpoint.addresses import parse_address
 from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.digest import DIGEST_BYTES
 from dtft.checkpoint.slices import Layout, Slice
-from dtft.elastic.roles import Assignment, HostRecord
+from dtft.elastic.roles import Assignment
 
 Check = Callable[[object], bool]
 Table = Mapping[str, Mapping[str, Check]]
@@ -176,11 +176,6 @@ def assignment(value: object) -> bool:
 def commit(value: object) -> bool:
     """A `Commit` as JSON."""
     return isinstance(value, str) and _reads(Commit.from_json, value)
-
-
-def host_record(value: object) -> bool:
-    """A `HostRecord` as JSON."""
-    return isinstance(value, str) and _reads(HostRecord.from_json, value)
 
 
 def _reads(read: Callable[[str], object], value: str) -> bool:

@@ -214,10 +214,8 @@ class Follower:
         error = outcome.exception()
         if error is None:
             self._tell("fit")
-        elif isinstance(error, OSError):
-            self._tell("unfit", why=str(error))
         else:
-            raise error
+            self._unfit(_why(error))
 
     def reform(
         self,
@@ -363,15 +361,16 @@ class Follower:
         """
         if commit:
             self._commits = [commit, *self._commits][:KEPT_COMMITS]
-        if self._copies.holder is None or self._formation is None:
+        holder = self._copies.holder  # the lane may change it meanwhile
+        if holder is None or self._formation is None:
             return
         last = self._board.get("committed")
-        if committed and step in self._copies.holder.steps():
+        if committed and step in holder.steps():
             self._board.set("committed", step)
             last = step
             if step > self._formation.order["step"]:
                 self._copies.committed()
-        self._copies.holder.drop_before(step, keep={last})
+        holder.drop_before(step, keep={last})
         if self._board.get("replicating") <= step:
             self._board.set("replicating", 0)
         self._trainers.send("release", step=step, committed=committed, **told)
@@ -435,7 +434,7 @@ class Follower:
         if self._formation is not None and op in self._handlers:
             try:
                 self._handlers[op](self._formation, message)
-            except (KeyError, TypeError, ValueError) as error:
+            except (LookupError, AttributeError, TypeError, ValueError) as error:
                 self._refuse_trainer(f"{op}: {type(error).__name__}: {error}")
 
     def _refuse_trainer(self, fault: str) -> None:
@@ -508,10 +507,9 @@ class Follower:
         if formation is not self._formation:
             return
         error = outcome.exception()
-        if isinstance(error, OSError):
-            self._unfit(str(error))
+        if error is not None:
+            self._unfit(_why(error))
             return
-        outcome.result()
         if is_new:
             formation.stop_pushers()  # they sent again what peers had lost of the old
             formation.order = {**formation.order, "source": "init"}
@@ -663,6 +661,14 @@ def local_follower(
     )
     follower = Follower(config, credentials, parts, loop, emit, report)
     return follower
+
+
+def _why(error: BaseException) -> str:
+    """Why this host has no memory for a layout."""
+    if isinstance(error, OSError):
+        return str(error)
+    logger.error("no memory could be made ready", exc_info=error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:

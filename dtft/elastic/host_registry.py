@@ -72,7 +72,8 @@ class HostRegistry:
         was_away = self._away.pop(record.host, None) is not None
         known = old is not None and _process(old) == _process(record)
         if not known:
-            self.unfit.pop(record.host, None)
+            for told in (self.unfit, self._asked_at, self._pause_s):
+                told.pop(record.host, None)
         return was_away or not known
 
     def same_process(self, record: HostRecord) -> bool:

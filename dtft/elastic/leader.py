@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 FATAL_INPUT = 2
 """Code of errors that lie in what a trainer was given, not in how training goes."""
+UNHURRIED = ("evaluate", "compile")
+"""Phases between two steps whose own limits may be above `Timeouts.stage`."""
 
 
 class Leader:
@@ -113,6 +115,8 @@ class Leader:
             else None
         )
         self._newest_failure = ""
+        self._error_code = 1
+        """With which the job ends if what has failed would fail again."""
         self._progress: dict[str, tuple[float, Progress]] = {}
         """The newest progress of each host's trainer, and when it came."""
         self._rounds.give_up = self._give_up
@@ -217,16 +221,21 @@ class Leader:
         if not self._seats.ends_by_itself:
             self._journal.say(message)
             self._rounds.form(message, fatal=True)
-        elif code != FATAL_INPUT or not self._scaling.undone(message):
+        elif code == FATAL_INPUT and self._scaling.undone(message):
+            return
+        elif self._records.last_step > self._storage.watch.newest:
+            self._error_code = code
+            self._rounds.end(Decision(action="end", message=message))
+        else:
             self._ending.end("error", message, code=code)
 
     def _give_up(self, decision: Decision) -> None:
         """What has failed would fail again."""
-        self._ending.fail(decision.message)
+        self._ending.fail(decision.message, self._error_code)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
         self._progress[host] = self._loop.now(), Progress(**told)
-        if told["phase"] == "evaluate" and self._rounds.phase == "running":
+        if told["phase"] in UNHURRIED and self._rounds.phase == "running":
             self._rounds.enter("running", self._stage_limit())
 
     def _look_for_stuck(self) -> None:
@@ -473,8 +482,8 @@ class Leader:
             names = ", ".join(sorted(late - round_.running))
             self._scaling.late(f"{names} did not start training in time")
         elif rounds.phase == "running":
-            assert rounds.ledger is not None
-            why = f"no step in time, waiting for {rounds.ledger.waiting_for()}"
+            late = rounds.ledger.waiting_for() if rounds.ledger else "the layout"
+            why = f"no step in time, waiting for {late}"
             rounds.failures.add(Failure(kind="stuck", error=why))
             rounds.form(why)
         elif rounds.phase == "assigning":

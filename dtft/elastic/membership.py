@@ -94,8 +94,8 @@ class Membership:
         self._lease = self._registrations = 0
         self._busy = self._campaigning = self._stopped = False
         self._again = False
-        """The record is to be written once more."""
-        self._due, self._up = 0.0, True
+        """The record is to be written once more, not before `_put_due`."""
+        self._due, self._put_due, self._up = 0.0, 0.0, True
         self._end_mirror: Callable[[], None] = lambda: None
 
     def key(self, name: str) -> str:
@@ -150,12 +150,14 @@ class Membership:
         """Renews the lease, or registers, when it is time and nothing is under way."""
         if self._busy or self._stopped:
             return
-        if self._loop.now() < self._due and not (self._again and self._lease):
+        now = self._loop.now()
+        puts = bool(self._again and self._lease and now >= self._put_due)
+        if now < self._due and not puts:
             return
         self._busy, record, lease = True, self.record, self._lease
         if not lease:
             self._lane.submit(lambda: self._register(record), self._registered)
-        elif self._again:
+        elif puts:
             self._again = False
             self._lane.submit(lambda: self._put(record, lease), self._put_done)
         else:
@@ -172,7 +174,8 @@ class Membership:
             self._busy = False
             self._lapsed()
         elif not self._answered(outcome):
-            self._again = True
+            # A renewal comes first: a store that is full refuses writes alone.
+            self._again, self._put_due = True, self._loop.now() + 2 * RETRY_S
 
     def _renewed(self, outcome: "Future[float | None]") -> None:
         if not self._answered(outcome) or not self._lease:
@@ -181,6 +184,7 @@ class Membership:
             self._lapsed()
             return
         self._due = self._loop.now() + self._lease_s / 5
+        self._check_registered(self.view)  # it may have vanished during a call
 
     def _answered(self, outcome: "Future") -> bool:
         """Ends a call; whether the store has confirmed it."""
@@ -226,7 +230,7 @@ class Membership:
 
     def _renew_era(self, view: View) -> None:
         """The store has less than it had: a new era begins, once for all hosts."""
-        if view.era == 0:
+        if not view.era_revision:
             self._again = bool(self._lease)  # lapses if the lease is gone as well
             self._claim_era(Compare(key=self.key("m/era"), target="create", value=0))
         else:  # the same era with less, or data of an earlier one

@@ -13,12 +13,7 @@ from typing import Any, Protocol
 from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.dialing import dial
 from dtft.checkpoint.outbound import Outbound
-from dtft.checkpoint.transport import (
-    Channel,
-    ChannelClosed,
-    Credentials,
-    connect,
-)
+from dtft.checkpoint.transport import Channel, Credentials, connect
 from dtft.checkpoint.wire import WireError
 from dtft.elastic.event_loop import Loop
 
@@ -140,7 +135,7 @@ class TcpNetwork:
             try:
                 raw = connect(address, self._credentials, hello, self._limit_s)
                 channel = TcpChannel(raw)
-            except (OSError, TimeoutError, ValueError, ChannelClosed) as error:
+            except Exception as error:  # unanswered, the link would wait for ever
                 outcome.set_exception(error)
                 self._loop.post(opened, outcome)
                 return

@@ -48,8 +48,17 @@ class HostRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "HostRecord":
-        """Reads what `to_json` wrote."""
-        return cls(**json.loads(text))
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError, TypeError: it is not a record.
+        """
+        record = cls(**json.loads(text))
+        for it in dataclasses.fields(cls):
+            value = getattr(record, it.name)
+            if type(value) is not it.type:
+                raise ValueError(f"{it.name}={value!r} is not of type {it.type}")
+        return record
 
 
 @dataclass(frozen=True, kw_only=True)

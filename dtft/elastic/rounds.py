@@ -101,6 +101,13 @@ class Rounds:
         self.ledger: Ledger | None = None
         self.frozen = False
         self._storage_missed = self._fatal = False
+        self._end: Decision | None = None
+        """The job ends once the hosts have said what they hold."""
+
+    def end(self, decision: Decision) -> None:
+        """Gathers what hosts hold, and then gives up: the last good step is there."""
+        self._end = self._end or decision
+        self.form(decision.message)
 
     def form(self, reason: str, *, fatal: bool = False) -> None:
         """Begins a new formation, or one more attempt at it.
@@ -173,10 +180,12 @@ class Rounds:
 
     def _may_go_on(self, round_: Round) -> bool:
         """Judges what has failed, once for a round; False if it is not to go on now."""
-        if self._judged == round_.ballot or not self._seats.ends_by_itself:
+        if self._end is None and (
+            self._judged == round_.ballot or not self._seats.ends_by_itself
+        ):
             return True
         self._judged = round_.ballot
-        decision = self.failures.judge(self.previous)
+        decision = self._end or self.failures.judge(self.previous)
         if decision.action == "end":
             self.enter("ending", float("inf"))
             self.give_up(decision)

@@ -7,8 +7,9 @@ in the store itself: data that are gone, or older than what was seen, begin a ne
 import dataclasses
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dtft.checkpoint.commit import Commit
 from dtft.elastic.roles import Assignment, HostRecord
@@ -18,6 +19,7 @@ from dtft.elastic.store import KeyValue, Store
 logger = logging.getLogger(__name__)
 
 _REVISION_BITS = 40
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,40 +74,49 @@ def job_key(job: str, name: str) -> str:
 
 
 def view_of(job: str, pairs: Collection[KeyValue], revision: int) -> View:
-    """The view that some pairs make; a record that cannot be read is left out."""
+    """The view that some pairs make; a value that cannot be read is left out."""
     prefix = job_key(job, "m/")
     found = {pair.key.removeprefix(prefix): pair for pair in pairs}
     hosts, leases = {}, {}
     for name, pair in found.items():
         if name.startswith("hosts/"):
-            try:
-                record = HostRecord.from_json(pair.value)
-            except (TypeError, ValueError) as error:
-                logger.warning("the store's record %s is not one: %s", name, error)
-                continue
-            hosts[record.host], leases[record.host] = record, pair.lease
-    leader, assignment = found.get("leader"), found.get("assignment")
-    result, stored = found.get("result"), found.get("stored")
-    size, led, era = found.get("size"), found.get("led"), found.get("era")
-    budget = found.get("budget")
+            record = _read(HostRecord.from_json, pair)
+            if record is not None:
+                hosts[record.host], leases[record.host] = record, pair.lease
+    leader, led, era = found.get("leader"), found.get("led"), found.get("era")
     return View(
         hosts=hosts,
         leases=leases,
-        leader=leader.value.decode() if leader else None,
+        leader=_read(bytes.decode, leader),
         leader_revision=leader.create_revision if leader else 0,
         leader_lease=leader.lease if leader else 0,
-        last_led=led.value.decode() if led else "",
+        last_led=_read(bytes.decode, led) or "",
         last_led_revision=led.mod_revision if led else 0,
-        assignment=Assignment.from_json(assignment.value) if assignment else None,
-        stored=int(stored.value) if stored else 0,
+        assignment=_read(Assignment.from_json, found.get("assignment")),
+        stored=_read(int, found.get("stored")) or 0,
         stop="stop" in found,
-        wanted=WantedSize.from_json(size.value) if size else None,
-        budget=budget.value.decode() if budget else "",
-        result=result.value.decode() if result else None,
-        era=int(json.loads(era.value)["era"]) if era else 0,
+        wanted=_read(WantedSize.from_json, found.get("size")),
+        budget=_read(bytes.decode, found.get("budget")) or "",
+        result=_read(bytes.decode, found.get("result")),
+        era=_read(_era_of, era) or 0,
         era_revision=era.mod_revision if era else 0,
         revision=revision,
     )
+
+
+def _read(read: Callable[[bytes], _Value], pair: KeyValue | None) -> _Value | None:
+    """A value of the store; None if there is none, or if it cannot be read."""
+    if pair is None:
+        return None
+    try:
+        return read(pair.value)
+    except Exception as error:  # it can be wrong in any way at any depth
+        logger.warning("the store's value of %s cannot be read: %r", pair.key, error)
+        return None
+
+
+def _era_of(value: bytes) -> int:
+    return int(json.loads(value)["era"])
 
 
 def read_view(store: Store, job: str) -> tuple[View, int]:
@@ -115,7 +126,12 @@ def read_view(store: Store, job: str) -> tuple[View, int]:
 
 
 def read_commits(store: Store, job: str) -> tuple[Commit, ...]:
-    """The recorded commits of a job, newest first."""
-    pair = store.get(job_key(job, "c/commits"))
-    lines = pair.value.decode().splitlines() if pair else []
-    return tuple(Commit.from_json(line) for line in lines)
+    """The recorded commits of a job, newest first; none if they cannot be read.
+
+    A leader must not fail on them: the hosts know their newest commits as well.
+    """
+    return _read(_commits_of, store.get(job_key(job, "c/commits"))) or ()
+
+
+def _commits_of(value: bytes) -> tuple[Commit, ...]:
+    return tuple(Commit.from_json(line) for line in value.decode().splitlines())

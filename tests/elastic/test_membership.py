@@ -8,7 +8,7 @@ import pytest
 from dtft.elastic.membership import Membership, claim
 from dtft.elastic.memory_store import MemoryStore
 from dtft.elastic.roles import HostRecord, process_of
-from dtft.elastic.store import Put
+from dtft.elastic.store import Put, StoreFull
 from dtft.elastic.view import View, job_key, read_view
 from tests.elastic.desks import record_of
 from tests.elastic.virtual_loop import VirtualLoop, VirtualMirrors
@@ -213,6 +213,23 @@ def test_of_two_agents_of_one_name_the_earlier_one_gives_way(
     assert not earlier.replaces(b.member.record)
     kept = cluster.store.get(job_key("job", "m/hosts/b"))
     assert kept is not None and kept.value == later.to_json().encode()
+
+
+def test_a_host_whose_record_cannot_be_written_keeps_its_lease(
+    cluster: Cluster, two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = two
+
+    def full(key: str, value: bytes, lease: int = 0) -> None:
+        raise StoreFull("no space")
+
+    monkeypatch.setattr(b.door, "put", full)
+    b.member.describe(record_of("b", process=3, attached_ns=7))
+    cluster.loop.turn(4 * LEASE_S)
+    assert not b.lapses and a.view.hosts["b"].process == -1
+    monkeypatch.undo()
+    cluster.loop.turn(1)
+    assert not b.lapses and a.view.hosts["b"].process == 3
 
 
 def test_what_a_host_says_of_itself_reaches_the_others(

@@ -246,6 +246,28 @@ def test_a_size_that_trainers_refuse_is_given_up(desk_of) -> None:
     assert desk.leader._rounds.phase == "running"  # not tried again unasked
 
 
+def test_an_error_that_would_come_again_ends_the_job_with_its_last_step_stored(
+    desk_of,
+) -> None:
+    desk = desk_of(hosts=2)
+    desk.commit(8)
+    round_ = desk.leader._rounds.current
+    assert round_ is not None
+    fatal = {"op": "fatal", "ballot": round_.ballot, "message": "no label", "code": 2}
+    desk.leader.handle_report("h1", fatal)
+    desk.exports.clear()
+    desk.until(lambda: desk.phase == "ending")
+    assert {step for _, step, _ in desk.exports} == {8} and "end" not in desk.kinds()
+    current = desk.leader._rounds.current
+    assert current is not None
+    for host, step, _ in desk.exports:
+        told = {"op": "exported", "step": step, "ok": True, "error": ""}
+        desk.leader.handle_report(host, told | {"ballot": current.ballot})
+    (last,) = [event for event in desk.events() if event["event"] == "end"]
+    assert (last["status"], last["code"], last["step"]) == ("error", 2, 8)
+    assert last["message"] == "no label"
+
+
 def test_a_stop_after_growing_failed_still_stores_the_last_step(desk_of) -> None:
     desk = growing(desk_of)
     desk.lose("h2")

@@ -85,3 +85,28 @@ def test_a_term_of_a_later_era_is_larger(
 
 def test_a_view_is_of_its_pairs_alone() -> None:
     assert view_of("j", [], 7) == View(revision=7)
+
+
+@pytest.mark.parametrize(
+    "name", ["hosts/a", "leader", "led", "assignment", "stored", "size", "era"]
+)
+@pytest.mark.parametrize("value", [b"\xff", b"[]", b'{"host": 5}', b"7a"])
+def test_what_cannot_be_read_is_left_out(
+    store: MemoryStore, name: str, value: bytes
+) -> None:
+    store.put(job_key("j", f"m/{name}"), value)
+    store.put(job_key("j", "m/stop"), b"1")
+    view, _ = read_view(store, "j")
+    assert view.stop and not view.hosts and view.assignment is None
+
+
+def test_a_record_with_a_field_of_another_kind_is_left_out(store: MemoryStore) -> None:
+    told = json.loads(record_of("a").to_json()) | {"incarnation": 7}
+    put(store, "m/hosts/a", json.dumps(told))
+    assert read_view(store, "j")[0].hosts == {}
+
+
+@pytest.mark.parametrize("value", [b"\xff", b"{}", b"[1]", b"nothing"])
+def test_commits_that_cannot_be_read_are_none(store: MemoryStore, value: bytes) -> None:
+    store.put(job_key("j", "c/commits"), value)
+    assert read_commits(store, "j") == ()
