@@ -33,7 +33,9 @@ def main() -> int:
     parser.add_argument("--matrix", action="store_true")
     parser.add_argument("--part", default="", help="only matrix entries with this text")
     parser.add_argument("--shuffle", type=int, help="seed of the matrix's order")
-    parser.add_argument("--replay", metavar="SEED", help="a seed, or mNUMBER of the matrix")
+    parser.add_argument(
+        "--replay", metavar="SEED", help="a seed, or mNUMBER of the matrix"
+    )
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--shown", type=int, default=20, help="failures shown in full")
     parser.add_argument("--scale", type=int, nargs="*", metavar="HOSTS")

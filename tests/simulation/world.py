@@ -447,7 +447,11 @@ class World:
             or self.wire.blocked(host, STORE)
             or self.wire.blocked(STORE, host)
         )
-        if host in self.wire.gone or not reachable or key in self.etcd.twin.listing(key):
+        if (
+            host in self.wire.gone
+            or not reachable
+            or key in self.etcd.twin.listing(key)
+        ):
             self.scheduler.after(0.5, self.start_host, host, number)
             return
         self._number += 1
