@@ -315,6 +315,9 @@ class Striker:
                 return lambda: setattr(storage, "slow_s", 0.0)
         raise ValueError(f"what={what!r}: no such fault")
 
+    def _well_again(self, key: tuple[str, int]) -> None:
+        self._world.job.failing.pop(key, None)
+
     def _strike_trainer(self, what: str) -> Callable[[], None] | None:
         trainer = self._some_trainer()
         if trainer is None:
@@ -333,7 +336,7 @@ class Striker:
             case "exception" | "exception-always":
                 key = trainer.host, trainer._step + 2
                 self._world.job.failing[key] = what == "exception-always"
-                return lambda: self._world.job.failing.pop(key, None) and None
+                return lambda: self._well_again(key)
         raise ValueError(f"what={what!r}: no such fault")
 
 

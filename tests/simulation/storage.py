@@ -163,7 +163,7 @@ class SimExportDesk(ExportDesk):
     ) -> None:
         super().__init__(config, None, board, emit, exported)  # type: ignore[arg-type]
         self._storage, self._process = storage, process
-        self.cannot_start = lambda: False
+        self.cannot_start: Callable[[], bool] = lambda: False
         self.wrong: Callable[[str], None] = lambda text: None
 
     def _open(self, holder: Any, order: dict[str, Any]) -> Any:
