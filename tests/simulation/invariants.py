@@ -41,6 +41,7 @@ class Invariants:
         self.newest = 0
         """The newest step that was ever recorded as committed."""
         self.committed: set[int] = {0}
+        """Steps that were recorded, or were complete while the store was away."""
         self.commits = 0
         self._committed_at = self._progress_at = 0.0
         """When a step was last committed, or fewer hosts than needed were well."""
@@ -50,6 +51,7 @@ class Invariants:
         self._usable_at: dict[str, float] = {}
         world.etcd.watchers.append(self._written)
         world.job.restored = self._restored
+        world.job.released = self.committed.add
         world.observers.append(self._journal)
         world.scheduler.after(LOOK_S, self._look)
         self.bad_storage = False
