@@ -32,7 +32,7 @@ from tests.simulation.store import STORE, Client, Etcd, kinds
 from tests.simulation.trainers import Job, Pace, SimService, SimTrainers
 
 SECRET = b"0123456789abcdef"
-RESTART_S = (0.5, 2.0)
+STOP_S = 0.1
 TIMEOUTS = Timeouts(
     stage=25.0,
     data=10.0,
@@ -359,6 +359,7 @@ class World:
         if len(self.violations) < 20:
             self.violations.append(f"{self.now:.3f} {text}")
             self.note("VIOLATION", text)
+        self.scheduler.halted = True
 
     def _failed(self, host: str, what: str, error: Exception) -> None:
         import traceback
@@ -519,9 +520,16 @@ class World:
                 module.secrets = real
 
     def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
-        """Runs until a time, a violation, the end of the job, or `stop`."""
+        """Runs until a time, a violation, or `stop`, which is asked now and then."""
+        running = [True]
+
+        def look() -> None:
+            if running[0] and stop is not None:
+                self.scheduler.halted |= stop()
+                self.scheduler.after(STOP_S, look)
+
         with self.tokens():
-            self.scheduler.run(
-                until,
-                lambda: bool(self.violations) or (stop is not None and stop()),
-            )
+            look()
+            if not self.violations:
+                self.scheduler.run(until)
+        running[0] = False
