@@ -285,6 +285,7 @@ class World:
         self.clockwork = Clockwork(self.scheduler)
         self.clockwork.failed = self._failed
         self.wire = Wire(self.scheduler)
+        self.wire.large = settings.large
         self.etcd = Etcd(self.clockwork, self.wire)
         self.storage = Storage(self.scheduler)
         self.layout = job_layout(settings.slots)
