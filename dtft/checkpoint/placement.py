@@ -89,6 +89,15 @@ class Placement:
         """All pushes by source, then target; at most one for each pair."""
         return tuple(self._push(*route) for route in self._routes)
 
+    def pushes_of(self, source: int) -> tuple[Push, ...]:
+        """The pushes of one slot."""
+        return self._by_source.get(source, ())
+
+    @functools.cached_property
+    def _by_source(self) -> dict[int, tuple[Push, ...]]:
+        grouped = itertools.groupby(self.pushes, lambda push: push.source)
+        return {source: tuple(pushes) for source, pushes in grouped}
+
     @functools.cached_property
     def holders(self) -> Mapping[Slice, tuple[int, ...]]:
         """For every slice the slots that have it: owners, then those it is sent to."""

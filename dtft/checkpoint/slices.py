@@ -148,6 +148,10 @@ class Layout:
 
     def to_json(self) -> str:
         """Canonical JSON; inverse of `from_json`."""
+        return self._json
+
+    @functools.cached_property
+    def _json(self) -> str:
         return json.dumps(
             {
                 "mesh": dataclasses.asdict(self.mesh),

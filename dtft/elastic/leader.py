@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.commit import Commit, Divergence, Mislabelled
-from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
 from dtft.elastic.ending import Ending
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.failure_budget import Decision, Failure, Kind
+from dtft.elastic.fields import known_layout
 from dtft.elastic.forming import Round, death, report_of
 from dtft.elastic.host_registry import Attendance, HostRegistry
 from dtft.elastic.journal import Journal
@@ -291,7 +291,7 @@ class Leader:
                 self._mender.begin(round_, replace(self.view, hosts=known))
 
     def _on_layout(self, host: str, layout: str) -> None:
-        announced = Layout.from_json(layout)
+        announced = known_layout(layout)
         ledger, assignment = self._rounds.ledger, self._rounds.assignment
         if ledger is None and assignment is not None:
             self._rounds.open_ledger(announced, assignment)

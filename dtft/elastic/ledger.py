@@ -176,13 +176,14 @@ class Ledger:
             self.export(step)
 
     def _release(self, commit: Commit, *, is_recorded: bool) -> None:
+        text = commit.to_json()  # once: it names every host
         for host in self._assignment.slots:
             self._send(
                 host,
                 "release",
                 step=commit.step,
                 committed=is_recorded,
-                commit=commit.to_json(),
+                commit=text,
                 stop_at=self.stop_at,
                 changes=self.intervals.changes,
             )

@@ -23,6 +23,7 @@ from dtft.elastic.fields import (
     fault,
     flag,
     items,
+    known_layout,
     layout,
     list_of,
     map_of,
@@ -233,7 +234,7 @@ def misfit(
     if op == "held" and message["source"] >= len(slots):
         return f"{op}: there is no slot {message['source']}"
     if op in ("layout", "wanted"):
-        mesh = Layout.from_json(message["layout"]).mesh
+        mesh = known_layout(message["layout"]).mesh
         if mesh.num_slots != len(slots):
             return f"{op}: {mesh.num_slots} slots instead of {len(slots)}"
     if op == "staged" and layout is not None:

@@ -33,7 +33,9 @@ def main() -> int:
     parser.add_argument("--matrix", action="store_true")
     parser.add_argument("--part", default="", help="only matrix entries with this text")
     parser.add_argument("--shuffle", type=int, help="seed of the matrix's order")
-    parser.add_argument("--replay", metavar="SEED", help="a seed, or mNUMBER of the matrix")
+    parser.add_argument(
+        "--replay", metavar="SEED", help="a seed, or mNUMBER of the matrix"
+    )
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--shown", type=int, default=20, help="failures shown in full")
     parser.add_argument("--scale", type=int, nargs="*", metavar="HOSTS")
@@ -60,10 +62,12 @@ def main() -> int:
 
 
 def _random_entry(name: str) -> Outcome:
+    tidy()
     return run_seed(int(name))
 
 
 def _matrix_entry(name: str) -> Outcome:
+    tidy()
     sizes, faults = _all_entries()[int(name)]
     return run(int(name), sizes, faults)
 
@@ -113,7 +117,6 @@ def _many(
     for outcome in _outcomes(one, names, jobs):
         count += 1
         virtual += outcome.virtual_s
-        tidy(count)
         if outcome.violations:
             failing.append(outcome.seed)
             if len(failing) <= shown:
@@ -139,7 +142,7 @@ def _outcomes(
     if jobs == 1:
         yield from map(one, names)
         return
-    with multiprocessing.Pool(jobs, maxtasksperchild=500) as pool:
+    with multiprocessing.Pool(jobs, maxtasksperchild=200) as pool:
         yield from pool.imap_unordered(one, names, chunksize=10)
 
 

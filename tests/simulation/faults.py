@@ -26,7 +26,7 @@ PHASES = (
 SECONDS = (2.0, 6.0, 10.0, 30.0, math.inf)
 OF_HOSTS = (
     *("die", "vanish", "stop", "stop-host", "cut", "cut-out", "cut-in", "cut-store"),
-    *("cut-peers", "cut-one", "slow", "memory-full", "no-processes", "lie"),
+    *("cut-peers", "cut-one", "split", "slow", "memory-full", "no-processes", "lie"),
 )
 OF_ETCD = ("stop", "die", "empty", "older", "slow", "flaky", "full")
 OF_TRAINERS = ("die", "stop", "stuck-kill", "exception", "exception-always")
@@ -233,13 +233,22 @@ class Striker:
                 pass
             case "cut-one":
                 others = [rng.choice(others)]
+            case "split":
+                pass
             case "cut":
                 others = [*others, STORE]
             case _:
                 raise ValueError(f"what={what!r}: no such fault")
-        pairs = [(host, it) for it in others if out] + [
-            (it, host) for it in others if back
-        ]
+        here = [host]
+        if (
+            what == "split"
+        ):  # the hosts fall into two parts; the store is in one or both
+            here += [it for it in others if rng.random() < 0.5]
+            others = [it for it in others if it not in here]
+            others += [STORE] * rng.randint(0, 1)
+            out, back = rng.choice([(True, True), (True, True), (True, False)])
+        pairs = [(a, b) for a in here for b in others if out]
+        pairs += [(b, a) for a in here for b in others if back]
         for pair in pairs:
             wire.cut(*pair)
 
@@ -315,6 +324,9 @@ class Striker:
                 return lambda: setattr(storage, "slow_s", 0.0)
         raise ValueError(f"what={what!r}: no such fault")
 
+    def _well_again(self, key: tuple[str, int]) -> None:
+        self._world.job.failing.pop(key, None)
+
     def _strike_trainer(self, what: str) -> Callable[[], None] | None:
         trainer = self._some_trainer()
         if trainer is None:
@@ -333,7 +345,7 @@ class Striker:
             case "exception" | "exception-always":
                 key = trainer.host, trainer._step + 2
                 self._world.job.failing[key] = what == "exception-always"
-                return lambda: self._world.job.failing.pop(key, None) and None
+                return lambda: self._well_again(key)
         raise ValueError(f"what={what!r}: no such fault")
 
 

@@ -41,14 +41,17 @@ class Invariants:
         self.newest = 0
         """The newest step that was ever recorded as committed."""
         self.committed: set[int] = {0}
+        """Steps that were recorded, or were complete while the store was away."""
         self.commits = 0
         self._committed_at = self._progress_at = 0.0
         """When a step was last committed, or fewer hosts than needed were well."""
-        self._well_since: dict[str, float] = {}
         self._well: set[str] = set()
+        self._at_end: list[Node] = []
+        """Agents with which nothing was wrong just before the job had a result."""
         self._usable_at: dict[str, float] = {}
         world.etcd.watchers.append(self._written)
         world.job.restored = self._restored
+        world.job.released = self.committed.add
         world.observers.append(self._journal)
         world.scheduler.after(LOOK_S, self._look)
         self.bad_storage = False
@@ -188,9 +191,12 @@ class Invariants:
 
     def well(self) -> list[Node]:
         """Agents that run and reach, and are reached by, every other and the store."""
-        world, etcd = self._world, self._world.etcd
-        if not etcd.healthy or world.mutating:
-            return []
+        healthy = self._world.etcd.healthy and not self._world.mutating
+        return self._connected() if healthy else []
+
+    def _connected(self) -> list[Node]:
+        """Agents with which nothing is wrong, whatever the store does."""
+        world = self._world
         cut = world.wire.cut_hosts() - {STORE}
         bad = set(world.memory_full) | set(world.no_processes) | set(world.wire.delay_s)
         return [
@@ -207,10 +213,9 @@ class Invariants:
         world = self._world
         world.scheduler.after(LOOK_S, self._look)
         well = self.well()
+        if world.result is None:
+            self._at_end = self._connected()
         names = {f"{node.host}#{node.number}": node for node in well}
-        self._well_since = {
-            name: self._well_since.get(name, world.now) for name in names
-        }
         if set(names) != self._well:  # whoever led may be gone: the time begins anew
             self._well = set(names)
             self._usable_at = dict.fromkeys(names, world.now)
@@ -244,9 +249,7 @@ class Invariants:
         if result_at is None or world.now < result_at + LEAVE_S:
             return
         for node in self.well():
-            if self._well_since.get(f"{node.host}#{node.number}", world.now) < (
-                world.now - LEAVE_S / 2
-            ):
+            if node in self._at_end:  # others could not be told
                 world.wrong(f"(h) {node.host} still runs, the job has ended")
 
     def _is_usable(self, node: Node) -> bool:

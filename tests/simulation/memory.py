@@ -370,10 +370,9 @@ def receive_push(
 ) -> bool:
     """As `inbox._receive_push`: whether the peer is done with it."""
     inbox = port.inbox
-    holder = inbox.holder()
+    holder: Any = inbox.holder()  # a `SimHolder`
     if holder is None or epoch != inbox.epoch():
         return epoch < inbox.epoch()
-    assert isinstance(holder, SimHolder)
     if holder.has_received(step, push.source, sent):
         return True
     if corrupt:
@@ -390,7 +389,7 @@ class SimCopies(Copies):
     def __init__(self, config: AgentConfig, process: Process, wire: Wire) -> None:
         super().__init__(config)
         self.process, self.wire, self.rng = process, wire, wire.rng
-        self.full = lambda: False
+        self.full: Callable[[], bool] = lambda: False
         """Whether there is no memory to be had."""
         self._paths = 0
 
@@ -518,8 +517,8 @@ def serve_fetch(
     if epoch < inbox.epoch():
         raise FetchFailed(transfer["host"], "the order is older than this host's")
     found: dict[str, bytes] = {}
-    for holder in [it for it in (inbox.holder(), *inbox.former()) if it is not None]:
-        assert isinstance(holder, SimHolder)
+    holders: list[Any] = [inbox.holder(), *inbox.former()]
+    for holder in [it for it in holders if it is not None]:
         here = holder.here(step)
         for key in transfer["keys"]:
             if key in here and key not in found:

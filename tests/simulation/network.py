@@ -67,7 +67,7 @@ class End:
         self.open = True
         self.told = False
         self.backlog: list[Message] = []
-        self.held: list[bytes | None] = []
+        self.held: list[Packed | None] = []
         """What waits for a cut to heal; None is the end of the connection."""
         self.last_s = 0.0
         self.stalled_s: float | None = None
@@ -119,6 +119,7 @@ class End:
             self.tell("it was closed")
 
 
+Packed = bytes | Message
 Mutate = Callable[[str, Message], Message]
 
 
@@ -134,6 +135,7 @@ class Wire:
         self.mutate: Mutate | None = None
         self.delay_s: dict[str, float] = {}
         """Host to the seconds that its packets take at most, beyond the usual."""
+        self.large = False
         self.messages = 0
         self.bytes = 0
         self.sent: Callable[[str, str, bytes], None] | None = None
@@ -195,8 +197,8 @@ class Wire:
 
     # --------------------------------------------------------------- messages
 
-    def pack(self, end: End, message: Message) -> bytes:
-        """The bytes of a message."""
+    def pack(self, end: End, message: Message) -> "Packed":
+        """The bytes of a message; of `large` worlds the message, for want of memory."""
         if self.mutate is not None:
             message = self.mutate(end.process.host, message)
         data = msgpack.packb(message)
@@ -204,9 +206,9 @@ class Wire:
         self.bytes += len(data)
         if self.sent is not None:
             self.sent(end.process.host, message.get("op", ""), data)
-        return data
+        return dict(message) if self.large else data
 
-    def send(self, end: End, data: bytes | None) -> None:
+    def send(self, end: End, data: "Packed | None") -> None:
         """Sends bytes, or the end of the connection, in order."""
         here, there = end.process.host, end.peer.process.host
         blocked = self.blocked(here, there)
@@ -229,7 +231,7 @@ class Wire:
         if end.stalled_s == since and end.process.alive:
             end.kill("nothing was acknowledged in time")
 
-    def _arrive(self, end: End, data: bytes | None) -> None:
+    def _arrive(self, end: End, data: "Packed | None") -> None:
         here, target = end.process.host, end.peer
         there = target.process.host
         if self.blocked(here, there):
@@ -241,8 +243,10 @@ class Wire:
                 end.kill("reset by peer")
         elif data is None:
             target.kill("closed by peer")
-        else:
+        elif isinstance(data, bytes):
             target.receive(msgpack.unpackb(data, strict_map_key=False))
+        else:
+            target.receive(data)
 
     # ------------------------------------------------------------ connections
 

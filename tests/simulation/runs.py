@@ -1,6 +1,7 @@
 """One run: a job, a schedule of faults, the invariants, and what came of it."""
 
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,7 +85,10 @@ def run_seed(
     return run(seed, sizes, faults, trace=trace, show=show)
 
 
-def tidy(number: int) -> None:
+_runs = itertools.count(1)
+
+
+def tidy() -> None:
     """Worlds are full of circles: they are collected now and then, not all the time."""
-    if number % 25 == 0:
+    if next(_runs) % 20 == 0:
         gc.collect()

@@ -7,6 +7,7 @@ not the leader.
 """
 
 import cProfile
+import gc
 import io
 import pstats
 import time
@@ -23,7 +24,7 @@ from tests.simulation.memory import layout_from
 from tests.simulation.trainers import Pace
 from tests.simulation.world import Settings, World
 
-COMMITS = 5
+COMMITS = 3
 LEADER = "h0"
 LONG = Timeouts(
     stage=900.0,
@@ -186,8 +187,9 @@ def report(sizes: list[int], *, profiled: bool) -> int:
     for num_hosts in sizes:
         begun = time.monotonic()
         meter = measure(num_hosts, profiled=profiled)
+        gc.collect()
         took = time.monotonic() - begun
-        print(f"\n{num_hosts} hosts ({took:.0f} s of simulation)")
+        print(f"\n{num_hosts} hosts ({took:.0f} s of simulation)", flush=True)
         for phase, cost in meter.costs.items():
             _print(num_hosts, phase, cost)
             if profiled and phase in meter.profiles:

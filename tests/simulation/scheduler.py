@@ -26,6 +26,7 @@ class Scheduler:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.count = 0
+        self.halted = False
         self._heap: list[tuple[float, float, int, Callable[..., None], tuple]] = []
         self._order = 0
 
@@ -39,14 +40,15 @@ class Scheduler:
         """Has a function called in `delay_s` seconds."""
         self.at(self.now + delay_s, function, *args)
 
-    def run(self, until: float, stop: Callable[[], bool]) -> None:
-        """Calls what is due until a time, or until `stop` says so after an event."""
-        heap = self._heap
+    def run(self, until: float) -> None:
+        """Calls what is due until a time, or until something has set `halted`."""
+        heap, pop = self._heap, heapq.heappop
+        self.halted = False
         while heap and heap[0][0] <= until:
-            self.now, _, _, function, args = heapq.heappop(heap)
+            self.now, _, _, function, args = pop(heap)
             self.count += 1
             function(*args)
-            if stop():
+            if self.halted:
                 return
         self.now = max(self.now, until)
 

@@ -69,7 +69,9 @@ class Storage:
             raise Blocked(self.when_well)
         return [] if self.away else sorted(self.steps)
 
-    def write(self, exporter: "SimExporter", order: Mapping[str, Any], own: Any) -> None:
+    def write(
+        self, exporter: "SimExporter", order: Mapping[str, Any], own: Any
+    ) -> None:
         """One exporter has its part of a step."""
         self.began(order["step"])
         group_key = (order["step"], order["coordinator"], order["failures"])
@@ -98,7 +100,9 @@ class Storage:
             for old in sorted(self.steps)[: -self.keep]:
                 del self.steps[old]
         for exporter in group.members.values():
-            exporter.answer({"op": "save", "step": step, "ok": not error, "error": error})
+            exporter.answer(
+                {"op": "save", "step": step, "ok": not error, "error": error}
+            )
 
 
 class SimExporter:
@@ -159,7 +163,7 @@ class SimExportDesk(ExportDesk):
     ) -> None:
         super().__init__(config, None, board, emit, exported)  # type: ignore[arg-type]
         self._storage, self._process = storage, process
-        self.cannot_start = lambda: False
+        self.cannot_start: Callable[[], bool] = lambda: False
         self.wrong: Callable[[str], None] = lambda text: None
 
     def _open(self, holder: Any, order: dict[str, Any]) -> Any:

@@ -47,6 +47,7 @@ class Job:
     idents: int = 0
     restored: Callable[["SimTrainer", str, int], None] = lambda *_: None
     wrong: Callable[[str], None] = lambda text: None
+    released: Callable[[int], None] = lambda step: None
     happened: Callable[[str, str, int], None] = lambda what, host, step: None
     failing: dict[tuple[str, int], bool] = field(default_factory=dict)
     """(host, step) to whether the exception there comes every time."""
@@ -372,6 +373,7 @@ class SimTrainer:
 
     def _release(self, fields: Mapping[str, Any]) -> None:
         self._released = max(self._released, fields["step"])
+        self._job.released(fields["step"])
         self._stop_at = fields["stop_at"]
         if fields["step"] == self._saved and self._asked is None:
             if self._saved < self._job.last_step:

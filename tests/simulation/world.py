@@ -32,7 +32,7 @@ from tests.simulation.store import STORE, Client, Etcd, kinds
 from tests.simulation.trainers import Job, Pace, SimService, SimTrainers
 
 SECRET = b"0123456789abcdef"
-RESTART_S = (0.5, 2.0)
+STOP_S = 0.1
 TIMEOUTS = Timeouts(
     stage=25.0,
     data=10.0,
@@ -285,6 +285,7 @@ class World:
         self.clockwork = Clockwork(self.scheduler)
         self.clockwork.failed = self._failed
         self.wire = Wire(self.scheduler)
+        self.wire.large = settings.large
         self.etcd = Etcd(self.clockwork, self.wire)
         self.storage = Storage(self.scheduler)
         self.layout = job_layout(settings.slots)
@@ -359,6 +360,7 @@ class World:
         if len(self.violations) < 20:
             self.violations.append(f"{self.now:.3f} {text}")
             self.note("VIOLATION", text)
+        self.scheduler.halted = True
 
     def _failed(self, host: str, what: str, error: Exception) -> None:
         import traceback
@@ -447,7 +449,11 @@ class World:
             or self.wire.blocked(host, STORE)
             or self.wire.blocked(STORE, host)
         )
-        if host in self.wire.gone or not reachable or key in self.etcd.twin.listing(key):
+        if (
+            host in self.wire.gone
+            or not reachable
+            or key in self.etcd.twin.listing(key)
+        ):
             self.scheduler.after(0.5, self.start_host, host, number)
             return
         self._number += 1
@@ -515,9 +521,16 @@ class World:
                 module.secrets = real
 
     def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
-        """Runs until a time, a violation, the end of the job, or `stop`."""
+        """Runs until a time, a violation, or `stop`, which is asked now and then."""
+        running = [True]
+
+        def look() -> None:
+            if running[0] and stop is not None:
+                self.scheduler.halted |= stop()
+                self.scheduler.after(STOP_S, look)
+
         with self.tokens():
-            self.scheduler.run(
-                until,
-                lambda: bool(self.violations) or (stop is not None and stop()),
-            )
+            look()
+            if not self.violations:
+                self.scheduler.run(until)
+        running[0] = False

@@ -1,0 +1,302 @@
+"""Schedules that have failed once, with what was wrong; they must not fail again.
+
+What exactly happens follows from the seed and from the code, so each is run with a few
+seeds more than the one that failed.
+"""
+
+import math
+from typing import Any
+
+from tests.simulation.faults import Fault
+
+FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
+    (
+        "F1",
+        13,
+        {"slots": 2, "spares": 1, "last_step": 14, "storage_interval": 0, "skew": True},
+        [
+            Fault(
+                who="trainer",
+                what="exception-always",
+                phase="replicating",
+                after_s=2.0276,
+                seconds=7.071,
+            ),
+            Fault(who="spare", what="cut", phase="end", after_s=0.0000, seconds=15.330),
+            Fault(
+                who="storage",
+                what="full",
+                phase="staging",
+                after_s=2.2513,
+                seconds=7.091,
+            ),
+        ],
+    ),
+    (
+        "F3",
+        37,
+        {
+            "slots": 4,
+            "spares": 2,
+            "last_step": 15,
+            "storage_interval": 7,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="follower",
+                what="cut-store",
+                phase="exporting",
+                after_s=0.0000,
+                seconds=9.268,
+            ),
+            Fault(
+                who="leader",
+                what="vanish",
+                phase="replicating",
+                after_s=0.9974,
+                seconds=1.863,
+            ),
+            Fault(
+                who="storage",
+                what="hung",
+                phase="end",
+                after_s=2.8165,
+                seconds=math.inf,
+            ),
+            Fault(
+                who="leader",
+                what="no-processes",
+                phase="replicating",
+                after_s=0.0007,
+                seconds=3.839,
+            ),
+        ],
+    ),
+    (
+        "F5",
+        159,
+        {"slots": 3, "spares": 0, "last_step": 8, "storage_interval": 3, "skew": False},
+        [
+            Fault(
+                who="follower",
+                what="memory-full",
+                phase="start",
+                after_s=0.5761,
+                seconds=1.719,
+            ),
+        ],
+    ),
+    (
+        "F6",
+        203,
+        {
+            "slots": 3,
+            "spares": 0,
+            "last_step": 15,
+            "storage_interval": 0,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="follower",
+                what="lie",
+                phase="recovery",
+                after_s=0.0020,
+                seconds=3.696,
+            ),
+            Fault(
+                who="etcd", what="slow", phase="staging", after_s=0.0000, seconds=8.916
+            ),
+        ],
+    ),
+    (
+        "F7",
+        224,
+        {
+            "slots": 3,
+            "spares": 0,
+            "last_step": 15,
+            "storage_interval": 3,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="storage",
+                what="hung",
+                phase="committing",
+                after_s=2.1573,
+                seconds=5.355,
+            ),
+            Fault(
+                who="etcd", what="older", phase="start", after_s=1.7518, seconds=9.507
+            ),
+            Fault(
+                who="leader",
+                what="stop",
+                phase="exporting",
+                after_s=0.0000,
+                seconds=10.851,
+            ),
+        ],
+    ),
+    (
+        "F4",
+        395,
+        {"slots": 3, "spares": 1, "last_step": 8, "storage_interval": 7, "skew": False},
+        [
+            Fault(
+                who="leader", what="slow", phase="start", after_s=2.1155, seconds=8.264
+            ),
+        ],
+    ),
+    (
+        "F7",
+        846,
+        {"slots": 2, "spares": 0, "last_step": 9, "storage_interval": 3, "skew": False},
+        [
+            Fault(
+                who="etcd", what="flaky", phase="staging", after_s=0.0000, seconds=7.811
+            ),
+        ],
+    ),
+    (
+        "F8",
+        930,
+        {
+            "slots": 3,
+            "spares": 1,
+            "last_step": 15,
+            "storage_interval": 0,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="leader", what="vanish", phase="at", after_s=10.2757, seconds=35.367
+            ),
+            Fault(
+                who="trainer",
+                what="exception-always",
+                phase="replicating",
+                after_s=0.0063,
+                seconds=2.197,
+            ),
+        ],
+    ),
+    (
+        "F9",
+        943,
+        {"slots": 3, "spares": 0, "last_step": 14, "storage_interval": 7, "skew": True},
+        [
+            Fault(who="etcd", what="stop", phase="at", after_s=6.4304, seconds=14.057),
+            Fault(
+                who="leader",
+                what="cut-peers",
+                phase="replicating",
+                after_s=0.0000,
+                seconds=9.881,
+            ),
+        ],
+    ),
+    (
+        "F10",
+        4161,
+        {
+            "slots": 3,
+            "spares": 0,
+            "last_step": 16,
+            "storage_interval": 3,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="follower",
+                what="memory-full",
+                phase="staging",
+                after_s=2.8706,
+                seconds=0.432,
+            ),
+            Fault(who="etcd", what="flaky", phase="end", after_s=1.0047, seconds=2.014),
+            Fault(
+                who="etcd", what="empty", phase="start", after_s=0.1374, seconds=6.794
+            ),
+            Fault(
+                who="etcd",
+                what="older",
+                phase="recovery",
+                after_s=0.0091,
+                seconds=1.898,
+            ),
+        ],
+    ),
+    (
+        "F12",
+        4554,
+        {
+            "slots": 3,
+            "spares": 0,
+            "last_step": 14,
+            "storage_interval": 7,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="leader", what="cut-in", phase="end", after_s=0.0012, seconds=17.328
+            ),
+            Fault(who="etcd", what="slow", phase="at", after_s=2.3062, seconds=8.522),
+            Fault(
+                who="leader",
+                what="cut-peers",
+                phase="start",
+                after_s=1.2742,
+                seconds=35.570,
+            ),
+        ],
+    ),
+    (
+        "F13",
+        7174,
+        {"slots": 3, "spares": 2, "last_step": 15, "storage_interval": 0, "skew": True},
+        [
+            Fault(
+                who="follower",
+                what="cut-one",
+                phase="staging",
+                after_s=0.9921,
+                seconds=math.inf,
+            ),
+            Fault(
+                who="follower",
+                what="cut",
+                phase="start",
+                after_s=1.2547,
+                seconds=14.708,
+            ),
+        ],
+    ),
+    (
+        "F12b",
+        7464,
+        {
+            "slots": 3,
+            "spares": 0,
+            "last_step": 10,
+            "storage_interval": 3,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="leader", what="stop", phase="at", after_s=10.6951, seconds=11.064
+            ),
+            Fault(
+                who="etcd",
+                what="slow",
+                phase="committing",
+                after_s=0.0068,
+                seconds=5.235,
+            ),
+            Fault(who="etcd", what="die", phase="end", after_s=0.0000, seconds=10.807),
+        ],
+    ),
+)
+"""Name of the finding, seed, sizes of the job, faults."""
