@@ -5,6 +5,8 @@ certificate authority, authentication switched on, and one user who may read and
 below one prefix only. Members can be killed, stopped (SIGSTOP), let go on, restarted.
 """
 
+import contextlib
+import json
 import os
 import shutil
 import signal
@@ -86,6 +88,11 @@ class Member:
         self.log = directory / f"{name}.log"
         self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether it was started and not killed."""
+        return self._process is not None
 
     @property
     def pid(self) -> int:
@@ -216,12 +223,50 @@ class TlsEtcdCluster:
         """Runs `etcdctl` with all rights, once authentication is on."""
         self._ctl("--user=root:root password", *words)
 
-    def _ctl(self, *words: str, retry: bool = False) -> None:
-        """Runs `etcdctl` with a client certificate; with `retry` until it works."""
+    def leader(self) -> Member:
+        """The member that leads the cluster; none may be stopped.
+
+        Raises:
+            LookupError: none does.
+        """
+        running = ",".join(it.address for it in self.members if it.runs)
+        words = ("--user=root:root password", "endpoint", "status", "--write-out=json")
+        told = self._ctl(*words, retry=True, endpoints=running)
+        for said in json.loads(told):
+            status = said["Status"]
+            if status["leader"] == status["header"]["member_id"]:
+                return self.member_at(said["Endpoint"])
+        raise LookupError("no member leads")
+
+    def used_by(self, pid: int) -> set[str]:
+        """Names of the members that a process has connections to."""
+        inodes = set()
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(path.readlink().name)
+        names = {}
+        for member in self.members:
+            port = int(member.address.rpartition(":")[2])
+            names[f"0100007F:{port:04X}"] = member.name
+        found = set()
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            peer, state, inode = fields[2], fields[3], fields[9]
+            if peer in names and state == "01" and f"socket:[{inode}]" in inodes:
+                found.add(names[peer])
+        return found
+
+    def _ctl(self, *words: str, retry: bool = False, endpoints: str = "") -> str:
+        """Runs `etcdctl` with a client certificate; with `retry` until it works.
+
+        Returns:
+            What it prints.
+        """
         certificate, key = self._client
         command = [str(etcd_binary().with_name("etcdctl"))]
         command += [f"--cacert={self.authority.certificate}", f"--cert={certificate}"]
-        command += [f"--key={key}", "--endpoints=" + self.addresses, *words]
+        command += [f"--key={key}", f"--endpoints={endpoints or self.addresses}"]
+        command += words
         environment = {**os.environ, "ETCDCTL_API": "3"}
         end = time.monotonic() + READY_S
         while True:
@@ -229,7 +274,7 @@ class TlsEtcdCluster:
                 command, capture_output=True, text=True, timeout=30, env=environment
             )
             if done.returncode == 0:
-                return
+                return done.stdout
             if not retry or time.monotonic() > end:
                 raise RuntimeError(f"etcdctl {words}: {done.stderr}")
             time.sleep(0.1)
