@@ -6,6 +6,7 @@ must never import JAX: a JAX client aborts its process when the coordination ser
 dies.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -20,9 +21,9 @@ from dtft.elastic.edges import Asked, Edges, local_edges
 from dtft.elastic.entry import check_domain, check_job, claims_of, refuse_taken_name
 from dtft.elastic.leader import Leader
 from dtft.elastic.leadership import Leadership
-from dtft.elastic.links import FollowerLinks, LeaderLink, described
+from dtft.elastic.links import FollowerLinks, LeaderLink, described, moved
 from dtft.elastic.membership import Membership
-from dtft.elastic.network import Message
+from dtft.elastic.network import Closed, ControlChannel, Heard, Message
 from dtft.elastic.orders import fault_of_order, order_fields
 from dtft.elastic.roles import HostRecord, process_of
 from dtft.elastic.scaling import AGAIN
@@ -77,9 +78,7 @@ class Agent:
         )
         asked = Asked(export=self._export_wanted, scale=self._scaling_wanted)
         try:
-            self._server = edges.listen(
-                self._follower.inbox(), self._links.accept, asked
-            )
+            self._server = edges.listen(self._follower.inbox(), self._accept, asked)
         except ValueError:
             self._follower.close()
             edges.close()
@@ -103,6 +102,7 @@ class Agent:
             lease_s,
             on_order=self._obey_leader,
             on_dead=self._leader_dead,
+            on_moved=self._leader_moved,
         )
         self._leadership = Leadership(
             config.host,
@@ -111,7 +111,7 @@ class Agent:
             lease_s,
             self._make_leader,
             on_begun=self._begin_to_lead,
-            on_ended=self._links.close,
+            on_ended=self._let_followers_go,
         )
         self._service = edges.service()
         self._hint: tuple[int, HostRecord] | None = None
@@ -176,14 +176,15 @@ class Agent:
 
     def close(self) -> None:
         """Ends every process, connection and registration of this host."""
-        self._leadership.close()
-        self._service.close()
-        self._follower.close()
-        self._membership.close()
-        self._leader_link.close()
-        self._links.close()
-        self._server.close()
-        self._edges.close()
+        with contextlib.ExitStack() as parts:  # each, whatever comes of the others
+            parts.callback(self._edges.close)
+            parts.callback(self._server.close)
+            parts.callback(self._links.close)
+            parts.callback(self._leader_link.close)
+            parts.callback(self._membership.close)
+            parts.callback(self._follower.close)
+            parts.callback(self._service.close)
+            parts.callback(self._leadership.close)
 
     def _tick(self) -> None:
         now = self._loop.now()
@@ -303,9 +304,38 @@ class Agent:
         for record in [self._membership.record, *self._links.records]:
             leader.connected(record)
 
+    def _newest_leader(self) -> tuple[int, HostRecord] | None:
+        """Term and record of whoever leads, as far as this host knows."""
+        view = self._membership.view
+        if self._hint is not None and self._hint[0] > view.term and not self._store_up:
+            return self._hint
+        leader = view.hosts.get(view.leader or "")
+        return (view.term, leader) if leader is not None else None
+
+    def _moved_message(self) -> Message | None:
+        """Tells hosts that take this one for the leader who leads; None if it does."""
+        newest = self._newest_leader()
+        if newest is None or newest[1].host == self._config.host:
+            return None
+        return moved(*newest)
+
+    def _let_followers_go(self) -> None:
+        """This host does not lead any more; some hosts may not see the store."""
+        self._links.close(self._moved_message())
+
+    def _accept(
+        self, hello: Message, channel: ControlChannel
+    ) -> tuple[Heard, Closed] | None:
+        """A host calls, because it takes this one for the leader."""
+        found = self._links.accept(hello, channel)
+        last = self._moved_message() if self._leadership.leader is None else None
+        if found is not None and last is not None:
+            channel.post(last)
+        return found
+
     def _step_down_if_isolated(self, leader: Leader) -> None:
         """Lets another host lead if too few hosts reach this one, though they live."""
-        needed = min(self._config.num_slots, len(leader.view.hosts))
+        needed = min(leader.num_slots, len(leader.view.hosts))
         if len(self._links.records) + 1 >= needed:
             self._isolated_since = None
             return
@@ -328,14 +358,11 @@ class Agent:
 
     def _follow(self) -> None:
         """Keeps the link to the newest leader that is known."""
-        view = self._membership.view
-        if self._leadership.leader is not None:
+        newest = self._newest_leader()
+        if self._leadership.leader is not None or newest is None:
             return
-        term, leader = view.term, view.hosts.get(view.leader or "")
-        if self._hint is not None and self._hint[0] > view.term and not self._store_up:
-            term, leader = self._hint
-        if leader is not None and leader.host != self._config.host:
-            self._leader_link.follow(term, leader)
+        if newest[1].host != self._config.host:
+            self._leader_link.follow(*newest)
 
     def _leader_dead(self, leader: HostRecord) -> None:
         """The leader's port refuses connections, and all shall know."""

@@ -41,18 +41,24 @@ class Coordinator:
                 preexec_fn=die_with_parent,
             )
 
-    def start(self, num_processes: int, ready: Callable[[str], None]) -> None:
+    def start(
+        self,
+        num_processes: int,
+        ready: Callable[[str], None],
+        failed: Callable[[str], None],
+    ) -> None:
         """Has a service serve a world of `num_processes`.
 
         Args:
             num_processes: trainers of the world.
-            ready: called with its address once it serves; never if it cannot.
+            ready: called with its address once it serves.
+            failed: called with the reason if it cannot, or was ended before.
         """
         self.end()
         try:
             address, process = self._address(), self._take()
         except OSError as error:  # no processes or ports are left on this host
-            logger.error("the coordination service cannot be started: %s", error)
+            self._loop.post(failed, str(error))
             return
         self._serving = process
         heartbeat_s = self._config.timeouts.heartbeat
@@ -67,7 +73,10 @@ class Coordinator:
                 return False
 
         self._loop.aside(
-            serve, lambda outcome: ready(address) if outcome.result() else None
+            serve,
+            lambda outcome: (
+                ready(address) if outcome.result() else failed("its process has ended")
+            ),
         )
 
     def _take(self) -> subprocess.Popen:

@@ -40,6 +40,8 @@ class Copies:
         """Of the formations since the last commit, where they were others."""
         self._reserve: Arena | None = None
         self._placed: dict[Holder, tuple[str, ...]] = {}
+        self.epoch: tuple[int, int] = (0, 0)
+        """Of the newest order; a restore for an older one may still be under way."""
         self._lock = threading.Lock()  # a restore that was given up may still end
 
     def hold(
@@ -48,6 +50,7 @@ class Copies:
         slot: int,
         domains: Sequence[str] = (),
         keep: int | None = None,
+        epoch: tuple[int, int] | None = None,
     ) -> Holder:
         """The holder for a layout and slot; its arena is kept if nothing changed.
 
@@ -58,11 +61,15 @@ class Copies:
                 every slot is its own.
             keep: the step that is to be restored: other holders that have some of it
                 stay until `committed`. Without it they go.
+            epoch: of the order that wants it; by default the newest.
 
         Raises:
-            OSError: the memory for a new arena is not there.
+            OSError: the memory for a new arena is not there, or the order is not the
+                newest any more.
         """
         with self._lock:
+            if epoch is not None and epoch < self.epoch:
+                raise OSError(f"the order of epoch {epoch} is not the newest")
             return self._hold(layout, slot, tuple(domains), keep)
 
     def _hold(

@@ -54,8 +54,13 @@ class Server(Protocol):
 class Service(Protocol):
     """JAX's coordination service beside the leader."""
 
-    def start(self, num_processes: int, ready: Callable[[str], None]) -> None:
-        """Serves a new world; `ready` is called with its address."""
+    def start(
+        self,
+        num_processes: int,
+        ready: Callable[[str], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        """Serves a new world; `ready` takes its address, `failed` why there is none."""
         ...
 
     def end(self) -> None:
@@ -97,7 +102,12 @@ class Edges:
 class NoService:
     """In place of a coordination service where users' processes have one already."""
 
-    def start(self, num_processes: int, ready: Callable[[str], None]) -> None:
+    def start(
+        self,
+        num_processes: int,
+        ready: Callable[[str], None],
+        failed: Callable[[str], None],
+    ) -> None:
         """It serves at once."""
         ready("")
 

@@ -51,7 +51,7 @@ class Ending:
 
         While none of them trains, and nothing is lost by it, it ends at once.
         """
-        if self._rounds.phase in ("idle", "waiting"):
+        if self._rounds.phase in ("idle", "waiting", "storage"):
             self._stop_with_hosts_missing()
         elif (
             self._rounds.phase != "running"

@@ -51,6 +51,8 @@ Handler = Callable[[Formation, Message], None]
 
 LOOK_S = 1.0
 """From one look at the trainer to the next."""
+WARM_S = 5.0
+"""A standby trainer that could not be started is tried again after that."""
 KEPT_COMMITS = 2
 """So many of the newest commits a host knows for the store."""
 
@@ -114,6 +116,7 @@ class Follower:
         self._assignment = ""
         self._commits: list[str] = []
         """JSON of the assignment obeyed last and of the newest commits."""
+        self._warm_at = 0.0
         self._watch = ProgressWatch(config.timeouts)
         self._look_at = 0.0
         self._handlers = self._handlers_of_messages()
@@ -139,9 +142,12 @@ class Follower:
 
         Without one a slot is taken later, or given back if none can be started then.
         """
+        if self._loop.now() < self._warm_at:
+            return
         try:
             self._trainers.ensure_standby()
         except OSError as error:
+            self._warm_at = self._loop.now() + WARM_S
             logger.warning("no standby trainer can be started: %s", error)
 
     @property
@@ -247,12 +253,26 @@ class Follower:
             told["attached_ns"] = self._trainers.waiting
         self._holding.submit(
             lambda: self._copies.report(read),
-            lambda outcome: self._tell_holdings(ballot, outcome.result() | told),
+            lambda outcome: self._tell_holdings(ballot, outcome, told),
         )
 
-    def _tell_holdings(self, ballot: tuple[int, int], told: dict[str, Any]) -> None:
+    def _report_of(self, outcome: "Future[dict[str, Any]]") -> dict[str, Any]:
+        """What is held here; nothing if that cannot be said."""
+        error = outcome.exception()
+        if error is None:
+            return outcome.result()
+        logger.error("the copies cannot be listed", exc_info=error)
+        lost = f"{self._config.host}: all copies: {error}"
+        return {"layouts": [], "holdings": {}, "items": {}, "corrupt": [lost]}
+
+    def _tell_holdings(
+        self,
+        ballot: tuple[int, int],
+        outcome: "Future[dict[str, Any]]",
+        told: dict[str, Any],
+    ) -> None:
         if ballot == self._ballot:  # else a newer round has asked again
-            self._tell("holdings", **told)
+            self._tell("holdings", **self._report_of(outcome), **told)
 
     def _stand_down(self, reason: str = "", fatal: bool = False) -> None:
         formation, self._formation = self._formation, None
@@ -284,6 +304,7 @@ class Follower:
         self._ballot = tuple(order["ballot"])
         self._stand_down()
         self._formation = formation = Formation(order=order)
+        self._copies.epoch = formation.epoch
         self._board.set("generation", order["generation"])
         self._board.set("attempt", order["attempt"])
         self._board.set("finished", order["step"])

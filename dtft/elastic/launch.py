@@ -51,6 +51,7 @@ LAST_EXPORT_S = 10.0
 """A forced end waits so long for the export of the newest step."""
 ASK_AGAIN_S = 1.0
 """A request to stop is looked for in the store this often: a store may lose it."""
+KILL_S = 10.0
 STORE_S = 2.0
 """One answer of the store."""
 
@@ -198,7 +199,10 @@ class LocalCluster:
     def kill_host(self, name: str) -> None:
         """SIGKILLs every process of a host; its memory dies with it."""
         self.signal_host(name, signal.SIGKILL)
-        self.agents.pop(name).wait(timeout=10)
+        try:
+            self.agents.pop(name).wait(timeout=KILL_S)
+        except subprocess.TimeoutExpired:  # it is in an uninterruptible call
+            tell(f"the agent of {name} still runs {KILL_S:.0f} s after SIGKILL")
         shutil.rmtree(self.memory_directory(name), ignore_errors=True)
 
     def empty_store(self) -> None:

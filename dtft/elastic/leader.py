@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 1.0
+"""From one look for stuck trainers to the next."""
 FATAL_INPUT = 2
 """Code of errors that lie in what a trainer was given, not in how training goes."""
 UNHURRIED = ("evaluate", "compile")
@@ -115,6 +117,7 @@ class Leader:
             else None
         )
         self._newest_failure = ""
+        self._looked_at = 0.0
         self._error_code = 1
         """With which the job ends if what has failed would fail again."""
         self._progress: dict[str, tuple[float, Progress]] = {}
@@ -127,6 +130,12 @@ class Leader:
     def view(self) -> View:
         """The newest view of the store."""
         return self._records.view
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the formation that runs, or of the job's start."""
+        assignment = self._rounds.assignment
+        return len(assignment.slots) if assignment else self._config.num_slots
 
     # -------------------------------------------------------------- membership
 
@@ -186,7 +195,7 @@ class Leader:
             if round_ is None or ballot in ((), round_.ballot):
                 self._fail(_with_evidence(message), message.get("code", FATAL_INPUT))
         elif round_ is not None and ballot == round_.ballot:
-            slots = round_.assignment.slots if round_.assignment else ()
+            slots = round_.assignment.slot_of if round_.assignment else {}
             ledger = self._rounds.ledger
             layout = ledger.layout if ledger is not None else None
             if self._refused(host, misfit(host, message, slots, layout)):
@@ -241,11 +250,15 @@ class Leader:
     def _look_for_stuck(self) -> None:
         """Has all trainers started anew if one of them is stuck: the others wait."""
         rounds = self._rounds
+        now = self._loop.now()
+        if now < self._looked_at + LOOK_S:
+            return
+        self._looked_at = now
         watched = rounds.phase == "running" or rounds.phase == "preparing"
         if not watched or rounds.assignment is None or not self._seats.ends_by_itself:
             self._progress.clear()
             return
-        found = verdict(self._progress, rounds.assignment.slots, self._loop.now())
+        found = verdict(self._progress, rounds.assignment.slots, now)
         if found is None:
             return
         self._journal.say(found.text)
@@ -503,12 +516,12 @@ class Leader:
         if self._rounds.phase == "running" and not (ledger and ledger.is_waiting):
             self._rounds.enter("running", self._stage_limit())
 
-    def close(self) -> None:
-        """Hands over to whoever leads next."""
+    def close(self, flush_s: float = 0.0) -> None:
+        """Hands over to whoever leads next; waits so long for the journal's file."""
         self._storage.close()
         self._scaling.close()
         self._records.close()
-        self._journal.close()
+        self._journal.close(flush_s)
 
 
 def _with_evidence(message: Mapping[str, Any]) -> str:

@@ -21,6 +21,8 @@ from dtft.elastic.view import View
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
+FLUSH_S = 1.0
+"""An agent that ends waits so long for what its leader has told people."""
 
 
 class Leadership:
@@ -131,4 +133,7 @@ class Leadership:
     def close(self) -> None:
         """Ends the leader's work, if there is any."""
         self._lane.close()
-        self.give_up()
+        if self.leader is not None:
+            self.leader.close(FLUSH_S)
+            self.leader = None
+            self._on_ended()

@@ -37,6 +37,7 @@ class LeaderLink:
         *,
         on_order: Callable[[Message], None],
         on_dead: Callable[[HostRecord], None],
+        on_moved: Callable[[int, HostRecord], None],
     ) -> None:
         """Connects to nobody yet.
 
@@ -47,7 +48,10 @@ class LeaderLink:
             lease_s: a leader that is silent for so long is called anew.
             on_order: takes each order of the leader.
             on_dead: called when the leader's port refuses connections.
+            on_moved: called with term and record of a newer leader, if the host at the
+                other end does not lead any more.
         """
+        self._on_moved = on_moved
         self._me, self._network, self._loop, self._lease_s = me, network, loop, lease_s
         self._on_order, self._on_dead = on_order, on_dead
         self.term = 0
@@ -79,7 +83,7 @@ class LeaderLink:
         """Ends the link to a former leader, which is told who leads now."""
         channel, self._channel = self._channel, None
         if channel is not None:
-            channel.post({"op": "moved", "term": term, "leader": leader.to_json()})
+            channel.post(moved(term, leader))
             channel.close()
 
     def _connect(self) -> None:
@@ -131,7 +135,9 @@ class LeaderLink:
         if channel is not self._channel:
             return
         self._heard_at = self._loop.now()
-        if message["op"] != "beat":
+        if message["op"] == "moved":
+            _tell_moved(message, self._on_moved)
+        elif message["op"] != "beat":
             self._on_order(message)
 
     def _closed(self, channel: ControlChannel, reason: str) -> None:
@@ -234,7 +240,7 @@ class FollowerLinks:
         self._on_lost, self._on_dead, self._on_moved = on_lost, on_dead, on_moved
         self._links: dict[str, _Follower] = {}
         self._channels: dict[ControlChannel, _Follower] = {}
-        self._beat_at = 0.0
+        self._beat_at = self._looked_at = 0.0
 
     @property
     def records(self) -> tuple[HostRecord, ...]:
@@ -288,20 +294,11 @@ class FollowerLinks:
         link.heard_at = self._loop.now()
         op = message["op"]
         if op == "moved":
-            self._moved(message)
+            _tell_moved(message, self._on_moved)
         elif op == "described":
             self._described(link, message)
         elif op != "beat":
             self._on_report(link.record.host, message)
-
-    def _moved(self, message: Message) -> None:
-        try:
-            leader = HostRecord.from_json(message["leader"])
-            term = message["term"]
-        except (KeyError, TypeError, ValueError):
-            return
-        if type(term) is int:
-            self._on_moved(term, leader)
 
     def _described(self, link: _Follower, message: Message) -> None:
         """A host says something else of itself, or has another incarnation."""
@@ -344,6 +341,9 @@ class FollowerLinks:
             paused_s: for how long this process stood still just now.
         """
         now = self._loop.now()
+        if not paused_s and now < self._looked_at + self._lease_s / 20:
+            return
+        self._looked_at = now
         beats = now - self._beat_at >= self._lease_s / 5
         self._beat_at = now if beats else self._beat_at
         for link in list(self._links.values()):
@@ -364,10 +364,30 @@ class FollowerLinks:
         if (link := self._links.get(host)) is not None:
             self._end(link)
 
-    def close(self) -> None:
-        """Ends every link: this host does not lead any more, or ends."""
+    def close(self, last: Message | None = None) -> None:
+        """Ends every link: this host does not lead any more, or ends.
+
+        Args:
+            last: told to every host before.
+        """
         for link in list(self._links.values()):
+            if last is not None:
+                link.channel.post(last)
             self._end(link)
+
+
+def moved(term: int, leader: HostRecord) -> Message:
+    """The message by which a host tells who leads now."""
+    return {"op": "moved", "term": term, "leader": leader.to_json()}
+
+
+def _tell_moved(message: Message, tell: Callable[[int, HostRecord], None]) -> None:
+    try:
+        term, leader = message["term"], HostRecord.from_json(message["leader"])
+    except (KeyError, TypeError, ValueError):
+        return
+    if type(term) is int:
+        tell(term, leader)
 
 
 def described(record: HostRecord) -> Message:

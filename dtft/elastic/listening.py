@@ -97,12 +97,14 @@ def _serve_control(raw: Channel, loop: Loop, accept: "Accept") -> None:
     taken: Future[tuple[Heard, Closed] | None] = Future()
 
     def take() -> None:
-        taken.set_result(accept(raw.peer, channel))
+        if taken.set_running_or_notify_cancel():
+            taken.set_result(accept(raw.peer, channel))
 
     loop.post(take)
     try:
         hearing = taken.result(ACCEPT_S)
     except TimeoutError:
+        taken.cancel()
         channel.close()
         return
     if hearing is None:

@@ -6,7 +6,7 @@ not know what a report leads to, nor connections.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dtft.checkpoint.board import PHASES
@@ -213,14 +213,17 @@ def fields_of(
 
 
 def misfit(
-    host: str, message: Mapping[str, Any], slots: Sequence[str], layout: Layout | None
+    host: str,
+    message: Mapping[str, Any],
+    slots: Mapping[str, int],
+    layout: Layout | None,
 ) -> str | None:
     """Why a report without fault cannot be of this formation; None if it can.
 
     Args:
         host: who reports.
         message: the report.
-        slots: the host of each slot; empty while nothing is assigned.
+        slots: host to slot; empty while nothing is assigned.
         layout: of the formation's state, once it is known.
     """
     op = message["op"]
@@ -229,8 +232,8 @@ def misfit(
     if host not in slots:
         return f"{op}: {host} has no slot"
     slot = message.get("target" if op == "held" else "slot")
-    if slot is not None and slots.index(host) != slot:
-        return f"{op}: {host} has slot {slots.index(host)}, not {slot}"
+    if slot is not None and slots[host] != slot:
+        return f"{op}: {host} has slot {slots[host]}, not {slot}"
     if op == "held" and message["source"] >= len(slots):
         return f"{op}: there is no slot {message['source']}"
     if op in ("layout", "wanted"):
@@ -238,7 +241,7 @@ def misfit(
         if mesh.num_slots != len(slots):
             return f"{op}: {mesh.num_slots} slots instead of {len(slots)}"
     if op == "staged" and layout is not None:
-        told, expected = len(message["digests"]), len(layout.slices(slots.index(host)))
+        told, expected = len(message["digests"]), len(layout.slices(slots[host]))
         if told != expected:
             return f"staged: {told} digests instead of {expected}"
     return None

@@ -36,7 +36,10 @@ def restore_copies(
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:
-        holder = copies.hold(layout, order["slot"], order["domains"], keep=step)
+        epoch = order["generation"], order["attempt"]
+        holder = copies.hold(
+            layout, order["slot"], order["domains"], keep=step, epoch=epoch
+        )
         return restore_into(
             holder,
             order,

@@ -5,6 +5,7 @@ not know processes, etcd, connections or the clock.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,11 @@ class Assignment:
     """Why it was formed, for people."""
     spread: Spread = field(default_factory=Spread)
     """By what the copies of its slots are kept apart."""
+
+    @functools.cached_property
+    def slot_of(self) -> dict[str, int]:
+        """Host to its slot."""
+        return {host: slot for slot, host in enumerate(self.slots)}
 
     @property
     def epoch(self) -> tuple[int, int]:

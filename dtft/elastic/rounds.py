@@ -14,7 +14,7 @@ from dtft.checkpoint.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.failure_account import FailureAccount
-from dtft.elastic.failure_budget import Decision
+from dtft.elastic.failure_budget import Decision, Failure
 from dtft.elastic.forming import (
     Ballot,
     Round,
@@ -165,7 +165,8 @@ class Rounds:
         expected = self._registry.expected(registered, self._loop.now())
         if not expected <= set(round_.replies):
             return
-        if self.ledger is not None and self.ledger.pending is not None:
+        pending = self.ledger is not None and self.ledger.pending is not None
+        if pending and not self._records.away:
             return  # a complete step is still to be recorded; this is called again then
         self._learn(round_)
         if not self._may_go_on(round_):
@@ -323,7 +324,16 @@ class Rounds:
         self._service.start(
             len(round_.assignment.slots),
             lambda address: self.coordinator_ready(ballot, address),
+            lambda why: self._coordinator_failed(ballot, why),
         )
+
+    def _coordinator_failed(self, ballot: Ballot, why: str) -> None:
+        """The coordination service of a formation cannot serve on this host."""
+        if self.current is None or self.current.ballot != ballot:
+            return
+        text = f"no coordination service on {self._config.host}: {why}"
+        self.failures.add(Failure(kind="late", host=self._config.host, error=text))
+        self.form(text)
 
     def coordinator_ready(self, ballot: tuple[int, int], address: str) -> None:
         """The coordination service of a formation serves: slots can be given out."""

@@ -7,7 +7,7 @@ an agent does is known elsewhere.
 
 import contextlib
 import dataclasses
-import threading
+import time
 from pathlib import Path
 
 from dtft.checkpoint.attach import SOCKET, VARIABLE
@@ -106,7 +106,7 @@ class ServingHost:
             ValueError: the arena directory is not there.
         """
         self._config, self._store = config, store
-        self._left = threading.Event()
+        self._left = False  # set in a signal handler, which must take no lock
         self._agent: Agent | None = None
         self._refuse_live_agent()
         refuse_taken_name(store, config)
@@ -152,7 +152,7 @@ class ServingHost:
                 return ""
             self._check_domain()
             self._agent = Agent(with_terms(config, terms), self._store, self._trainers)
-            if self._left.is_set():
+            if self._left:
                 self._agent.leave()
             return self._agent.run()
         finally:
@@ -168,16 +168,16 @@ class ServingHost:
             raise
 
     def _await_terms(self) -> Terms | None:
-        while not self._left.is_set():
+        while not self._left:
             with contextlib.suppress(StoreUnavailable):  # it may come back
                 found = self._store.get(self._key)
                 if found is not None:
                     return Terms.from_json(found.value)
-            self._left.wait(LOOK_S)
+            time.sleep(LOOK_S)
         return None
 
     def leave(self) -> None:
         """Makes `run` return soon; safe in a signal handler."""
-        self._left.set()
+        self._left = True
         if self._agent is not None:
             self._agent.leave()

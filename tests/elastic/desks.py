@@ -59,7 +59,12 @@ class ReadyService:
         """Serves when it is asked to."""
         self._loop = loop
 
-    def start(self, num_processes: int, ready: Callable[[str], None]) -> None:
+    def start(
+        self,
+        num_processes: int,
+        ready: Callable[[str], None],
+        failed: Callable[[str], None],
+    ) -> None:
         """See `Service.start`."""
         self._loop.post(ready, f"10.0.0.1:{7000 + num_processes}")
 

@@ -39,6 +39,7 @@ class Node:
             *(lambda: self.record, wires, self.loop, LEASE_S),
             on_order=self.orders.append,
             on_dead=lambda record: self.dead_leaders.append(record.host),
+            on_moved=lambda term, record: self.moved.append((term, record.host)),
         )
         self.down = FollowerLinks(
             *(wires, self.loop, LEASE_S),

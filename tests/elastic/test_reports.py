@@ -24,12 +24,12 @@ from tests.elastic.test_recovery import commit_of, layout, value
 
 STATE = layout(1, 2)
 DIGESTS = [value(piece.key) for piece in STATE.slices(0)]
-SLOTS = ("a", "b")
+SLOTS = {"a": 0, "b": 1}
 BALLOT = (1, 3)
 ASSIGNMENT = Assignment(
     generation=1,
     attempt=1,
-    slots=SLOTS,
+    slots=tuple(SLOTS),
     incarnations=("a.1", "b.1"),
     source="memory",
     step=7,

@@ -202,6 +202,7 @@ class Wire:
         if self.mutate is not None:
             message = self.mutate(end.process.host, message)
         data = msgpack.packb(message)
+        assert data is not None
         self.messages += 1
         self.bytes += len(data)
         if self.sent is not None:

@@ -529,7 +529,12 @@ class SimService:
         self._world: JaxWorld | None = None
         self._counter = 0
 
-    def start(self, num_processes: int, ready: Callable[[str], None]) -> None:
+    def start(
+        self,
+        num_processes: int,
+        ready: Callable[[str], None],
+        failed: Callable[[str], None],
+    ) -> None:
         """See `Service.start`."""
         self.end()
         self._counter += 1
