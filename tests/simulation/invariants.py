@@ -169,7 +169,12 @@ class Invariants:
             )
 
     def _restored(self, trainer: SimTrainer, source: str, step: int) -> None:
-        if source != "init" and step not in self.committed:
+        told = {  # complete while the store was away, and released as such
+            Commit.from_json(text).step
+            for node in self._world.live
+            for text in node.agent._follower._commits
+        }
+        if source != "init" and step not in self.committed | told:
             self._world.wrong(f"(b) {trainer.host} restores step {step}: no commit")
 
     def _ended(self, result: dict[str, Any]) -> None:
