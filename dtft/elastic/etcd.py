@@ -100,10 +100,25 @@ class _Call:
 class _Elsewhere(Exception):
     """This member did not answer; another one may be asked."""
 
-    def __init__(self, cause: str, *, passing: bool = False, refused: bool = False):
-        """Keeps why; `passing` if waiting may help, `refused` if only people can."""
+    def __init__(
+        self,
+        cause: str,
+        *,
+        passing: bool = False,
+        refused: bool = False,
+        waited_s: float = math.inf,
+    ):
+        """Keeps why.
+
+        Args:
+            cause: for people.
+            passing: waiting may help.
+            refused: only people can help.
+            waited_s: how long nothing was said; infinity if something was.
+        """
         super().__init__(cause)
         self.passing, self.refused = passing, refused
+        self.waited_s = waited_s
 
 
 class _Members:
@@ -322,8 +337,9 @@ class EtcdStore:
         payload = json.dumps(body).encode()
         call = _Call(operation=operation, path=path, body=payload, repeat=repeat)
         end = time.monotonic() + self._timeout_s
+        problems: dict[str, _Elsewhere] = {}
         while True:
-            problems: dict[str, _Elsewhere] = {}
+            passing = False
             order = self._members.order()
             for number, endpoint in enumerate(order):
                 now = time.monotonic()
@@ -332,8 +348,11 @@ class EtcdStore:
                     return self._ask(endpoint, call, limit, end)
                 except _Elsewhere as problem:
                     self._members.failed(endpoint)
-                    problems[endpoint_text(endpoint)] = problem
-            passing = any(problem.passing for problem in problems.values())
+                    passing |= problem.passing
+                    # An answer says more than silence, the longer silence more.
+                    known = problems.get(text := endpoint_text(endpoint))
+                    if known is None or problem.waited_s >= known.waited_s:
+                        problems[text] = problem
             if not passing or time.monotonic() + _ELECTION_PAUSE_S > end:
                 raise self._unavailable(operation, problems)
             time.sleep(_ELECTION_PAUSE_S)
@@ -467,7 +486,8 @@ class EtcdStore:
     def _problem(self, error: Exception, waited_s: float) -> _Elsewhere:
         """Why a member did not answer."""
         if isinstance(error, TimeoutError):
-            return _Elsewhere(f"no answer within {waited_s:.2g} s", passing=True)
+            text = f"no answer within {waited_s:.2g} s"
+            return _Elsewhere(text, passing=True, waited_s=waited_s)
         refused = ""
         if self._context is not None:
             refused = tls_refusal(error, self._address.certificate is not None)

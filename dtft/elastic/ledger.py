@@ -77,6 +77,8 @@ class Ledger:
         self._failed: dict[int, int] = {}
         self.overdue: int | None = None
         """The newest step that was due while another was still being written."""
+        self._passed = 0
+        """The newest step that was released before it was recorded."""
 
     def staged(
         self,
@@ -150,6 +152,7 @@ class Ledger:
 
         The hosts know the commit, for whoever leads next.
         """
+        self._passed = max(self._passed, commit.step)
         self._release(commit, is_recorded=False)
 
     def recorded(self, commit: Commit) -> None:
@@ -206,8 +209,12 @@ class Ledger:
         return self._export[0] if self._export else None
 
     def export(self, step: int) -> None:
-        """Orders the fewest hosts that hold every slice to write a step."""
-        if self._export is None:
+        """Orders the fewest hosts that hold every slice to write a step.
+
+        Nothing is ordered while another step is written, nor of a step that was
+        recorded only after a later one was released: its copies are gone.
+        """
+        if self._export is None and step >= self._passed:
             self._order_export(step, set(self._assignment.slots), self._held(step))
 
     def export_from(

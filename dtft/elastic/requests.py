@@ -246,9 +246,10 @@ class Requests:
                 continue
             self._answer(flush, "")
         if self._export_asked and ledger.exporting is None:
-            self._export_asked = False
-            if ledger.exported < ledger.committed:
+            behind = ledger.exported < ledger.committed
+            if behind:
                 ledger.export(ledger.committed)
+            self._export_asked = behind and ledger.exporting is None
 
     def _answer(self, flush: Flush, error: str) -> None:
         self._flushes = tuple(other for other in self._flushes if other is not flush)

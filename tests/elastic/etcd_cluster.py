@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -238,8 +239,8 @@ class TlsEtcdCluster:
                 return self.member_at(said["Endpoint"])
         raise LookupError("no member leads")
 
-    def used_by(self, pid: int) -> set[str]:
-        """Names of the members that a process has connections to."""
+    def used_by(self, pid: int) -> Counter[str]:
+        """How many connections a process has to each member, by the member's name."""
         inodes = set()
         for path in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -248,12 +249,12 @@ class TlsEtcdCluster:
         for member in self.members:
             port = int(member.address.rpartition(":")[2])
             names[f"0100007F:{port:04X}"] = member.name
-        found = set()
+        found: Counter[str] = Counter()
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
             fields = line.split()
             peer, state, inode = fields[2], fields[3], fields[9]
             if peer in names and state == "01" and f"socket:[{inode}]" in inodes:
-                found.add(names[peer])
+                found[names[peer]] += 1
         return found
 
     def _ctl(self, *words: str, retry: bool = False, endpoints: str = "") -> str:

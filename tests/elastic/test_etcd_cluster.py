@@ -1,6 +1,7 @@
 """Three etcd members with TLS and users: members that die, stop and return."""
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -199,6 +200,19 @@ def test_without_a_majority_calls_end_in_time_and_go_on_afterwards(
     while prefix + "b" not in keys:
         keys += [event.kv.key for event in watcher.batch()]
     watcher.end()
+
+
+def test_what_is_said_of_silent_members_is_how_long_each_was_waited_for(
+    cluster: TlsEtcdCluster, store: EtcdStore
+) -> None:
+    for member in cluster.members[1:]:
+        member.stop()
+    waited: list[float] = []
+    for _ in range(3):  # the time that is left after the others is of any length
+        with pytest.raises(StoreUnavailable) as caught:
+            store.get("a")
+        waited += map(float, re.findall(r"no answer within (\S+) s", str(caught.value)))
+    assert waited and min(waited) > DEADLINE_S / 8
 
 
 def test_a_member_that_is_dead_at_the_start_is_passed_over(

@@ -91,6 +91,17 @@ def test_a_store_outage_releases_without_committing():
     assert desk.ledger.committed == 10 and desk.ledger.pending is not None
 
 
+def test_a_step_whose_copies_are_gone_when_it_is_recorded_is_not_exported():
+    desk = Desk(2, 1, storage_interval=1)
+    for step in (11, 12, 13):
+        desk.stage(step)
+        desk.ledger.delayed(desk.recorded[-1])
+    desk.ledger.written(desk.recorded[0])  # it was under way while the store hung
+    assert desk.ops("export") == [] and desk.ledger.committed == 11
+    desk.ledger.written(desk.recorded[2])
+    assert [fields["step"] for _, fields in desk.ops("export")] == [13]
+
+
 def test_export_is_ordered_from_the_fewest_hosts_when_due():
     desk = Desk(2, 2, storage_interval=5)
     for step in range(11, 16):
