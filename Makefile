@@ -4,7 +4,7 @@ PYTHON ?= python3
 STAMP := .venv/.dtft-stamp
 AOT_STAMP := .venv/aot/.dtft-stamp
 
-.PHONY: demo test drills lint bench nixl clean
+.PHONY: demo test drills simulation lint bench nixl clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -33,6 +33,11 @@ test: $(STAMP) $(AOT_STAMP)
 
 drills: $(STAMP)
 	.venv/bin/pytest -q -m drill_all tests/drills
+
+# The control plane in virtual time: every kind of fault, then random schedules.
+simulation: $(STAMP)
+	.venv/bin/python -m tests.simulation --matrix --jobs 2
+	.venv/bin/python -m tests.simulation --random 100000 --jobs 2
 
 lint: $(STAMP)
 	.venv/bin/ruff check .
