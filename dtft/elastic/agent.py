@@ -198,7 +198,7 @@ class Agent:
         self._follower.tick()
         self._campaign_if_free()
         self._follow()
-        if (leader := self._leadership.leader) is not None:
+        if (leader := self._leadership.leader) is not None and not paused_s:
             leader.tick()
             self._step_down_if_isolated(leader)
         self._loop.call_later(TICK_S, self._tick)
