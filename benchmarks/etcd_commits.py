@@ -51,6 +51,7 @@ class Writing:
             on_view=self._see,
             on_lapse=lambda: None,
             on_store=lambda up: None,
+            on_replaced=lambda by: None,
         )
         self.membership.start()
         self._loop.post(self._tick)

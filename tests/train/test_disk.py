@@ -30,10 +30,12 @@ def test_events_wait_for_room(small: Path, capsys: pytest.CaptureFixture[str]) -
     for number in range(20):
         journal.event("more", number=number, filler=filler)
     journal.say("still here")
+    journal.close(5.0)
     out = capsys.readouterr().out
     assert out.count("cannot be written") == 1 and "still here" in out
     (small / "ballast").unlink()
     journal.event("last")
+    journal.close(5.0)
     found = read_events(small)
     numbers = [event["number"] for event in found if event["event"] == "more"]
     assert sorted(set(numbers)) == list(range(20))
