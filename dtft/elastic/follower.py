@@ -525,11 +525,11 @@ class Follower:
         outcome: "Future[None]",
     ) -> None:
         """There is memory for a layout, or there is none."""
-        if formation is not self._formation:
-            return
         error = outcome.exception()
-        if error is not None:
+        if error is not None:  # that of a former formation as well: all need as much
             self._unfit(_why(error))
+            return
+        if formation is not self._formation:
             return
         if is_new:
             formation.stop_pushers()  # they sent again what peers had lost of the old

@@ -145,6 +145,12 @@ class HostRegistry:
         hosts = self.connected - self._silent - set(self.unfit)
         return [self._records[host] for host in sorted(hosts)]
 
+    def why_nobody(self) -> str:
+        """Why no host that is there can have a slot; "" if one can."""
+        if not self._records or set(self._records) - set(self.unfit):
+            return ""
+        return "; ".join(f"{host}: {why}" for host, why in sorted(self.unfit.items()))
+
     def unusable(self) -> dict[str, str]:
         """Hosts that are there and can have no slot, and why."""
         why = {host: "it does not answer" for host in self._silent}
@@ -281,6 +287,8 @@ class Attendance:
         if assignment is not None and host in assignment.slots:
             slot = assignment.slots.index(host)
             self._rounds.form(f"{host} (slot {slot}) cannot be used: {why}")
+        else:
+            self._rounds.answered()
 
     def fit(self, host: str) -> None:
         """A host that could not have a slot can again."""

@@ -189,6 +189,8 @@ class Leader:
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "unfit":
             self._attendance.unfit(host, message["why"])
+            if not self._records.commits and (why := self._registry.why_nobody()):
+                self._fail(f"no host can have a slot: {why}", FATAL_INPUT)
         elif op == "fit":
             self._attendance.fit(host)
         elif op == "fatal":
