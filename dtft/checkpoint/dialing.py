@@ -1,8 +1,7 @@
 """Finds and connects to "host:port", with one deadline over all of it.
 
 The system's resolver has no deadline, so a name is looked up on a thread of its own,
-which is left behind when it hangs; an IP address needs no lookup. Must not know what is
-said on a connection.
+which is left behind when it hangs; an IP address needs no lookup.
 """
 
 import contextlib

@@ -3,8 +3,7 @@
 For an event loop: a peer that stops reading must not stop it. A message that the socket
 does not take at once is queued; one thread for all channels of the process sends what
 is queued and lives only as long as anything is. Decides when a peer takes too little:
-then its channel is closed, which the channel's receiver notices. Must not know what
-messages mean.
+then its channel is closed, which the channel's receiver notices.
 """
 
 import contextlib

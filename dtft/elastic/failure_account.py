@@ -2,7 +2,7 @@
 
 Gathers the failures of one attempt until its hosts have answered, because the cause may
 be heard of after its consequences, and has `failure_budget` judge them. The budget is
-kept in the store. Must not know hosts, nor how a round goes.
+kept in the store.
 """
 
 from collections.abc import Collection

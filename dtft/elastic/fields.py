@@ -2,7 +2,7 @@
 (`orders.py`). Pure.
 
 A check says whether a value, as msgpack makes it, is what a field may be; it raises for
-nothing. Must not know which messages there are.
+nothing.
 """
 
 import functools

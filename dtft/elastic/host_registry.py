@@ -3,8 +3,7 @@
 A host is there while its link is: it may be away for the time of a lease, and is lost
 after that, or at once when its port refuses connections. A lost host that calls again
 is taken like any other. A host that does not answer a round in time is left out of it,
-until it says anything. Must not know reports, steps or storage, nor which host gets
-which slot.
+until it says anything. Which host gets which slot is decided in `roles.py`.
 """
 
 from collections.abc import Collection, Mapping

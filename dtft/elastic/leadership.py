@@ -3,8 +3,7 @@
 A term begins with what the store has recorded, which is read beside the event loop. A
 host that has the leader key and cannot read that asks again and again, and lets go of
 the key after the time of a lease: nobody leads meanwhile. A leader whose key ran out
-while nobody else led takes it again and goes on as if nothing had happened. Must not
-decide anything about the job.
+while nobody else led takes it again and goes on: nothing is formed anew.
 """
 
 import logging

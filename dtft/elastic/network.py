@@ -1,8 +1,7 @@
 """Control connections between agents: what the links ask of a network, and TCP.
 
 A message is sent without waiting; one that the peer does not take in time ends the
-connection, which the receiving side of this host then reports. Must not know what the
-messages mean.
+connection, which the receiving side of this host then reports.
 """
 
 import logging

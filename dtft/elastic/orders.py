@@ -2,7 +2,7 @@
 
 Whoever leads has proved that it knows the job's secret, but may still be of another
 version, or broken: an order that does not fit is named, and the connection it came over
-is ended; the agent goes on. Must not know how an order is obeyed, nor connections.
+is ended; the agent goes on.
 """
 
 from collections.abc import Callable, Mapping

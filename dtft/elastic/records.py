@@ -2,8 +2,7 @@
 
 Every write is fenced by the leader's term and runs beside the event loop, in order,
 again and again until the store answers. A store that is away delays commits and
-nothing else: while it does not answer, a commit is reported as delayed at once. Must
-not know why something is written.
+nothing else: while it does not answer, a commit is reported as delayed at once.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """Which steps storage holds, asked without waiting for storage.
 
 A network file system that hangs must not hold up the leader: it is looked at beside the
-event loop, and while it does not answer its last answer counts. Must not know what is
-decided from the answer.
+event loop, and while it does not answer its last answer counts.
 """
 
 import queue
