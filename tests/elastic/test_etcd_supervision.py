@@ -164,6 +164,8 @@ def test_what_is_meant_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_supervised_pause_is_ended(tmp_path: Path) -> None:
     with watched(tmp_path) as it:
+        # Until it has answered once, it is given the time of a start.
+        it.until(lambda: it.supervisor._prober.seen(time.monotonic()).ready)
         pause = threading.Thread(
             target=it.etcd.pause, args=(QUICK.hung_s + 4,), kwargs={"supervised": True}
         )
