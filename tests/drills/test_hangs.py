@@ -253,7 +253,8 @@ def test_an_exception_that_comes_again_ends_the_job_with_its_traceback(
     (failing,) = hosts(record)
     said(record, failing, "trainer.log")
     assert "Traceback (most recent call last)" in record["output"]
-    assert len(at(tmp_path, "recovery")) == 1  # the second failure ends the job
+    # It is tried once more; the second failure ends the job.
+    assert len(at(tmp_path, "assignment")) == 2
     committed = [
         it["step"]
         for it in read_events(tmp_path / "faulted")
