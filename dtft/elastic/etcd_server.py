@@ -22,8 +22,8 @@ from dtft.elastic.processes import (
     free_port,
     kill_group,
     port_taken,
-    process_state,
     room_problem,
+    state_letter,
 )
 from dtft.elastic.store import StoreUnavailable
 
@@ -309,7 +309,7 @@ class EmbeddedEtcd:
             process = self._process
             if process is not None and process.poll() is None:
                 # A stopped process does not hear SIGTERM.
-                stopped = process_state(process.pid) == "T"
+                stopped = state_letter(process.pid) == "T"
                 process.send_signal(signal.SIGKILL if stopped else signal.SIGTERM)
                 try:
                     process.wait(deadline_s)

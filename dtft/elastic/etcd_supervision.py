@@ -27,7 +27,7 @@ from typing import Literal
 
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
-from dtft.elastic.processes import process_state
+from dtft.elastic.processes import state_letter
 from dtft.elastic.store import StoreUnavailable
 
 Step = Literal["wait", "kill", "start", "start_empty"]
@@ -253,7 +253,7 @@ class Supervisor:
             self._start(seen, empty=step == "start_empty")
 
     def _kill(self, seen: Seen) -> None:
-        pid, state = self._etcd.pid, process_state(self._etcd.pid)
+        pid, state = self._etcd.pid, state_letter(self._etcd.pid)
         doing = {"T": "is stopped", "D": "waits for a disk"}.get(state, "hangs")
         self._tell(
             f"the store (etcd, process {pid}) {doing}: no answer for "

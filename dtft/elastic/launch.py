@@ -205,11 +205,6 @@ class LocalCluster:
             tell(f"the agent of {name} still runs {KILL_S:.0f} s after SIGKILL")
         shutil.rmtree(self.memory_directory(name), ignore_errors=True)
 
-    def empty_store(self) -> None:
-        """Kills etcd and has it started again without its data."""
-        self.etcd.discard()
-        self.call_soon(self.etcd.start)
-
     def request_stop(self) -> None:
         """Asks the job to stop at a step boundary; does not wait.
 

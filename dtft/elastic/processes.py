@@ -111,10 +111,10 @@ def room_problem(directory: Path, num_bytes: int) -> str:
     return ""
 
 
-def process_state(pid: int) -> str:
+def state_letter(pid: int) -> str:
     """The kernel's letter for what a process does ("R", "S", "T", "D", "Z"); "" gone.
 
-    >>> process_state(os.getpid())
+    >>> state_letter(os.getpid())
     'R'
     """
     status = _state_and_group(pid)

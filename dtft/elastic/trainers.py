@@ -25,7 +25,7 @@ from dtft.checkpoint.attach import ATTACHED, SOCKET, VARIABLE
 from dtft.checkpoint.link import Link, LinkClosed, NotReading, Outbox, listen, serve
 from dtft.checkpoint.socket_owner import foreign_peer
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.processes import die_with_parent, open_log, process_state
+from dtft.elastic.processes import die_with_parent, open_log, state_letter
 
 logger = logging.getLogger(__name__)
 
@@ -425,7 +425,7 @@ class Trainers:
             "trainer process %d of %s still runs %.0f s after SIGKILL (state %s): it "
             "is given up, and another takes its slot. What it has of devices and of "
             "memory stays taken until the machine lets go of it.",
-            *(trainer.pid, self._host, KILL_S, process_state(trainer.pid)),
+            *(trainer.pid, self._host, KILL_S, state_letter(trainer.pid)),
         )
         self._ended(trainer, -signal.SIGKILL)
 
