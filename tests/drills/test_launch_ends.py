@@ -44,7 +44,7 @@ def test_a_third_ctrl_c_exports_what_memory_holds(tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = arguments(run, "--timeouts.stop", "100", "--stop.steps", "100000")
     process = start(*options)
-    until(lambda: len(commits(run)) > 20)
+    until(lambda: len(commits(run)) > 20 and storage_steps(run / "checkpoints"))
     signal_all(running(run, "dtft.train.worker"), signal.SIGSTOP)  # for ever
     time.sleep(0.5)
     for _ in range(3):
