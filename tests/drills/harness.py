@@ -91,7 +91,7 @@ def drill(directory: Path, *arguments: str, status: str = "done") -> dict[str, A
     record = directory / "drill.json"
     given = ("drill", *arguments, "--run-dir", str(directory), "--json", str(record))
     given += memory()
-    done = dtft(*given, timeout=280)
+    done = dtft(*given, timeout=380)
     output = done.stdout + done.stderr
     assert record.exists() and done.returncode == 0, output[-6000:]
     found = json.loads(record.read_text())

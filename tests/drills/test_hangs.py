@@ -16,7 +16,7 @@ import pytest
 from dtft.elastic.journal import read_events, storage_steps
 from tests.drills.harness import drill
 
-pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
 every = pytest.mark.drill_all
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None,
@@ -24,7 +24,7 @@ needs_root = pytest.mark.skipif(
 )
 SHORT = ("digits_cnn", "--hosts", "3", "--stop.steps", "300")
 LONG = ("digits_cnn", "--hosts", "3", "--stop.steps", "1000")
-SPAN = ("--checkpoint.storage_interval", "100", "--deadline", "150")
+SPAN = ("--checkpoint.storage_interval", "100", "--deadline", "280")
 LEASE_S = 5.0
 
 

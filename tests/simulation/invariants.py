@@ -162,19 +162,36 @@ class Invariants:
             if node.host == world.store_leader()
         )
         everything = {piece.key for piece in world.layout.owners}
-        if found >= everything and not quarantined:
+        if found >= everything and not quarantined and step in self._known():
             world.wrong(
                 f"(b) {assignment.source} step {assignment.step} is restored, though "
                 f"{assignment.slots} hold the committed step {step}"
             )
 
-    def _restored(self, trainer: SimTrainer, source: str, step: int) -> None:
-        told = {  # complete while the store was away, and released as such
+    def _known(self) -> set[int]:
+        """Committed steps that the store has, or that a connected host was told of.
+
+        A leader that dies, or is cut off, between the record and the first word to
+        others, while the store loses its data, takes the knowledge of it along.
+        """
+        stored = self._world.etcd.twin.listing(job_key("j", "c/commits")).values()
+        lines = [line for it in stored for line in it.value.decode().splitlines()]
+        return {Commit.from_json(line).step for line in lines} | self._told(
+            self._connected()
+        )
+
+    def _told(self, nodes: list[Node]) -> set[int]:
+        """Steps whose commit hosts were told of; with the store away, released ones."""
+        return {
             Commit.from_json(text).step
-            for node in self._world.live
+            for node in nodes
             for text in node.agent._follower._commits
         }
-        if source != "init" and step not in self.committed | told:
+
+    def _restored(self, trainer: SimTrainer, source: str, step: int) -> None:
+        if source != "init" and step not in self.committed | self._told(
+            self._world.live
+        ):
             self._world.wrong(f"(b) {trainer.host} restores step {step}: no commit")
 
     def _ended(self, result: dict[str, Any]) -> None:
