@@ -84,15 +84,23 @@ def choose_spares(
     """
     taken: list[int | None] = [None] * len(seats)
     filled, left = list(seats), list(range(len(spares)))
+    empty = {slot for slot, domain in enumerate(seats) if domain is None}
+    groups_of: dict[int, list[tuple[int, ...]]] = {}
+    for group in groups:
+        for slot in empty.intersection(group):
+            groups_of.setdefault(slot, []).append(group)
     for slot, domain in enumerate(seats):
         if domain is not None or not left:
             continue
         needy = [
             found
-            for group in groups
-            if slot in group and len(found := _domains(group, filled)) < wanted
+            for group in groups_of.get(slot, ())
+            if len(found := _domains(group, filled)) < wanted
         ]
-        best = max(left, key=lambda at: sum(spares[at] not in found for found in needy))
+        best = left[0]  # where all do equally well
+        if needy:
+            gain = {it: sum(it not in found for found in needy) for it in {*spares}}
+            best = max(left, key=lambda at: gain[spares[at]])
         taken[slot], filled[slot] = best, spares[best]
         left.remove(best)
     return tuple(taken)

@@ -242,13 +242,13 @@ def report_of(
     )
 
 
-def death(slots: Sequence[str], host: str, code: int) -> str:
-    """How a trainer ended, for people.
+def death(slots: Mapping[str, int], host: str, code: int) -> str:
+    """How a trainer ended, for people; `slots` has the slot of each host.
 
-    >>> death(["a", "b"], "b", -9)
+    >>> death({"a": 0, "b": 1}, "b", -9)
     'trainer of slot 1 on b killed by signal 9'
     """
-    slot = slots.index(host) if host in slots else "?"
+    slot = slots.get(host, "?")
     how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
     return f"trainer of slot {slot} on {host} {how}"
 

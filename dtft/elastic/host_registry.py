@@ -114,9 +114,8 @@ class HostRegistry:
         found = []
         for host in [*self.unfit, *self._silent]:
             pause_s = self._pause_s.setdefault(host, FIRST_ASK_S)
-            if host in self.connected and now >= (
-                self._asked_at.setdefault(host, now) + pause_s
-            ):
+            there = host in self._records and host not in self._away
+            if there and now >= (self._asked_at.setdefault(host, now) + pause_s):
                 self._asked_at[host] = now
                 self._pause_s[host] = min(2 * pause_s, LONGEST_ASK_S)
                 found.append(host)
@@ -124,25 +123,34 @@ class HostRegistry:
 
     def expected(self, registered: Mapping[str, HostRecord], now: float) -> set[str]:
         """Hosts to hear before anything is decided."""
-        hosts = set(self._records) - self._silent
-        if now <= self._grace_until:
-            hosts |= {
-                host
-                for host, record in registered.items()
-                if self._gone.get(host) != _process(record)
-            }
-        if now <= self._stray_until:
-            hosts |= {
-                host
-                for host, incarnation in self._former.items()
-                if self._gone.get(host) != process_of(incarnation)
-            }
-        return hosts - self._silent
+        hosts = {*self._records, *registered, *self._former}
+        return {host for host in hosts if self.is_expected(host, registered, now)}
+
+    def is_expected(
+        self, host: str, registered: Mapping[str, HostRecord], now: float
+    ) -> bool:
+        """Whether one host is to be heard before anything is decided."""
+        if host in self._silent:
+            return False
+        if host in self._records:
+            return True
+        gone = self._gone.get(host)
+        if now <= self._grace_until and (record := registered.get(host)) is not None:
+            if gone != _process(record):
+                return True
+        former = self._former.get(host) if now <= self._stray_until else None
+        return former is not None and gone != process_of(former)
 
     def usable(self) -> list[HostRecord]:
         """Hosts that may be given a slot."""
         hosts = self.connected - self._silent - set(self.unfit)
         return [self._records[host] for host in sorted(hosts)]
+
+    @property
+    def num_usable(self) -> int:
+        """How many hosts may be given a slot; asked whenever one joins."""
+        unusable = {*self._away, *self._silent, *self.unfit}
+        return len(self._records) - len(unusable & self._records.keys())
 
     def why_nobody(self) -> str:
         """Why no host that is there can have a slot; "" if one can."""
@@ -165,8 +173,8 @@ def _process(record: HostRecord) -> str:
 def lost(host: str, *assignments: Assignment | None) -> str:
     """Names a lost host by its slot, as the first assignment that has it says."""
     for assignment in assignments:
-        if assignment is not None and host in assignment.slots:
-            return f"{host} (slot {assignment.slots.index(host)}) was lost"
+        if assignment is not None and host in assignment.slot_of:
+            return f"{host} (slot {assignment.slot_of[host]}) was lost"
     return f"{host} was lost"
 
 
@@ -207,13 +215,12 @@ class Attendance:
         if not self._registry.connect(record):
             return
         self._journal.event("host_joined", host=record.host)
-        assignment = self._rounds.assignment
+        slot = self._rounds.slot_of.get(record.host)
         if self._rounds.is_deciding:
             self._rounds.ask(record.host)
-        elif assignment is not None and record.host in assignment.slots:
+        elif slot is not None:
             # What was sent while its link was cut is lost, if the host was not.
             how = "was cut off for a moment" if was_there else "began anew"
-            slot = assignment.slots.index(record.host)
             self._rounds.form(f"{record.host} (slot {slot}) {how}")
         elif self._rounds.phase not in ("idle", "waiting"):
             self._rounds.expect({record.host})
@@ -226,7 +233,7 @@ class Attendance:
             self._journal.say(f"{host} is here, as a spare")
 
     def _begin(self, host: str) -> None:
-        count, need = len(self._registry.usable()), self._config.num_slots
+        count, need = self._registry.num_usable, self._config.num_slots
         if self._rounds.phase == "waiting":
             self._rounds.form(f"{host} joined")
         elif count >= need:
@@ -263,14 +270,13 @@ class Attendance:
             return
         self._journal.event("host_lost", host=host, how=how)
         rounds = self._rounds
-        slots = rounds.assignment.slots if rounds.assignment else ()
-        if host in slots:
+        if host in rounds.slot_of:
             rounds.failures.add(Failure(kind="lost", host=host, error=how))
         reason = lost(host, rounds.assignment, rounds.previous)
         if rounds.is_deciding and rounds.current is not None:
             rounds.current.reasons.append(reason)
             rounds.gathered()
-        elif host in slots or rounds.phase == "assigning":
+        elif host in rounds.slot_of or rounds.phase == "assigning":
             rounds.form(reason)
         elif rounds.phase != "idle":
             self._journal.say(f"spare {host} was lost ({how})")
@@ -282,9 +288,8 @@ class Attendance:
         self._registry.unfit[host] = why
         self._journal.event("host_unfit", host=host, why=why)
         self._journal.say(f"{host} cannot be used: {why}")
-        assignment = self._rounds.assignment
-        if assignment is not None and host in assignment.slots:
-            slot = assignment.slots.index(host)
+        slot = self._rounds.slot_of.get(host)
+        if slot is not None:
             self._rounds.form(f"{host} (slot {slot}) cannot be used: {why}")
         else:
             self._rounds.answered()

@@ -197,7 +197,7 @@ class Leader:
             if round_ is None or ballot in ((), round_.ballot):
                 self._fail(_with_evidence(message), message.get("code", FATAL_INPUT))
         elif round_ is not None and ballot == round_.ballot:
-            slots = round_.assignment.slot_of if round_.assignment else {}
+            slots = _slots_of(round_.assignment)
             ledger = self._rounds.ledger
             layout = ledger.layout if ledger is not None else None
             if self._refused(host, misfit(host, message, slots, layout)):
@@ -213,7 +213,7 @@ class Leader:
                 logger.exception("a report of %s could not be handled: %s", host, op)
         elif self._rounds.phase == "gathering":
             assert round_ is not None
-            slots = previous.slots if previous else ()
+            slots = _slots_of(previous)
             if op == "trainer_exit":  # it died beside what began this
                 self._fails("exit", host, code=message["code"])
                 round_.reasons.append(death(slots, host, message["code"]))
@@ -260,7 +260,7 @@ class Leader:
         if not watched or rounds.assignment is None or not self._seats.ends_by_itself:
             self._progress.clear()
             return
-        found = verdict(self._progress, rounds.assignment.slots, now)
+        found = verdict(self._progress, rounds.slot_of, now)
         if found is None:
             return
         self._journal.say(found.text)
@@ -364,9 +364,8 @@ class Leader:
             self._rounds.ledger.held(**copy)
 
     def _on_trainer_exit(self, host: str, code: int) -> None:
-        assignment = self._rounds.assignment
         self._fails("exit", host, code=code, log=self._log_of(host))
-        self._rounds.form(death(assignment.slots if assignment else (), host, code))
+        self._rounds.form(death(self._rounds.slot_of, host, code))
 
     def _on_failed(
         self, host: str, slot: int, step: int, error: str, **evidence: Any
@@ -382,17 +381,14 @@ class Leader:
         """Takes a failure into account."""
         rounds = self._rounds
         assignment = rounds.assignment or rounds.previous
-        slots = assignment.slots if assignment is not None else ()
-        slot = slots.index(host) if host in slots else -1
+        slot = _slots_of(assignment).get(host, -1)
         step = told.pop("step", assignment.step if assignment is not None else 0)
         failure = Failure(kind=kind, host=host, slot=slot, step=step, **told)
         rounds.failures.add(failure)
         self._newest_failure = failure.text()
 
     def _on_process_gone(self, host: str) -> None:
-        assignment = self._rounds.assignment
-        slots = assignment.slots if assignment else ()
-        slot = slots.index(host) if host in slots else "?"
+        slot = self._rounds.slot_of.get(host, "?")
         self._rounds.form(f"process {slot} on {host} has gone")
 
     def _on_finished(self, host: str, slot: int, step: int, **_: Any) -> None:
@@ -524,6 +520,11 @@ class Leader:
         self._scaling.close()
         self._records.close()
         self._journal.close(flush_s)
+
+
+def _slots_of(assignment: Assignment | None) -> Mapping[str, int]:
+    """Host to slot; empty without an assignment."""
+    return assignment.slot_of if assignment is not None else {}
 
 
 def _with_evidence(message: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from dtft.elastic.store import (
     StoreUnavailable,
 )
 from dtft.elastic.upkeep import Upkeep
-from dtft.elastic.view import View, job_key, read_commits, view_of
+from dtft.elastic.view import View, ViewReader, job_key, read_commits
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class Membership:
         self.upkeep = Upkeep(store, loop.now)
         """Of the history that the leader's writes leave behind."""
         self.record, self.view = record, View()
+        self._reader = ViewReader(job)
         self.claims: Mapping[str, bytes] = {}
         """Name to value of what the job has once, for a store that has lost it."""
         self._lane, self._campaigns = loop.lane("membership"), loop.lane("campaign")
@@ -220,7 +221,7 @@ class Membership:
         """The keys of the job have changed."""
         if self._stopped:
             return
-        view = view_of(self._job, pairs.values(), revision)
+        view = self._reader.view(pairs.values(), revision)
         if view.age < self.view.age:
             self._renew_era(view)
             return

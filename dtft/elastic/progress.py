@@ -342,7 +342,7 @@ class Verdict:
 
 
 def verdict(
-    heard: Mapping[str, tuple[float, Progress]], slots: Sequence[str], now: float
+    heard: Mapping[str, tuple[float, Progress]], slots: Mapping[str, int], now: float
 ) -> Verdict | None:
     """Which trainers are stuck; None if none is, or if it cannot be said yet.
 
@@ -353,14 +353,13 @@ def verdict(
 
     Args:
         heard: the newest report of each host, and when it came.
-        slots: the host of each slot.
+        slots: host to its slot, in the order of the slots.
         now: on the clock of `heard`.
     """
-    numbers = {host: slot for slot, host in enumerate(slots)}
     aged = {
         host: (it, min(now - at, FRESH_S) if it.for_s >= QUIET_S else 0.0)
         for host, (at, it) in heard.items()
-        if host in numbers
+        if host in slots
     }
     late = [host for host, (it, longer_s) in aged.items() if it.stuck(longer_s)]
     if not late:
@@ -382,7 +381,7 @@ def verdict(
     if not found:
         return None
     texts = [
-        found[host].text(host, numbers[host], aged[host][0].computing) for host in found
+        found[host].text(host, slots[host], aged[host][0].computing) for host in found
     ]
     because = f": {blame.why}" if blame.why else ""
     return Verdict(hosts=tuple(found), text="; ".join(texts) + because)
@@ -395,12 +394,12 @@ def _is_silent(heard: tuple[float, Progress] | None, now: float) -> bool:
 
 def _silence(
     host: str,
-    slots: Sequence[str],
+    slots: Mapping[str, int],
     heard: Mapping[str, tuple[float, Progress]],
     now: float,
 ) -> str:
     since = f"for {now - heard[host][0]:.0f} s" if host in heard else "yet"
     return (
-        f"the agent of slot {slots.index(host)} on {host} has not said {since} what "
+        f"the agent of slot {slots[host]} on {host} has not said {since} what "
         "its trainer does, and the others wait"
     )

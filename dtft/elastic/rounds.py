@@ -6,7 +6,7 @@ job, nor how commits come about.
 """
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from dtft.checkpoint.domains import FailureDomains
@@ -100,6 +100,8 @@ class Rounds:
         self.assignment: Assignment | None = None
         self.ledger: Ledger | None = None
         self.frozen = False
+        self._awaited = ""
+        """A host that the round waits for; asked for first, before all are."""
         self._storage_missed = self._fatal = False
         self._end: Decision | None = None
         """The job ends once the hosts have said what they hold."""
@@ -143,6 +145,11 @@ class Rounds:
         self._send(host, "reform", ballot=self.current.ballot, **told)
 
     @property
+    def slot_of(self) -> Mapping[str, int]:
+        """Host to slot of this assignment; empty while there is none."""
+        return self.assignment.slot_of if self.assignment is not None else {}
+
+    @property
     def is_deciding(self) -> bool:
         """Whether hosts are to say what they hold, because nothing is decided yet."""
         return self.phase in ("gathering", "pausing", "storage")
@@ -162,8 +169,7 @@ class Rounds:
         round_, registered = self.current, self._records.view.hosts
         if self.phase != "gathering" or round_ is None or not self._storage.settled:
             return
-        expected = self._registry.expected(registered, self._loop.now())
-        if not expected <= set(round_.replies):
+        if self._awaits(round_, registered):
             return
         pending = self.ledger is not None and self.ledger.pending is not None
         if pending and not self._records.away:
@@ -178,6 +184,16 @@ class Rounds:
             self._wait_for_hosts([s for s, host in enumerate(filled) if host is None])
         else:
             self._assign(round_, present)
+
+    def _awaits(self, round_: Round, registered: Mapping[str, HostRecord]) -> bool:
+        """Whether some host has not answered yet; asked at every answer."""
+        replies, registry, now = round_.replies, self._registry, self._loop.now()
+        last = self._awaited
+        if last not in replies and registry.is_expected(last, registered, now):
+            return True
+        late = registry.expected(registered, now) - replies.keys()
+        self._awaited = next(iter(late), "")
+        return bool(late)
 
     def _may_go_on(self, round_: Round) -> bool:
         """Judges what has failed, once for a round; False if it is not to go on now."""
@@ -396,5 +412,5 @@ class Rounds:
         """Tells hosts without a slot what one would hold, so that they are ready."""
         if self.ledger is not None and self.assignment is not None:
             text, domains = self.ledger.layout.to_json(), self.assignment.spread.domains
-            for host in sorted(set(hosts) - set(self.assignment.slots)):
+            for host in sorted(set(hosts) - self.slot_of.keys()):
                 self._send(host, "expect", layout=text, domains=list(domains))

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dtft.checkpoint.commit import Commit
 from dtft.elastic.roles import Assignment, HostRecord
@@ -73,35 +73,55 @@ def job_key(job: str, name: str) -> str:
     return f"{job}/{name}"
 
 
-def view_of(job: str, pairs: Collection[KeyValue], revision: int) -> View:
-    """The view that some pairs make; a value that cannot be read is left out."""
-    prefix = job_key(job, "m/")
-    found = {pair.key.removeprefix(prefix): pair for pair in pairs}
-    hosts, leases = {}, {}
-    for name, pair in found.items():
-        if name.startswith("hosts/"):
-            record = _read(HostRecord.from_json, pair)
-            if record is not None:
-                hosts[record.host], leases[record.host] = record, pair.lease
-    leader, led, era = found.get("leader"), found.get("led"), found.get("era")
-    return View(
-        hosts=hosts,
-        leases=leases,
-        leader=_read(bytes.decode, leader),
-        leader_revision=leader.create_revision if leader else 0,
-        leader_lease=leader.lease if leader else 0,
-        last_led=_read(bytes.decode, led) or "",
-        last_led_revision=led.mod_revision if led else 0,
-        assignment=_read(Assignment.from_json, found.get("assignment")),
-        stored=_read(int, found.get("stored")) or 0,
-        stop="stop" in found,
-        wanted=_read(WantedSize.from_json, found.get("size")),
-        budget=_read(bytes.decode, found.get("budget")) or "",
-        result=_read(bytes.decode, found.get("result")),
-        era=_read(_era_of, era) or 0,
-        era_revision=era.mod_revision if era else 0,
-        revision=revision,
-    )
+class ViewReader:
+    """Reads one view after the other; a value that did not change is not read again."""
+
+    def __init__(self, job: str) -> None:
+        """Has read nothing yet."""
+        self._prefix = job_key(job, "m/")
+        self._known: dict[str, tuple[bytes, Any]] = {}
+        """Key to its value, and what that was read as."""
+
+    def view(self, pairs: Collection[KeyValue], revision: int) -> View:
+        """The view that pairs make; a value that cannot be read is left out."""
+        former, self._known = self._known, {}
+        found = {pair.key.removeprefix(self._prefix): pair for pair in pairs}
+
+        def read(name: str, parse: Callable[[bytes], _Value]) -> _Value | None:
+            if (pair := found.get(name)) is None:
+                return None
+            known = former.get(pair.key)
+            if known is None or known[0] != pair.value:
+                known = pair.value, _read(parse, pair)
+            self._known[pair.key] = known
+            return known[1]
+
+        hosts, leases = {}, {}
+        for name in found:
+            if name.startswith("hosts/"):
+                record = read(name, HostRecord.from_json)
+                if record is not None:
+                    hosts[record.host] = record
+                    leases[record.host] = found[name].lease
+        leader, led, era = found.get("leader"), found.get("led"), found.get("era")
+        return View(
+            hosts=hosts,
+            leases=leases,
+            leader=read("leader", bytes.decode),
+            leader_revision=leader.create_revision if leader else 0,
+            leader_lease=leader.lease if leader else 0,
+            last_led=read("led", bytes.decode) or "",
+            last_led_revision=led.mod_revision if led else 0,
+            assignment=read("assignment", Assignment.from_json),
+            stored=read("stored", int) or 0,
+            stop="stop" in found,
+            wanted=read("size", WantedSize.from_json),
+            budget=read("budget", bytes.decode) or "",
+            result=read("result", bytes.decode),
+            era=read("era", _era_of) or 0,
+            era_revision=era.mod_revision if era else 0,
+            revision=revision,
+        )
 
 
 def _read(read: Callable[[bytes], _Value], pair: KeyValue | None) -> _Value | None:
@@ -122,7 +142,7 @@ def _era_of(value: bytes) -> int:
 def read_view(store: Store, job: str) -> tuple[View, int]:
     """What the store says of a job, and the revision that this is of."""
     pairs, revision = store.list(job_key(job, "m/"))
-    return view_of(job, pairs, revision), revision
+    return ViewReader(job).view(pairs, revision), revision
 
 
 def read_commits(store: Store, job: str) -> tuple[Commit, ...]:

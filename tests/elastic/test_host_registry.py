@@ -100,6 +100,7 @@ def test_who_is_waited_for_and_who_is_used(
         act(made)
     assert made.expected({}, 2.0) == expected
     assert {record.host for record in made.usable()} == usable
+    assert made.num_usable == len(usable)
     assert made.unusable() == why
 
 
@@ -188,6 +189,7 @@ def test_whoever_can_be_used_is_there_and_waited_for(
     made = registry()
     carry_out(made, steps)
     usable = {record.host for record in made.usable()}
+    assert made.num_usable == len(usable)
     after_grace = made.expected({}, GRACE_S + 1)
     assert usable <= made.connected <= set(made.records)
     assert usable <= after_grace <= set(made.records)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.view import View, job_key, read_commits, read_view, view_of
+from dtft.elastic.store import Delete
+from dtft.elastic.view import View, ViewReader, job_key, read_commits, read_view
 from tests.elastic.desks import record_of
 from tests.elastic.test_reports import ASSIGNMENT
 
@@ -84,7 +85,22 @@ def test_a_term_of_a_later_era_is_larger(
 
 
 def test_a_view_is_of_its_pairs_alone() -> None:
-    assert view_of("j", [], 7) == View(revision=7)
+    assert ViewReader("j").view([], 7) == View(revision=7)
+
+
+def test_what_changed_or_went_is_read_anew(store: MemoryStore) -> None:
+    reader, names = ViewReader("j"), ["a", "b", "c"]
+    for name in names:
+        put(store, f"m/hosts/{name}", record_of(name).to_json())
+    before = reader.view(*store.list("j/m/"))
+    put(store, "m/hosts/b", record_of("b", incarnation="new.1").to_json())
+    store.txn([], [Delete(key="j/m/hosts/c")])
+    after = reader.view(*store.list("j/m/"))
+    assert after.hosts["a"] is before.hosts["a"]
+    assert after.hosts["b"].incarnation == "new.1" and "c" not in after.hosts
+    assert after == read_view(store, "j")[0]  # as if nothing had been read before
+    put(store, "m/hosts/c", "{}")
+    assert "c" not in reader.view(*store.list("j/m/")).hosts
 
 
 @pytest.mark.parametrize(
