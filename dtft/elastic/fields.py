@@ -162,6 +162,11 @@ def known_layout(text: str) -> Layout:
     return Layout.from_json(text)
 
 
+_known_assignment = functools.lru_cache(maxsize=4)(Assignment.from_json)
+_known_commit = functools.lru_cache(maxsize=4)(Commit.from_json)
+"""As above."""
+
+
 @functools.lru_cache(maxsize=4)
 def _readable(value: str) -> bool:
     """Whether a layout can be read and its slices can be made."""
@@ -176,12 +181,12 @@ def _readable(value: str) -> bool:
 
 def assignment(value: object) -> bool:
     """An `Assignment` as JSON."""
-    return isinstance(value, str) and _reads(Assignment.from_json, value)
+    return isinstance(value, str) and _reads(_known_assignment, value)
 
 
 def commit(value: object) -> bool:
     """A `Commit` as JSON."""
-    return isinstance(value, str) and _reads(Commit.from_json, value)
+    return isinstance(value, str) and _reads(_known_commit, value)
 
 
 def _reads(read: Callable[[str], object], value: str) -> bool:

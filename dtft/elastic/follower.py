@@ -10,15 +10,16 @@ told.
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.addresses import parse_address
 from dtft.checkpoint.attach import SOCKET
 from dtft.checkpoint.board import Board
+from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.nixl import started
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
@@ -113,9 +114,10 @@ class Follower:
         """What changes or reads the copies as a whole, one after the other."""
         self._export_attempt = 0
         """Of the export that was ordered last."""
-        self._assignment = ""
-        self._commits: list[str] = []
-        """JSON of the assignment obeyed last and of the newest commits."""
+        self._obeyed: Mapping[str, Any] | None = None
+        """The order to take a slot that was obeyed last."""
+        self._commits: list[Commit] = []
+        """The newest, newest first."""
         self._warm_at = 0.0
         self._watch = ProgressWatch(config.timeouts)
         self._look_at = 0.0
@@ -229,6 +231,8 @@ class Follower:
         reason: str = "",
         fatal: bool = False,
         read: bool = True,
+        epoch: Sequence[int] = (0, 0),
+        step: int = -1,
     ) -> None:
         """Stops training here and reports what this host holds.
 
@@ -237,6 +241,8 @@ class Follower:
             reason: why, for whoever trains here.
             fatal: what has happened would happen again to the same processes.
             read: whether copies are read and checked for it.
+            epoch: of the newest assignment that the leader knows.
+            step: of the newest commit that the leader knows, -1 for none.
         """
         if ballot < self._ballot:
             return
@@ -246,9 +252,11 @@ class Follower:
         told = {
             "finished": self._board.get("finished"),
             "export_port": self._parts.free_port(),
-            "assignment": self._assignment,
-            "commits": list(self._commits),
+            "commits": [it.to_json() for it in self._commits if it.step > step],
         }
+        obeyed = self._obeyed
+        if obeyed is not None and _epoch_of(obeyed) > tuple(epoch):
+            told["assignment"] = obeyed["assignment"]
         if self._seats.attached:
             told["attached_ns"] = self._trainers.waiting
         self._holding.submit(
@@ -311,7 +319,7 @@ class Follower:
         self._board.set("committed", order["step"])  # kept until there is a newer one
         self._board.set("staged", 0)
         self._board.set("recovering", 1)
-        self._assignment = order["assignment"]
+        self._obeyed = order
         self._board.enter("start", int(self._loop.now() * 1e9))
         self._watch.begin()
         try:
@@ -377,11 +385,12 @@ class Follower:
         Args:
             step: that the trainers have staged.
             committed: the store has recorded it; otherwise it is away.
-            commit: JSON of what it has recorded, or shall record.
+            commit: JSON of what it has recorded, or shall record, without holders:
+                those of the order that this host obeys.
             told: what only the trainer has to know.
         """
         if commit:
-            self._commits = [commit, *self._commits][:KEPT_COMMITS]
+            self._keep(Commit.from_json(commit))
         holder = self._copies.holder  # the lane may change it meanwhile
         if holder is None or self._formation is None:
             return
@@ -396,6 +405,13 @@ class Follower:
             self._board.set("replicating", 0)
         self._trainers.send("release", step=step, committed=committed, **told)
         self.warm()
+
+    def _keep(self, commit: Commit) -> None:
+        """Remembers a commit for a leader, or a store, that does not know it."""
+        obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
+        if obeyed is not None and _epoch_of(obeyed) == epoch:
+            whole = replace(commit, holders=tuple(obeyed["hosts"]))
+            self._commits = [whole, *self._commits][:KEPT_COMMITS]
 
     def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
         """Sends the slices of a restored step again to peers that lack them."""
@@ -682,6 +698,10 @@ def local_follower(
     )
     follower = Follower(config, credentials, parts, loop, emit, report)
     return follower
+
+
+def _epoch_of(order: Message) -> tuple[int, int]:
+    return order["generation"], order["attempt"]
 
 
 def _why(error: BaseException) -> str:

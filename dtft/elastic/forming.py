@@ -12,6 +12,7 @@ from typing import Any
 from dtft.checkpoint.addresses import with_port
 from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.domains import FailureDomains
+from dtft.checkpoint.exact import ExactTransfer
 from dtft.checkpoint.slices import Layout
 from dtft.elastic.assembling import regions_to
 from dtft.elastic.recovery import Decision, RecoveryReport, decide, transfers_to
@@ -163,6 +164,10 @@ def orders(
     addresses = {host: record.address for host, record in hosts.items()}
     located = decision.located
     layout = decision.layout
+    digests = located.digests if located else {}
+    transfers: dict[str, list[ExactTransfer]] = {}
+    for transfer in decision.transfers:
+        transfers.setdefault(transfer.target, []).append(transfer)
     items = [reply["items"].get(decision.step) for reply in round_.replies.values()]
     common = {
         "ballot": round_.ballot,
@@ -178,20 +183,21 @@ def orders(
         "resized": bool(located and layout and layout.digest != located.commit.layout),
         "read": round_.read,
         "assignment": assignment.to_json(),
-        "digests": dict(located.digests) if located else {},
         "items": next((found for found in items if found), {}) if located else {},
     }
-    return {
-        host: {
+    told: dict[str, dict[str, Any]] = {}
+    for slot, host in enumerate(assignment.slots):
+        own = [piece.key for piece in layout.slices(slot)] if layout else []
+        plan = decision.plan
+        told[host] = {
             **common,
             "slot": slot,
-            "transfers": transfers_to(decision.transfers, addresses, host),
-            "regions": regions_to(decision.plan, addresses, host)
-            if decision.plan
-            else [],
+            "transfers": transfers_to(transfers.get(host, ()), addresses, host),
+            "regions": regions_to(plan, addresses, host) if plan else [],
+            # Regions may be of any slice.
+            "digests": {key: digests[key] for key in (digests if plan else own)},
         }
-        for slot, host in enumerate(assignment.slots)
-    }
+    return told
 
 
 def export_addresses(

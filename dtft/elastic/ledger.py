@@ -6,6 +6,7 @@ came about, nor how a commit gets into the store.
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from dtft.checkpoint.commit import Commit, StepTracker
 from dtft.checkpoint.export_plan import export_world
@@ -179,7 +180,8 @@ class Ledger:
             self.export(step)
 
     def _release(self, commit: Commit, *, is_recorded: bool) -> None:
-        text = commit.to_json()  # once: it names every host
+        # Every host knows the others from the order that it obeys.
+        text = replace(commit, holders=()).to_json()
         for host in self._assignment.slots:
             self._send(
                 host,

@@ -43,7 +43,14 @@ _regions = list_of(record_of(host=text, address=address, regions=list_of(region)
 _digests: Check = map_of(text, digests)
 
 FIELDS: Table = {
-    "reform": {"ballot": ballot, "reason": text, "fatal": flag, "read": flag},
+    "reform": {
+        "ballot": ballot,
+        "reason": text,
+        "fatal": flag,
+        "read": flag,
+        "epoch": pair_of(number, number),
+        "step": number_or_minus_one,
+    },
     "prepare": {
         "ballot": ballot,
         "generation": number,
@@ -98,7 +105,7 @@ FIELDS: Table = {
 """The orders there are, and what each of their fields must be."""
 
 OPTIONAL: Mapping[str, frozenset[str]] = {
-    "reform": frozenset({"reason", "fatal", "read"}),
+    "reform": frozenset({"reason", "fatal", "read", "epoch", "step"}),
     "assemble": frozenset({"regions", "digests", "error"}),
 }
 """Fields that may be left out."""

@@ -140,9 +140,17 @@ class Rounds:
         """Has a host stand down and say what it holds."""
         assert self.current is not None
         reason = main_reason(self.current.reasons)
-        read = self.current.read
-        told = {"reason": reason, "fatal": self._fatal, "read": read}
-        self._send(host, "reform", ballot=self.current.ballot, **told)
+        commits, old = self._records.commits, self.previous
+        self._send(
+            host,
+            "reform",
+            ballot=self.current.ballot,
+            reason=reason,
+            fatal=self._fatal,
+            read=self.current.read,
+            epoch=old.epoch if old is not None else (0, 0),
+            step=commits[0].step if commits else -1,
+        )
 
     @property
     def slot_of(self) -> Mapping[str, int]:

@@ -24,7 +24,14 @@ DIGESTS = {key: value(key) for key in KEYS}
 REMAPPED = planned(saved(4), "a", 4)
 TRANSFERS = [{"host": "b", "address": "[fd00::5]:7000", "keys": KEYS}]
 SOUND: dict[str, dict[str, Any]] = {
-    "reform": {"ballot": (7, 3), "reason": "b was lost", "fatal": False, "read": True},
+    "reform": {
+        "ballot": (7, 3),
+        "reason": "b was lost",
+        "fatal": False,
+        "read": True,
+        "epoch": (2, 1),
+        "step": 4,
+    },
     "prepare": {
         "ballot": (7, 3),
         "generation": 2,

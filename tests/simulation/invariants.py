@@ -183,9 +183,9 @@ class Invariants:
     def _told(self, nodes: list[Node]) -> set[int]:
         """Steps whose commit hosts were told of; with the store away, released ones."""
         return {
-            Commit.from_json(text).step
+            commit.step
             for node in nodes
-            for text in node.agent._follower._commits
+            for commit in node.agent._follower._commits
         }
 
     def _restored(self, trainer: SimTrainer, source: str, step: int) -> None:
