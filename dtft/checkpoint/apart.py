@@ -4,6 +4,7 @@ Decides from a placement and the failure domain of each slot's host. Pure; must 
 hosts, slices' names or who is alive.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,13 @@ class Spread:
         Raises:
             ValueError: the layout has another number of slots.
         """
-        return place(layout, self.copies, self.domains or None)
+        return _placed(layout, self.copies, self.domains)
+
+
+@functools.lru_cache(maxsize=4)
+def _placed(layout: Layout, copies: int, domains: tuple[str, ...]) -> Placement:
+    """As `place`: a leader asks several times for every formation."""
+    return place(layout, copies, domains or None)
 
 
 def copy_groups(placement: Placement) -> Groups:

@@ -336,14 +336,14 @@ class Agent:
     def _step_down_if_isolated(self, leader: Leader) -> None:
         """Lets another host lead if too few hosts reach this one, though they live."""
         needed = min(leader.num_slots, len(leader.view.hosts))
-        if len(self._links.records) + 1 >= needed:
+        if self._links.count + 1 >= needed:
             self._isolated_since = None
             return
         now = self._loop.now()
         if self._isolated_since is None:
             self._isolated_since = now
         if now > self._isolated_since + 2 * self._config.timeouts.lease:
-            why = f"of {needed} hosts {len(self._links.records) + 1} reach this one"
+            why = f"of {needed} hosts {self._links.count + 1} reach this one"
             self._leadership.let_go(leader.view, why)
 
     def _leader_moved(self, term: int, record: HostRecord) -> None:

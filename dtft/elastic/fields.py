@@ -81,7 +81,9 @@ def digests(value: object) -> bool:
 
 def ballot(value: object) -> bool:
     """(term, counter)."""
-    return isinstance(value, list | tuple) and len(value) == 2 and all_of(value, number)
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return number(value[0]) and number(value[1])
 
 
 def address(value: object) -> bool:
@@ -260,10 +262,14 @@ def fault(
     fields = table.get(op) if isinstance(op, str) else None
     if fields is None:
         return f"there is no {kind} {short(op)}"
+    missing: set[str] = set()
     for name, check in fields.items():
-        if name in message and not check(message[name]):
+        if name not in message:
+            missing.add(name)
+        elif not check(message[name]):
             return f"{op}: {name}={short(message[name])}"
-    missing = set(fields) - set(message) - optional.get(str(op), frozenset())
+    if missing:
+        missing -= optional.get(str(op), frozenset())
     return f"{op}: no {', '.join(sorted(missing))}" if missing else None
 
 

@@ -14,6 +14,7 @@ from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.domains import FailureDomains
 from dtft.checkpoint.exact import ExactTransfer
 from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.wire import Packed
 from dtft.elastic.assembling import regions_to
 from dtft.elastic.recovery import Decision, RecoveryReport, decide, transfers_to
 from dtft.elastic.roles import Assignment, HostRecord, next_epoch
@@ -174,11 +175,11 @@ def orders(
         "generation": assignment.generation,
         "attempt": assignment.attempt,
         "coordinator": coordinator,
-        "hosts": list(assignment.slots),
-        "addresses": [addresses[host] for host in assignment.slots],
+        "hosts": Packed(assignment.slots),
+        "addresses": Packed(addresses[host] for host in assignment.slots),
         "source": decision.source,
         "step": decision.step,
-        "domains": list(assignment.spread.domains),
+        "domains": Packed(assignment.spread.domains),
         "layout": layout.to_json() if layout else "",
         "resized": bool(located and layout and layout.digest != located.commit.layout),
         "read": round_.read,

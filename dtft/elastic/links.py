@@ -247,6 +247,11 @@ class FollowerLinks:
         """Of the hosts that are connected."""
         return tuple(link.record for link in self._links.values())
 
+    @property
+    def count(self) -> int:
+        """How many hosts are connected."""
+        return len(self._links)
+
     def accept(
         self, hello: Message, channel: ControlChannel
     ) -> tuple[Heard, Closed] | None:

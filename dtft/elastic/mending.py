@@ -6,6 +6,7 @@ Where copies go is the placement's decision, for the arenas have room for nothin
 Must not know connections, the store or the clock.
 """
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,11 @@ class Mending:
     """Slice key to the digest that it was restored with."""
     _held: set[tuple[int, int]] = field(default_factory=set)
 
+    @functools.cached_property
+    def _by_pair(self) -> dict[tuple[int, int], Push]:
+        """Source and target to what must be sent; one push at most."""
+        return {(push.source, push.target): push for push in self.pushes}
+
     @property
     def nbytes(self) -> int:
         """Bytes that are sent again."""
@@ -42,7 +48,7 @@ class Mending:
     @property
     def whole(self) -> bool:
         """All copies are there."""
-        return {(push.source, push.target) for push in self.pushes} <= self._held
+        return self._by_pair.keys() <= self._held
 
     def held(self, step: int, source: int, target: int, root: str) -> None:
         """A host has received a push and has verified it.
@@ -52,9 +58,8 @@ class Mending:
         """
         if step != self.step:
             return
-        for push in self.pushes:
-            if (push.source, push.target) == (source, target):
-                check_copy(push, step, self.digests, root)
+        if (push := self._by_pair.get((source, target))) is not None:
+            check_copy(push, step, self.digests, root)
         self._held.add((source, target))
 
     def targets(self, source: int) -> list[int]:

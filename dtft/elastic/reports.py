@@ -41,16 +41,18 @@ from dtft.elastic.fields import (
 _positive_or_none = or_none(positive)
 
 
+_WINDOW = {field.name: field.type for field in dataclasses.fields(Window)}
+
+
 def _window_or_none(value: object) -> bool:
     """A `Window` as a mapping: counts and finite seconds, none of them negative."""
     if value is None:
         return True
-    kinds = {field.name: field.type for field in dataclasses.fields(Window)}
     return (
         isinstance(value, dict)
-        and value.keys() == kinds.keys()
+        and value.keys() == _WINDOW.keys()
         and all(
-            number(it) or (kinds[name] is float and seconds(it))
+            number(it) or (_WINDOW[name] is float and seconds(it))
             for name, it in value.items()
         )
     )
@@ -208,8 +210,12 @@ def fields_of(
 
     A host of a newer version may say more.
     """
-    known = table[message["op"]].keys() - {"ballot"}
-    return {name: value for name, value in message.items() if name in known}
+    known = table[message["op"]]
+    return {
+        name: value
+        for name, value in message.items()
+        if name in known and name != "ballot"
+    }
 
 
 def misfit(

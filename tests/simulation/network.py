@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgpack
 
+from dtft.checkpoint import wire
 from dtft.elastic.network import Closed, ControlChannel, Heard, Message
 from tests.simulation.scheduler import Scheduler, SimLoop
 
@@ -201,8 +202,7 @@ class Wire:
         """The bytes of a message; of `large` worlds the message, for want of memory."""
         if self.mutate is not None:
             message = self.mutate(end.process.host, message)
-        data = msgpack.packb(message)
-        assert data is not None
+        data = wire.pack(message)
         self.messages += 1
         self.bytes += len(data)
         if self.sent is not None:
