@@ -31,6 +31,12 @@ def test_round_trip(header: dict, payload_bytes: int) -> None:
     assert wire.decode_header(frame[wire.PREFIX_BYTES :]) == header
 
 
+@given(headers, st.dictionaries(st.text(), st.lists(values, max_size=4), max_size=3))
+def test_lists_that_were_packed_before_are_packed_alike(header: dict, lists: dict):
+    packed = {name: wire.Packed(values) for name, values in lists.items()}
+    assert wire.pack(header | packed) == wire.pack(header | lists)
+
+
 @given(st.binary(max_size=40) | st.binary(min_size=20, max_size=20))
 @settings(max_examples=300, deadline=None)
 def test_garbage_prefixes(data: bytes) -> None:

@@ -80,6 +80,8 @@ def test_a_step_is_recorded_once_every_copy_is_verified():
     desk.ledger.written(commit)
     assert [host for host, _ in desk.ops("release")] == list(HOSTS)
     assert all(fields["committed"] for _, fields in desk.ops("release"))
+    told = {Commit.from_json(fields["commit"]) for _, fields in desk.ops("release")}
+    assert told == {replace(commit, holders=())}
     assert desk.ledger.committed == 11 and desk.ledger.pending is None
 
 

@@ -183,9 +183,7 @@ class Invariants:
     def _told(self, nodes: list[Node]) -> set[int]:
         """Steps whose commit hosts were told of; with the store away, released ones."""
         return {
-            commit.step
-            for node in nodes
-            for commit in node.agent._follower._commits
+            commit.step for node in nodes for commit in node.agent._follower._commits
         }
 
     def _restored(self, trainer: SimTrainer, source: str, step: int) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from dtft.elastic.store import Delete, Put
 from dtft.elastic.view import View
 from tests.simulation.found import FOUND
 from tests.simulation.runs import run, run_seed
+from tests.simulation.world import Settings, World
 
 ROOT = Path(__file__).parents[2]
 SEED = 1_000_000
@@ -47,6 +49,27 @@ def test_a_seed_replays_event_by_event() -> None:
         first, second = run_seed(seed, trace=True), run_seed(seed, trace=True)
         assert first.trace_hash == second.trace_hash != ""
         assert first == second
+
+
+def test_a_host_tells_what_its_leader_lacks_and_nothing_more() -> None:
+    world = World(Settings(seed=1, slots=3, spares=0, last_step=1000))
+    told: list[dict[str, Any]] = []
+    world.start_all()
+    world.run(30.0)
+    host = world.nodes["h1"].agent._follower
+    host._report = lambda op, **fields: told.append(fields)
+    newest, before = commits = list(host._commits)
+    assert newest.step > before.step and set(newest.holders) == {"h0", "h1", "h2"}
+    epoch = newest.generation, newest.attempt
+    for counter, known in enumerate(((0, 0), epoch), start=1):
+        for step in (-1, before.step, newest.step):
+            told.clear()
+            host.reform((1 << 60, counter), epoch=known, step=step)
+            world.run(world.now + 1.0)
+            (answer,) = [fields for fields in told if "holdings" in fields]
+            expected = [it.to_json() for it in commits if it.step > step]
+            assert answer["commits"] == expected
+            assert ("assignment" in answer) == (known < epoch)
 
 
 def test_a_leader_that_writes_without_its_key_is_noticed(
