@@ -442,7 +442,7 @@ class Leader:
 
     def _recorded(self, commit: Commit, ledger: Ledger) -> None:
         """A step is safe: it is released, unless the job has to be formed anew."""
-        self._rounds.failures.committed(commit.step)
+        self._rounds.committed(commit.step)
         self._committing(0)
         self._journal.committed(commit.step, commit.root)
         self._mender.committed(self._rounds.current, commit.step)
@@ -486,6 +486,8 @@ class Leader:
             self._attendance.leave_out(round_.replies)
         elif rounds.phase == "storage":
             rounds.look_again()
+        elif rounds.phase == "waiting":
+            rounds.look_for_links()
         elif rounds.phase == "pausing":
             rounds.go_on()
         elif rounds.phase == "preparing":
