@@ -177,6 +177,8 @@ class Follower:
         match message["op"]:
             case "reform":
                 self.reform(**fields)
+            case "reach":
+                self.reach(**fields)
             case "prepare":
                 self.prepare(fields)
             case "replicate":
@@ -281,6 +283,11 @@ class Follower:
 
         self._holding.submit(lambda: self._copies.report(read), listed)
         try_all(self._parts.probe, reach or {}, tried)
+
+    def reach(self, ballot: tuple[int, int], reach: Mapping[str, str]) -> None:
+        """Says which of some hosts, with their addresses, this one does not reach."""
+        told = functools.partial(self._report, "reached", ballot=ballot)
+        try_all(self._parts.probe, reach, lambda missed: told(missed=missed))
 
     def _report_of(self, outcome: "Future[dict[str, Any]]") -> dict[str, Any]:
         """What is held here; nothing if that cannot be said."""

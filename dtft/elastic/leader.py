@@ -161,6 +161,7 @@ class Leader:
         """Op to what is done about it, with the host and the report's fields."""
         handlers = {
             "holdings": self._on_holdings,
+            "reached": self._rounds.reached,
             "prepared": self._on_prepared,
             "prepare_failed": self._on_prepare_failed,
             "layout": self._on_layout,
@@ -475,6 +476,7 @@ class Leader:
             self._ending.stop()
         self._ending.conclude()
         self._look_for_stuck()
+        rounds.look_for_links()
         if rounds.ledger and (silent := rounds.ledger.silent_export()):
             self._on_exported(silent[1], silent[0], False, "TimeoutError: no answer")
         round_ = rounds.current
@@ -486,8 +488,6 @@ class Leader:
             self._attendance.leave_out(round_.replies)
         elif rounds.phase == "storage":
             rounds.look_again()
-        elif rounds.phase == "waiting":
-            rounds.look_for_links()
         elif rounds.phase == "pausing":
             rounds.go_on()
         elif rounds.phase == "preparing":

@@ -72,6 +72,7 @@ FIELDS: Table = {
         "regions": _regions,
         "assignment": assignment,
     },
+    "reach": {"ballot": ballot, "reach": map_of(text, address)},
     "expect": {"layout": layout, "domains": list_of(text)},
     "release": {
         "step": number,

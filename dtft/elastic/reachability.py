@@ -117,7 +117,7 @@ def set_aside(
 
 
 class Reachability:
-    """What a leader knows of it, over its rounds."""
+    """What a leader knows of it, over its rounds. Times are on any one clock."""
 
     def __init__(self) -> None:
         """All hosts reach each other, as far as is known."""
@@ -126,7 +126,10 @@ class Reachability:
         self.is_suspected = False
         """Since the last commit something has failed as it does when hosts are cut off
         from each other."""
-        self._pause_s = FIRST_PAUSE_S
+        self._look_at, self._pause_s = 0.0, FIRST_PAUSE_S
+        self._asked: dict[str, list[str]] | None = None
+        self._missed: dict[str, list[str]] = {}
+        """Of the look under way: whom hosts had to try, and whom they did not reach."""
 
     @property
     def is_to_be_tried(self) -> bool:
@@ -137,6 +140,7 @@ class Reachability:
         self,
         tried: Mapping[str, Collection[str]],
         missed: Mapping[str, Collection[str]],
+        now: float,
     ) -> set[Pair]:
         """Takes what hosts have said, as `believed`; returns the pairs that are new.
 
@@ -144,36 +148,58 @@ class Reachability:
         count only from when a cut is suspected. One that was not tried now stays.
         """
         found = believed(tried, missed)
-        now = {
-            it
-            for it in self.apart
-            if it[0] in tried
-            and it[1] in tried
-            and (it in found or not (it[1] in tried[it[0]] or it[0] in tried[it[1]]))
-        }
-        if self.is_suspected:
-            now |= found
-        new, self.apart = now - self.apart, now
+        left = {it for it in self.apart if it in found or not _tried(it, tried)}
+        left = {it for it in left if set(it) <= tried.keys()}
+        new = found - self.apart if self.is_suspected else set[Pair]()
+        self.apart = left | new
+        self._asked = None
+        if new:
+            self._pause_s = FIRST_PAUSE_S
+        self._look_at = now + self._pause_s
         return new
-
-    def pause_s(self) -> float:
-        """Seconds until hosts are asked again, twice as long every time."""
-        pause_s = self._pause_s
-        self._pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        return pause_s
-
-    def decided(self) -> None:
-        """There are hosts for all slots."""
-        self._pause_s = FIRST_PAUSE_S
 
     def committed(self) -> None:
         """A step is safe: those that have slots reach each other."""
         self.is_suspected = False
 
+    def is_due(self, now: float) -> bool:
+        """Whether hosts are to try again; counts as asked. The pause doubles."""
+        if not self.apart or now < self._look_at:
+            return False
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._look_at = now + self._pause_s
+        return True
+
+    def ask(self, connected: Collection[str]) -> dict[str, list[str]]:
+        """Whom hosts are to try again; pairs whose hosts are not there are dropped."""
+        self.apart = {it for it in self.apart if set(it) <= set(connected)}
+        asked: dict[str, list[str]] = {}
+        for one, other in sorted(self.apart):
+            asked.setdefault(one, []).append(other)
+            asked.setdefault(other, []).append(one)
+        self._asked, self._missed = asked, {}
+        return asked
+
+    def answered(self, host: str, missed: list[str]) -> list[Pair]:
+        """Pairs that reach each other again, once all hosts of a look have answered."""
+        if self._asked is None or host not in self._asked:
+            return []
+        self._missed[host] = missed
+        if self._missed.keys() != self._asked.keys():
+            return []
+        left = believed(self._asked, self._missed) & self.apart
+        gone, self.apart = self.apart - left, left
+        self._asked = None
+        return sorted(gone)
+
     def text(self, host: str) -> str:
         """Whom a host does not reach, for people; "" if it reaches all."""
         others = sorted(b if a == host else a for a, b in self.apart if host in (a, b))
         return f"{host} and {', '.join(others)} do not reach each other" * bool(others)
+
+
+def _tried(it: Pair, tried: Mapping[str, Collection[str]]) -> bool:
+    return it[1] in tried.get(it[0], ()) or it[0] in tried.get(it[1], ())
 
 
 def try_all(

@@ -72,6 +72,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "commits": list_of(commit),
         "missed": list_of(text),
     },
+    "reached": {"ballot": ballot, "missed": list_of(text)},
     "unfit": {"ballot": ballot, "why": text},
     "fit": {"ballot": ballot},
     "prepared": {

@@ -232,7 +232,7 @@ class Rounds:
             return True
         self._judged = round_.ballot
         self._reach.is_suspected |= self.failures.may_be_a_cut
-        new = self._reach.learn(*round_.answers)
+        new = self._reach.learn(*round_.answers, self._loop.now())
         decision = self._end or self.failures.judge(self.previous)
         slots = self.previous.slots if self.previous is not None else ()
         is_cut = any(a in slots and b in slots for a, b in new)
@@ -301,7 +301,7 @@ class Rounds:
             line += f"; {self._reach.text(host)}, and the job goes on when they do"
         self._journal.say_once("waiting", line)
         self._journal.event(self._seats.waiting_event, slots=empty)
-        self.enter("waiting", self._reach.pause_s() if aside else float("inf"))
+        self.enter("waiting", float("inf"))
 
     def _explain_aside(self, chosen: Assignment, aside: list[str]) -> None:
         """Says who gets the slot of a host that others do not reach."""
@@ -316,10 +316,29 @@ class Rounds:
             else:
                 self._journal.say(f"{why}: {host} has no slot any more")
 
+    @property
+    def available(self) -> int:
+        """Hosts that could have a slot together."""
+        usable = [record.host for record in self._registry.usable()]
+        return len(usable) - len(self._set_aside(usable))
+
     def look_for_links(self) -> None:
-        """The job waits because hosts do not reach each other: perhaps they do now."""
-        pairs = (" and ".join(it) for it in sorted(self._reach.apart))
-        self.form(f"{', '.join(pairs)} did not reach each other")
+        """Hosts that did not reach each other try it again now and then."""
+        settled = self.phase == "running" or self.phase == "waiting"
+        if self.frozen or not settled or not self._reach.is_due(self._loop.now()):
+            return
+        assert self.current is not None
+        records, ballot = self._registry.records, self.current.ballot
+        for host, peers in self._reach.ask(self._registry.connected).items():
+            reach = {peer: records[peer].address for peer in peers}
+            self._send(host, "reach", ballot=ballot, reach=reach)
+
+    def reached(self, host: str, missed: list[str]) -> None:
+        """A host has tried again: hosts of a pair may have slots together again."""
+        for one, other in self._reach.answered(host, missed):
+            self._journal.say(f"{one} and {other} reach each other again")
+            if self.phase == "waiting":
+                self.form(f"{one} and {other} reach each other again")
 
     def committed(self, step: int) -> None:
         """A step is safe."""
@@ -347,7 +366,6 @@ class Rounds:
             self._wait_for_storage(decision.passed_over)
             return
         self._journal.say_once("waiting", "")
-        self._reach.decided()
         self._explain_aside(assignment, aside)
         round_.assignment, round_.decision = assignment, decision
         for host in decision.located.odd if decision.located else ():

@@ -96,7 +96,7 @@ class Scaling:
         )
 
     def _available(self) -> int:
-        return self._registry.num_usable
+        return self._rounds.available
 
     def due(self) -> str:
         """Why the job is to be formed anew at this commit; "" if it is not."""

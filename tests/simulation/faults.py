@@ -459,10 +459,11 @@ def _matrix_of_pairs() -> Iterator[tuple[dict[str, Any], list[Fault]]]:
     """Two hosts with slots that do not reach each other, while all others do."""
     ends: tuple[Role, ...] = ("leader", "follower")
     for who, what, seconds, spares, phase in itertools.product(
-        ends, OF_PAIRS, (30.0, math.inf), (0, 1, 2), PHASES
+        ends, OF_PAIRS, (30.0, math.inf), (0, 1, 2), (*PHASES[1:], "at")
     ):
         sizes = {"slots": 3, "spares": spares, "last_step": 12, "storage_interval": 5}
-        fault = Fault(who=who, what=what, phase=phase, seconds=seconds)
+        after_s = 0.8 * (phase == "at")  # trainers look for each other then
+        fault = Fault(who=who, what=what, phase=phase, after_s=after_s, seconds=seconds)
         yield sizes, [fault]
         if phase == "steady" and spares:  # and once more, elsewhere
             again = Fault(who=who, what=what, phase="at", after_s=60.0, seconds=seconds)
