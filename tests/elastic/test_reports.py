@@ -17,7 +17,7 @@ from dtft.elastic.leader import Leader
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.reports import FIELDS, OPTIONAL, fault_of, fields_of, misfit
 from dtft.elastic.roles import Assignment
-from dtft.elastic.rounds import Phase
+from dtft.elastic.rounds import Phase, Rounds
 from tests.elastic.desks import record_of
 from tests.elastic.test_leader import Desk
 from tests.elastic.test_recovery import commit_of, layout, value
