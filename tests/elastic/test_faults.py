@@ -29,6 +29,8 @@ def faults(draw) -> Fault:
     either = rule.whom == "slots or role"
     role = draw(st.none() | st.sampled_from(ROLES)) if either else None
     slots = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1))))
+    is_pair = not role and len(slots) == 2
+    reaches = [it for it in REACHES if it != "pair" or is_pair]
     seconds = {"no": st.none(), "optional": st.none() | SECONDS, "required": SECONDS}
     return Fault(
         kind=kind,
@@ -37,7 +39,7 @@ def faults(draw) -> Fault:
         phase=draw(st.none() | st.sampled_from(PHASES)) if rule.phase else None,
         role=role,
         seconds=draw(seconds[rule.seconds]),
-        reach=draw(st.sampled_from(REACHES)) if rule.reach else "all",
+        reach=draw(st.sampled_from(reaches)) if rule.reach else "all",
         always=rule.always and draw(st.booleans()),
         replicas=slots[0] + 1 if kind == "scale" else 0,
     )
