@@ -108,7 +108,7 @@ class Leader:
         )
         shared = config, self._records, self._rounds, self._registry
         self._attendance = Attendance(*shared, loop, journal)
-        self._scaling = Scaling(*shared, sizes, loop, journal)
+        self._scaling = Scaling(*shared[:3], sizes, loop, journal)
         self._ending = Ending(*shared, loop, journal, storage.watch)
         self._mender = Mender(journal, send, loop.now)
         self._requests = (
