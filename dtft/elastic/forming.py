@@ -34,6 +34,8 @@ class Round:
     """Wall-clock time at which the first failure was noticed."""
     tried: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Per host whose ports it was to try."""
+    ring: dict[str, HostRecord] = field(default_factory=dict)
+    """Of whom these were chosen: the hosts that were there, by name."""
     replies: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Per host its holdings."""
     decision: Decision | None = None

@@ -6,6 +6,7 @@ cut would explain, hosts say in their answer which of the others' ports they did
 reach. Must not know connections or the clock.
 """
 
+import bisect
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -20,9 +21,11 @@ LONGEST_PAUSE_S = 30.0
 
 
 def peers_to_try(
-    host: str, hosts: Collection[str], turn: int, most: int = MOST_TRIED
+    host: str, hosts: Sequence[str], turn: int, most: int = MOST_TRIED
 ) -> list[str]:
     """Whom a host tries to reach: its next neighbours, both ways, on a ring of all.
+
+    The hosts are given in order.
 
     If one host tries another, that one tries it as well. Turns after one another have
     neighbours that are farther away, until all have been tried.
@@ -32,8 +35,10 @@ def peers_to_try(
     >>> peers_to_try("c", "abcde", 0, most=2), peers_to_try("c", "abcde", 1, most=2)
     (['b', 'd'], ['a', 'e'])
     """
-    ring = sorted({*hosts, host})
-    at, longest, width = ring.index(host), len(ring) // 2, max(most // 2, 1)
+    at = bisect.bisect_left(hosts, host)
+    is_new = at == len(hosts) or hosts[at] != host
+    ring = [*hosts[:at], host, *hosts[at:]] if is_new else hosts
+    longest, width = len(ring) // 2, max(most // 2, 1)
     turns = max(-(-longest // width), 1)
     first = (turn % turns) * width + 1
     near = {

@@ -165,10 +165,11 @@ class Rounds:
         doubted = self._reach.is_to_be_tried or self.failures.may_be_a_cut
         if not doubted or not self._seats.ends_by_itself:
             return {}
-        records, connected = self._registry.records, self._registry.connected
-        peers = peers_to_try(host, connected, round_.ballot[1])
+        if not round_.ring:
+            round_.ring = dict(sorted(self._registry.records.items()))
+        peers = peers_to_try(host, list(round_.ring), round_.ballot[1])
         round_.tried[host] = tuple(peers)
-        return {peer: records[peer].address for peer in peers}
+        return {peer: round_.ring[peer].address for peer in peers}
 
     @property
     def is_deciding(self) -> bool:
@@ -319,6 +320,8 @@ class Rounds:
     @property
     def available(self) -> int:
         """Hosts that could have a slot together."""
+        if not self._reach.apart:
+            return self._registry.num_usable
         usable = [record.host for record in self._registry.usable()]
         return len(usable) - len(self._set_aside(usable))
 
