@@ -112,10 +112,10 @@ _FAULTS = """
 kill-host:SLOT, kill-trainer:SLOT, kill-leader, kill-store, corrupt:SLOT, all with
 @STEP[:PHASE]; stop-agent:SLOT, stop-host:SLOT, stop-trainer:SLOT, cut:SLOT, all with
 @STEP[:SECONDS], for ever without seconds; cut:SLOT@STEP:REACH with REACH all, store,
-out or in (network namespaces: needs root); leader or follower as SLOT: who is it then;
-pause-store@STEP:SECONDS; empty-store@STEP; crash-store@STEP (its supervisor starts it
-again); fail:SLOT@STEP[:always] (an exception in the step); scale:REPLICAS@STEP. Slots:
-0+2 hits two at once
+out, in, or pair with two slots (network namespaces: needs root); leader or follower as
+SLOT: who is it then; pause-store@STEP:SECONDS; empty-store@STEP; crash-store@STEP (its
+supervisor starts it again); fail:SLOT@STEP[:always] (an exception in the step);
+scale:REPLICAS@STEP. Slots: 0+2 hits two at once
 """
 
 

@@ -138,9 +138,11 @@ def local_edges(
     loop = EventLoop()
     credentials = Credentials(job=config.job, secret=config.secret, tls=config.tls)
     board = Board(config.memory_directory / "board", create=True)
+    network = TcpNetwork(loop, credentials, config.timeouts.connect)
 
     def follower(emit: Callable[..., None], report: Callable[..., None]) -> Follower:
-        return local_follower(config, credentials, board, loop, emit, report, trainers)
+        shared = config, credentials, board, loop, network
+        return local_follower(*shared, emit, report, trainers)
 
     def close() -> None:
         board.close()
@@ -150,7 +152,7 @@ def local_edges(
     return Edges(
         loop=loop,
         mirrors=ThreadMirrors(store),
-        network=TcpNetwork(loop, credentials, config.timeouts.connect),
+        network=network,
         follower=follower,
         listen=lambda inbox, accept, asked: listen(
             config, credentials, inbox, loop, accept, asked

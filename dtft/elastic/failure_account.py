@@ -14,6 +14,7 @@ from dtft.elastic.failure_budget import (
     Decision,
     Failure,
     FailureBudget,
+    cause,
     judge,
 )
 from dtft.elastic.journal import Journal
@@ -55,6 +56,12 @@ class FailureAccount:
             is_commit=assignment.source == "memory" and assignment.step in commits,
             is_new_size=self._sizes.is_new(assignment),
         )
+
+    @property
+    def may_be_a_cut(self) -> bool:
+        """Whether hosts that do not reach each other would explain what has failed."""
+        found = cause(self._failures)
+        return found is not None and found.may_be_a_cut
 
     def add(self, failure: Failure) -> None:
         """Something has failed in the attempt under way."""

@@ -92,6 +92,13 @@ class Failure:
         return self.kind == "lost" or (self.kind == "exit" and self.code in KILLS)
 
     @property
+    def may_be_a_cut(self) -> bool:
+        """Whether two hosts that do not reach each other explain it."""
+        if self.kind == "exception" and self.type_name == "TimeoutError":
+            return True
+        return self.kind in ("stuck", "late", "restore") or self.is_consequence
+
+    @property
     def type_name(self) -> str:
         """What kind of failure comes again: an exception's type, or how it ended."""
         if self.kind == "exception":

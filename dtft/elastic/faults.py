@@ -44,9 +44,9 @@ Phase = Literal[
 fault before. `stored`: the victims' trainers are held at STEP until storage has a
 checkpoint, so that the outcome does not depend on how fast the first export is.
 `healed`: some seconds after every stop, cut and pause before it is over."""
-Reach = Literal["all", "store", "out", "in"]
+Reach = Literal["all", "store", "out", "in", "pair"]
 """What a cut drops: all packets of a host; those to and from the store; what the host
-sends to anybody; what anybody sends to the host."""
+sends to anybody; what anybody sends to the host; what two hosts send each other."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -143,7 +143,8 @@ class Fault:
     @property
     def holds(self) -> bool:
         """Whether its hosts cannot be used as long as it lasts, though they exist."""
-        return self.kind in ("stop-agent", "stop-host", "cut")
+        held = self.kind in ("stop-agent", "stop-host", "cut")
+        return held and self.reach != "pair"
 
 
 def _number(seconds: float) -> str:
@@ -179,6 +180,11 @@ def parse_fault(text: str, num_slots: int) -> Fault:
         return _scale(text, whom, int(match["step"]), options)
     found = _options(text, kind, rule, options)
     slots = _slots(text, kind, rule, whom, num_slots)
+    if found.get("reach") == "pair" and len(slots) != 2:
+        raise ValueError(
+            f"--fault {text!r}: a cut of a pair needs two slots, for example "
+            "cut:0+1@30:pair"
+        )
     found |= {"slots": slots, "role": whom if whom in ROLES else None}
     return Fault(kind=kind, step=int(match["step"]), **found)  # type: ignore[arg-type]
 

@@ -29,8 +29,10 @@ from dtft.elastic.event_loop import Loop
 from dtft.elastic.exports import ExportDesk, Exporter
 from dtft.elastic.formation import Formation
 from dtft.elastic.inbox import Inbox
+from dtft.elastic.network import Network, PortState
 from dtft.elastic.processes import free_port
 from dtft.elastic.progress import Observation, ProgressWatch
+from dtft.elastic.reachability import try_all
 from dtft.elastic.restoring import restore_copies
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.scrubber import Scrubber
@@ -70,6 +72,8 @@ class HostParts:
     """Of a host whose process is the user's."""
     restore: Callable[[dict[str, Any]], dict[str, Any]]
     """Restores what a leader's order says; see `restore_copies`. Takes long."""
+    probe: Callable[[str, Callable[[PortState], None]], None]
+    """What becomes of a connection to another host's port; see `Network.probe`."""
     free_port: Callable[[], int]
     observe: Callable[[int], Observation | None]
     """What the trainer of a process id does now, from the board and the kernel."""
@@ -173,6 +177,8 @@ class Follower:
         match message["op"]:
             case "reform":
                 self.reform(**fields)
+            case "reach":
+                self.reach(**fields)
             case "prepare":
                 self.prepare(fields)
             case "replicate":
@@ -233,8 +239,9 @@ class Follower:
         read: bool = True,
         epoch: Sequence[int] = (0, 0),
         step: int = -1,
+        reach: Mapping[str, str] | None = None,
     ) -> None:
-        """Stops training here and reports what this host holds.
+        """Stops training here and reports what this host holds, and whom it reaches.
 
         Args:
             ballot: of the round.
@@ -243,6 +250,7 @@ class Follower:
             read: whether copies are read and checked for it.
             epoch: of the newest assignment that the leader knows.
             step: of the newest commit that the leader knows, -1 for none.
+            reach: hosts to try, and their addresses.
         """
         if ballot < self._ballot:
             return
@@ -259,10 +267,27 @@ class Follower:
             told["assignment"] = obeyed["assignment"]
         if self._seats.attached:
             told["attached_ns"] = self._trainers.waiting
-        self._holding.submit(
-            lambda: self._copies.report(read),
-            lambda outcome: self._tell_holdings(ballot, outcome, told),
-        )
+        outcomes: list[Future[dict[str, Any]]] = []
+
+        def tell() -> None:
+            if outcomes and "missed" in told:
+                self._tell_holdings(ballot, outcomes[0], told)
+
+        def listed(outcome: "Future[dict[str, Any]]") -> None:
+            outcomes.append(outcome)
+            tell()
+
+        def tried(missed: list[str]) -> None:
+            told["missed"] = missed
+            tell()
+
+        self._holding.submit(lambda: self._copies.report(read), listed)
+        try_all(self._parts.probe, reach or {}, tried)
+
+    def reach(self, ballot: tuple[int, int], reach: Mapping[str, str]) -> None:
+        """Says which of some hosts, with their addresses, this one does not reach."""
+        told = functools.partial(self._report, "reached", ballot=ballot)
+        try_all(self._parts.probe, reach, lambda missed: told(missed=missed))
 
     def _report_of(self, outcome: "Future[dict[str, Any]]") -> dict[str, Any]:
         """What is held here; nothing if that cannot be said."""
@@ -652,6 +677,7 @@ def local_follower(
     credentials: Credentials,
     board: Board,
     loop: Loop,
+    network: Network,
     emit: Callable[..., None],
     report: Callable[..., None],
     trainers: Trainers | None = None,
@@ -663,6 +689,7 @@ def local_follower(
         credentials: of the job.
         board: of this host.
         loop: of the agent.
+        network: reaches other agents.
         emit: sends to `Follower.happened`.
         report: sends to the leader.
         trainers: listen already; by default this host starts its own.
@@ -690,6 +717,7 @@ def local_follower(
         if config.seats.attached
         else None,
         restore=lambda order: restore_copies(copies, order, config, credentials, nixl),
+        probe=network.probe,
         free_port=functools.partial(free_port, parse_address(config.bind)[0]),
         observe=lambda pid: observe(board, pid),
         dump_stack=dump_stack,

@@ -32,6 +32,10 @@ class Round:
     reasons: list[str]
     detected: float
     """Wall-clock time at which the first failure was noticed."""
+    tried: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Per host whose ports it was to try."""
+    ring: dict[str, HostRecord] = field(default_factory=dict)
+    """Of whom these were chosen: the hosts that were there, by name."""
     replies: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Per host its holdings."""
     decision: Decision | None = None
@@ -52,6 +56,13 @@ class Round:
     restore_s: float = 0.0
     bytes_from_storage: int = 0
     reported: bool = False
+
+    @property
+    def answers(self) -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]]]:
+        """Per host that has answered: whom it was to reach, and whom it did not."""
+        tried = {host: self.tried.get(host, ()) for host in self.replies}
+        missed = {host: it.get("missed", []) for host, it in self.replies.items()}
+        return tried, missed
 
     def reply(self, host: str, reply: dict[str, Any]) -> None:
         """A host has stood down and said what it holds."""
@@ -122,20 +133,34 @@ def assign(
     quarantined: Collection[int],
     domains: FailureDomains,
     copies: int,
+    aside: Collection[str] = (),
 ) -> tuple[Assignment, Decision]:
-    """Decides what is restored and writes it down as an assignment."""
+    """Decides what is restored and writes it down as an assignment.
+
+    What the hosts `aside` hold is used only if a step cannot be had without it: not
+    every other host reaches them.
+    """
     hosts = tuple(record.host for record in filled)
-    decision = decide(
-        commits=commits,
-        layout=None,
-        other_layouts=round_.layouts.values(),
-        holdings={host: reply["holdings"] for host, reply in round_.replies.items()},
-        slots=hosts,
-        storage_steps=storage_steps,
-        quarantined=quarantined,
-        placed=previous.spread.domains if previous else (),
-        domains=domains.names,
-    )
+
+    def decided(without: Collection[str]) -> Decision:
+        told = {host: it for host, it in round_.replies.items() if host not in without}
+        return decide(
+            commits=commits,
+            layout=None,
+            other_layouts=round_.layouts.values(),
+            holdings={host: reply["holdings"] for host, reply in told.items()},
+            slots=hosts,
+            storage_steps=storage_steps,
+            quarantined=quarantined,
+            placed=previous.spread.domains if previous else (),
+            domains=domains.names,
+        )
+
+    decision = decided(())
+    if aside and decision.source == "memory":
+        near = decided(aside)
+        same = (near.source, near.step) == (decision.source, decision.step)
+        decision = near if same else decision
     in_memory = decision.source == "memory"
     generation, attempt = next_epoch(previous, filled)
     assignment = Assignment(

@@ -61,8 +61,11 @@ def begin(
             return _stopped(pids)
         case "cut":
             assert network is not None
-            for host in hosts:
-                network.cut(host, fault.reach)
+            if fault.reach == "pair":
+                network.part(*hosts)
+            else:
+                for host in hosts:
+                    network.cut(host, fault.reach)
             return Interruption(pids=(), end=lambda: _heal(network, hosts))
         case "pause-store":
             return _store_paused(cluster)

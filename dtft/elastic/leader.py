@@ -108,7 +108,7 @@ class Leader:
         )
         shared = config, self._records, self._rounds, self._registry
         self._attendance = Attendance(*shared, loop, journal)
-        self._scaling = Scaling(*shared, sizes, loop, journal)
+        self._scaling = Scaling(*shared[:3], sizes, loop, journal)
         self._ending = Ending(*shared, loop, journal, storage.watch)
         self._mender = Mender(journal, send, loop.now)
         self._requests = (
@@ -161,6 +161,7 @@ class Leader:
         """Op to what is done about it, with the host and the report's fields."""
         handlers = {
             "holdings": self._on_holdings,
+            "reached": self._rounds.reached,
             "prepared": self._on_prepared,
             "prepare_failed": self._on_prepare_failed,
             "layout": self._on_layout,
@@ -442,7 +443,7 @@ class Leader:
 
     def _recorded(self, commit: Commit, ledger: Ledger) -> None:
         """A step is safe: it is released, unless the job has to be formed anew."""
-        self._rounds.failures.committed(commit.step)
+        self._rounds.committed(commit.step)
         self._committing(0)
         self._journal.committed(commit.step, commit.root)
         self._mender.committed(self._rounds.current, commit.step)
@@ -475,6 +476,7 @@ class Leader:
             self._ending.stop()
         self._ending.conclude()
         self._look_for_stuck()
+        rounds.look_for_links()
         if rounds.ledger and (silent := rounds.ledger.silent_export()):
             self._on_exported(silent[1], silent[0], False, "TimeoutError: no answer")
         round_ = rounds.current

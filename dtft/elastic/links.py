@@ -12,7 +12,14 @@ from concurrent.futures import Future
 
 from dtft.checkpoint.wire import AuthenticationError
 from dtft.elastic.event_loop import Loop
-from dtft.elastic.network import Closed, ControlChannel, Heard, Message, Network
+from dtft.elastic.network import (
+    Closed,
+    ControlChannel,
+    Heard,
+    Message,
+    Network,
+    PortState,
+)
 from dtft.elastic.roles import HostRecord, process_of
 
 logger = logging.getLogger(__name__)
@@ -328,10 +335,10 @@ class FollowerLinks:
         if record.host in self._links or not tries:
             return
 
-        def answered(refused: bool) -> None:
+        def answered(state: PortState) -> None:
             if record.host in self._links:
                 return  # it is back already
-            if refused:
+            if state == "refused":
                 self._on_dead(record)
             else:
                 again = (self._prove, record, tries - 1)

@@ -105,6 +105,12 @@ class HostNamespaces:
             case "in":
                 self._make_known(found, _NOBODY)
 
+    def part(self, one: str, other: str) -> None:
+        """Drops what two hosts send each other, without a word to them."""
+        ends = self._hosts[one], self._hosts[other]
+        for here, there in (ends, ends[::-1]):
+            _batch(here.name, [self._neighbour(0, there.number, "eth0", _NOBODY)])
+
     def heal(self, host: str) -> None:
         """Undoes every cut of a host."""
         found = self._hosts[host]

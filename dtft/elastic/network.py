@@ -7,7 +7,7 @@ connection, which the receiving side of this host then reports.
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from dtft.checkpoint.channel import no_payload
 from dtft.checkpoint.dialing import dial
@@ -23,6 +23,8 @@ FOREVER_S = 86400.0
 PROBE_S = 1.0
 
 Message = dict[str, Any]
+PortState = Literal["open", "refused", "silent"]
+"""refused: the machine answers, and nobody listens. silent: nothing answers."""
 
 
 class ControlChannel(Protocol):
@@ -70,8 +72,8 @@ class Network(Protocol):
         """
         ...
 
-    def probe(self, address: str, then: Callable[[bool], None]) -> None:
-        """Says whether a port refuses connections, which proves that nobody listens."""
+    def probe(self, address: str, then: Callable[[PortState], None]) -> None:
+        """Says what becomes of a connection to a port, whoever listens there."""
         ...
 
 
@@ -144,16 +146,16 @@ class TcpNetwork:
 
         self._loop.aside(work)
 
-    def probe(self, address: str, then: Callable[[bool], None]) -> None:
+    def probe(self, address: str, then: Callable[[PortState], None]) -> None:
         """See `Network.probe`."""
 
-        def work() -> bool:
+        def work() -> PortState:
             try:
                 dial(address, PROBE_S).close()
             except ConnectionRefusedError:
-                return True
+                return "refused"
             except (OSError, ValueError):
-                return False
-            return False
+                return "silent"
+            return "open"
 
         self._loop.aside(work, lambda outcome: then(outcome.result()))

@@ -50,6 +50,7 @@ FIELDS: Table = {
         "read": flag,
         "epoch": pair_of(number, number),
         "step": number_or_minus_one,
+        "reach": map_of(text, address),
     },
     "prepare": {
         "ballot": ballot,
@@ -71,6 +72,7 @@ FIELDS: Table = {
         "regions": _regions,
         "assignment": assignment,
     },
+    "reach": {"ballot": ballot, "reach": map_of(text, address)},
     "expect": {"layout": layout, "domains": list_of(text)},
     "release": {
         "step": number,
@@ -105,7 +107,7 @@ FIELDS: Table = {
 """The orders there are, and what each of their fields must be."""
 
 OPTIONAL: Mapping[str, frozenset[str]] = {
-    "reform": frozenset({"reason", "fatal", "read", "epoch", "step"}),
+    "reform": frozenset({"reason", "fatal", "read", "epoch", "step", "reach"}),
     "assemble": frozenset({"regions", "digests", "error"}),
 }
 """Fields that may be left out."""

@@ -70,7 +70,9 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "finished": number,
         "assignment": or_empty(assignment),
         "commits": list_of(commit),
+        "missed": list_of(text),
     },
+    "reached": {"ballot": ballot, "missed": list_of(text)},
     "unfit": {"ballot": ballot, "why": text},
     "fit": {"ballot": ballot},
     "prepared": {
@@ -173,7 +175,9 @@ SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
 """As `FIELDS`, in a job whose processes are the user's own."""
 
 OPTIONAL: Mapping[str, frozenset[str]] = {
-    "holdings": frozenset({"complete", "export_port", "assignment", "commits"}),
+    "holdings": frozenset(
+        {"complete", "export_port", "assignment", "commits", "missed"}
+    ),
     "staged": frozenset({"interval", "window"}),
     "fatal": frozenset(
         {"ballot", "slot", "code", "step", "phase", "error", "traceback", "log"}

@@ -26,6 +26,7 @@ from dtft.elastic.forming import (
 )
 from dtft.elastic.journal import Journal
 from dtft.elastic.ledger import Ledger
+from dtft.elastic.reachability import Reachability, peers_to_try, set_aside
 from dtft.elastic.records import Records
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.seat_policy import Seating
@@ -89,6 +90,7 @@ class Rounds:
         self._seats = config.seats
         self._counter = 0
         self.failures = FailureAccount(config, records, sizes, loop, journal)
+        self._reach = Reachability()
         self._judged: Ballot | None = None
         """Of the round before which failures were judged."""
         self.give_up: Callable[[Decision], None] = lambda decision: None
@@ -150,12 +152,24 @@ class Rounds:
             read=self.current.read,
             epoch=old.epoch if old is not None else (0, 0),
             step=commits[0].step if commits else -1,
+            reach=self._to_reach(host, self.current),
         )
 
     @property
     def slot_of(self) -> Mapping[str, int]:
         """Host to slot of this assignment; empty while there is none."""
         return self.assignment.slot_of if self.assignment is not None else {}
+
+    def _to_reach(self, host: str, round_: Round) -> dict[str, str]:
+        """The hosts that one has to try, and their addresses; none if all is well."""
+        doubted = self._reach.is_to_be_tried or self.failures.may_be_a_cut
+        if not doubted or not self._seats.ends_by_itself:
+            return {}
+        if not round_.ring:
+            round_.ring = dict(sorted(self._registry.records.items()))
+        peers = peers_to_try(host, list(round_.ring), round_.ballot[1])
+        round_.tried[host] = tuple(peers)
+        return {peer: round_.ring[peer].address for peer in peers}
 
     @property
     def is_deciding(self) -> bool:
@@ -186,12 +200,20 @@ class Rounds:
         if not self._may_go_on(round_):
             return
         answered = [it for it in self._registry.usable() if it.host in round_.replies]
+        aside = self._set_aside([it.host for it in answered])
+        answered = [it for it in answered if it.host not in aside]
         filled = self._seats.fill(self._seating(round_, answered))
         present = [record for record in filled if record is not None]
         if len(present) < len(filled):
-            self._wait_for_hosts([s for s, host in enumerate(filled) if host is None])
+            empty = [slot for slot, host in enumerate(filled) if host is None]
+            self._wait_for_hosts(empty, aside)
         else:
-            self._assign(round_, present)
+            self._assign(round_, present, aside)
+
+    def _set_aside(self, hosts: list[str]) -> list[str]:
+        """The hosts that get no slot, because others with one do not reach them."""
+        slots = self.previous.slots if self.previous is not None else ()
+        return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
     def _awaits(self, round_: Round, registered: Mapping[str, HostRecord]) -> bool:
         """Whether some host has not answered yet; asked at every answer."""
@@ -210,8 +232,12 @@ class Rounds:
         ):
             return True
         self._judged = round_.ballot
+        self._reach.is_suspected |= self.failures.may_be_a_cut
+        new = self._reach.learn(*round_.answers, self._loop.now())
         decision = self._end or self.failures.judge(self.previous)
-        if decision.action == "end":
+        slots = self.previous.slots if self.previous is not None else ()
+        is_cut = any(a in slots and b in slots for a, b in new)
+        if decision.action == "end" and (self._end is not None or not is_cut):
             self.enter("ending", float("inf"))
             self.give_up(decision)
             return False
@@ -260,7 +286,7 @@ class Rounds:
         """The hosts that the store or this leader knows."""
         return {**self._records.view.hosts, **self._registry.records}
 
-    def _wait_for_hosts(self, empty: list[int]) -> None:
+    def _wait_for_hosts(self, empty: list[int], aside: list[str]) -> None:
         config, old = self._config, self.previous
         former = old.slots if old else ()
         names = ", ".join(
@@ -272,11 +298,59 @@ class Rounds:
         )
         for host, why in self._registry.unusable().items():
             line += f"; {host} cannot be used: {why}"
+        for host in aside:
+            line += f"; {self._reach.text(host)}, and the job goes on when they do"
         self._journal.say_once("waiting", line)
         self._journal.event(self._seats.waiting_event, slots=empty)
         self.enter("waiting", float("inf"))
 
-    def _assign(self, round_: Round, filled: list[HostRecord]) -> None:
+    def _explain_aside(self, chosen: Assignment, aside: list[str]) -> None:
+        """Says who gets the slot of a host that others do not reach."""
+        former = self.previous.slots if self.previous is not None else ()
+        for host in aside:
+            why = self._reach.text(host)
+            if host not in former:
+                self._journal.say_once(f"apart {host}", f"{why}: {host} has no slot")
+            elif len(former) == len(chosen.slots):
+                heir = chosen.slots[former.index(host)]
+                self._journal.say(f"{why}: {host}'s slot goes to {heir}")
+            else:
+                self._journal.say(f"{why}: {host} has no slot any more")
+
+    @property
+    def available(self) -> int:
+        """Hosts that could have a slot together."""
+        if not self._reach.apart:
+            return self._registry.num_usable
+        usable = [record.host for record in self._registry.usable()]
+        return len(usable) - len(self._set_aside(usable))
+
+    def look_for_links(self) -> None:
+        """Hosts that did not reach each other try it again now and then."""
+        settled = self.phase == "running" or self.phase == "waiting"
+        if self.frozen or not settled or not self._reach.is_due(self._loop.now()):
+            return
+        assert self.current is not None
+        records, ballot = self._registry.records, self.current.ballot
+        for host, peers in self._reach.ask(self._registry.connected).items():
+            reach = {peer: records[peer].address for peer in peers}
+            self._send(host, "reach", ballot=ballot, reach=reach)
+
+    def reached(self, host: str, missed: list[str]) -> None:
+        """A host has tried again: hosts of a pair may have slots together again."""
+        for one, other in self._reach.answered(host, missed):
+            self._journal.say(f"{one} and {other} reach each other again")
+            if self.phase == "waiting":
+                self.form(f"{one} and {other} reach each other again")
+
+    def committed(self, step: int) -> None:
+        """A step is safe."""
+        self.failures.committed(step)
+        self._reach.committed()
+
+    def _assign(
+        self, round_: Round, filled: list[HostRecord], aside: list[str]
+    ) -> None:
         assignment, decision = assign(
             round_,
             filled,
@@ -286,6 +360,7 @@ class Rounds:
             quarantined=self.failures.quarantined,
             domains=self._domains(),
             copies=self._config.copies,
+            aside=aside,
         )
         if line := self._storage.news():
             self._journal.say(line)
@@ -294,6 +369,7 @@ class Rounds:
             self._wait_for_storage(decision.passed_over)
             return
         self._journal.say_once("waiting", "")
+        self._explain_aside(assignment, aside)
         round_.assignment, round_.decision = assignment, decision
         for host in decision.located.odd if decision.located else ():
             line = f"{host} holds other bytes under step {decision.step}'s number"

@@ -19,7 +19,6 @@ from dtft.elastic.demands import Answer
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.failure_budget import Failure
 from dtft.elastic.forming import Round
-from dtft.elastic.host_registry import HostRegistry
 from dtft.elastic.journal import Journal
 from dtft.elastic.proof import prove
 from dtft.elastic.records import Records
@@ -49,14 +48,13 @@ class Scaling:
         config: AgentConfig,
         records: Records,
         rounds: Rounds,
-        registry: HostRegistry,
         sizes: Sizes,
         loop: Loop,
         journal: Journal,
     ) -> None:
         """Nobody waits."""
         self._config, self._records, self._rounds = config, records, rounds
-        self._registry, self._sizes, self._journal = registry, sizes, journal
+        self._sizes, self._journal = sizes, journal
         self._loop = loop
         self._waiting: list[_Request] = []
 
@@ -96,7 +94,7 @@ class Scaling:
         )
 
     def _available(self) -> int:
-        return self._registry.num_usable
+        return self._rounds.available
 
     def due(self) -> str:
         """Why the job is to be formed anew at this commit; "" if it is not."""

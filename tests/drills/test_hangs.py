@@ -217,6 +217,18 @@ def test_a_host_that_was_cut_off_comes_back_as_a_spare(tmp_path, control, reach)
     assert record["recoveries"][0]["detect_s"] < 1.5 * LEASE_S
 
 
+@every
+@needs_root
+def test_of_two_hosts_that_do_not_reach_each_other_one_makes_room(tmp_path, control):
+    record = drill(
+        *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "1"),
+        *("--timeouts.step", "15"),
+        *faults("cut:0+2@100:pair"),
+    )
+    said(record, "do not reach each other: .*'s slot goes to")
+    assert record["final_step"] == 300
+
+
 # ------------------------------------------------------------------ the trainers
 
 

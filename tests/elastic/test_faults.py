@@ -29,6 +29,8 @@ def faults(draw) -> Fault:
     either = rule.whom == "slots or role"
     role = draw(st.none() | st.sampled_from(ROLES)) if either else None
     slots = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1))))
+    is_pair = not role and len(slots) == 2
+    reaches = [it for it in REACHES if it != "pair" or is_pair]
     seconds = {"no": st.none(), "optional": st.none() | SECONDS, "required": SECONDS}
     return Fault(
         kind=kind,
@@ -37,7 +39,7 @@ def faults(draw) -> Fault:
         phase=draw(st.none() | st.sampled_from(PHASES)) if rule.phase else None,
         role=role,
         seconds=draw(seconds[rule.seconds]),
-        reach=draw(st.sampled_from(REACHES)) if rule.reach else "all",
+        reach=draw(st.sampled_from(reaches)) if rule.reach else "all",
         always=rule.always and draw(st.booleans()),
         replicas=slots[0] + 1 if kind == "scale" else 0,
     )
@@ -72,6 +74,8 @@ def test_text_round_trips(fault):
         ("stop-host:4@3:2", "slots 0 to 3"),
         ("cut:1@3:some", "'some'; cut takes after its step: .* all or store"),
         ("cut:1@3:always", "cut takes no always"),
+        ("cut:1@3:pair", "needs two slots, for example cut:0.1@30:pair"),
+        ("cut:leader@3:pair", "needs two slots"),
         ("pause-store@3", "needs seconds, for example pause-store@30:20"),
         ("pause-store:1@3:2", "takes no slot"),
         ("empty-store@3:2", "empty-store takes no seconds"),
@@ -96,6 +100,7 @@ def test_wrong_faults_say_what_is_allowed(text, hint):
         ("cut:1@20:15", {"reach": "all", "seconds": 15.0}),
         ("cut:leader@20:15:store", {"reach": "store", "role": "leader"}),
         ("cut:1@20:out:15", {"reach": "out", "seconds": 15.0}),
+        ("cut:0+1@20:pair", {"reach": "pair", "slots": (0, 1)}),
         ("pause-store@30:20", {"seconds": 20.0}),
         ("empty-store@30", {"slots": ()}),
         ("fail:1@30", {"always": False}),

@@ -72,6 +72,10 @@ def test_each_cut_separates_what_it_names_and_is_silent():
             assert seen() == (late, late, late, "yes", late), reach
             network.heal("a")
             assert seen() == whole
+        network.part("a", "b")
+        assert seen() == (late, late, "yes", "yes", "yes")
+        network.heal("a")
+        assert seen() == whole
     finally:
         for server in servers:
             server.kill()

@@ -31,7 +31,9 @@ SOUND: dict[str, dict[str, Any]] = {
         "read": True,
         "epoch": (2, 1),
         "step": 4,
+        "reach": {"b": "10.0.0.6:7000"},
     },
+    "reach": {"ballot": (7, 3), "reach": {"b": "10.0.0.6:7000"}},
     "prepare": {
         "ballot": (7, 3),
         "generation": 2,

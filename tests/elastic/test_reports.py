@@ -17,7 +17,7 @@ from dtft.elastic.leader import Leader
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.reports import FIELDS, OPTIONAL, fault_of, fields_of, misfit
 from dtft.elastic.roles import Assignment
-from dtft.elastic.rounds import Phase
+from dtft.elastic.rounds import Phase, Rounds
 from tests.elastic.desks import record_of
 from tests.elastic.test_leader import Desk
 from tests.elastic.test_recovery import commit_of, layout, value
@@ -45,7 +45,9 @@ SOUND: dict[str, dict[str, Any]] = {
         "finished": 7,
         "assignment": ASSIGNMENT.to_json(),
         "commits": [commit_of(STATE, 7).to_json()],
+        "missed": ["b"],
     },
+    "reached": {"missed": ["b"]},
     "unfit": {"why": "no room in /dev/shm"},
     "fit": {},
     "prepared": {"export_port": 80, "own": 1, "peers": 2, "seconds": 0.5},
@@ -126,6 +128,7 @@ def test_the_table_names_what_the_leader_takes(op: str) -> None:
         "staged": Ledger.staged,
         "unfit": Attendance.unfit,
         "fit": Attendance.fit,
+        "reached": Rounds.reached,
     }
     method = others.get(op) or getattr(Leader, f"_on_{op}")
     handler = inspect.signature(method).parameters.values()

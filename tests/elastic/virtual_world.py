@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from dtft.elastic.network import Closed, ControlChannel, Heard, Message
+from dtft.elastic.network import Closed, ControlChannel, Heard, Message, PortState
 from dtft.elastic.store import (
     Compare,
     Delete,
@@ -207,10 +207,12 @@ class VirtualNetwork:
             outcome.set_result(mine)
         self.loop.post(opened, outcome)
 
-    def probe(self, address: str, then: Callable[[bool], None]) -> None:
+    def probe(self, address: str, then: Callable[[PortState], None]) -> None:
         """See `Network.probe`."""
-        cut = host_of(address) in self.cut
-        self.loop.post(then, address not in self.ports and not cut)
+        if host_of(address) in self.cut:
+            self.loop.post(then, "silent")
+        else:
+            self.loop.post(then, "open" if address in self.ports else "refused")
 
 
 def host_of(address: str) -> str:

@@ -28,6 +28,9 @@ OF_HOSTS = (
     *("die", "vanish", "stop", "stop-host", "cut", "cut-out", "cut-in", "cut-store"),
     *("cut-peers", "cut-one", "split", "slow", "memory-full", "no-processes", "lie"),
 )
+OF_PAIRS = ("cut-pair", "cut-pair-out", "cut-copies")
+"""Between two hosts with slots alone: both ways, one way, and so that trainers do not
+feel it, but what agents send each other."""
 OF_ETCD = ("stop", "die", "empty", "older", "slow", "flaky", "full")
 OF_TRAINERS = ("die", "stop", "stuck-kill", "exception", "exception-always")
 OF_STORAGE = ("away", "full", "hung", "slow")
@@ -187,7 +190,7 @@ class Striker:
             case "corrupt":
                 self._corrupt(node)
                 return None
-        return self._cut(what, host)
+        return self._cut_pair(what, host) if what in OF_PAIRS else self._cut(what, host)
 
     def _power_on(self, host: str) -> None:
         self._world.wire.gone.discard(host)
@@ -255,6 +258,31 @@ class Striker:
         def end() -> None:
             for pair in pairs:
                 wire.heal(*pair)
+
+        return end
+
+    def _cut_pair(self, what: str, host: str) -> Callable[[], None] | None:
+        """Cuts a host off from one other that trains, and does not lead."""
+        world, wire = self._world, self._world.wire
+        others = [
+            node.host
+            for node in world.live
+            if node.agent._follower.epoch > (0, 0)
+            and node.host not in (host, world.store_leader())
+        ]
+        others = others or [it for it in world.hosts if it != host]
+        other = self._rng.choice(others)
+        world.note("target", other)
+        pairs = [(host, other), (other, host)][: 1 if what == "cut-pair-out" else 2]
+        for pair in pairs:
+            wire.cut(*pair)
+        if what == "cut-copies":
+            wire.unfelt.update(pairs)
+
+        def end() -> None:
+            for pair in pairs:
+                wire.heal(*pair)
+            wire.unfelt.difference_update(pairs)
 
         return end
 
@@ -424,3 +452,19 @@ def matrix() -> Iterator[tuple[dict[str, Any], list[Fault]]]:
             continue
         sizes = {"slots": 3, "spares": spares, "last_step": 12, "storage_interval": 5}
         yield sizes, [Fault(who=who, what=what, phase=phase, seconds=seconds)]
+    yield from _matrix_of_pairs()
+
+
+def _matrix_of_pairs() -> Iterator[tuple[dict[str, Any], list[Fault]]]:
+    """Two hosts with slots that do not reach each other, while all others do."""
+    ends: tuple[Role, ...] = ("leader", "follower")
+    for who, what, seconds, spares, phase in itertools.product(
+        ends, OF_PAIRS, (30.0, math.inf), (0, 1, 2), (*PHASES[1:], "at")
+    ):
+        sizes = {"slots": 3, "spares": spares, "last_step": 12, "storage_interval": 5}
+        after_s = 0.8 * (phase == "at")  # trainers look for each other then
+        fault = Fault(who=who, what=what, phase=phase, after_s=after_s, seconds=seconds)
+        yield sizes, [fault]
+        if phase == "steady" and spares:  # and once more, elsewhere
+            again = Fault(who=who, what=what, phase="at", after_s=60.0, seconds=seconds)
+            yield {**sizes, "last_step": 120}, [fault, again]

@@ -275,6 +275,44 @@ FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
         ],
     ),
     (
+        "F13",
+        505744,
+        {
+            "slots": 3,
+            "spares": 2,
+            "last_step": 13,
+            "storage_interval": 3,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="etcd",
+                what="full",
+                phase="committing",
+                after_s=1.67127786791045,
+            ),
+            Fault(
+                who="follower",
+                what="cut-one",
+                phase="at",
+                after_s=5.920093554352858,
+            ),
+            Fault(
+                who="follower",
+                what="vanish",
+                phase="end",
+                seconds=8.258406679757957,
+            ),
+            Fault(
+                who="leader",
+                what="slow",
+                phase="at",
+                after_s=0.24875245291669668,
+                seconds=14.51575451673691,
+            ),
+        ],
+    ),
+    (
         "F12b",
         7464,
         {

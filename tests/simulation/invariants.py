@@ -4,6 +4,7 @@ Safety is checked at every write to the store and at every restore; that hosts a
 and steps are committed, once a second. See issue 17, Must hold 1.
 """
 
+import itertools
 import json
 from typing import Any
 
@@ -216,18 +217,43 @@ class Invariants:
 
     def _connected(self) -> list[Node]:
         """Agents with which nothing is wrong, whatever the store does."""
+        cut = self._world.wire.cut_hosts() - {STORE}
+        return [node for node in self._unhurt() if node.host not in cut]
+
+    def _unhurt(self) -> list[Node]:
+        """Agents with which nothing is wrong, whatever the network does."""
         world = self._world
-        cut = world.wire.cut_hosts() - {STORE}
         bad = set(world.memory_full) | set(world.no_processes) | set(world.wire.delay_s)
         return [
             node
             for node in world.live
             if not node.loop.paused
-            and node.host not in cut
             and node.host not in bad
             and not node.loop.slow_s
             and not any(it.stopped or it.immortal_s for it in node.trainers.all())
         ]
+
+    def _enough_together(self) -> bool:
+        """Whether hosts enough for all slots, the leader's among them, reach each other
+        and the store, though they do not all reach every other host.
+        """
+        world, wire = self._world, self._world.wire
+        if not world.etcd.healthy or world.mutating:
+            return False
+
+        def reach(one: str, other: str) -> bool:
+            return not (wire.blocked(one, other) or wire.blocked(other, one))
+
+        cut = world.wire.cut_hosts() - {STORE}
+        fine = [node.host for node in self._unhurt() if reach(node.host, STORE)]
+        leader = world.store_leader()
+        if not cut or leader not in fine:
+            return False
+        all_reached = [host for host in fine if reach(host, leader)]
+        return any(
+            all(reach(a, b) for a, b in itertools.combinations(chosen, 2))
+            for chosen in itertools.combinations(all_reached, world.settings.slots)
+        )
 
     def _look(self) -> None:
         world = self._world
@@ -249,7 +275,8 @@ class Invariants:
                     f"{self.explain()}"
                 )
         storage_needed = not world.storage.healthy
-        enough = len(well) >= world.settings.slots and not storage_needed
+        enough = len(well) >= world.settings.slots or self._enough_together()
+        enough = enough and not storage_needed
         if not enough or world.mutating or world.job.failing:
             self._progress_at = world.now
         if world.now >= self._progress_at + COMMIT_S and world.result is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgpack
 
 from dtft.checkpoint import wire
-from dtft.elastic.network import Closed, ControlChannel, Heard, Message
+from dtft.elastic.network import Closed, ControlChannel, Heard, Message, PortState
 from tests.simulation.scheduler import Scheduler, SimLoop
 
 if TYPE_CHECKING:
@@ -131,6 +131,8 @@ class Wire:
         self._scheduler, self.rng = scheduler, scheduler.rng
         self.ports: dict[str, Port] = {}
         self._cuts: dict[tuple[str, str], int] = {}
+        self.unfelt: set[tuple[str, str]] = set()
+        """Cuts that trainers do not feel: they have another network."""
         self.gone: set[str] = set()
         """Machines without power: nothing is answered, not even refused."""
         self.mutate: Mutate | None = None
@@ -151,6 +153,10 @@ class Wire:
         if self.gone and (source in self.gone or target in self.gone):
             return True
         return bool(self._cuts) and self._cuts.get((source, target), 0) > 0
+
+    def parted(self, source: str, target: str) -> bool:
+        """Whether what trainers send does not get from one host to another."""
+        return (source, target) not in self.unfelt and self.blocked(source, target)
 
     def cut(self, source: str, target: str) -> None:
         """Stops packets in one direction."""
@@ -381,7 +387,7 @@ class Wire:
         self.connect(process, address, limit_s, reached, failed)
 
     def probe(
-        self, process: Process, address: str, then: Callable[[bool], None]
+        self, process: Process, address: str, then: Callable[[PortState], None]
     ) -> None:
         """See `Network.probe`."""
         there, loop = address.rpartition(":")[0], process.loop
@@ -389,10 +395,11 @@ class Wire:
         def ask() -> None:
             here = process.host
             if self.blocked(here, there) or self.blocked(there, here):
-                loop.beside(PROBE_S, lambda: loop.post(then, False))
+                loop.beside(PROBE_S, lambda: loop.post(then, "silent"))
                 return
             port = self.ports.get(address)
-            loop.post(then, port is None or not port.process.alive)
+            serves = port is not None and port.process.alive
+            loop.post(then, "open" if serves else "refused")
 
         loop.beside(self.latency(process.host, there), ask)
 

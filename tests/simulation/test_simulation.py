@@ -13,6 +13,7 @@ import pytest
 from dtft.elastic.membership import Membership
 from dtft.elastic.store import Delete, Put
 from dtft.elastic.view import View
+from tests.simulation.faults import OF_PAIRS, Fault
 from tests.simulation.found import FOUND
 from tests.simulation.runs import run, run_seed
 from tests.simulation.world import Settings, World
@@ -84,28 +85,31 @@ def test_a_leader_that_writes_without_its_key_is_noticed(
     assert any("(a)" in text for text in found)
 
 
-OPEN = ("F13",)
-"""Findings that are not mended yet."""
-
-
-def _entries() -> list:
-    open_one = pytest.mark.xfail(strict=False, reason="known, not mended yet")
-    return [
-        pytest.param(
-            entry,
-            id=f"{entry[0]}-{entry[1]}",
-            marks=[open_one] if entry[0] in OPEN else [],
-        )
-        for entry in FOUND
-    ]
-
-
-@pytest.mark.parametrize("entry", _entries())
+@pytest.mark.parametrize("entry", FOUND, ids=[f"{it[0]}-{it[1]}" for it in FOUND])
 def test_what_has_failed_does_not_fail_again(entry: tuple) -> None:
     _, seed, sizes, faults = entry
     for again in range(3):
         outcome = run(seed + again, sizes, faults)
         assert not outcome.violations, (seed + again, outcome.violations)
+
+
+@pytest.mark.parametrize("what", OF_PAIRS)
+def test_two_hosts_that_do_not_reach_each_other(what: str) -> None:
+    sizes = {"slots": 3, "last_step": 12, "storage_interval": 5}
+    cut = Fault(who="follower", what=what, phase="steady")
+    told: list[str] = []
+    outcome = run(7, {**sizes, "spares": 1}, [cut], show=told.append)
+    assert not outcome.violations and '"status": "done"' in outcome.result
+    assert any(" do not reach each other: h" in line for line in told)
+    told.clear()
+    outcome = run(7, {**sizes, "spares": 0}, [cut], show=told.append)
+    assert not outcome.violations and not outcome.result  # and nothing is done in vain
+    assert sum("forming" in line for line in told) < 4
+    heals = Fault(who="follower", what=what, phase="steady", seconds=45.0)
+    told.clear()
+    outcome = run(7, {**sizes, "spares": 0}, [heals], show=told.append)
+    assert not outcome.violations and '"status": "done"' in outcome.result
+    assert any(" reach each other again" in line for line in told)
 
 
 @pytest.mark.slow

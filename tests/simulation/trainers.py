@@ -93,7 +93,7 @@ class JaxWorld:
         self.broken = True
         for one in list(self.members.values()):
             here, there = trainer.host, one.host
-            if not self._job.wire.blocked(here, there):
+            if not self._job.wire.parted(here, there):
                 one.exit_soon(1, 1.5)
 
     def arrive(self, slot: int, step: int) -> None:
@@ -111,7 +111,7 @@ class JaxWorld:
         if len(self.members) < self.size:
             return
         if len(hosts) <= 16 and any(
-            wire.blocked(a, b) for a in hosts for b in hosts if a != b
+            wire.parted(a, b) for a in hosts for b in hosts if a != b
         ):
             job.scheduler.after(0.5, self._exchange, step)
             return

@@ -22,6 +22,7 @@ from dtft.elastic.config import AgentConfig
 from dtft.elastic.edges import Edges
 from dtft.elastic.entry import JobMismatch, check_domain, check_job
 from dtft.elastic.follower import Follower, HostParts
+from dtft.elastic.network import PortState
 from dtft.elastic.store import StoreUnavailable
 from dtft.elastic.view import job_key
 from tests.simulation.memory import SimCopies, SimHolder, job_layout
@@ -120,7 +121,7 @@ class _Network:
         limit_s = self._limit_s
         self._wire.dial(self._node, address, hello, limit_s, opened, heard, closed)
 
-    def probe(self, address: str, then: Callable[[bool], None]) -> None:
+    def probe(self, address: str, then: Callable[[PortState], None]) -> None:
         """See `Network.probe`."""
         self._wire.probe(self._node, address, then)
 
@@ -187,6 +188,7 @@ class Node:
             exports=desk,
             resharding=None,
             restore=copies.restore,  # type: ignore[arg-type]
+            probe=lambda address, then: world.wire.probe(self, address, then),
             free_port=world.free_port,
             observe=self.trainers.observe,
             dump_stack=lambda pid, log: f"stack of {pid} in {log}",
