@@ -177,7 +177,7 @@ class ProgressWatch:
         self._last: tuple[float, Observation] | None = None
         self._counted_from: tuple[float, int] | None = None
         self._for_s = 0.0
-        self._reported: tuple[float, Phase] | None = None
+        self._reported: tuple[float, Progress] | None = None
         self._dumped = False
 
     def look(self, now: float, seen: Observation) -> Progress:
@@ -222,17 +222,21 @@ class ProgressWatch:
     def report_due(self, now: float, progress: Progress) -> bool:
         """Whether the leader is to be told now; counts as told if so.
 
-        A phase that lasts is told every second, anything else every ten, and once that
-        the trainer has no phase any more.
+        A phase that lasts is told every second, and its end at once; anything else
+        every ten seconds, and once that the trainer has no phase any more.
         """
         told = self._reported
-        period = PERIOD_S if progress.for_s >= QUIET_S else MOVING_S
+        lasts = progress.for_s >= QUIET_S
         if not progress.phase:  # the end is told once
-            due = told is not None and told[1] != ""
+            due = told is not None and told[1].phase != ""
+        elif told is None or not told[1].phase:
+            due = True
+        elif told[1].for_s >= QUIET_S and not lasts:
+            due = True
         else:
-            due = told is None or not told[1] or now - told[0] >= period
+            due = now - told[0] >= (PERIOD_S if lasts else MOVING_S)
         if due:
-            self._reported = now, progress.phase
+            self._reported = now, progress
         return due
 
     def dump_due(self, progress: Progress) -> bool:
@@ -349,7 +353,8 @@ def verdict(
     A host that is behind is only named when it is beyond its own limit: others may
     have passed theirs while they wait for one that compiles or reads, which may take
     longer. Where the phase of some has lasted too long, and a host has not been heard
-    of for `FRESH_S`, that host is named: its agent cannot look.
+    of for `FRESH_S`, that host is named: its agent cannot look. What was heard before
+    that accuses nobody.
 
     Args:
         heard: the newest report of each host, and when it came.
@@ -361,10 +366,14 @@ def verdict(
         for host, (at, it) in heard.items()
         if host in slots
     }
-    late = [host for host, (it, longer_s) in aged.items() if it.stuck(longer_s)]
+    silent = [host for host in slots if _is_silent(heard.get(host), now)]
+    late = [
+        host
+        for host, (it, longer_s) in aged.items()
+        if host not in silent and it.stuck(longer_s)
+    ]
     if not late:
         return None
-    silent = [host for host in slots if _is_silent(heard.get(host), now)]
     if silent:
         worst = max(aged[host][0].for_s + aged[host][1] for host in late)
         least = min(aged[host][0].limit_s for host in late)

@@ -168,6 +168,22 @@ def test_reports_are_rare_unless_a_phase_lasts() -> None:
     assert not watch.report_due(120.0, ended)
 
 
+def test_the_end_of_a_phase_that_lasted_is_told_at_once() -> None:
+    watch, sent = ProgressWatch(Timeouts()), []
+    for tenth in range(0, 200):
+        now = tenth / 10
+        since, step = (0.0, 1) if now < 12 else (now - 0.05, tenth)
+        if watch.report_due(now, told := watch.look(now, seen("step", since, step))):
+            sent.append((now, told.for_s))
+    assert sent[-1][0] == 12.0 and sent[-1][1] < 1.0 and sent[-2][1] > 10.0
+
+
+def test_what_was_heard_long_ago_accuses_nobody() -> None:
+    told = dict.fromkeys("abc", (100.0, progress("step", 10.5)))
+    assert verdict(told, SLOTS, 101.0) is not None
+    assert verdict(told, SLOTS, 104.0) is None  # nobody has looked since
+
+
 def test_processor_time_is_told_as_processors() -> None:
     watch = ProgressWatch(Timeouts())
     watch.look(0.0, seen("step", 0.0, cpu_s=10.0))
