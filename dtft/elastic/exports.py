@@ -30,14 +30,39 @@ class Exporter:
     def __init__(
         self, opening: dict[str, Any], log_path: Path, emit: Callable[..., None]
     ) -> None:
-        """Starts the process and opens the storage directory named in `opening`.
+        """Begins to start the process; it opens the directory named in `opening`.
 
-        Raises:
-            OSError: the process cannot be started.
+        A thread starts it, as that can take long on a busy machine, and stays while it
+        runs, because the process dies with the thread. If it cannot be started, that
+        is told as its end.
         """
+        self._log_path, self._emit = log_path, emit
+        self._process: subprocess.Popen[str] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._messages: queue.Queue[Callable[[], dict[str, Any]] | None]
+        self._messages = queue.Queue()
+        self._messages.put(lambda: {"op": "open", **opening})
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            process = self._start()
+        except (OSError, subprocess.SubprocessError) as error:
+            text = f"no exporter can be started: {error}"
+            self._emit("exporter", self, {"ok": False, "error": text, "ended": True})
+            return
+        with self._lock:
+            self._process = process
+            if self._closed:
+                process.kill()
+        threading.Thread(target=self._hear, args=(process,), daemon=True).start()
+        self._speak(process)
+
+    def _start(self) -> "subprocess.Popen[str]":
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        with open_log(log_path) as log:
-            self._process = subprocess.Popen(
+        with open_log(self._log_path) as log:
+            return subprocess.Popen(
                 [sys.executable, "-m", "dtft.checkpoint.exporter"],
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -46,12 +71,6 @@ class Exporter:
                 text=True,
                 preexec_fn=die_with_parent,
             )
-        self._emit = emit
-        self._messages: queue.Queue[Callable[[], dict[str, Any]] | None]
-        self._messages = queue.Queue()
-        for target in (self._speak, self._hear):
-            threading.Thread(target=target, daemon=True).start()
-        self._messages.put(lambda: {"op": "open", **opening})
 
     def save(
         self,
@@ -79,11 +98,11 @@ class Exporter:
 
         self._messages.put(message)
 
-    def _speak(self) -> None:
+    def _speak(self, process: "subprocess.Popen[str]") -> None:
         """Writes on a thread: a process that is stuck does not read, and pipes fill."""
-        assert self._process.stdin is not None
+        assert process.stdin is not None
         with contextlib.suppress(OSError):  # its end is reported by `_hear`
-            with self._process.stdin as pipe:
+            with process.stdin as pipe:
                 while (message := self._messages.get()) is not None:
                     try:
                         line = json.dumps(message())
@@ -93,19 +112,22 @@ class Exporter:
                     pipe.write(line + "\n")
                     pipe.flush()
 
-    def _hear(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as answers:
+    def _hear(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        with process.stdout as answers:
             for line in answers:
                 self._emit("exporter", self, json.loads(line))
         self._messages.put(None)
-        error = f"exporter ended with code {self._process.wait()}"
+        error = f"exporter ended with code {process.wait()}"
         self._emit("exporter", self, {"ok": False, "error": error, "ended": True})
 
     def close(self) -> None:
         """Ends the process, and does not wait: storage that hangs may hold it."""
         self._messages.put(None)
-        self._process.kill()
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
 
 
 class ExportDesk:
@@ -144,13 +166,7 @@ class ExportDesk:
         except KeyError:
             self._exported(step, False, f"{self._config.host} has dropped step {step}")
             return
-        try:
-            exporter = self._open(holder, order)
-        except OSError as error:
-            self._let_go(step)
-            self._exported(step, False, f"no exporter on {self._config.host}: {error}")
-            return
-        self._save(exporter, holder, order)
+        self._save(self._open(holder, order), holder, order)
 
     def _save(self, exporter: Exporter, holder: Holder, order: dict[str, Any]) -> None:
         """Hands over a pinned step, once what this host did not copy is borrowed."""

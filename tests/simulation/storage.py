@@ -112,7 +112,7 @@ class SimExporter:
         self, storage: Storage, process: Process, emit: Callable[..., None]
     ) -> None:
         self._storage, self.process, self._emit = storage, process, emit
-        self.open = True
+        self.open = self.can_start = True
 
     def save(
         self, order: Mapping[str, Any], own: dict[str, bytes], limit_s: float
@@ -120,6 +120,9 @@ class SimExporter:
         """Begins to write one step."""
         step = order["step"]
         self._answered = False
+        if not self.can_start:
+            self.answer({"ok": False, "error": "no exporter can be started"})
+            return
 
         def late() -> None:
             if not self._answered:
@@ -167,8 +170,6 @@ class SimExportDesk(ExportDesk):
         self.wrong: Callable[[str], None] = lambda text: None
 
     def _open(self, holder: Any, order: dict[str, Any]) -> Any:
-        if self.cannot_start():
-            raise OSError("no exporter can be started")
         world = (order["rank"], order["world"], order["coordinator"], order["slot"])
         key = {"world": world, "holder": str(holder.path)}, order["failures"]
         if self._exporter is not None and self._world == key:
@@ -176,6 +177,7 @@ class SimExportDesk(ExportDesk):
         if self._exporter is not None:
             self._exporter.close()
         exporter: Any = SimExporter(self._storage, self._process, self._emit)
+        exporter.can_start = not self.cannot_start()
         self._exporter, self._world = exporter, key
         return exporter
 
