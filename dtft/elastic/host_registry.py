@@ -67,9 +67,10 @@ class HostRegistry:
         old = self._records.get(record.host)
         self._records[record.host] = record
         self._gone.pop(record.host, None)
-        self._silent.discard(record.host)
         was_away = self._away.pop(record.host, None) is not None
         known = old is not None and _process(old) == _process(record)
+        if was_away or not known:
+            self._silent.discard(record.host)
         if not known:
             for told in (self.unfit, self._asked_at, self._pause_s):
                 told.pop(record.host, None)
@@ -99,11 +100,11 @@ class HostRegistry:
         return True
 
     def leave_out(self, host: str) -> None:
-        """A host does not answer; it is not waited for, until it says anything."""
+        """A host does not say what it holds; until it does it is not waited for."""
         self._silent.add(host)
 
-    def heard(self, host: str) -> None:
-        """A host has said something."""
+    def answered(self, host: str) -> None:
+        """A host has said what it holds."""
         self._silent.discard(host)
 
     def to_ask_again(self, now: float) -> list[str]:

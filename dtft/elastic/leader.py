@@ -184,7 +184,6 @@ class Leader:
         """A report of a host; wrong ones and those of an older ballot are refused."""
         if self._refused(host, fault_of(message, self._seats.reports)):
             return
-        self._registry.heard(host)
         op = message["op"]
         ballot = tuple(message.get("ballot", ()))
         round_, previous = self._rounds.current, self._rounds.previous
@@ -283,6 +282,7 @@ class Leader:
 
     def _on_holdings(self, host: str, **reply: Any) -> None:
         assert self._rounds.current is not None
+        self._registry.answered(host)
         self._rounds.current.reply(host, reply)
         self._rounds.answered()
 

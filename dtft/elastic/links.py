@@ -290,6 +290,8 @@ class FollowerLinks:
         self._links[record.host] = self._channels[channel] = link
         if old is not None:
             self._end(old)
+            if _who(old.record) == _who(record):  # what was sent to it may be lost
+                self._on_lost(old.record, "it has made another connection")
         self._on_connected(record)
 
     def _end(self, link: _Follower) -> None:

@@ -62,8 +62,8 @@ CASES: list[tuple[str, list[Act], set[str], set[str], dict[str, str]]] = [
         {"b": "it does not answer"},
     ),
     (
-        "left out until it says something",
-        [lambda it: it.leave_out("b"), lambda it: it.heard("b")],
+        "left out until it answers",
+        [lambda it: it.leave_out("b"), lambda it: it.answered("b")],
         {"a", "b"},
         {"a", "b"},
         {},
@@ -175,7 +175,7 @@ def carry_out(made: HostRegistry, steps: list[tuple[str, str]]) -> None:
             case "leave_out":
                 made.leave_out(host)
             case "heard":
-                made.heard(host)
+                made.answered(host)
             case "unfit":
                 made.unfit[host] = "no room"
             case _:

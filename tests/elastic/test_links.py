@@ -292,6 +292,19 @@ def test_a_leader_whose_port_refuses_is_dead(wires: VirtualNetwork, node: Make) 
     assert 8 <= len(wires.dialed) - tries <= 10 + LONGEST_PAUSE_S / FIRST_PAUSE_S
 
 
+def test_a_link_that_the_same_process_makes_anew_was_lost_before(
+    wires: VirtualNetwork, node: Make
+) -> None:
+    a, b = joined(node, "a", "b")
+    b.stop()
+    b.wires.stopped.pop("b")
+    again = node("b")  # calls before the leader has heard of its first link's end
+    again.follow(1, a)
+    wires.loop.turn(0.05)
+    assert hosts(a) == {"b"} and [it.host for it in a.connected] == ["b", "b"]
+    assert a.lost == [("b", "it has made another connection")] and not a.dead
+
+
 def test_a_second_link_of_a_host_takes_the_place_of_the_first(
     wires: VirtualNetwork, node: Make
 ) -> None:

@@ -336,5 +336,42 @@ FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
             Fault(who="etcd", what="die", phase="end", after_s=0.0000, seconds=10.807),
         ],
     ),
+    (
+        "F14",
+        3000236,
+        {
+            "slots": 4,
+            "spares": 1,
+            "last_step": 16,
+            "storage_interval": 0,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="leader",
+                what="cut",
+                phase="at",
+                after_s=7.665467063381923,
+                seconds=4.595874066523023,
+            ),
+            Fault(
+                who="etcd", what="stop", phase="committing", seconds=13.32181478000517
+            ),
+            Fault(
+                who="leader",
+                what="die",
+                phase="at",
+                after_s=1.3999069336415273,
+                seconds=2.1986183344554466,
+            ),
+            Fault(
+                who="leader",
+                what="cut-in",
+                phase="staging",
+                after_s=0.9610091645693698,
+                seconds=2.0994856180010775,
+            ),
+        ],
+    ),
 )
 """Name of the finding, seed, sizes of the job, faults."""
