@@ -8,7 +8,7 @@ AOT_STAMP := .venv/aot/.dtft-stamp
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -q -c constraints.txt -e '.[digits,images,test,lint]'
+	.venv/bin/pip install -q -c constraints.txt -e '.[images,test,lint]'
 	touch $@
 
 # XLA's GPU compiler (130 MB), for the tests only; apart, see the extra `aot`. Where
