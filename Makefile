@@ -4,11 +4,11 @@ PYTHON ?= python3
 STAMP := .venv/.dtft-stamp
 AOT_STAMP := .venv/aot/.dtft-stamp
 
-.PHONY: demo test drills simulation lint bench nixl clean
+.PHONY: demo test drills wheel-test test-newest simulation lint bench nixl clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -q -c constraints.txt -e '.[digits,images,test,lint]'
+	.venv/bin/pip install -q -c constraints.txt -e '.[images,test,lint]'
 	touch $@
 
 # XLA's GPU compiler (130 MB), for the tests only; apart, see the extra `aot`. Where
@@ -25,7 +25,7 @@ demo: $(STAMP)
 	.venv/bin/dtft drill digits_cnn --hosts 3 --spares 1 --fault kill-host:1@150 \
 		--run-dir runs/demo --json runs/demo/drill.json
 
-# Its drills compile fast, as the other tests do; `make drills` as users do.
+# Two of its drills compile as users do, as all of `make drills`; the other tests fast.
 test: $(STAMP) $(AOT_STAMP)
 	.venv/bin/pytest -q -m "not drill" -n auto --maxprocesses 4 --dist worksteal
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
@@ -33,6 +33,14 @@ test: $(STAMP) $(AOT_STAMP)
 
 drills: $(STAMP)
 	.venv/bin/pytest -q -m drill_all tests/drills
+
+# What a user does who installs the wheel, in an empty environment of each Python.
+wheel-test: $(STAMP)
+	.venv/bin/python -m tests.wheel
+
+# Unit tests and a drill with newer packages than those of constraints.txt.
+test-newest: $(STAMP)
+	.venv/bin/python -m tests.newest
 
 # The control plane in virtual time: every kind of fault, then random schedules.
 simulation: $(STAMP)

@@ -1,8 +1,8 @@
 """A small character transformer on Python's help texts, its state over four hosts.
 
-    dtft train configs/chars_transformer.py
-    dtft launch configs/chars_transformer.py --hosts 4 --spares 2
-    dtft launch configs/chars_transformer.py --hosts 4 --spares 1 \\
+    dtft train chars_transformer
+    dtft launch chars_transformer --hosts 4 --spares 2
+    dtft launch chars_transformer --hosts 4 --spares 1 \\
         --mesh.fsdp 1 --mesh.replica 2 --mesh.stage 2
 
 With fsdp=4 no host has the whole state, so only the memory tier makes it survive one.

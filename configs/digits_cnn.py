@@ -1,7 +1,7 @@
 """A small CNN on scikit-learn's digits (real images, offline), on three hosts.
 
-    dtft train configs/digits_cnn.py
-    dtft launch configs/digits_cnn.py --hosts 3 --spares 1
+    dtft train digits_cnn
+    dtft launch digits_cnn --hosts 3 --spares 1
 
 Expect a test accuracy of about 0.98 after 300 steps, in a few seconds on a CPU.
 """

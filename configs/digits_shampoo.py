@@ -1,7 +1,7 @@
 """The small CNN on scikit-learn's digits with Shampoo, on three hosts.
 
-dtft train configs/digits_shampoo.py
-dtft launch configs/digits_shampoo.py --hosts 3 --spares 1
+dtft train digits_shampoo
+dtft launch digits_shampoo --hosts 3 --spares 1
 
 Expect a test accuracy of about 0.985 after 300 steps, in well under a minute on a CPU.
 The statistics are those of each host's own gradient and travel packed: choose another

@@ -2,8 +2,9 @@
 
 The coordination service as a process of its own (so that no trainer is special), a
 trainer's connection to it and what is told through it, the address of a CPU array's
-buffer, and the compilation of a module that another process lowered. Nothing else in
-dtft may import ``jax._src`` or ``jaxlib``'s private modules.
+buffer, the compilation of a module that another process lowered, and which arguments a
+loop carries. Nothing else in dtft may import ``jax._src`` or ``jaxlib``'s private
+modules.
 """
 
 import ctypes
@@ -165,6 +166,18 @@ def compile_module(
         only = isinstance(client, _jax.CompileOnlyPyClient)
         compile_ = client.compile if only else client.compile_and_load
         return compile_(parsed, executable_devices=where, compile_options=settings)
+
+
+def scan_arguments(eqn: Any) -> tuple[int, int]:
+    """How many arguments of a `scan` are constants, and how many the carry has.
+
+    They come first, in this order. Newer versions of JAX have no numbers of them among
+    the parameters, but the trees of the arguments (0.12: `ft_in`).
+    """
+    if "ft_in" in eqn.params:
+        constants, carry, _ = eqn.params["ft_in"].unpack()
+        return len(constants), len(carry)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
 def _is_placed(module: Any, ir: Any) -> tuple[list[bool], list[bool]]:

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from dtft import __version__
+
 SERVE_ONLY = "--serve-only"
 
 
@@ -12,6 +14,7 @@ def _parser(serve_only: bool = False, predict: bool = False) -> argparse.Argumen
     parser = argparse.ArgumentParser(
         prog="dtft", description="Distributed training that outlives its hosts."
     )
+    parser.add_argument("--version", action="version", version=f"dtft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     made = _command(commands, "train", "one process, all local devices, no memory tier")
     made.add_argument("--run-dir", help="run directory; an old one is resumed")
@@ -39,7 +42,8 @@ def _command(commands: Any, name: str, help_text: str) -> argparse.ArgumentParse
     made = commands.add_parser(name, help=help_text, allow_abbrev=False, add_help=False)
     text = "this; after CONFIG also the config's own keys"
     made.add_argument("-h", "--help", action=_Help, nargs=0, help=text)
-    made.add_argument("config", metavar="CONFIG", help="path, or name in configs/")
+    text = "path, or name: one in ./configs, or one that comes with dtft"
+    made.add_argument("config", metavar="CONFIG", help=text)
     return made
 
 

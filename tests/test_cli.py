@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from dtft import __version__
 from dtft.cli import main
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"dtft {__version__}\n"
 
 
 def test_odds_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

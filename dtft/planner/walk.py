@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from dtft._jax_internals import scan_arguments
 from dtft.planner.dims import Numbers
 from dtft.planner.drafts import Drafts, Known, Step
 from dtft.planner.flops import count
@@ -112,8 +113,9 @@ class Walk:
         return outputs
 
     def _scan(self, eqn: JaxprEqn, operands: list[Known], frame: Frame) -> list[Known]:
-        found, length, carry = self.found, eqn.params["length"], eqn.params["num_carry"]
-        consts = operands[: eqn.params["num_consts"]]
+        found, length = self.found, eqn.params["length"]
+        num_consts, carry = scan_arguments(eqn)
+        consts = operands[:num_consts]
         held = [found.held(known) for known in operands[len(consts) :]]
         before, sliced = held[:carry], held[carry:]
         place, inner = self._loop(frame, length)

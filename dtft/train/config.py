@@ -37,7 +37,8 @@ def load(config: str, overrides: Sequence[str], prog: str = "dtft train") -> Exp
     """Reads an experiment for a command; prints and exits when the input is wrong.
 
     Args:
-        config: path of a config module, or its name in `configs/`.
+        config: path of a config module, or its name: one in `./configs`, or one of
+            those that come with dtft.
         overrides: command line, such as ``["--optim.learning_rate", "0.01"]``.
         prog: the command, for the help text.
 
@@ -115,22 +116,40 @@ def check_input(experiment: Experiment, **cluster: Any) -> None:
 def find(config: str) -> Path:
     """The file of a config given as path or name.
 
+    A file goes before a name in `./configs`, and that before one that comes with dtft.
+
     Raises:
-        ConfigError: there is none; names those there are.
+        ConfigError: there is none; names those there are, and where they are.
     """
-    folders = [Path("configs"), Path(__file__).resolve().parents[2] / "configs"]
-    path = Path(config)
-    candidates = [path] + [folder / f"{config}.py" for folder in folders]
-    for candidate in candidates:
+    path, folders = Path(config), [Path("configs"), named_configs()]
+    for candidate in [path, *(folder / f"{config}.py" for folder in folders)]:
         if candidate.is_file():
             return candidate
-    known = sorted({p.stem for folder in folders for p in folder.glob("*.py")})
+    names = {
+        folder.absolute(): sorted(file.stem for file in folder.glob("*.py"))
+        for folder in folders
+    }
+    known = [name for there in names.values() for name in there]
     close = difflib.get_close_matches(path.stem, known, 1)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"config {config!r} is neither a file nor a name in configs/.{hint} "
-        f"Known names: {', '.join(known) or 'none'}."
+        f"config {config!r} is neither a file nor a name of one.{hint}"
+        + "".join(
+            f"\n  names in {folder}: {', '.join(there) or 'none'}"
+            for folder, there in names.items()
+        )
     )
+
+
+def named_configs() -> Path:
+    """The folder of the configs that come with dtft.
+
+    A wheel has them in the package; a checkout, also one that is installed as editable,
+    has them beside it.
+    """
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "config" / "named"
+    return inside if inside.is_dir() else package.parent / "configs"
 
 
 def to_json(experiment: Experiment) -> str:

@@ -105,17 +105,11 @@ class DigitsConfig(DataConfig):
         """Images in [0, 1] as [N, 8, 8, 1] and labels.
 
         Raises:
-            ValueError: scikit-learn is not installed, or has other digits.
+            ValueError: the scikit-learn here has other digits.
         """
         import numpy as np
+        from sklearn.datasets import load_digits
 
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise ValueError(
-                "the digits data needs scikit-learn, which is not installed. "
-                "Install it with: pip install 'dtft[digits]'"
-            ) from error
         digits: Any = load_digits()
         data, target = digits.data.astype(np.uint8), digits.target.astype(np.uint8)
         found = hashlib.sha256(data.tobytes() + target.tobytes()).hexdigest()

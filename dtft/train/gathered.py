@@ -16,6 +16,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import Mesh, NamedSharding
 
+from dtft._jax_internals import scan_arguments
 from dtft.planner.graph import item_bits
 from dtft.planner.jaxprs import REMAT, is_var, with_bodies
 from dtft.planner.plan import Spec
@@ -141,7 +142,7 @@ class _Level:
         return with_bodies(eqn, change)
 
     def _scan(self, eqn: JaxprEqn, specs: Sequence[Spec | None]) -> None:
-        first = eqn.params["num_consts"] + eqn.params["num_carry"]
+        first = sum(scan_arguments(eqn))
         layers = [
             spec[1:] if index >= first and spec and not spec[0] else None
             for index, spec in enumerate(specs)

@@ -1,17 +1,30 @@
 """Shared by all drills: one undisturbed run per kind of job, one compilation cache."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+FAST = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+"""What `make test` sets: code that is made fast instead of fast code."""
+
 
 @pytest.fixture(scope="session")
 def control(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """Arguments that make a drill reuse the undisturbed run of its kind of job."""
+    """Arguments that make a drill reuse the undisturbed run of its kind of job.
+
+    Programs that are compiled otherwise end with other bits: they have their own run.
+    """
     root = tmp_path_factory.mktemp("controls")
-    return lambda name: ["--control", str(root / name)]
+    return lambda name: ["--control", str(root / os.environ.get(FAST, "0") / name)]
+
+
+@pytest.fixture
+def default_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are compiled as users compile them, also in `make test`."""
+    monkeypatch.delenv(FAST, raising=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

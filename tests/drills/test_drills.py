@@ -1,4 +1,7 @@
-"""Kills real processes; `make test` runs three drills, `make drills` all of them."""
+"""Kills real processes; `make test` runs four drills, `make drills` all of them.
+
+In `make test` two of the four have programs that are compiled as users compile them.
+"""
 
 import random
 import re
@@ -8,15 +11,34 @@ import pytest
 from dtft.elastic.faults import PHASES
 from dtft.elastic.journal import read_events
 from tests.checkpoint.test_stream import certificate
-from tests.drills.harness import DIGITS, FSDP, HYBRID, STAGES, drill, dtft
+from tests.drills.harness import (
+    DIGITS,
+    FSDP,
+    HYBRID,
+    REPOSITORY,
+    STAGES,
+    drill,
+    dtft,
+)
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
 every = pytest.mark.drill_all
+as_users_compile = pytest.mark.usefixtures("default_flags")
+DEMO = "digits_cnn --hosts 3 --spares 1 --fault kill-host:1@150"
 
 
 def only(record: dict) -> dict:
     (recovery,) = record["recoveries"]
     return recovery
+
+
+@as_users_compile
+def test_the_demo(tmp_path):
+    assert f"dtft drill {DEMO} " in (REPOSITORY / "Makefile").read_text()
+    recovery = only(record := drill(tmp_path, *DEMO.split()))
+    assert recovery["rung"] == 2 and recovery["bytes_from_storage"] == 0
+    assert recovery["steps_lost"] <= 1 and record["final_step"] == 300
+    assert record["test_accuracy"] > 0.95
 
 
 def test_a_dead_trainer_costs_no_network_and_a_lost_host_comes_from_a_peer(
@@ -62,6 +84,7 @@ def test_a_dead_trainer_costs_no_network(tmp_path, control):
     assert "trainer of slot 1" in recovery["cause"]
 
 
+@as_users_compile
 def test_both_holders_of_a_slice_lost_falls_to_storage(tmp_path, control):
     record = drill(
         *(tmp_path, *FSDP, *control("fsdp")),

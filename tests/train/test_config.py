@@ -14,6 +14,7 @@ from dtft.train.config import (
     diff,
     find,
     load,
+    named_configs,
     parse,
     refuse_other,
     shape_relevant,
@@ -205,9 +206,45 @@ def test_wrong_input_exits_with_2(
     assert caught.value.code == 2 and "Traceback" not in capsys.readouterr().err
 
 
-def test_unknown_config_names_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Did you mean digits_cnn\?"):
+def test_a_named_config_is_found_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find("digits_cnn") == named_configs() / "digits_cnn.py"
+    assert {path.stem for path in named_configs().glob("*.py")} == set(NAMES)
+
+
+def test_a_file_goes_before_a_config_of_the_directory_and_that_before_dtfts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = Path("configs") / "digits_cnn.py"
+    own.parent.mkdir()
+    own.touch()
+    assert find("digits_cnn") == own
+    assert find("digits_shampoo") == named_configs() / "digits_shampoo.py"
+    file = Path("digits_cnn")
+    file.touch()
+    assert find("digits_cnn") == file
+
+
+def test_unknown_config_names_those_there_are_and_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"Did you mean digits_cnn\?") as caught:
         find("digit_cnn")
+    told = str(caught.value)
+    assert f"names in {tmp_path / 'configs'}: none" in told
+    assert f"names in {named_configs()}: {', '.join(sorted(NAMES))}" in told
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.py").touch()
+    with pytest.raises(ConfigError, match=r"Did you mean mine\?") as caught:
+        find("mime")
+    assert f"names in {tmp_path / 'configs'}: mine" in str(caught.value)
+
+
+def test_what_is_no_config_is_told_what_one_defines(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text("x = 1")
     with pytest.raises(ConfigError, match="must define `def config"):
