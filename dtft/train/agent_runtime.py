@@ -162,6 +162,11 @@ class AgentRuntime:
         """Whether this step has a snapshot."""
         return self._manager.should_save(step)
 
+    def takes(self, step: int) -> bool:
+        """Every snapshot goes to memory."""
+        del step
+        return True
+
     def await_turn(self, step: int) -> None:
         """At most one step runs ahead of replication."""
         del step
@@ -207,9 +212,11 @@ class AgentRuntime:
         stop_at = self._manager.stop_at()
         return stop_at is not None and step >= stop_at
 
-    def finish(self, step: int, summary: dict[str, Any]) -> None:
+    def finish(
+        self, step: int, summary: dict[str, Any], state: Any, items: dict[str, Any]
+    ) -> None:
         """Training is over; what counts is already in the arena."""
-        del step
+        del step, state, items
         self._tell_running()
         self._manager.wait_until_finished()
         self.summary = summary

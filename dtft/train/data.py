@@ -4,15 +4,16 @@ The data position is one integer, the number of global rows used so far. Must no
 hosts, processes or devices: a data slot is a position in the mesh.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import grain
 import numpy as np
 
 from dtft.train.datasets import Columns, DataConfig, Samples
+from dtft.train.shuffling import Order
 
 
 def rows(step: int, data_slot: int, num_data_slots: int, global_batch: int) -> range:
@@ -55,34 +56,81 @@ class Source:
         self, samples: Columns | Samples, *, shuffle_seed: int | None = None
     ) -> None:
         """Reads `samples` in order once, or shuffled anew in every epoch for ever."""
-        reader = _InMemory(samples) if isinstance(samples, dict) else samples
-        self._num_threads = reader.num_threads
-        self.num_samples = len(reader)
+        self._columns = samples if isinstance(samples, dict) else None
+        self._reader = None if isinstance(samples, dict) else samples
+        self._seed = shuffle_seed or 0
+        count = len(
+            next(iter(samples.values())) if isinstance(samples, dict) else samples
+        )
+        self.num_samples = count
         """Number of different samples."""
-        seed = shuffle_seed or 0
+        self._num_threads = self._reader.num_threads if self._reader else 1
+        self._order = (
+            None
+            if shuffle_seed is None
+            else Order(num_samples=count, seed=shuffle_seed)
+        )
 
-        def read(row: int, sample: int) -> Columns:
-            fields = reader.read(int(sample), (seed, int(row)))
-            return {"id": np.int32(sample), **fields}
-
-        dataset = grain.MapDataset.range(self.num_samples)
-        if shuffle_seed is not None:
-            dataset = dataset.seed(shuffle_seed).shuffle().repeat()
-        self._dataset = dataset.map_with_index(read)
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a row takes long enough to be read by threads, before it is due."""
+        return self._num_threads > 1
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """The rows at `indices`, stacked; `id` is the sample's number."""
-        elements: list[Any]
-        if self._num_threads == 1:
-            elements = [self._dataset[index] for index in indices]
-        else:
-            # A pool per batch: nothing to end at exit, and cheap beside decoding.
-            with ThreadPoolExecutor(self._num_threads) as pool:
-                elements = list(pool.map(self._dataset.__getitem__, indices))
-        return {
-            name: np.stack([element[name] for element in elements])
-            for name in elements[0]
-        }
+        samples = self._ids(indices)
+        if self._columns is not None:
+            fields = {name: column[samples] for name, column in self._columns.items()}
+            return {"id": samples.astype(np.int32), **fields}
+        pairs = list(zip(indices, samples.tolist(), strict=True))
+        if not self.reads_ahead:
+            return stacked([self._read(row, sample) for row, sample in pairs])
+        # A pool per batch: nothing to end at exit, and cheap beside decoding.
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            return stacked(list(pool.map(lambda pair: self._read(*pair), pairs)))
+
+    def batches(
+        self, indices_of: Callable[[int], Sequence[int]], first: int, size: int
+    ) -> "grain.DatasetIterator[dict[str, np.ndarray]]":
+        """`batch(indices_of(k))` for k = `first`, `first` + 1 ... for ever, read ahead.
+
+        Args:
+            indices_of: `size` global row indices for each k; called from threads.
+            first: the first k.
+            size: rows of each batch.
+
+        Returns:
+            An iterator with grain's threads behind it; they hold two batches of rows.
+            To be closed.
+        """
+
+        def element(number: int) -> Columns:
+            row = indices_of(number // size)[number % size]
+            return self._read(row, int(self._ids([row])[0]))
+
+        options = grain.ReadOptions(
+            num_threads=self._num_threads, prefetch_buffer_size=2 * size
+        )
+        rows = grain.MapDataset.range(first * size, sys.maxsize).map(element)
+        ahead = rows.to_iter_dataset(options).batch(size, batch_fn=stacked)
+        return iter(ahead)
+
+    def _ids(self, rows: Sequence[int]) -> np.ndarray:
+        """[B] int64: the sample of each row."""
+        numbers = np.asarray(rows, np.int64)
+        return numbers if self._order is None else self._order.samples(numbers)
+
+    def _read(self, row: int, sample: int) -> Columns:
+        assert self._reader is not None
+        fields = self._reader.read(sample, (self._seed, int(row)))
+        return {"id": np.int32(sample), **fields}
+
+
+def stacked(elements: Sequence[Columns]) -> dict[str, np.ndarray]:
+    """Fields of several samples, the samples in dim 0."""
+    return {
+        name: np.stack([element[name] for element in elements]) for name in elements[0]
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +150,3 @@ def make_datasets(config: DataConfig, seed: int) -> Datasets:
         test=Source(test),
         identity=config.identity(),
     )
-
-
-class _InMemory:
-    num_threads = 1
-
-    def __init__(self, columns: Columns) -> None:
-        self._columns = columns
-
-    def __len__(self) -> int:
-        return len(next(iter(self._columns.values())))
-
-    def read(self, sample: int, entropy: tuple[int, int]) -> Columns:
-        del entropy
-        return {name: column[sample] for name, column in self._columns.items()}

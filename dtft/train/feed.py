@@ -48,6 +48,9 @@ class Prepared:
     def _read(self, step: int) -> Batch:
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Ends what reads ahead, if anything does."""
+
 
 class Feed(Prepared):
     """Batches in equal parts."""
@@ -58,20 +61,51 @@ class Feed(Prepared):
         self._source, self._global_batch = source, global_batch
         self._sharding = program.batch_sharding
         self._width = self._sharding.shard_shape((global_batch,))[0]
+        self._parts = local_parts(self._sharding, global_batch)
+        self._ahead: tuple[int, Any] | None = None
+        """The next step that is read ahead, and grain's iterator."""
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        if self._ahead is not None:
+            self._ahead[1].close()
+            self._ahead = None
 
     def _read(self, step: int) -> Batch:
-        slots = self._global_batch // self._width
-
-        def part(start: int) -> range:
-            return rows(step - 1, start // self._width, slots, self._global_batch)
-
-        starts, owned = local_parts(self._sharding, self._global_batch)
-        parts = {start: self._source.batch(part(start)) for start in starts}
+        starts, owned = self._parts
+        indices = self._indices(step)
+        columns = self._columns(step, indices)
+        parts = {
+            start: {
+                name: column[number * self._width : (number + 1) * self._width]
+                for name, column in columns.items()
+            }
+            for number, start in enumerate(starts)
+        }
         return Batch(
             arrays=place(parts, self._sharding, self._global_batch),
-            rows=[row for start in owned for row in part(start)],
-            ids=[int(i) for start in owned for i in parts[start]["id"]],
+            rows=[row for start in owned for row in self._part(step, start)],
+            ids=[i for start in owned for i in parts[start]["id"].tolist()],
         )
+
+    def _part(self, step: int, start: int) -> range:
+        slots = self._global_batch // self._width
+        return rows(step - 1, start // self._width, slots, self._global_batch)
+
+    def _indices(self, step: int) -> list[int]:
+        """Rows of this process's parts, in the order of the parts."""
+        return [row for start in self._parts[0] for row in self._part(step, start)]
+
+    def _columns(self, step: int, indices: list[int]) -> dict[str, np.ndarray]:
+        if not self._source.reads_ahead:
+            return self._source.batch(indices)
+        if self._ahead is None or self._ahead[0] != step:
+            self.close()
+            size = len(indices)
+            self._ahead = step, self._source.batches(self._indices, step, size)
+        _, iterator = self._ahead
+        self._ahead = step + 1, iterator
+        return next(iterator)
 
 
 def local_parts(

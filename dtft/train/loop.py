@@ -5,6 +5,7 @@ between one process and a cluster is behind the Runtime; everything that depends
 model is behind the Program. Must not know hosts, sockets or files.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,14 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
     asked_to_stop = False
     planned = runtime.choice.items if runtime.choice else {}
 
-    with RunLog(experiment, runtime, program, start=step) as log:
+    def items_of(step: int) -> Items:
+        shared = balancer.items if balancer else {}
+        return watch.items(step) | planned | shared
+
+    with (
+        contextlib.closing(feed),
+        RunLog(experiment, runtime, program, start=step) as log,
+    ):
         while not (watch.ended(step) or asked_to_stop):
             step += 1
             runtime.entered("data", step)
@@ -79,7 +87,9 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
             watch.add(step, metrics)
             runtime.entered("data", step + 1)
             feed.prepare(step + 1)
-            if watch.at_boundary(step):
+            if not watch.at_boundary(step):
+                continue
+            if runtime.takes(step) or watch.ended(step):
                 runtime.entered("save", step)
                 runtime.await_turn(step)
                 runtime.entered("step", step)
@@ -87,9 +97,8 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
                 log.write(watch.collect())  # a step that may be restored is in the log
                 runtime.finished_step(step)
                 runtime.entered("save", step)
-                shared = balancer.items if balancer else {}
-                runtime.save(step, state, watch.items(step) | planned | shared)
-                asked_to_stop = runtime.should_stop(step)
+                runtime.save(step, state, items_of(step))
+            asked_to_stop = runtime.should_stop(step)
         runtime.entered("step", step)
         log.write(watch.collect())
         summary: dict[str, Any] = {"step": step, "completed": watch.ended(step)}
@@ -101,7 +110,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
             )
             summary |= {f"test_{name}": value for name, value in test.items()}
         runtime.entered("save", step)
-        runtime.finish(step, summary)
+        runtime.finish(step, summary, state, items_of(step))
         log.finish(summary)
     return Result(step=step, state=state, summary=summary)
 
@@ -178,7 +187,9 @@ class Watch:
         """Whether the goal is reached.
 
         A plateau only counts where it is saved; with an automatic interval, only where
-        it is saved whatever the interval is: the end must not depend on timing.
+        it is saved whatever the interval is: the end must not depend on timing. While
+        values are still to be collected the answer may be a yes that they turn into a
+        no, never the other way round.
         """
         stop, checkpoint = self._experiment.stop, self._experiment.checkpoint
         saved = step in (self.start, self._saved)

@@ -98,6 +98,10 @@ class Runtime(Protocol):
         """Whether a snapshot is taken after `step`; equal on all processes."""
         ...
 
+    def takes(self, step: int) -> bool:
+        """Whether `save` keeps the state of this boundary, so that it is waited for."""
+        ...
+
     def await_turn(self, step: int) -> None:
         """Blocks until the last snapshot is safe, so that `step` may be collected."""
         ...
@@ -107,16 +111,18 @@ class Runtime(Protocol):
         ...
 
     def save(self, step: int, state: State, items: Items) -> None:
-        """Takes a snapshot: `state` is ready, and is donated once this returns."""
+        """Takes a snapshot: `state` is ready, and is donated once this returns.
+
+        Not called at a boundary that this runtime does not take.
+        """
         ...
 
     def should_stop(self, step: int) -> bool:
-        """Whether to end after `step`, which was saved; equal on all processes."""
+        """Whether to end after `step`, a boundary; equal on all processes."""
         ...
 
-    def finish(self, step: int, summary: dict[str, Any]) -> None:
-        """The run has ended, at its goal or because `should_stop` said so.
-
-        The state of `step` is the one last given to `save`, or the restored one.
-        """
+    def finish(
+        self, step: int, summary: dict[str, Any], state: State, items: Items
+    ) -> None:
+        """The run has ended at `step`, at its goal or because `should_stop` said so."""
         ...

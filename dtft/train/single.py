@@ -101,7 +101,6 @@ class LocalRuntime:
         self.choice: Choice | None = None
         self._stopping = False
         self._saved = -1
-        self._last: tuple[int, Any, dict[str, Any]] | None = None
         self._resolved = configs.to_json(experiment)
         self._refuse_other_config()
         make_run_directory(self.run_directory)
@@ -186,6 +185,11 @@ class LocalRuntime:
         interval = self._experiment.checkpoint.interval
         return interval == "auto" or step % interval == 0
 
+    def takes(self, step: int) -> bool:
+        """Where storage is due."""
+        interval = self._experiment.checkpoint.storage_interval
+        return interval > 0 and step % interval == 0
+
     def await_turn(self, step: int) -> None:
         """There is no snapshot in memory to wait for."""
 
@@ -194,19 +198,20 @@ class LocalRuntime:
 
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
         """Saves to storage when it is due."""
-        self._last = (step, state, items)
-        interval = self._experiment.checkpoint.storage_interval
-        if interval and step % interval == 0:
+        if self.takes(step):
             self._store(step, state, items)
 
     def should_stop(self, step: int) -> bool:
         """Whether a signal asked to end."""
         return self._stopping
 
-    def finish(self, step: int, summary: dict[str, Any]) -> None:
+    def finish(
+        self, step: int, summary: dict[str, Any], state: Any, items: dict[str, Any]
+    ) -> None:
         """Saves the last state and waits for storage."""
-        if self._last is not None and step != self._saved:
-            self._store(*self._last)
+        if step != self._saved and step > 0:
+            self._store(step, state, items)
+        self._storage.wait_until_finished()
         self._storage.close()
 
     @contextmanager
@@ -234,10 +239,13 @@ class LocalRuntime:
     def _store(self, step: int, state: Any, items: dict[str, Any]) -> None:
         from dtft.checkpoint import tree, typed_keys
 
+        self._storage.wait_until_finished()  # raises what went wrong in the last one
         arrays = typed_keys.plain(tree.to_paths(state))
+        if self._devices[0].platform == "cpu":
+            # The next step donates these buffers. Orbax returns once it has copied
+            # what is on a device, but reads the CPU's buffers while it writes.
+            arrays = {path: array.copy() for path, array in arrays.items()}
         self._storage.save(step, arrays, {**items, "config": self._resolved})
-        # The next step donates these buffers, which storage may still be reading.
-        self._storage.wait_until_finished()
         self._saved = step
 
     def _refuse_other_config(self) -> None:

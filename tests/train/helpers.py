@@ -59,6 +59,8 @@ class MemoryRuntime:
     saved: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     slot: int = 0
     num_slots: int = 1
+    every: int = 1
+    """Boundaries at multiples of it are taken."""
     stores_its_end: bool = True
     hosts: tuple[str, ...] = ("here",)
     generation: int = 0
@@ -94,6 +96,10 @@ class MemoryRuntime:
         """At multiples of the interval."""
         return step % self.interval == 0
 
+    def takes(self, step: int) -> bool:
+        """At multiples of `every`."""
+        return step % self.every == 0
+
     def await_turn(self, step: int) -> None:
         """Remembers the call."""
         self.calls.append(f"await_turn {step}")
@@ -111,9 +117,12 @@ class MemoryRuntime:
         """At the step the test gave."""
         return step == self.stop_at
 
-    def finish(self, step: int, summary: dict[str, Any]) -> None:
-        """Remembers the call."""
+    def finish(
+        self, step: int, summary: dict[str, Any], state: Any, items: dict[str, Any]
+    ) -> None:
+        """Remembers the call, and copies the state."""
         self.calls.append(f"finish {step}")
+        self.saved[step] = jax.tree.map(lambda x: np.array(x), state), items
 
 
 __all__ = ["MemoryRuntime", "MeshConfig", "as_bytes", "tiny"]

@@ -44,6 +44,20 @@ def test_a_row_has_the_same_bytes_whoever_reads_it(folder: Path) -> None:
             assert joined.tobytes() == column.tobytes()
 
 
+def test_what_is_read_ahead_is_what_is_read_when_it_is_due(folder: Path) -> None:
+    def second_half(step: int) -> range:
+        return rows(step, 1, 2, 12)
+
+    source = _train(folder)
+    assert source.reads_ahead
+    ahead = source.batches(second_half, 4, 6)
+    for step in (4, 5, 6):
+        due, found = source.batch(second_half(step)), next(ahead)
+        assert due.keys() == found.keys()
+        assert all(np.array_equal(due[name], found[name]) for name in due)
+    ahead.close()
+
+
 def test_an_epoch_has_every_file_once_and_the_next_shows_other_parts(
     folder: Path,
 ) -> None:

@@ -57,6 +57,38 @@ def test_calls_come_in_the_promised_order(tmp_path: Path) -> None:
     ]
 
 
+def test_a_boundary_that_is_not_taken_is_not_waited_for(tmp_path: Path) -> None:
+    runtime = MemoryRuntime(tmp_path, every=3)
+    result = run(tiny(tmp_path, steps=5), runtime)
+    assert runtime.calls == [
+        *(f"dispatched {step}" for step in (1, 2, 3)),
+        *("await_turn 3", "finished_step 3", "save 3"),
+        *("dispatched 4", "dispatched 5"),
+        *("await_turn 5", "finished_step 5", "save 5"),
+        "finish 5",
+    ]
+    each = MemoryRuntime(tmp_path / "each")
+    (tmp_path / "each").mkdir()
+    whole = run(tiny(tmp_path / "each", steps=5), each)
+    assert as_bytes(result.state) == as_bytes(whole.state)
+    assert runtime.saved[5][1] == each.saved[5][1]
+
+
+@pytest.mark.parametrize("stop_at", [-1, 2, 4])
+def test_a_run_ends_at_the_same_step_however_few_boundaries_are_waited_for(
+    tmp_path: Path, stop_at: int
+) -> None:
+    stop = StopConfig(steps=20, metric="loss", patience=3, min_delta=0.05)
+    ends = []
+    for every in (1, 7):
+        folder = tmp_path / str(every)
+        folder.mkdir()
+        runtime = MemoryRuntime(folder, every=every, stop_at=stop_at)
+        result = run(tiny(folder, stop=stop), runtime)
+        ends.append((result.step, result.summary, runtime.saved[result.step][1]))
+    assert ends[0] == ends[1] and ends[0][0] < 20
+
+
 def test_every_phase_is_told_and_compiling_is_one(tmp_path: Path) -> None:
     runtime = MemoryRuntime(tmp_path, interval=2)
     checkpoint = CheckpointConfig(interval=2, storage_interval=2)
