@@ -8,7 +8,7 @@ from tests.drills.harness import memory
 from tests.wheel.building import build
 from tests.wheel.environment import borrowing, use
 
-pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.drill, pytest.mark.drill_all, pytest.mark.timeout(300)]
 
 
 def test_a_wheel_is_enough(tmp_path: Path) -> None:
