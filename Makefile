@@ -60,6 +60,7 @@ bench: $(STAMP)
 	.venv/bin/python benchmarks/restore_plan.py
 	.venv/bin/python benchmarks/planning.py
 	.venv/bin/dtft bench transport
+	.venv/bin/python benchmarks/loop_overhead.py
 
 # Optional: fetches over RDMA. NIXL declares torch and runs without it.
 nixl: $(STAMP)
