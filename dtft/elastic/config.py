@@ -56,6 +56,8 @@ class AgentConfig:
     """Within which bounds the interval follows from what snapshots cost; None: not."""
     failure_budget: int = 2
     """So often may one exception come at the same step; the last ends the job."""
+    last_step: int = 0
+    """The step after which the job is done; 0 if only its trainers know."""
     storage_interval: int = 50
     """Steps from one export to storage to the next."""
     storage_keep: int = 3

@@ -145,6 +145,16 @@ class Ending:
             and self._loop.now() > self._finished_at + patience_s
         )
 
+    def conclude_for_others(self) -> None:
+        """Ends a job whose hosts are gone because it is done.
+
+        A host that was away when the job ended may find a store that has lost the
+        result: it would wait for the others. Storage has the job's last step.
+        """
+        last = self._config.last_step
+        if last and self._rounds.phase == "waiting" and last in self._storage.steps:
+            self.end("done", step=last)
+
     def result_without_store(self) -> str:
         """The result of an ended job that the store did not take in time, or ""."""
         late = self._loop.now() > self._ended_at + 2 * self._config.timeouts.lease

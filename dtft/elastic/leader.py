@@ -475,6 +475,7 @@ class Leader:
         if self.view.stop:
             self._ending.stop()
         self._ending.conclude()
+        self._ending.conclude_for_others()
         self._look_for_stuck()
         rounds.look_for_links()
         if rounds.ledger and (silent := rounds.ledger.silent_export()):

@@ -157,6 +157,7 @@ def _agent_config(options: Namespace, overrides: list[str]) -> AgentConfig:
         bind=options.bind,
         timeouts=experiment.timeouts,
         **_checkpoint_settings(experiment.checkpoint),
+        last_step=experiment.stop.steps,
         **flags,
     )
 

@@ -373,5 +373,35 @@ FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
             ),
         ],
     ),
+    (
+        "F15",
+        3003666,
+        {
+            "slots": 2,
+            "spares": 1,
+            "last_step": 11,
+            "storage_interval": 0,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="leader",
+                what="stop",
+                phase="committing",
+                after_s=0.25033358482930634,
+                seconds=15.742110854319671,
+            ),
+            Fault(
+                who="etcd", what="flaky", phase="exporting", seconds=2.2498052585954187
+            ),
+            Fault(
+                who="etcd",
+                what="empty",
+                phase="end",
+                after_s=0.01854715694126265,
+                seconds=16.01063878534411,
+            ),
+        ],
+    ),
 )
 """Name of the finding, seed, sizes of the job, faults."""

@@ -341,6 +341,7 @@ class World:
                 run_directory=Path("/sim/run"),
                 config_digest="",
                 arena_directory=Path("/sim"),
+                last_step=self.settings.last_step,
                 storage_interval=self.settings.storage_interval,
                 timeouts=self.settings.timeouts,
             )
