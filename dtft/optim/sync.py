@@ -59,7 +59,8 @@ def reduce_updates(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        return all_reduce(updates, axis_name, algorithm=algorithm), state
+        mean = all_reduce(updates, axis_name, op="mean", algorithm=algorithm)
+        return mean, state
 
     return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 

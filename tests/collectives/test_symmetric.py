@@ -123,9 +123,9 @@ def test_results_are_exactly_symmetric_and_wires_agree() -> None:
     def reduce_all(own: jax.Array) -> dict[str, jax.Array]:
         wires = ("full", "packed", "cholesky")
         return {
-            wire: all_reduce_symmetric(own, "replica", wire=wire, algorithm="native")
+            wire: all_reduce_symmetric(own, "replica", op="mean", wire=wire)
             for wire in wires
-        } | {"ring": all_reduce_symmetric(own, "replica", algorithm="ring")}
+        } | {"ring": all_reduce_symmetric(own, "replica", op="mean", algorithm="ring")}
 
     for result in over_devices(reduce_all, 3)(jnp.asarray(rows)).values():
         assert (np.asarray(result) == np.asarray(result).T).all()
@@ -265,3 +265,64 @@ def test_factors_that_do_not_go_together_are_refused() -> None:
         all_reduce_symmetric(jnp.ones((2, 2), jnp.int32), None, wire="cholesky")
     with pytest.raises(ValueError, match="n=4.0"):
         unpack_lower(jnp.ones(10), 4.0)  # pyright: ignore[reportArgumentType]
+
+
+def _gradients(function: Any, matrices: Any) -> np.ndarray:
+    """Of a weighted sum of a function's result, on all devices at once."""
+    n = matrices.shape[-1]
+    weights = np.arange(1.0, n * n + 1, dtype=np.float32).reshape(n, n)
+    loss = over_devices(lambda own: (weights * function(own)).sum(), len(matrices))
+    return np.asarray(jax.jit(jax.grad(loss))(jnp.asarray(matrices)))
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_the_gradient_of_every_wire_is_that_of_the_sum(op: Any) -> None:
+    rows = np.stack([definite(5, 100.0) * (i + 1) for i in range(3)])
+    full, packed, cholesky = (
+        _gradients(
+            lambda d, wire=wire: all_reduce_symmetric(d, "replica", op=op, wire=wire),
+            rows,
+        )
+        for wire in ("full", "packed", "cholesky")
+    )
+    assert np.abs(packed).max() > 1
+    np.testing.assert_allclose(full, packed, rtol=1e-6)
+    np.testing.assert_allclose(cholesky, packed, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", ["replica", None])
+def test_a_broadcast_factor_is_not_differentiated(axis: Any) -> None:
+    rows = np.stack([definite(3, 10.0)] * 2)
+    with pytest.raises(ValueError, match="broadcast_factor: matrix is differentiated"):
+        _gradients(
+            lambda d: jax.lax.psum(broadcast_factor(d, 0, axis) @ d, "replica"), rows
+        )
+    stopped = _gradients(
+        lambda d: jax.lax.psum(
+            broadcast_factor(jax.lax.stop_gradient(d), 0, axis) @ d, "replica"
+        ),
+        rows,
+    )
+    assert np.abs(stopped).max() > 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+def test_a_wire_that_would_round_exact_matrices_is_refused(dtype: Any) -> None:
+    matrix = jnp.asarray(symmetric(3, dtype=dtype)) * 1_000_003
+    for wire in ("full", "packed"):
+        with pytest.raises(ValueError, match=f"would round a matrix of {matrix.dtype}"):
+            all_reduce_symmetric(matrix, "replica", wire=wire, wire_dtype=jnp.bfloat16)
+
+
+def test_lists_in_the_place_of_matrices_and_a_traced_owner_are_refused() -> None:
+    matrix: Any = [[1.0, 0.0], [0.0, 1.0]]
+    calls: dict[str, Any] = {
+        "matrix": lambda: (pack_lower(matrix), all_reduce_symmetric(matrix, None)),
+        "packed": lambda: unpack_lower(matrix[0], 2),
+        "first": lambda: qr_combine(matrix, matrix),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"{name} is a list. Allowed: one array"):
+            call()
+    with pytest.raises(ValueError, match="owner is a traced .*int32"):
+        jax.jit(lambda owner: broadcast_factor(jnp.eye(2), owner, None))(0)
