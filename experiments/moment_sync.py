@@ -19,9 +19,9 @@ import numpy as np
 from optimizers_on_digits import Split, evaluate, initial, splits
 
 from dtft.optim import (
-    as_transform,
     average_params,
     max_belief_phases,
+    scale_by_max_belief,
     sync_moments,
 )
 from dtft.optim.per_replica import lift, map_rows
@@ -44,11 +44,10 @@ class Form:
 
     def transform(self, b1: float, b2: float) -> Any:
         """The optimizer, for the inside of a map over the replicas."""
-        phases = max_belief_phases(b1, b2)
         if self.kind == "gradient":
-            return as_transform(phases)
+            return scale_by_max_belief(b1, b2)
         return sync_moments(
-            phases,
+            max_belief_phases(b1, b2),
             AXIS,
             mode=self.kind,
             every=self.every,

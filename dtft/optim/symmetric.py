@@ -80,7 +80,7 @@ def exchange_symmetric(
     return exchange
 
 
-def with_local_gradients(
+def average_gradients(
     inner: optax.GradientTransformation,
     axis_name: str | None,
     algorithm: Algorithm = "native",
@@ -97,7 +97,7 @@ def with_local_gradients(
 
     >>> import jax.numpy as jnp
     >>> from dtft.optim import shampoo
-    >>> solver = with_local_gradients(shampoo(0.1), None)
+    >>> solver = average_gradients(shampoo(0.1), None)
     >>> params = jnp.ones((2, 2))
     >>> update, _ = solver.update(params, solver.init(params), params)
     >>> update.shape

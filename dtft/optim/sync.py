@@ -41,7 +41,11 @@ from dtft.optim.phases import Phases
 MOMENTS = ("mu", "nu", "nu_max")
 """What mode "state" reduces unless told otherwise: the moments of Max-AdaBelief."""
 REFRESH_ABOVE = 16.0
-"""A little above the largest update of Max-AdaBelief under a steady gradient."""
+"""A little above the largest update of Max-AdaBelief under a constant gradient, 15.5.
+
+Under one that grows for long, updates with fresh operands are larger too. Operands are
+then exchanged at every update, which costs what a period of 1 costs.
+"""
 
 
 def reduce_updates(

@@ -275,6 +275,9 @@ def _gradients(function: Any, matrices: Any) -> np.ndarray:
     return np.asarray(jax.jit(jax.grad(loss))(jnp.asarray(matrices)))
 
 
+WIRES: Any = ("full", "packed", "cholesky")
+
+
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_the_gradient_of_every_wire_is_that_of_the_sum(op: Any) -> None:
     rows = np.stack([definite(5, 100.0) * (i + 1) for i in range(3)])
@@ -283,7 +286,7 @@ def test_the_gradient_of_every_wire_is_that_of_the_sum(op: Any) -> None:
             lambda d, wire=wire: all_reduce_symmetric(d, "replica", op=op, wire=wire),
             rows,
         )
-        for wire in ("full", "packed", "cholesky")
+        for wire in WIRES
     )
     assert np.abs(packed).max() > 1
     np.testing.assert_allclose(full, packed, rtol=1e-6)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from dtft.checkpoint import tree
-from dtft.optim import guard_gradients, max_adabelief, shampoo
+from dtft.optim import max_adabelief, shampoo, skip_outlier_gradients
 from dtft.train.planned_update import update_specs
 
 DIVIDED, WHOLE = (("replica",), ()), ((), ())
@@ -33,7 +33,7 @@ def _specs(optimizer: Any, params: Any, divided: str) -> dict[str, Any]:
 OPTIMIZERS = {
     "adam": optax.adam(1e-3),
     "chain": optax.chain(optax.clip_by_global_norm(1.0), max_adabelief(1e-3)),
-    "guarded": guard_gradients(max_adabelief(1e-3)),
+    "guarded": skip_outlier_gradients(max_adabelief(1e-3)),
     "shampoo": shampoo(1e-3),
 }
 
