@@ -26,11 +26,12 @@ from dtft.collectives.packing import (
     pack_lower,
     unpack_lower,
 )
+from dtft.collectives.wire_costs import Wire, WireCosts
 
 Op = Literal["mean", "sum"]
 
-Wire = Literal["full", "packed", "cholesky"]
-"""What is sent for a symmetric matrix."""
+AnyWire = Wire | Literal["auto"]
+"""A wire, or the one that was measured to be the cheapest."""
 
 
 def all_reduce_symmetric(
@@ -39,8 +40,9 @@ def all_reduce_symmetric(
     *,
     op: Op = "sum",
     algorithm: Algorithm = "native",
-    wire: Wire = "packed",
+    wire: AnyWire = "packed",
     wire_dtype: DTypeLike | None = None,
+    costs: WireCosts | None = None,
 ) -> Array:
     """Sum or mean of symmetric matrices over an axis; the result is exactly symmetric.
 
@@ -53,6 +55,9 @@ def all_reduce_symmetric(
       every device gets all p of them and adds the products: p/2 times the bytes of
       ``packed`` and O(p n^3) work. Its merit: with wire_dtype bfloat16 the
       result stays positive definite (condition numbers to about 1e6).
+
+    * ``auto``: the one of them that `measure_wires` found the cheapest for matrices of
+      this size on these devices and links; ``costs`` is what it returned.
 
     Differentiable with every wire. The derivative of ``cholesky`` is that of the sum:
     jitter and rounding count as constants.
@@ -67,6 +72,7 @@ def all_reduce_symmetric(
         wire_dtype: floating dtype that numbers of a floating matrix are rounded to
             before they are sent (sums too, see `all_reduce`); None sends the matrix's
             own.
+        costs: for ``auto``, and only for it: what `measure_wires` returned.
 
     Returns:
         [..., n, n] of matrix's dtype. With ``cholesky`` a singular matrix counts with
@@ -78,8 +84,12 @@ def all_reduce_symmetric(
     """
     matrix = as_array("matrix", matrix)
     n = check_square(matrix)
-    check_options(op, algorithm, wire, wire_dtype)
+    check_options(op, algorithm, wire, wire_dtype, costs)
     _check_rounding(matrix, wire_dtype)
+    if costs is not None:
+        factored = algorithm == "native" and jnp.issubdtype(matrix.dtype, jnp.floating)
+        summed: tuple[Wire, ...] = ("full", "packed")
+        wire = costs.cheapest(n, (*summed, "cholesky") if factored else summed)
     if wire == "cholesky":
         check_factorable(matrix)
     if axis_name is None:
@@ -128,13 +138,24 @@ def _check_rounding(matrix: Array, wire_dtype: DTypeLike | None) -> None:
 
 
 def check_options(
-    op: str, algorithm: Algorithm, wire: Wire, wire_dtype: DTypeLike | None
+    op: str,
+    algorithm: Algorithm,
+    wire: AnyWire,
+    wire_dtype: DTypeLike | None,
+    costs: WireCosts | None = None,
 ) -> None:
     """Refuses options of `all_reduce_symmetric` that do not exist or go together."""
     if op not in ("mean", "sum"):
         raise ValueError(f"op={op!r} is unknown here. Allowed: 'mean', 'sum'.")
-    if wire not in get_args(Wire):
-        raise ValueError(f"wire={wire!r} is unknown. Allowed: {get_args(Wire)}.")
+    wires = (*get_args(Wire), "auto")
+    if wire not in wires:
+        raise ValueError(f"wire={wire!r} is unknown. Allowed: {wires}.")
+    if (wire == "auto") != (costs is not None):
+        raise ValueError(
+            f"wire={wire!r} with costs={costs!r}. Allowed: costs with wire='auto', and "
+            "only with it. Pass what dtft.collectives.measure_wires returned for this "
+            "mesh, or name a wire."
+        )
     check_algorithm(algorithm)
     if wire == "cholesky" and algorithm != "native":
         raise ValueError(

@@ -192,7 +192,7 @@ def max_adabelief(
         AdaBelief's reaches millions. While s grows the maximum is s itself, and the
         update is AdaBelief's: for a gradient that rises from 0.01 to 1 in 10,000 steps
         it reaches 1121 times the learning rate in both (AMSGrad's: 1.5). Noise of 1 %
-        of the gradient lowers that to 131, of 10 % to 17. For a bound that always
+        of the gradient lowers that to 134, of 10 % to 17.5. For a bound that always
         holds, clip the update: `optax.chain(scale_by_max_belief(), optax.clip(16.0),
         optax.scale_by_learning_rate(learning_rate))`; it changes nothing where no
         update is larger (`experiments/step_bounds.py`).

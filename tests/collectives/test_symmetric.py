@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 from dtft.collectives import (
+    WireCosts,
     all_reduce_symmetric,
     broadcast_factor,
     cholesky_decode,
     cholesky_encode,
+    measure_wires,
     pack_lower,
     packed_size,
     qr_combine,
@@ -329,3 +332,43 @@ def test_lists_in_the_place_of_matrices_and_a_traced_owner_are_refused() -> None
             call()
     with pytest.raises(ValueError, match="owner is a traced .*int32"):
         jax.jit(lambda owner: broadcast_factor(jnp.eye(2), owner, None))(0)
+
+
+def test_auto_takes_the_wire_that_was_measured_the_cheapest() -> None:
+    rows = np.stack([definite(6, 100.0) * (i + 1) for i in range(2)])
+    others: Any = {"full": 2.0, "packed": 2.0, "cholesky": 2.0}
+    for cheapest in others:
+        costs = WireCosts(seconds={6: {**others, cheapest: 1.0}, 600: others})
+        auto, named = (
+            over_devices(
+                lambda d, options=options: all_reduce_symmetric(
+                    d, "replica", **options
+                ),
+                2,
+            ).lower(jnp.asarray(rows))
+            for options in ({"wire": "auto", "costs": costs}, {"wire": cheapest})
+        )
+        assert auto.as_text() == named.as_text()
+    # Factors cannot be summed in a ring, and integers have none.
+    costs = WireCosts(seconds={6: {**others, "cholesky": 1.0, "packed": 1.5}})
+    for matrices, algorithm in ((rows, "ring"), (rows.astype(np.int32), "native")):
+        reduced = over_devices(
+            lambda d, how=algorithm: all_reduce_symmetric(
+                d, "replica", wire="auto", costs=costs, algorithm=how
+            ),
+            2,
+        )(jnp.asarray(matrices))
+        np.testing.assert_allclose(reduced, matrices.sum(0), rtol=1e-5)
+
+
+def test_wires_are_measured_on_the_mesh() -> None:
+    mesh = jax.make_mesh((2,), ("replica",), (AxisType.Auto,))
+    costs = measure_wires(mesh, "replica", [4, 16], rounds=2)
+    assert costs.seconds.keys() == {4, 16}
+    assert all(s > 0 for found in costs.seconds.values() for s in found.values())
+    with pytest.raises(ValueError, match="axis_name='fsdp' is not an axis of the mesh"):
+        measure_wires(mesh, "fsdp", [4])
+    with pytest.raises(ValueError, match="wire='auto' with costs=None"):
+        all_reduce_symmetric(jnp.eye(2), None, wire="auto")
+    with pytest.raises(ValueError, match="wire='packed' with costs=WireCosts"):
+        all_reduce_symmetric(jnp.eye(2), None, costs=costs)
