@@ -20,6 +20,8 @@ from jax.typing import DTypeLike
 Wire = Literal["full", "packed", "cholesky"]
 """What is sent for a symmetric matrix."""
 
+WIRES: tuple[Wire, ...] = get_args(Wire)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WireCosts:
@@ -27,7 +29,7 @@ class WireCosts:
 
     seconds: Mapping[int, Mapping[Wire, float]]
 
-    def cheapest(self, n: int, wires: Collection[Wire] = get_args(Wire)) -> Wire:
+    def cheapest(self, n: int, wires: Collection[Wire] = WIRES) -> Wire:
         """The wire that took least at the measured size nearest to n, by ratio.
 
         Raises:
@@ -39,13 +41,15 @@ class WireCosts:
         ('full', 'packed', 'packed')
         """
         nearest = min(self.seconds, key=lambda m: abs(math.log(max(n, 1) / m)))
-        found = {w: s for w, s in self.seconds[nearest].items() if w in wires}
+        found: dict[Wire, float] = {
+            w: s for w, s in self.seconds[nearest].items() if w in wires
+        }
         if not found:
             raise ValueError(
                 f"costs has {sorted(self.seconds[nearest])} for n={nearest}, none of "
                 f"which is possible here: {sorted(wires)}. Measure one of them too."
             )
-        return min(found, key=lambda wire: found[wire])
+        return min(found.items(), key=lambda item: item[1])[0]
 
 
 def measure_wires(
@@ -53,7 +57,7 @@ def measure_wires(
     axis_name: str,
     sizes: Sequence[int],
     *,
-    wires: Collection[Wire] = get_args(Wire),
+    wires: Collection[Wire] = WIRES,
     dtype: DTypeLike = jnp.float32,
     wire_dtype: DTypeLike | None = None,
     rounds: int = 5,
@@ -84,7 +88,9 @@ def measure_wires(
     _check(mesh, axis_name, sizes, wires, rounds)
     seconds: dict[int, dict[Wire, float]] = {}
     for n in sizes:
-        programs = {w: _program(mesh, axis_name, w, wire_dtype) for w in wires}
+        programs: dict[Wire, jax.stages.Wrapped] = {
+            w: _program(mesh, axis_name, w, wire_dtype) for w in wires
+        }
         everywhere = NamedSharding(mesh, PartitionSpec())
         matrix = jax.device_put(np.eye(n, dtype=np.float32), everywhere).astype(dtype)
         for program in programs.values():
@@ -95,9 +101,9 @@ def measure_wires(
                 begun = time.perf_counter()
                 jax.block_until_ready(program(matrix))
                 times[wire].append(time.perf_counter() - begun)
-        medians = [statistics.median(times[wire]) for wire in wires]
+        medians = [statistics.median(each) for each in times.values()]
         agreed = _largest(np.asarray(medians, np.float32), mesh)
-        seconds[n] = dict(zip(wires, agreed.tolist(), strict=True))
+        seconds[n] = dict(zip(times, agreed.tolist(), strict=True))
     return WireCosts(seconds=seconds)
 
 
@@ -146,5 +152,5 @@ def _check(
             f"sizes={list(sizes)}, rounds={rounds}. Allowed: at least one size, each 1 "
             "or more, and 1 round or more."
         )
-    if not wires or set(wires) - set(get_args(Wire)):
-        raise ValueError(f"wires={list(wires)}. Allowed: some of {get_args(Wire)}.")
+    if not wires or set(wires) - set(WIRES):
+        raise ValueError(f"wires={list(wires)}. Allowed: some of {WIRES}.")

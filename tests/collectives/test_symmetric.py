@@ -351,7 +351,8 @@ def test_auto_takes_the_wire_that_was_measured_the_cheapest() -> None:
         assert auto.as_text() == named.as_text()
     # Factors cannot be summed in a ring, and integers have none.
     costs = WireCosts(seconds={6: {**others, "cholesky": 1.0, "packed": 1.5}})
-    for matrices, algorithm in ((rows, "ring"), (rows.astype(np.int32), "native")):
+    possible: Any = ((rows, "ring"), (rows.astype(np.int32), "native"))
+    for matrices, algorithm in possible:
         reduced = over_devices(
             lambda d, how=algorithm: all_reduce_symmetric(
                 d, "replica", wire="auto", costs=costs, algorithm=how

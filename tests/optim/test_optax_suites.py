@@ -11,12 +11,12 @@ import pytest
 from tests.optim import optax_suite
 
 ROOT = Path(__file__).parents[2]
-LEAST = {"alias": 30, "contrib": 30, "float64": 1, "sharding": 3}
+LEAST = {"alias": 16, "contrib": 27, "float64": 1, "sharding": 3}
 """Tests that each suite has for one optimizer, at least."""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(560)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("suite", optax_suite.SUITES)
 def test_our_optimizers_pass_where_adabelief_does(suite: str) -> None:
     if optax_suite.source(suite) is None:
