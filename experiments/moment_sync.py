@@ -28,7 +28,7 @@ from dtft.optim.per_replica import lift, map_rows
 from experiments import report
 
 NAME, AXIS = "moment_sync", "replica"
-FACTORS = (0.5, 1.0, 2.0, 8**0.5, 4.0, 32**0.5)
+FACTORS = (0.5, 1.0, 2.0, 4.0, 32**0.5, 8.0, 128**0.5)
 """Learning rates that are tried, as multiples of RATE."""
 REPLICAS, SEEDS, STEPS, BATCH, RATE = 8, 3, 400, 96, 3e-3
 WORKERS, TOY_STEPS, TOY_RATE, NOISE = 256, 40_000, 1e-3, 1.5
