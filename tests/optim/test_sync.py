@@ -227,7 +227,7 @@ def test_the_host_commands_an_exchange() -> None:
     commanded: Any = sync_moments(
         phases, AXIS, every={"mu": 1, "nu_max": 0}, commanded=True
     )
-    always: Any = sync_moments(max_belief_phases(b2=0.99), AXIS)
+    always: Any = sync_moments(phases, AXIS)
     states = lift(commanded.init(jnp.zeros(16)), 2), lift(always.init(jnp.zeros(16)), 2)
     updates = _sharded(commanded, 2), _sharded(always, 2)
     held = np.zeros(16)
