@@ -57,6 +57,7 @@ bench: $(STAMP)
 	.venv/bin/dtft bench digits_cnn
 	.venv/bin/python benchmarks/optimizer_step.py
 	.venv/bin/python benchmarks/packed_all_reduce.py
+	.venv/bin/python benchmarks/cholesky_wire.py
 	.venv/bin/python benchmarks/restore_plan.py
 	.venv/bin/python benchmarks/planning.py
 	.venv/bin/dtft bench transport

@@ -62,8 +62,8 @@ def transforms(problem: Problem) -> dict[str, Any]:
         "adabelief": optax.scale_by_belief(b1, b2, eps, root),
         "amsgrad": optax.scale_by_amsgrad(b1, b2),
         "max_adabelief": scale_by_max_belief(b1, b2, eps, root),
-        "max_adabelief, debias_max=False": scale_by_max_belief(
-            b1, b2, eps, root, debias_max=False
+        "max_adabelief, bias_correct_max=False": scale_by_max_belief(
+            b1, b2, eps, root, bias_correct_max=False
         ),
     }
 

@@ -78,7 +78,7 @@ def _program(mesh: Mesh, wire: str) -> Any:
     def reduce(own: jax.Array) -> jax.Array:
         if wire == PLAIN:
             return jax.lax.pmean(own[0], "replica")
-        return all_reduce_symmetric(own[0], "replica", **WIRES[wire])
+        return all_reduce_symmetric(own[0], "replica", op="mean", **WIRES[wire])
 
     return jax.jit(
         jax.shard_map(

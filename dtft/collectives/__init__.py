@@ -4,7 +4,8 @@
 * `ring_reduce_scatter`, `ring_all_gather`, `broadcast`: the parts, for own designs.
 * `bytes_sent`: what an all-reduce costs.
 * `all_reduce_symmetric`: of matrices that the caller declares symmetric, at half the
-  bytes; `pack_lower`, `unpack_lower`, `unpack_triangle`: its packing.
+  bytes; `pack_lower`, `unpack_lower`, `unpack_triangle`: its packing;
+  `measure_wires`: what its wires cost here, for `wire="auto"`.
 * `cholesky_encode`, `cholesky_decode`, `broadcast_factor`, `qr_combine`,
   `reduce_factors`: positive definite matrices as factors.
 * `reduced_gradients`, `reduce_in_backward`, `HostCommanded`: gradients averaged on the
@@ -37,16 +38,19 @@ from dtft.collectives.packing import (
     unpack_triangle,
 )
 from dtft.collectives.ring import ring_all_gather, ring_reduce_scatter
-from dtft.collectives.symmetric import Wire, all_reduce_symmetric
+from dtft.collectives.symmetric import AnyWire, all_reduce_symmetric
+from dtft.collectives.wire_costs import Wire, WireCosts, measure_wires
 
 __all__ = [
     "Algorithm",
     "AxisName",
     "CholeskyCode",
+    "AnyWire",
     "HostCommanded",
     "Op",
     "Trigger",
     "Wire",
+    "WireCosts",
     "all_reduce",
     "all_reduce_symmetric",
     "broadcast",
@@ -54,6 +58,7 @@ __all__ = [
     "bytes_sent",
     "cholesky_decode",
     "cholesky_encode",
+    "measure_wires",
     "pack_lower",
     "packed_size",
     "qr_combine",

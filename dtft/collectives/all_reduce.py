@@ -35,10 +35,10 @@ def all_reduce(
     x: Any,
     axis_name: AxisName | None,
     *,
-    op: Op = "mean",
+    op: Op = "sum",
     algorithm: Algorithm = "native",
 ) -> Any:
-    """Combines x over all devices of an axis; every device gets the same bits.
+    """Sums x over all devices of an axis; every device gets the same bits.
 
     * ``native`` (default, and always on accelerators): `lax.psum`, `lax.pmax`. The
       backend chooses the order of summation and may choose another one next time.
@@ -71,17 +71,19 @@ def all_reduce(
         x: an array or a pytree of arrays of any shape, each reduced for itself.
         axis_name: mesh axis, or a tuple of axes used as one. None: one device, and x is
             returned as it is, so the same code serves one device and many.
-        op: ``mean`` (floating or complex), ``sum`` (not bool) or ``max`` (not complex).
+        op: ``sum`` (default; not bool), ``mean`` (floating or complex) or ``max`` (not
+            complex).
         algorithm: see above.
 
     Returns:
         A pytree like x.
 
     Raises:
-        ValueError: an unknown op or algorithm, or an op that x's dtype does not have.
+        ValueError: an unknown op or algorithm, an op that x's dtype does not have, or
+            an axis that is not bound.
 
     >>> x = jnp.array([1.0, 2.0, 6.0])
-    >>> ring = lambda v: all_reduce(v, "replica", op="sum", algorithm="ring")
+    >>> ring = lambda v: all_reduce(v, "replica", algorithm="ring")
     >>> jax.vmap(ring, axis_name="replica")(x).tolist()
     [9.0, 9.0, 9.0]
     >>> all_reduce(x, None).tolist()

@@ -9,13 +9,15 @@ packed matrix (`dtft.collectives.symmetric`).
 Shapes: n rows; m = n(n+1)/2 packed numbers. Factors are lower triangular, L L^T = D.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from dtft.collectives.hops import AxisName, axis_size, broadcast
+from dtft.collectives.hops import AxisName, as_array, axis_size, broadcast, check_root
 from dtft.collectives.in_turn import in_turn_on_cpu
 from dtft.collectives.packing import (
     check_square,
@@ -68,6 +70,7 @@ def cholesky_encode(
     >>> bool(cholesky_encode(jnp.array([[1.0, 2.0], [2.0, 1.0]])).ok)  # eigenvalue -1
     False
     """
+    matrix = as_array("matrix", matrix)
     n = check_factorable(matrix)
     if not jitter > 0:
         raise ValueError(f"jitter={jitter} must be > 0. The default is 1e-6.")
@@ -92,7 +95,7 @@ def cholesky_decode(packed: Array, n: int) -> Array:
     Computed and returned in float32 at least, at full precision (TF32 products would
     lose what the factor keeps: definiteness).
     """
-    factor = _at_least_float32(unpack_triangle(packed, n))
+    factor = _at_least_float32(unpack_triangle(as_array("packed", packed), n))
     product = jnp.matmul(
         factor, jnp.swapaxes(factor, -1, -2), precision=lax.Precision.HIGHEST
     )
@@ -122,9 +125,13 @@ def broadcast_factor(
         owner's matrix could not be encoded, so that it cannot be mistaken for a factor.
 
     Raises:
-        ValueError: as `cholesky_encode` and `broadcast`.
+        ValueError: as `cholesky_encode`; the owner is no static index along the axis;
+            or the call is differentiated, which has no derivative: factors travel as
+            integers. Broadcast the matrix and factor it where a derivative is needed.
     """
+    matrix = _undifferentiable(as_array("matrix", matrix), "broadcast_factor")
     n = check_square(matrix)
+    check_root("owner", owner, 1 if axis_name is None else axis_size(axis_name))
 
     def encode(own: Array) -> Array:
         return _poisoned(cholesky_encode(own, jitter=jitter, wire_dtype=wire_dtype))
@@ -141,6 +148,23 @@ def broadcast_factor(
         bits = broadcast(_as_bits(own), owner, axis_name)
         code = lax.bitcast_convert_type(bits, own.dtype)
     return _at_least_float32(unpack_triangle(code, n))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _undifferentiable(matrix: Array, caller: str) -> Array:
+    del caller
+    return matrix
+
+
+@_undifferentiable.defjvp
+def _refuse(caller: str, primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise ValueError(
+        f"{caller}: matrix is differentiated, but its factor travels as integers, "
+        "whose derivative would be exactly zero. Allowed: matrices that do not depend "
+        "on what is differentiated. Pass jax.lax.stop_gradient(matrix), or send it "
+        "with `broadcast` and factor it with jnp.linalg.cholesky on every device."
+    )
 
 
 def gather_codes(
@@ -170,6 +194,7 @@ def qr_combine(first: Array, second: Array) -> Array:
     >>> round(float((L @ L.T)[0, 0]), 5)
     5.0
     """
+    first, second = as_array("first", first), as_array("second", second)
     check_square(first)
     if first.shape != second.shape or first.dtype != second.dtype:
         raise ValueError(
@@ -195,6 +220,7 @@ def reduce_factors(factor: Array, axis_name: AxisName | None) -> Array:
     Returns:
         [..., n, n], lower triangular with a diagonal >= 0.
     """
+    factor = as_array("factor", factor)
     n = check_square(factor)
     if axis_name is None:
         return factor

@@ -104,7 +104,7 @@ def reduced_gradients(
     def local(params: Any, batch: Any) -> ValueAndGradients:
         value, gradients = jax.value_and_grad(used, has_aux=has_aux)(params, batch)
         if trigger == "device":
-            gradients = all_reduce(gradients, axis_name, algorithm=algorithm)
+            gradients = all_reduce(gradients, axis_name, op="mean", algorithm=algorithm)
         return lax.pmean(value, axis_name), gradients
 
     return jax.jit(over_shares(local, mesh, axis_name, PartitionSpec()))

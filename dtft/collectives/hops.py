@@ -9,15 +9,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 
 AxisName = str | tuple[str, ...]
 """One mesh axis, or several used as one (row-major, as in `lax.axis_index`)."""
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """Number of devices along the axis, p: a Python int, known while tracing."""
-    return int(lax.axis_size(axis_name))
+    """Number of devices along the axis, p: a Python int, known while tracing.
+
+    Raises:
+        ValueError: no axis of that name is bound here.
+    """
+    try:
+        return int(lax.axis_size(axis_name))
+    except NameError:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not bound here. Allowed: axes of the "
+            "jax.shard_map (or jax.vmap) that this is called inside of. Name one of "
+            "its axes, or pass axis_name=None for one device."
+        ) from None
+
+
+def as_array(argument: str, value: Any) -> Array:
+    """The value as an array.
+
+    Raises:
+        ValueError: a list, another container, None or a string.
+    """
+    if isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        return jnp.asarray(value)
+    raise ValueError(
+        f"{argument} is a {type(value).__name__}. Allowed: one array. Convert a list "
+        "with jnp.asarray; for a pytree map the call over its leaves with "
+        "jax.tree.map."
+    )
 
 
 def send_next(x: Any, axis_name: AxisName) -> Any:
@@ -85,7 +113,7 @@ def broadcast(x: Array, root: int, axis_name: AxisName | None) -> Array:
         receives them once (under `check_vma=True` see `replicated`).
 
     Raises:
-        ValueError: if there is no such root.
+        ValueError: x is not an array, the axis is not bound, or there is no such root.
 
     >>> mesh = jax.sharding.Mesh(jax.devices(), ("replica",))
     >>> from_0 = jax.shard_map(
@@ -94,11 +122,12 @@ def broadcast(x: Array, root: int, axis_name: AxisName | None) -> Array:
     >>> from_0(7 + jnp.arange(jax.device_count())).tolist()
     [7]
     """
+    x = as_array("x", x)
     if axis_name is None:
-        _check_root(root, 1)
+        check_root("root", root, 1)
         return x
     num = axis_size(axis_name)
-    _check_root(root, num)
+    check_root("root", root, num)
     rank = (lax.axis_index(axis_name) - root) % num
     distance = 1
     while distance < num:
@@ -111,9 +140,21 @@ def broadcast(x: Array, root: int, axis_name: AxisName | None) -> Array:
     return replicated(x, axis_name)
 
 
-def _check_root(root: int, num: int) -> None:
+def check_root(argument: str, root: Any, num: int) -> None:
+    """Refuses what is no index along an axis of `num` devices."""
+    if isinstance(root, Tracer):
+        raise ValueError(
+            f"{argument} is a traced {jax.typeof(root)}. Allowed: a Python int, since "
+            "who sends to whom is fixed when the program is compiled. Mark it as a "
+            "static argument of jax.jit."
+        )
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
+        raise ValueError(
+            f"{argument}={root!r} is not an index. Allowed: an int, 0 to {num - 1}. "
+            "Pass the index along the axis."
+        )
     if not 0 <= root < num:
         raise ValueError(
-            f"root={root} is not a device of an axis of size {num}. Allowed: 0 to "
-            f"{num - 1}. Pass the index along the axis, not a device id."
+            f"{argument}={root} is not a device of an axis of size {num}. Allowed: 0 "
+            f"to {num - 1}. Pass the index along the axis, not a device id."
         )

@@ -118,7 +118,7 @@ def _programs(
 
     def reduce(rows: ValueAndGradients) -> ValueAndGradients:
         value, gradients = jax.tree.map(lambda leaf: leaf[0], rows)
-        gradients = all_reduce(gradients, axis_name, algorithm=algorithm)
+        gradients = all_reduce(gradients, axis_name, op="mean", algorithm=algorithm)
         return lax.pmean(value, axis_name), gradients
 
     reduce_rows = jax.shard_map(

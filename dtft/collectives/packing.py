@@ -12,12 +12,14 @@ the stack and overruns it from about n = 1000 (tests/collectives/test_large.py).
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from dtft.collectives.bands import mirror_into
+from dtft.collectives.hops import as_array
 
 LARGE = 512
 """Rows from which on unpacking is done in bands on CPU: below it does not pay."""
@@ -44,7 +46,7 @@ def pack_lower(matrix: Array) -> Array:
         The order is RFP's, the same for every matrix of this n.
 
     Raises:
-        ValueError: the last two dims are not a square.
+        ValueError: not an array, or the last two dims are not a square.
 
     >>> d = jnp.array([[1, 2, 4], [2, 3, 5], [4, 5, 6]])
     >>> sorted(pack_lower(d).tolist())
@@ -52,6 +54,7 @@ def pack_lower(matrix: Array) -> Array:
     >>> bool((unpack_lower(pack_lower(d), 3) == d).all())
     True
     """
+    matrix = as_array("matrix", matrix)
     n = check_square(matrix)
     h = n - n // 2
     first, square, second = (
@@ -107,8 +110,9 @@ def mirror_lower(matrix: Array) -> Array:
     return jnp.tril(matrix) + above
 
 
-def check_square(matrix: Array) -> int:
-    """The n of [..., n, n], or a ValueError."""
+def check_square(matrix: Any) -> int:
+    """The n of an array [..., n, n], or a ValueError."""
+    matrix = as_array("matrix", matrix)
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
         raise ValueError(
             f"matrix has shape {matrix.shape}. Allowed: [..., n, n]. Only square "
@@ -140,6 +144,7 @@ def _unpack_in_bands(packed: Array, n: int) -> Array:
 
 def _lines(packed: Array, n: int) -> Array:
     """The rectangle: [..., n + 1 - n % 2, h]."""
+    packed = as_array("packed", packed)
     if not isinstance(n, int) or n < 0:
         raise ValueError(f"n={n!r} is not a number of rows. Allowed: int, 0 or more.")
     if packed.shape[-1:] != (packed_size(n),):

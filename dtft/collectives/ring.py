@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dtft.collectives.hops import AxisName, axis_size, send_next
+from dtft.collectives.hops import AxisName, as_array, axis_size, send_next
 
 
 def ring_reduce_scatter(
@@ -32,7 +32,7 @@ def ring_reduce_scatter(
         (like `lax.psum_scatter`, whose order is the backend's).
 
     Raises:
-        ValueError: if there is not one chunk per device.
+        ValueError: not one chunk per device, or the axis is not bound.
 
     The classic picture: devices 0 to 3 with chunks a, b, c, d. In each of three hops
     every device passes on one partial sum and adds its own part to the one it gets::
@@ -58,7 +58,7 @@ def ring_reduce_scatter(
     >>> phase_2(sums).tolist()[2]  # the same four sums on every device
     [1111, 2222, 3333, 4444]
     """
-    num = axis_size(axis_name)
+    chunks, num = as_array("chunks", chunks), axis_size(axis_name)
     if chunks.shape[:1] != (num,):
         raise ValueError(
             f"chunks has shape {chunks.shape}, but the axis {axis_name!r} has {num} "
@@ -81,7 +81,7 @@ def ring_all_gather(chunk: Array, axis_name: AxisName) -> Array:
     >>> gather(jnp.array([1111, 2222, 3333, 4444]))[2].tolist()
     [1111, 2222, 3333, 4444]
     """
-    num = axis_size(axis_name)
+    chunk, num = as_array("chunk", chunk), axis_size(axis_name)
     pieces = [chunk]
     for _ in range(1, num):
         pieces.append(send_next(pieces[-1], axis_name))

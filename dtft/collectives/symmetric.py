@@ -4,8 +4,10 @@ Decides what travels for a matrix that the caller declares symmetric. Never gues
 one is, and knows nothing of what the matrices are for.
 """
 
+import functools
 from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -17,28 +19,32 @@ from dtft.collectives.cholesky import (
     cholesky_decode,
     gather_codes,
 )
-from dtft.collectives.hops import AxisName, axis_size
+from dtft.collectives.hops import AxisName, as_array, axis_size
 from dtft.collectives.packing import (
     check_square,
     mirror_lower,
     pack_lower,
     unpack_lower,
 )
+from dtft.collectives.wire_costs import Wire, WireCosts
 
-Wire = Literal["full", "packed", "cholesky"]
-"""What is sent for a symmetric matrix."""
+Op = Literal["mean", "sum"]
+
+AnyWire = Wire | Literal["auto"]
+"""A wire, or the one that was measured to be the cheapest."""
 
 
 def all_reduce_symmetric(
     matrix: Array,
     axis_name: AxisName | None,
     *,
-    op: Literal["mean", "sum"] = "mean",
+    op: Op = "sum",
     algorithm: Algorithm = "native",
-    wire: Wire = "packed",
+    wire: AnyWire = "packed",
     wire_dtype: DTypeLike | None = None,
+    costs: WireCosts | None = None,
 ) -> Array:
-    """Mean or sum of symmetric matrices over an axis; the result is exactly symmetric.
+    """Sum or mean of symmetric matrices over an axis; the result is exactly symmetric.
 
     * ``packed`` (default): the lower triangle, half the bytes, exact. A narrow
       wire_dtype can cost definiteness: in bfloat16 the smallest eigenvalues of an
@@ -50,35 +56,46 @@ def all_reduce_symmetric(
       ``packed`` and O(p n^3) work. Its merit: with wire_dtype bfloat16 the
       result stays positive definite (condition numbers to about 1e6).
 
+    * ``auto``: the one of them that `measure_wires` found the cheapest for matrices of
+      this size on these devices and links; ``costs`` is what it returned.
+
+    Differentiable with every wire. The derivative of ``cholesky`` is that of the sum:
+    jitter and rounding count as constants.
+
     Args:
         matrix: [..., n, n], symmetric by the caller's word; only the lower triangle is
             read.
         axis_name: axis or axes; None means one device, and matrix is returned as it is.
-        op: "mean" or "sum".
+        op: "sum" (default) or "mean".
         algorithm: as for `all_reduce`; ``cholesky`` is gathered, so only "native".
         wire: see above.
-        wire_dtype: floating dtype that numbers are rounded to before they are sent
-            (sums too, see `all_reduce`); None sends the matrix's own.
+        wire_dtype: floating dtype that numbers of a floating matrix are rounded to
+            before they are sent (sums too, see `all_reduce`); None sends the matrix's
+            own.
+        costs: for ``auto``, and only for it: what `measure_wires` returned.
 
     Returns:
         [..., n, n] of matrix's dtype. With ``cholesky`` a singular matrix counts with
         the jitter of `cholesky_encode`; one that cannot be encoded makes it all NaN.
 
     Raises:
-        ValueError: not square, an unknown option, or options that do not go together.
+        ValueError: not square, an unknown option, options that do not go together, a
+            wire_dtype that would round integers, or an axis that is not bound.
     """
+    matrix = as_array("matrix", matrix)
     n = check_square(matrix)
-    check_options(op, algorithm, wire, wire_dtype)
+    check_options(op, algorithm, wire, wire_dtype, costs)
+    _check_rounding(matrix, wire_dtype)
+    if costs is not None:
+        factored = algorithm == "native" and jnp.issubdtype(matrix.dtype, jnp.floating)
+        summed: tuple[Wire, ...] = ("full", "packed")
+        wire = costs.cheapest(n, (*summed, "cholesky") if factored else summed)
     if wire == "cholesky":
         check_factorable(matrix)
     if axis_name is None:
         return matrix
     if wire == "cholesky":
-        factors = gather_codes(matrix, axis_name, wire_dtype)
-        total = cholesky_decode(factors, n).sum(0)
-        if op == "mean":
-            total = total / jnp.asarray(axis_size(axis_name), total.dtype)
-        return total.astype(matrix.dtype)
+        return _sum_of_products(matrix, axis_name, op, wire_dtype)
     sent = pack_lower(matrix) if wire == "packed" else matrix
     sent = sent if wire_dtype is None else sent.astype(wire_dtype)
     total = all_reduce(sent, axis_name, op=op, algorithm=algorithm)
@@ -86,14 +103,59 @@ def all_reduce_symmetric(
     return unpack_lower(total, n) if wire == "packed" else mirror_lower(total)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _sum_of_products(
+    matrix: Array, axis_name: AxisName, op: Op, wire_dtype: DTypeLike | None
+) -> Array:
+    factors = gather_codes(matrix, axis_name, wire_dtype)
+    total = cholesky_decode(factors, matrix.shape[-1]).sum(0)
+    if op == "mean":
+        total = total / jnp.asarray(axis_size(axis_name), total.dtype)
+    return total.astype(matrix.dtype)
+
+
+@_sum_of_products.defjvp
+def _tangent_of_sum(
+    axis_name: AxisName,
+    op: Op,
+    wire_dtype: DTypeLike | None,
+    primals: tuple[Array],
+    tangents: tuple[Array],
+) -> tuple[Array, Array]:
+    # Factors travel as integers, which have no derivative; what they make is the sum.
+    total = _sum_of_products(*primals, axis_name, op, wire_dtype)
+    return total, all_reduce_symmetric(*tangents, axis_name, op=op)
+
+
+def _check_rounding(matrix: Array, wire_dtype: DTypeLike | None) -> None:
+    if wire_dtype is None or jnp.issubdtype(matrix.dtype, jnp.floating):
+        return
+    raise ValueError(
+        f"wire_dtype={jnp.dtype(wire_dtype)} would round a matrix of {matrix.dtype}. "
+        "Allowed with integer and complex matrices: None, which sends them exactly. "
+        "Leave wire_dtype out, or cast the matrix first."
+    )
+
+
 def check_options(
-    op: str, algorithm: Algorithm, wire: Wire, wire_dtype: DTypeLike | None
+    op: str,
+    algorithm: Algorithm,
+    wire: AnyWire,
+    wire_dtype: DTypeLike | None,
+    costs: WireCosts | None = None,
 ) -> None:
     """Refuses options of `all_reduce_symmetric` that do not exist or go together."""
     if op not in ("mean", "sum"):
         raise ValueError(f"op={op!r} is unknown here. Allowed: 'mean', 'sum'.")
-    if wire not in get_args(Wire):
-        raise ValueError(f"wire={wire!r} is unknown. Allowed: {get_args(Wire)}.")
+    wires = (*get_args(Wire), "auto")
+    if wire not in wires:
+        raise ValueError(f"wire={wire!r} is unknown. Allowed: {wires}.")
+    if (wire == "auto") != (costs is not None):
+        raise ValueError(
+            f"wire={wire!r} with costs={costs!r}. Allowed: costs with wire='auto', and "
+            "only with it. Pass what dtft.collectives.measure_wires returned for this "
+            "mesh, or name a wire."
+        )
     check_algorithm(algorithm)
     if wire == "cholesky" and algorithm != "native":
         raise ValueError(

@@ -7,14 +7,13 @@ names are here as well, and load on first use. Shampoo loads it with its first r
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dtft.optim.guard import GuardState, guard_gradients, unguarded
+from dtft.optim.guard import SkipOutliersState, skip_outlier_gradients
 from dtft.optim.max_adabelief import (
     ScaleByMaxBeliefState,
     max_adabelief,
-    max_belief_phases,
     scale_by_max_belief,
 )
-from dtft.optim.phases import Phases, as_transform
+from dtft.optim.phases import Phases, max_belief_phases
 from dtft.optim.shampoo import scale_by_shampoo, shampoo
 from dtft.optim.shampoo_steps import ScaleByShampooState
 
@@ -22,42 +21,40 @@ if TYPE_CHECKING:
     from dtft.optim.exchange import average_params
     from dtft.optim.moment_sync import SyncState
     from dtft.optim.per_replica import PerReplica, add_groups, assign_groups
-    from dtft.optim.symmetric import exchange_symmetric, with_local_gradients
+    from dtft.optim.symmetric import average_gradients, exchange_symmetric
     from dtft.optim.sync import reduce_updates, sync_moments
 
 __all__ = [
-    "GuardState",
     "PerReplica",
     "Phases",
     "ScaleByMaxBeliefState",
     "ScaleByShampooState",
+    "SkipOutliersState",
     "SyncState",
     "add_groups",
-    "as_transform",
     "assign_groups",
+    "average_gradients",
     "average_params",
     "exchange_symmetric",
-    "guard_gradients",
     "max_adabelief",
     "max_belief_phases",
     "reduce_updates",
     "scale_by_max_belief",
     "scale_by_shampoo",
     "shampoo",
+    "skip_outlier_gradients",
     "sync_moments",
-    "unguarded",
-    "with_local_gradients",
 ]
 _LAZY = {
     "PerReplica": "per_replica",
     "SyncState": "moment_sync",
     "add_groups": "per_replica",
     "assign_groups": "per_replica",
+    "average_gradients": "symmetric",
     "average_params": "exchange",
     "exchange_symmetric": "symmetric",
     "reduce_updates": "sync",
     "sync_moments": "sync",
-    "with_local_gradients": "symmetric",
 }
 
 

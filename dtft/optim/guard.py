@@ -1,9 +1,8 @@
 """Rejects corrupt gradients before they reach the moments of an optimizer.
 
 An adaptive optimizer remembers: one gradient of 1e6 shrinks AdaBelief's steps for some
-20,000 steps and Max-AdaBelief's for ever, and NaN stays in either. Decides from one
-number per step, the global norm, whether the step happens. Knows jax and optax; must
-not know meshes or which optimizer it guards.
+20,000 steps and Max-AdaBelief's for ever, and NaN stays in either. One number
+per step, the global norm, decides whether the step happens.
 """
 
 from typing import Any, NamedTuple
@@ -13,14 +12,14 @@ import jax.numpy as jnp
 import optax
 
 from dtft.optim.checks import number
-from dtft.optim.numerics import abs_squared, widen
+from dtft.optim.numerics import abs_squared, dtype_of, widen
 
 _EMPTY = -1.0
 """A place in the history that holds no norm; NaN would trip `jax_debug_nans`."""
 
 
-class GuardState(NamedTuple):
-    """State of `guard_gradients`; the counters are there to be alerted on."""
+class SkipOutliersState(NamedTuple):
+    """State of `skip_outlier_gradients`; the counters are there to be alerted on."""
 
     norms: jax.Array
     """The norms of the last accepted gradients, newest last, float32 [history]."""
@@ -34,9 +33,9 @@ class GuardState(NamedTuple):
     """State of the guarded transform."""
 
 
-def guard_gradients(
+def skip_outlier_gradients(
     inner: optax.GradientTransformation,
-    max_norm_ratio: jax.typing.ArrayLike = 10.0,
+    max_norm_ratio: jax.typing.ArrayLike | None = 10.0,
     *,
     history: int = 64,
     warmup: int = 16,
@@ -71,20 +70,22 @@ def guard_gradients(
     Args:
         inner: The transform to guard.
         max_norm_ratio: Largest norm that is accepted, in medians; above 1. Data whose
-            gradients have heavy tails need more.
+            gradients have heavy tails need more. None skips nothing and leaves norms
+            and counters as they are, so that a run that was saved with the guard can
+            go on without it, and the other way round.
         history: How many accepted norms the median is taken of.
         warmup: How many norms must be known before any is judged, at most `history`.
         max_consecutive: How many outliers in a row are rejected before one is believed.
         axis_name: Mapped axis or axes over which gradients differ; None for none.
 
     Returns:
-        A transform with the state `GuardState`; `optax.tree.get(state, "outliers")` and
-        `"nonfinite"` find the counters inside a chain.
+        A transform with the state `SkipOutliersState`. Inside a chain
+        `optax.tree.get(state, "outliers")` and `"nonfinite"` find the counters.
 
     Raises:
         ValueError: an argument is out of range.
 
-    >>> solver = guard_gradients(optax.sgd(1.0), warmup=2)
+    >>> solver = skip_outlier_gradients(optax.sgd(1.0), warmup=2)
     >>> state = solver.init(jnp.zeros(1))
     >>> for gradient in (1.0, 2.0, 1e6, jnp.inf, 3.0):
     ...     updates, state = solver.update(jnp.full(1, gradient), state)
@@ -98,12 +99,26 @@ def guard_gradients(
     _check(max_norm_ratio, history, warmup, max_consecutive)
     wrapped = optax.with_extra_args_support(inner)
 
-    def update(
+    def init_fn(params: optax.Params) -> SkipOutliersState:
+        return SkipOutliersState(
+            norms=jnp.full(history, _EMPTY, jnp.float32),
+            outliers=jnp.zeros([], jnp.int32),
+            outliers_in_a_row=jnp.zeros([], jnp.int32),
+            nonfinite=jnp.zeros([], jnp.int32),
+            inner_state=wrapped.init(params),
+        )
+
+    def update_fn(
         updates: optax.Updates,
-        state: GuardState,
+        state: SkipOutliersState,
         params: optax.Params | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, GuardState]:
+    ) -> tuple[optax.Updates, SkipOutliersState]:
+        if max_norm_ratio is None:
+            updates, inner_state = wrapped.update(
+                updates, state.inner_state, params, **extra_args
+            )
+            return updates, state._replace(inner_state=inner_state)
         finite, norm = _agreed_norm(updates, axis_name)
         outlier = finite & is_outlier(norm, state.norms, max_norm_ratio, warmup)
         believed = outlier & (state.outliers_in_a_row >= max_consecutive)
@@ -119,7 +134,7 @@ def guard_gradients(
             (jax.tree.map(jnp.zeros_like, changed), state.inner_state),
         )
         rejected = outlier & ~believed
-        return changed, GuardState(
+        return changed, SkipOutliersState(
             norms=jnp.where(
                 accept, _remember(state.norms, norm, believed), state.norms
             ),
@@ -131,7 +146,7 @@ def guard_gradients(
             inner_state=inner_state,
         )
 
-    return optax.GradientTransformationExtraArgs(_init(wrapped, history), update)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
 def _agreed_norm(updates: optax.Updates, axis_name: Any) -> tuple[jax.Array, jax.Array]:
@@ -145,36 +160,6 @@ def _agreed_norm(updates: optax.Updates, axis_name: Any) -> tuple[jax.Array, jax
     return finite, norm
 
 
-def unguarded(
-    inner: optax.GradientTransformation, *, history: int = 64
-) -> optax.GradientTransformationExtraArgs:
-    """`inner` with the state of `guard_gradients`, which it leaves as it is.
-
-    So a run that was saved without the guard can go on with it, and the other way.
-
-    >>> params = jnp.zeros(1)
-    >>> with_guard = guard_gradients(optax.adam(1.0)).init(params)
-    >>> jax.tree.structure(unguarded(optax.adam(1.0)).init(params)) == (
-    ...     jax.tree.structure(with_guard)
-    ... )
-    True
-    """
-    wrapped = optax.with_extra_args_support(inner)
-
-    def update(
-        updates: optax.Updates,
-        state: GuardState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, GuardState]:
-        updates, inner_state = wrapped.update(
-            updates, state.inner_state, params, **extra_args
-        )
-        return updates, state._replace(inner_state=inner_state)
-
-    return optax.GradientTransformationExtraArgs(_init(wrapped, history), update)  # pyright: ignore[reportArgumentType]
-
-
 def squared_norm(updates: optax.Updates) -> jax.Array:
     """The squared norm of all leaves together, float32, whatever their dtypes.
 
@@ -182,8 +167,13 @@ def squared_norm(updates: optax.Updates) -> jax.Array:
     >>> float(squared_norm(tree))
     25.0
     """
-    squares = [jnp.sum(abs_squared(widen(g, g))) for g in jax.tree.leaves(updates)]
+    squares = [jnp.sum(abs_squared(_inexact(g))) for g in jax.tree.leaves(updates)]
     return sum((s.astype(jnp.float32) for s in squares), jnp.zeros([], jnp.float32))
+
+
+def _inexact(g: Any) -> jax.Array:
+    floating = jnp.issubdtype(dtype_of(g), jnp.inexact)
+    return widen(g, g) if floating else jnp.asarray(g, jnp.float32)
 
 
 def is_outlier(
@@ -223,21 +213,8 @@ def _if(accept: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(chosen, new, old)
 
 
-def _init(inner: optax.GradientTransformation, history: int) -> Any:
-    def init(params: optax.Params) -> GuardState:
-        return GuardState(
-            norms=jnp.full(history, _EMPTY, jnp.float32),
-            outliers=jnp.zeros([], jnp.int32),
-            outliers_in_a_row=jnp.zeros([], jnp.int32),
-            nonfinite=jnp.zeros([], jnp.int32),
-            inner_state=inner.init(params),
-        )
-
-    return init
-
-
 def _check(ratio: Any, history: int, warmup: int, max_consecutive: int) -> None:
-    known = number("max_norm_ratio", ratio)
+    known = None if ratio is None else number("max_norm_ratio", ratio)
     if known is not None and not known > 1:
         raise ValueError(
             f"max_norm_ratio={ratio} would reject ordinary gradients. Allowed: above "

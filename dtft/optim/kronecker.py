@@ -1,8 +1,6 @@
 """Kronecker-factored statistics of arrays: cut into blocks, measured, and inverted.
 
-Decides how an array becomes matrices and computes on them, all pure. Knows jax, and
-how `dtft.collectives` factors a batch in turn; must not know optimizers' states or
-meshes.
+How an array becomes matrices, and what is computed on them; all pure.
 
 Legend: B blocks, M rows and N columns of a block, K one of the two; X, Y dims of the
 whole matrix.
@@ -13,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # Statistics decide by small eigenvalues: products in TF32 or bfloat16 would drown them.
 _EXACT = jax.lax.Precision.HIGHEST
@@ -38,20 +37,26 @@ class Blocks(NamedTuple):
         return self.grid[0] * self.grid[1]
 
     def cut(self, array: jax.Array) -> jax.Array:
-        """The blocks [B, M, N] of the array, row by row; zeros where it ends."""
+        """The blocks [B, M, N] of the array, row by row; zeros where it ends.
+
+        An array divided over Explicit mesh axes is gathered first: a merged dim has no
+        sharding in types. Over Auto axes the partitioner decides.
+        """
         (down, across), (rows, columns) = self.grid, self.block
-        matrix_XY = array.reshape(self.rows, self.columns)
+        matrix_XY = _gathered(array).reshape(self.rows, self.columns)
         padding = [(0, down * rows - self.rows), (0, across * columns - self.columns)]
         matrix_XY = jnp.pad(matrix_XY, padding)
         blocks = matrix_XY.reshape(down, rows, across, columns).swapaxes(1, 2)
         return blocks.reshape(self.number, rows, columns)
 
-    def join(self, blocks_BMN: jax.Array) -> jax.Array:
-        """The array of its blocks: the inverse of `cut`."""
+    def join(self, blocks_BMN: jax.Array, like: jax.Array) -> jax.Array:
+        """The array of its blocks, divided as `like` is: the inverse of `cut`."""
         (down, across), (rows, columns) = self.grid, self.block
         blocks = blocks_BMN.reshape(down, across, rows, columns).swapaxes(1, 2)
         matrix_XY = blocks.reshape(down * rows, across * columns)
-        return matrix_XY[: self.rows, : self.columns].reshape(self.shape)
+        array = matrix_XY[: self.rows, : self.columns].reshape(self.shape)
+        sharding = _explicit(like)
+        return array if sharding is None else jax.sharding.reshard(array, sharding)
 
 
 def blocks_of(shape: tuple[int, ...], block_size: int) -> Blocks | None:
@@ -137,6 +142,19 @@ def scalar(value: jax.typing.ArrayLike, like: jax.Array) -> Any:
     if isinstance(value, (int, float)):
         return value
     return jnp.asarray(value).astype(like.dtype)
+
+
+def _explicit(array: jax.Array) -> NamedSharding | None:
+    """The sharding in an array's type; None where no mesh axis is Explicit."""
+    sharding: Any = jax.typeof(array).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def _gathered(array: jax.Array) -> jax.Array:
+    sharding = _explicit(array)
+    if sharding is None:
+        return array
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _eigh(matrix_BKK: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,6 @@
 r"""Max-AdaBelief: AdaBelief whose second moment never shrinks, as an optax transform.
 
-Decides the update from gradients and moments. Knows jax and optax; must not know
-meshes, collectives or the rest of dtft. The mathematics is in `max_adabelief`.
+The mathematics is in `max_adabelief`. Imports jax, optax and two helpers.
 """
 
 from typing import Any, NamedTuple
@@ -14,14 +13,11 @@ from dtft.optim import checks
 from dtft.optim.numerics import (
     abs_squared,
     debias,
+    dtype_of,
     hyperparameter,
     moment_dtype,
     widen,
 )
-from dtft.optim.phases import Phases, as_transform
-
-Moments = Any
-"""A pytree shaped like the parameters."""
 
 
 class ScaleByMaxBeliefState(NamedTuple):
@@ -32,105 +28,12 @@ class ScaleByMaxBeliefState(NamedTuple):
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     """Number of updates made, int32."""
-    mu: Moments
+    mu: optax.Updates
     """First moment m, in `mu_dtype` or the parameters' dtype."""
-    nu: Moments
+    nu: optax.Updates
     """Second moment s of the prediction error, real and at least float32."""
-    nu_max: Moments
+    nu_max: optax.Updates
     """The largest s so far, elementwise; dtype as `nu`."""
-
-
-class _Belief(NamedTuple):
-    """The hyperparameters, and the two phases as methods."""
-
-    b1: jax.typing.ArrayLike
-    b2: jax.typing.ArrayLike
-    eps: jax.typing.ArrayLike
-    eps_root: jax.typing.ArrayLike
-    mu_dtype: jax.typing.DTypeLike | None
-    nesterov: bool
-    debias_max: bool
-
-    def init(self, params: optax.Params) -> ScaleByMaxBeliefState:
-        def zero(p: Any) -> jax.Array:
-            return jnp.zeros_like(p, dtype=moment_dtype(p.dtype))
-
-        return ScaleByMaxBeliefState(
-            count=jnp.zeros([], jnp.int32),
-            mu=jax.tree.map(lambda p: jnp.zeros_like(p, dtype=self.mu_dtype), params),
-            nu=jax.tree.map(zero, params),
-            nu_max=jax.tree.map(zero, params),
-        )
-
-    def accumulate(
-        self, updates: optax.Updates, state: ScaleByMaxBeliefState
-    ) -> ScaleByMaxBeliefState:
-        def first(g: jax.Array, m: jax.Array) -> jax.Array:
-            b1 = hyperparameter(self.b1, widen(g, g))
-            return (1 - b1) * widen(g, g) + b1 * widen(m, g)
-
-        def second(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-            b2 = hyperparameter(self.b2, v)
-            error = abs_squared(widen(g, g) - m).astype(v.dtype)
-            # eps_root, as v >= 0. Were it added as a constant, XLA's CPU compiler would
-            # work nu out twice, which costs a copy of it: 72, not 56 B/parameter.
-            floor = jnp.maximum(-v, hyperparameter(self.eps_root, v))
-            return (1 - b2) * error + b2 * v + floor
-
-        mu = jax.tree.map(first, updates, state.mu)
-        nu = jax.tree.map(second, updates, mu, state.nu)
-        return ScaleByMaxBeliefState(
-            count=jnp.asarray(optax.safe_increment(state.count)),
-            mu=jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu),
-            nu=nu,
-            nu_max=jax.tree.map(jnp.maximum, state.nu_max, nu),
-        )
-
-    def direction(
-        self, updates: optax.Updates, state: ScaleByMaxBeliefState
-    ) -> optax.Updates:
-        def scaled(g: jax.Array, m: jax.Array, v_max: jax.Array) -> jax.Array:
-            m_hat = self._corrected_first(widen(g, g), widen(m, g), state.count)
-            v_hat = debias(v_max, self.b2, state.count) if self.debias_max else v_max
-            root = jnp.sqrt(v_hat) + hyperparameter(self.eps, v_hat)
-            return (m_hat / root.astype(m_hat.dtype)).astype(g.dtype)
-
-        return jax.tree.map(scaled, updates, state.mu, state.nu_max)
-
-    def _corrected_first(
-        self, g: jax.Array, m: jax.Array, count: jax.Array
-    ) -> jax.Array:
-        if not self.nesterov:
-            return debias(m, self.b1, count)
-        b1 = hyperparameter(self.b1, m)
-        ahead = debias(m, self.b1, jnp.asarray(optax.safe_increment(count)))
-        return b1 * ahead + (1 - b1) * debias(g, self.b1, count)
-
-
-def max_belief_phases(
-    b1: jax.typing.ArrayLike = 0.9,
-    b2: jax.typing.ArrayLike = 0.999,
-    eps: jax.typing.ArrayLike = 1e-16,
-    eps_root: jax.typing.ArrayLike = 1e-16,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    *,
-    nesterov: bool = False,
-    debias_max: bool = True,
-) -> Phases:
-    """The two phases of `scale_by_max_belief`, whose arguments these are.
-
-    Raises:
-        ValueError: a hyperparameter whose number is known is out of range.
-    """
-    checks.check_first_decay("b1", b1)
-    checks.check_decay("b2", b2)
-    checks.check_not_negative(eps=eps, eps_root=eps_root)
-    checks.check_moment_dtype("mu_dtype", mu_dtype)
-    belief = _Belief(b1, b2, eps, eps_root, mu_dtype, nesterov, debias_max)
-    decay = {"mu": b1, "nu_max": b2} if debias_max else {"mu": b1}
-    return Phases(
-        belief.init, belief.accumulate, belief.direction, ("mu", "nu_max"), decay
-    )
 
 
 def scale_by_max_belief(
@@ -141,33 +44,36 @@ def scale_by_max_belief(
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
     nesterov: bool = False,
-    debias_max: bool = True,
+    bias_correct_max: bool = True,
 ) -> optax.GradientTransformation:
-    """Rescales gradients by Max-AdaBelief; `max_adabelief` has the mathematics.
+    """Rescales updates according to the Max-AdaBelief algorithm.
 
-    Hyperparameters may be traced arrays, as `optax.inject_hyperparams` makes them.
-    Every leaf of the state keeps the dtype that `init` gave it, whatever the dtype of
-    the gradients, and the update has the dtype of the gradient.
+    See `max_adabelief` for the equations. Every leaf of the state keeps the dtype that
+    `init` gave it, whatever the dtype of the gradients; the update has the dtype of the
+    gradient. A gradient of None gives an update of None and leaves the moments of its
+    parameter as they are.
 
     Args:
-        b1: Decay of the first moment, 0 < b1 < 1. The number 0 is an error; a traced
-            0 cannot be seen, and leaves m / (sqrt(eps_root t) + eps), a step of about
-            3e6 times the learning rate.
-        b2: Decay of the second moment, 0 <= b2 < 1.
-        eps: Added to the denominator outside the root.
-        eps_root: Added to the second moment at every step, so it accumulates, with
-            the same meaning and default as in `optax.adabelief`.
-        mu_dtype: Dtype of the first moment; by default that of the parameters. The
-            second moment has no such option: it stops moving in 16 bits.
-        nesterov: Whether to look one step ahead in the first moment.
-        debias_max: Whether the maximum is divided by 1 - b2^t. False is the form of
-            Reddi et al.; its first step is about 35 times the learning rate.
+        b1: Decay rate of the first moment, 0 < b1 < 1. A traced 0 cannot be seen, and
+            gives m / (sqrt(eps_root t) + eps), a step of 3e6 times the learning rate.
+        b2: Decay rate of the second moment, 0 <= b2 < 1.
+        eps: Term added to the denominator outside of the square root.
+        eps_root: Term added to the second moment at every step, so that it accumulates,
+            as in `optax.adabelief`. To differentiate through the update (as in
+            meta-learning) it must not be 0.
+        mu_dtype: Dtype of the first moment; None for the dtype of the parameter. The
+            second moment has no such option: in 16 bits it stops moving.
+        nesterov: Whether to use Nesterov momentum.
+        bias_correct_max: Whether the maximum is divided by 1 - b2^t. False is the form
+            of Reddi et al., whose first step is 35 times the learning rate.
 
     Returns:
-        An `optax.GradientTransformation`.
+        The corresponding `optax.GradientTransformation`.
 
     Raises:
-        ValueError: a hyperparameter whose number is known is out of range.
+        ValueError: A hyperparameter whose number is known is out of range, or an array
+            of fewer than 32 bits. `init`: a parameter that is an integer, or complex
+            with a real `mu_dtype`. `update`: a gradient that is an integer.
 
     >>> transform = scale_by_max_belief()
     >>> state = transform.init(jnp.zeros(2))
@@ -175,11 +81,24 @@ def scale_by_max_belief(
     >>> [round(float(u), 2) for u in update]
     [1.11, -1.11]
     """
-    return as_transform(
-        max_belief_phases(
-            b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov, debias_max=debias_max
+    _check_hyperparameters(b1, b2, eps, eps_root, mu_dtype, nesterov, bias_correct_max)
+
+    def init_fn(params: optax.Params) -> ScaleByMaxBeliefState:
+        return _init(params, mu_dtype)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: ScaleByMaxBeliefState,
+        params: optax.Params | None = None,
+    ) -> tuple[optax.Updates, ScaleByMaxBeliefState]:
+        del params
+        state = _updated_moments(updates, state, b1, b2, eps_root)
+        updates = _scaled_first_moment(
+            updates, state, b1, b2, eps, nesterov, bias_correct_max
         )
-    )
+        return updates, state
+
+    return optax.GradientTransformation(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
 def max_adabelief(
@@ -189,115 +108,158 @@ def max_adabelief(
     eps: jax.typing.ArrayLike = 1e-16,
     eps_root: jax.typing.ArrayLike = 1e-16,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    weight_decay: float | jax.Array | None = None,
+    weight_decay: optax.ScalarOrSchedule | None = None,
     weight_decay_mask: Any = None,
     *,
     nesterov: bool = False,
-    debias_max: bool = True,
-) -> optax.GradientTransformation:
-    r"""The Max-AdaBelief optimizer, used like `optax.adabelief`.
+    bias_correct_max: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    r"""The Max-AdaBelief optimizer: AdaBelief with AMSGrad's maximum.
 
-    With :math:`g_t` the gradient and :math:`\alpha_t` the learning rate:
+    AdaBelief divides by how far gradients are from their prediction. Where gradients
+    agree for long, that distance and with it the divisor decay, and steps grow by
+    orders of magnitude. Max-AdaBelief divides by the largest distance so far instead.
+
+    With :math:`g_t` the gradient, :math:`\alpha_t` the learning rate and
+    :math:`\lambda` the weight decay, from :math:`m_0 = s_0 = s^{\max}_0 = 0`:
 
     .. math::
 
         \begin{align*}
-        m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t \\
-        s_t &= \beta_2 s_{t-1} + (1 - \beta_2) |g_t - m_t|^2 + \bar{\varepsilon} \\
-        s^{\max}_t &= \max(s^{\max}_{t-1}, s_t) \\
-        \hat{m}_t &= m_t / (1 - \beta_1^t) \qquad
-        \hat{s}_t = s^{\max}_t / (1 - \beta_2^t) \\
-        \theta_t &= \theta_{t-1} - \alpha_t \left( \hat{m}_t /
-            (\sqrt{\hat{s}_t} + \varepsilon) + \lambda \theta_{t-1} \right)
+        m_t &\leftarrow \beta_1 m_{t-1} + (1 - \beta_1) g_t \\
+        s_t &\leftarrow \beta_2 s_{t-1} + (1 - \beta_2) |g_t - m_t|^2
+            + \bar{\varepsilon} \\
+        s^{\max}_t &\leftarrow \max(s^{\max}_{t-1}, s_t) \\
+        \hat{m}_t &\leftarrow m_t / (1 - \beta_1^t) \\
+        \hat{s}_t &\leftarrow s^{\max}_t / (1 - \beta_2^t) \\
+        u_t &\leftarrow -\alpha_t \left( \hat{m}_t / (\sqrt{\hat{s}_t} + \varepsilon)
+            + \lambda \theta_{t-1} \right)
         \end{align*}
 
-    **Which maximum.** It is taken over the raw :math:`s_t` and corrected for bias
-    afterwards, as torch's AMSGrad and the AdaBelief authors' code do. It equals
-    AdaBelief while s grows, bounds the step under steady gradients (15.5 times the
-    learning rate for a constant gradient, where AdaBelief reaches millions), and is
-    hardly touched by noise in the first steps, since s weights it by 1 - b2. Without
-    the correction (`debias_max=False`, Reddi et al.) the first step is 35 times the
-    learning rate. A maximum over the *corrected* moment (`optax.amsgrad`'s default)
-    is not offered: five noisy first steps make its steps ten times smaller for ever.
-
-    **What accumulates.** :math:`\bar{\varepsilon}` (`eps_root`) is stored with s at
-    every step, as in `optax.adabelief`, so :math:`s_t` has the floor
-    :math:`\bar{\varepsilon} (1 - \beta_2^t) / (1 - \beta_2)`: the corrected moment is
-    never below 1e-13 at the defaults, and below 1e-5 with `eps_root=1e-8`.
-    :math:`\varepsilon` (`eps`) does not accumulate. As :math:`g_t - m_t = \beta_1 (g_t
-    - m_{t-1})`, s carries a factor :math:`\beta_1^2` and is nothing but the floor if
-    b1 is 0.
-
-    **What differs from optax.** `optax.adabelief` has no maximum; m and s here equal
-    its own bit for bit, as the maximum does not enter their recursions.
-    `optax.amsgrad` squares the gradient, not its distance to m; its maximum is of the
-    corrected moment, and its `eps_root` does not accumulate. Both change their state's
-    dtypes when gradients and parameters differ in dtype; here every leaf keeps its own.
-
-    **The price.** A maximum never forgets. Where gradients are far larger early than
-    late (Rosenbrock from a bad start) it ends further from the optimum than AdaBelief,
-    and one corrupt gradient freezes its coordinates for good: `guard_gradients`
-    rejects it before it enters the moments.
+    With `nesterov=True` :math:`\hat{m}_t` is :math:`\beta_1 m_t / (1 - \beta_1^{t+1}) +
+    (1 - \beta_1) g_t / (1 - \beta_1^t)`, with `bias_correct_max=False`
+    :math:`\hat{s}_t` is :math:`s^{\max}_t`.
 
     Args:
-        learning_rate: A number, an array or a schedule.
-        b1: See `scale_by_max_belief`.
-        b2: See `scale_by_max_belief`.
-        eps: See `scale_by_max_belief`.
-        eps_root: See `scale_by_max_belief`.
-        mu_dtype: See `scale_by_max_belief`.
-        weight_decay: Strength of decoupled weight decay (lambda), which the learning
-            rate multiplies as in `optax.adamw`; None for none.
+        learning_rate: A number of 0 or more, an array or a schedule.
+        b1: Decay rate of the first moment, 0 < b1 < 1.
+        b2: Decay rate of the second moment, 0 <= b2 < 1.
+        eps: Term added to the denominator outside of the square root.
+        eps_root: Term added to the second moment at every step, so that it accumulates,
+            as in `optax.adabelief`. To differentiate through the update (as in
+            meta-learning) it must not be 0.
+        mu_dtype: Dtype of the first moment; None for the dtype of the parameter. The
+            second moment is real and at least float32.
+        weight_decay: Strength of the decoupled weight decay, a number of 0 or more, an
+            array or a schedule. The learning rate multiplies it, as in `optax.adamw`.
+            None for none.
         weight_decay_mask: Which parameters decay, as in `optax.add_decayed_weights`.
-        nesterov: See `scale_by_max_belief`.
-        debias_max: See `scale_by_max_belief`.
+        nesterov: Whether to use Nesterov momentum.
+        bias_correct_max: Whether the maximum is divided by 1 - b2^t. False is the form
+            of Reddi et al., whose first step is 35 times the learning rate.
 
     Returns:
-        An `optax.GradientTransformation`.
+        The corresponding `optax.GradientTransformationExtraArgs`.
 
     Raises:
-        ValueError: a hyperparameter whose number is known is out of range.
+        ValueError: A hyperparameter whose number is known is out of range, or an array
+            of fewer than 32 bits; a mask without a decay. See `scale_by_max_belief` for
+            what `init` and `update` refuse.
 
-    .. note::
-        Elementwise clipping (`optax.clip`) before AdaBelief is a known cause of
-        instability in recurrent models: clipped gradients are all equal, so g - m and
-        with it s go to zero. The maximum bounds the step, but prefer
-        `optax.clip_by_global_norm`. Good values of both eps differ by model: 1e-8 for
-        CNNs, 1e-16 for transformers, 1e-12 to 1e-16 for LSTMs (the authors' table).
+    Examples:
+        >>> solver = max_adabelief(learning_rate=0.3)
+        >>> params = jnp.array([1.0, 2.0, 3.0])
+        >>> loss = lambda x: jnp.sum(x**2)
+        >>> state = solver.init(params)
+        >>> for _ in range(5):
+        ...     updates, state = solver.update(jax.grad(loss)(params), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        ...     print(f"{loss(params):.2f}")
+        10.33
+        7.22
+        4.76
+        2.95
+        1.72
 
-    >>> solver = max_adabelief(0.3)
-    >>> params = jnp.array([1.0, 2.0, 3.0])
-    >>> loss = lambda x: jnp.sum(x**2)
-    >>> state = solver.init(params)
-    >>> for _ in range(5):
-    ...     updates, state = solver.update(jax.grad(loss)(params), state, params)
-    ...     params = optax.apply_updates(params, updates)
-    ...     print(f"{loss(params):.2f}")
-    10.33
-    7.22
-    4.76
-    2.95
-    1.72
+    Notes:
+        *Which maximum.* It is taken over the raw :math:`s_t` and corrected for bias
+        afterwards. A maximum over the corrected moment (the default of
+        `optax.amsgrad`) is not offered: five noisy first steps make its steps ten times
+        smaller for ever.
+
+        *What the maximum bounds.* After s has fallen, the step: for a constant gradient
+        at the default betas it is 15.5 times the learning rate at most, where
+        AdaBelief's reaches millions. While s grows the maximum is s itself, and the
+        update is AdaBelief's: for a gradient that rises from 0.01 to 1 in 10,000 steps
+        it reaches 1121 times the learning rate in both (AMSGrad's: 1.5). Noise of 1 %
+        of the gradient lowers that to 134, of 10 % to 17.5. For a bound that always
+        holds, clip the update: `optax.chain(scale_by_max_belief(), optax.clip(16.0),
+        optax.scale_by_learning_rate(learning_rate))`; it changes nothing where no
+        update is larger (`experiments/step_bounds.py`).
+
+        *The price.* A maximum never forgets. Where gradients are far larger early than
+        late it ends further from the optimum than AdaBelief, and one corrupt gradient
+        freezes its coordinates for good: `skip_outlier_gradients` rejects it before it
+        enters the moments.
+
+        *What accumulates.* :math:`\bar{\varepsilon}` is stored with s at every step, so
+        :math:`s_t` has the floor :math:`\bar{\varepsilon} (1 - \beta_2^t) / (1 -
+        \beta_2)`: the corrected moment is never below 1e-13 at the defaults, and below
+        1e-5 with `eps_root=1e-8`. As :math:`g_t - m_t = \beta_1 (g_t - m_{t-1})`, s has
+        a factor :math:`\beta_1^2` and is nothing but the floor if b1 is 0.
+
+        *Against other implementations.* m and s equal those of `optax.adabelief` bit
+        for bit. The authors' PyTorch code (adabelief-pytorch) with `amsgrad=True,
+        rectify=False` computes the same update; it has a single eps: set `eps` and
+        `eps_root` to it. Its decoupled weight decay, `weight_decouple=True`, is
+        `weight_decay`. `optax.amsgrad` squares the gradient, not its distance to m, and
+        its `eps_root` does not accumulate.
+
+        *Values of eps.* The authors' table: 1e-8 for CNNs, 1e-16 for transformers,
+        1e-12 to 1e-16 for LSTMs.
+
+        *Clipping before it.* Elementwise clipping of gradients (`optax.clip`) makes
+        them all equal, so that g - m and with it s fall towards the floor: a known
+        cause of instability of AdaBelief in recurrent models. Prefer
+        `optax.clip_by_global_norm`.
+
+        *Injected hyperparameters.* `optax.inject_hyperparams` casts numbers to the
+        dtype of the parameters: with bfloat16 parameters b2 would be 1. Pass it
+        `hyperparam_dtype=jnp.float32`; without, it is a ValueError.
 
     References:
-        Zhuang et al., `AdaBelief Optimizer <https://arxiv.org/abs/2010.07468>`_, 2020;
+        Zhuang et al., `AdaBelief Optimizer: Adapting Stepsizes by the Belief in
+        Observed Gradients <https://arxiv.org/abs/2010.07468>`_, 2020
+
         Reddi et al., `On the Convergence of Adam and Beyond
-        <https://openreview.net/forum?id=ryQu7f-RZ>`_, 2018 (the maximum).
+        <https://openreview.net/forum?id=ryQu7f-RZ>`_, 2018
+
+    .. seealso::
+        `optax.adabelief`, `optax.amsgrad`, `skip_outlier_gradients`, `sync_moments`
     """
-    belief = scale_by_max_belief(
-        b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov, debias_max=debias_max
+    checks.check_schedule("learning_rate", learning_rate)
+    return optax.chain(
+        scale_by_max_belief(
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            eps_root=eps_root,
+            mu_dtype=mu_dtype,
+            nesterov=nesterov,
+            bias_correct_max=bias_correct_max,
+        ),
+        *decoupled_decay(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
     )
-    decay = decoupled_decay(weight_decay, weight_decay_mask)
-    return optax.chain(belief, *decay, optax.scale_by_learning_rate(learning_rate))
 
 
 def decoupled_decay(
-    weight_decay: float | jax.Array | None, mask: Any
+    weight_decay: optax.ScalarOrSchedule | None, mask: Any
 ) -> list[optax.GradientTransformation]:
     """The link of a chain that decays weights; none for None.
 
     Raises:
-        ValueError: a mask without a decay would be ignored.
+        ValueError: a decay out of range; a mask without a decay would be ignored.
     """
     if weight_decay is None and mask is not None:
         raise ValueError(
@@ -306,4 +268,133 @@ def decoupled_decay(
         )
     if weight_decay is None:
         return []
+    checks.check_schedule("weight_decay", weight_decay)
     return [optax.add_decayed_weights(weight_decay, mask)]
+
+
+def _check_hyperparameters(
+    b1: Any,
+    b2: Any,
+    eps: Any,
+    eps_root: Any,
+    mu_dtype: Any,
+    nesterov: Any,
+    bias_correct_max: Any,
+) -> None:
+    checks.check_first_decay("b1", b1)
+    checks.check_decay("b2", b2)
+    checks.check_wide("eps", eps)
+    checks.check_wide("eps_root", eps_root)
+    checks.check_not_negative(eps=eps, eps_root=eps_root)
+    checks.check_moment_dtype("mu_dtype", mu_dtype)
+    checks.check_flags(nesterov=nesterov, bias_correct_max=bias_correct_max)
+
+
+def _init(params: optax.Params, mu_dtype: Any) -> ScaleByMaxBeliefState:
+    checks.check_leaves("params", params, mu_dtype)
+
+    def first(p: Any) -> jax.Array:
+        return jnp.zeros_like(p, dtype=dtype_of(p) if mu_dtype is None else mu_dtype)
+
+    def second(p: Any) -> jax.Array:
+        return jnp.zeros_like(p, dtype=moment_dtype(dtype_of(p)))
+
+    return ScaleByMaxBeliefState(
+        count=jnp.zeros([], jnp.int32),
+        mu=jax.tree.map(first, params),
+        nu=jax.tree.map(second, params),
+        nu_max=jax.tree.map(second, params),
+    )
+
+
+def _updated_moments(
+    updates: optax.Updates,
+    state: ScaleByMaxBeliefState,
+    b1: jax.typing.ArrayLike,
+    b2: jax.typing.ArrayLike,
+    eps_root: jax.typing.ArrayLike,
+) -> ScaleByMaxBeliefState:
+    """The state with moments that contain the gradients.
+
+    `nu` is `b2 * nu + (1 - b2) * |g - mu|^2 + eps_root`, and `nu_max` its maximum.
+    """
+    checks.check_leaves("updates", updates)
+
+    def first(g: Any, m: jax.Array) -> jax.Array:
+        wide = widen(g, g)
+        decay = hyperparameter(b1, wide)
+        return (1 - decay) * wide + decay * m.astype(wide.dtype)
+
+    def second(g: Any, m: jax.Array, v: jax.Array) -> jax.Array:
+        decay = hyperparameter(b2, v)
+        error = abs_squared(widen(g, g) - m).astype(v.dtype)
+        # This is eps_root, as v >= 0. Were it added as a constant, XLA's CPU compiler
+        # would work nu out twice and copy it: 72 instead of 56 bytes per parameter.
+        floor = jnp.maximum(-v, hyperparameter(eps_root, v))
+        return (1 - decay) * error + decay * v + floor
+
+    mu = _map(first, updates, state.mu)
+    nu = _map(second, updates, mu, state.nu, none=-1)
+    return ScaleByMaxBeliefState(
+        count=jnp.asarray(optax.safe_increment(state.count)),
+        mu=jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu),
+        nu=nu,
+        nu_max=jax.tree.map(jnp.maximum, state.nu_max, nu),
+    )
+
+
+def _scaled_first_moment(
+    updates: optax.Updates,
+    state: ScaleByMaxBeliefState,
+    b1: jax.typing.ArrayLike,
+    b2: jax.typing.ArrayLike,
+    eps: jax.typing.ArrayLike,
+    nesterov: bool,
+    bias_correct_max: bool,
+) -> optax.Updates:
+    """The first moment over the root of the maximum, both corrected for bias.
+
+    Args:
+        updates: The gradients that the moments of `state` contain; with `nesterov` they
+            enter once more, and they give the dtypes of the result.
+        state: After `_updated_moments`.
+        b1: As for `scale_by_max_belief`, like all that follow.
+        b2: See there.
+        eps: See there.
+        nesterov: See there.
+        bias_correct_max: See there.
+    """
+    count = state.count
+
+    def corrected(g: jax.Array, m: jax.Array) -> jax.Array:
+        if not nesterov:
+            return debias(m, b1, count)
+        decay = hyperparameter(b1, m)
+        ahead = debias(m, b1, jnp.asarray(optax.safe_increment(count)))
+        return decay * ahead + (1 - decay) * debias(g, b1, count)
+
+    def scaled(g: Any, m: jax.Array, v_max: jax.Array) -> jax.Array:
+        m_hat = corrected(widen(g, g), widen(m, g))
+        v_hat = debias(v_max, b2, count) if bias_correct_max else v_max
+        root = jnp.sqrt(v_hat) + hyperparameter(eps, v_hat)
+        return (m_hat / root.astype(m_hat.dtype)).astype(dtype_of(g))
+
+    return _map(scaled, updates, state.mu, state.nu_max, none=None)
+
+
+def _map(function: Any, updates: Any, *moments: Any, none: int | None = 0) -> Any:
+    """`jax.tree.map` over gradients, some of which may be None.
+
+    Args:
+        function: Of a gradient and its moments.
+        updates: Gradients.
+        *moments: Trees like the parameters.
+        none: Which of the moments stands where the gradient is None; None for None.
+    """
+
+    def of(g: Any, *own: Any) -> Any:
+        if g is None:
+            return None if none is None else own[none]
+        return function(g, *own)
+
+    return jax.tree.map(of, updates, *moments, is_leaf=lambda x: x is None)

@@ -75,7 +75,7 @@ class MomentSync(NamedTuple):
         used = {name: self._reduced(name, getattr(inner, name)) for name in fresh}
         # The update may look at the gradient too (Nesterov). If it does not, the
         # compiler drops this reduction: nobody uses its result.
-        mean = all_reduce(updates, self.axis_name, algorithm=self.algorithm)
+        mean = all_reduce(updates, self.axis_name, op="mean", algorithm=self.algorithm)
 
         def direction() -> optax.Updates:
             kept = self._recorrected(held, taken, inner.count)

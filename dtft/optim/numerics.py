@@ -1,6 +1,8 @@
 """Dtype rules that the transforms share: what is widened, and to what.
 
-Strict about promotion: no function here mixes dtypes. Knows jax only.
+Strict about promotion: no function here mixes dtypes. Stock optax helpers do
+(`optax.tree.update_moment`, `optax.tree.bias_correction`): they would keep a second
+moment in bfloat16 and change the state's dtypes where gradients and parameters differ.
 """
 
 from typing import Any
@@ -9,14 +11,23 @@ import jax
 import jax.numpy as jnp
 
 
-def at_least_float32(dtype: Any) -> Any:
-    """The dtype, or float32 (complex64) where it is narrower.
+def dtype_of(leaf: Any) -> Any:
+    """The dtype of an array, a ShapeDtypeStruct or a Python number.
 
-    >>> [str(at_least_float32(jnp.dtype(d))) for d in ("bfloat16", "float32")]
-    ['float32', 'float32']
+    >>> str(dtype_of(1.0)), str(dtype_of(jnp.zeros(2, jnp.float8_e4m3fn)))
+    ('float32', 'float8_e4m3fn')
     """
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.promote_types(dtype, jnp.float32)
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """The floating or complex dtype, or float32 where it is narrower.
+
+    >>> [str(at_least_float32(d)) for d in ("bfloat16", "float8_e5m2", "complex64")]
+    ['float32', 'float32', 'complex64']
+    """
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
 def moment_dtype(dtype: Any) -> Any:
@@ -27,9 +38,9 @@ def moment_dtype(dtype: Any) -> Any:
     return at_least_float32(jnp.finfo(dtype).dtype)
 
 
-def widen(x: jax.Array, like: jax.Array) -> jax.Array:
+def widen(x: Any, like: Any) -> jax.Array:
     """`x` in the dtype of `like`, but at least float32."""
-    return x.astype(at_least_float32(like.dtype))
+    return jnp.asarray(x).astype(at_least_float32(dtype_of(like)))
 
 
 def hyperparameter(value: jax.typing.ArrayLike, like: jax.Array) -> Any:

@@ -1,15 +1,22 @@
 """An adaptive optimizer in two phases, so that something can happen between them.
 
-Phase one folds a gradient into the moments, phase two makes the update from them. A
-transform calls one after the other; `dtft.optim.sync` communicates in between. Knows
-jax and optax only.
+Phase one folds a gradient into the moments, phase two makes the update from them.
+`dtft.optim.sync` communicates in between, `dtft.optim.shampoo` takes the magnitude.
 """
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import optax
+
+from dtft.optim.max_adabelief import (
+    _check_hyperparameters,
+    _init,
+    _scaled_first_moment,
+    _updated_moments,
+)
 
 
 class Phases(NamedTuple):
@@ -28,14 +35,32 @@ class Phases(NamedTuple):
     decay: an old value of the field has to be corrected for its own count."""
 
 
-def as_transform(phases: Phases) -> optax.GradientTransformation:
-    """Both phases in a row, as an optax transform."""
+def max_belief_phases(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-16,
+    eps_root: jax.typing.ArrayLike = 1e-16,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = False,
+    bias_correct_max: bool = True,
+) -> Phases:
+    """The two phases of `scale_by_max_belief`, whose arguments these are.
 
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, Any]:
-        del params
-        state = phases.accumulate(updates, state)
-        return phases.direction(updates, state), state
+    Raises:
+        ValueError: a hyperparameter whose number is known is out of range.
+    """
+    _check_hyperparameters(b1, b2, eps, eps_root, mu_dtype, nesterov, bias_correct_max)
 
-    return optax.GradientTransformation(phases.init, update)  # pyright: ignore[reportArgumentType]
+    def direction(updates: optax.Updates, state: Any) -> optax.Updates:
+        return _scaled_first_moment(
+            updates, state, b1, b2, eps, nesterov, bias_correct_max
+        )
+
+    return Phases(
+        init=lambda params: _init(params, mu_dtype),
+        accumulate=lambda g, state: _updated_moments(g, state, b1, b2, eps_root),
+        direction=direction,
+        operands=("mu", "nu_max"),
+        decay={"mu": b1, "nu_max": b2} if bias_correct_max else {"mu": b1},
+    )

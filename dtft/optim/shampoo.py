@@ -19,7 +19,8 @@ import jax
 import optax
 
 from dtft.optim import checks
-from dtft.optim.max_adabelief import decoupled_decay, max_belief_phases
+from dtft.optim.max_adabelief import decoupled_decay
+from dtft.optim.phases import max_belief_phases
 from dtft.optim.shampoo_steps import Exchange, ShampooSteps
 
 
@@ -30,11 +31,11 @@ def scale_by_shampoo(
     eps_root: jax.typing.ArrayLike = 1e-16,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
-    statistics_decay: jax.typing.ArrayLike = 0.999,
+    beta_preconditioner: jax.typing.ArrayLike = 0.999,
     exponent: jax.typing.ArrayLike = 0.25,
     root_eps: jax.typing.ArrayLike = 1e-6,
     block_size: int = 256,
-    root_every: jax.typing.ArrayLike = 10,
+    precondition_frequency: jax.typing.ArrayLike = 10,
     statistics_every: jax.typing.ArrayLike = 1,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -43,7 +44,7 @@ def scale_by_shampoo(
     Which leaves: those that are matrices once all dims but the last are merged (a
     convolution's HWIO is (H W I, O)). Vectors, scalars, matrices with a dim of 1 and
     complex leaves get the direction of Max-AdaBelief itself, and so does everything
-    before step `root_every`, when the first roots are computed.
+    before step `precondition_frequency`, when the first roots are computed.
 
     Magnitude: each leaf's update has the Frobenius norm of its Max-AdaBelief
     direction, so learning rates carry over, and the scale of the statistics (their
@@ -69,7 +70,7 @@ def scale_by_shampoo(
         eps: See `scale_by_max_belief`.
         eps_root: See `scale_by_max_belief`.
         mu_dtype: See `scale_by_max_belief`.
-        statistics_decay: Decay b of the statistics; 1 for their plain sum, as in
+        beta_preconditioner: Decay b of the statistics; 1 for their plain sum, as in
             Algorithm 1 of the paper.
         exponent: Each side is raised to minus this: 1/4 in the paper, 1/2 makes the
             pair the inverse, not the root, of the Kronecker product.
@@ -77,7 +78,7 @@ def scale_by_shampoo(
             block's largest.
         block_size: Matrices are cut into blocks of at most so many rows and columns,
             each with statistics of its own. Time is cubic in it, state linear.
-        root_every: Steps from one computation of the roots to the next.
+        precondition_frequency: Steps from one computation of the roots to the next.
         statistics_every: Steps from one measurement of the statistics to the next;
             divides what `exchange` sends.
         exchange: From the tree of increments (symmetric, [blocks, n, n], at least
@@ -95,27 +96,27 @@ def scale_by_shampoo(
         the moments of other optimizers: use `optax.apply_if_finite` where it can occur.
 
     >>> import jax.numpy as jnp
-    >>> transform = scale_by_shampoo(root_every=1)
+    >>> transform = scale_by_shampoo(precondition_frequency=1)
     >>> gradient = jnp.array([[4.0, 0.0], [0.0, 1.0]])
     >>> update, _ = transform.update(gradient, transform.init(gradient))
     >>> bool(jnp.allclose(update, 1.11 * jnp.eye(2), atol=1e-2))
     True
     """
-    _check(block_size, root_every, statistics_every)
-    checks.check_positive(exponent=exponent, statistics_decay=statistics_decay)
+    _check(block_size, precondition_frequency, statistics_every)
+    checks.check_positive(exponent=exponent, beta_preconditioner=beta_preconditioner)
     checks.check_not_negative(root_eps=root_eps)
-    if (checks.number("statistics_decay", statistics_decay) or 0) > 1:
+    if (checks.number("beta_preconditioner", beta_preconditioner) or 0) > 1:
         raise ValueError(
-            f"statistics_decay={statistics_decay} would grow without bound. Allowed: "
-            "above 0, up to 1 (their plain sum)."
+            f"beta_preconditioner={beta_preconditioner} would let the statistics grow "
+            "without bound. Allowed: above 0, up to 1 (their plain sum)."
         )
     steps = ShampooSteps(
         max_belief_phases(b1, b2, eps, eps_root, mu_dtype),
-        statistics_decay,
+        beta_preconditioner,
         exponent,
         root_eps,
         block_size,
-        root_every,
+        precondition_frequency,
         statistics_every,
         exchange,
     )
@@ -132,14 +133,14 @@ def shampoo(
     eps: jax.typing.ArrayLike = 1e-16,
     eps_root: jax.typing.ArrayLike = 1e-16,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    weight_decay: float | None = None,
+    weight_decay: optax.ScalarOrSchedule | None = None,
     weight_decay_mask: Any = None,
     *,
-    statistics_decay: jax.typing.ArrayLike = 0.999,
+    beta_preconditioner: jax.typing.ArrayLike = 0.999,
     exponent: jax.typing.ArrayLike = 0.25,
     root_eps: jax.typing.ArrayLike = 1e-6,
     block_size: int = 256,
-    root_every: jax.typing.ArrayLike = 10,
+    precondition_frequency: jax.typing.ArrayLike = 10,
     statistics_every: jax.typing.ArrayLike = 1,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -154,11 +155,11 @@ def shampoo(
         mu_dtype: See `scale_by_max_belief`.
         weight_decay: Strength of decoupled weight decay; None for none.
         weight_decay_mask: Which parameters decay, as in `optax.add_decayed_weights`.
-        statistics_decay: See `scale_by_shampoo`, as all that follow.
+        beta_preconditioner: See `scale_by_shampoo`, as all that follow.
         exponent: See there.
         root_eps: See there.
         block_size: See there.
-        root_every: See there.
+        precondition_frequency: See there.
         statistics_every: See there.
         exchange: See there.
 
@@ -179,20 +180,24 @@ def shampoo(
         eps,
         eps_root,
         mu_dtype,
-        statistics_decay=statistics_decay,
+        beta_preconditioner=beta_preconditioner,
         exponent=exponent,
         root_eps=root_eps,
         block_size=block_size,
-        root_every=root_every,
+        precondition_frequency=precondition_frequency,
         statistics_every=statistics_every,
         exchange=exchange,
     )
+    checks.check_schedule("learning_rate", learning_rate)
     decay = decoupled_decay(weight_decay, weight_decay_mask)
     return optax.chain(scaled, *decay, optax.scale_by_learning_rate(learning_rate))
 
 
-def _check(block_size: int, root_every: Any, statistics_every: Any) -> None:
-    given = {"root_every": root_every, "statistics_every": statistics_every}
+def _check(block_size: int, precondition_frequency: Any, statistics_every: Any) -> None:
+    given = {
+        "precondition_frequency": precondition_frequency,
+        "statistics_every": statistics_every,
+    }
     known = {name: checks.whole(name, value) for name, value in given.items()}
     for name, value in {"block_size": block_size, **known}.items():
         if value is not None and value < 1:
@@ -200,9 +205,10 @@ def _check(block_size: int, root_every: Any, statistics_every: Any) -> None:
                 f"{name}={value} is not positive. Allowed: 1 or more. Set {name}=1 "
                 "for the smallest."
             )
-    if None not in known.values() and root_every % statistics_every:
+    if None not in known.values() and precondition_frequency % statistics_every:
         raise ValueError(
-            f"root_every={root_every} is not a multiple of statistics_every="
-            f"{statistics_every}: roots would be computed of statistics that have not "
-            "changed. Set root_every to a multiple."
+            f"precondition_frequency={precondition_frequency} is not a multiple of "
+            f"statistics_every={statistics_every}: roots would be computed of "
+            "statistics that have not changed. Set precondition_frequency to a "
+            "multiple."
         )

@@ -1,8 +1,7 @@
 """The state of Shampoo and the steps of one update, all pure.
 
-Decides when statistics and roots are renewed and how a direction gets its magnitude;
-`dtft.optim.shampoo` has the equations and the public transforms. Knows jax and optax;
-holds no collective and no axis name.
+When statistics and roots are renewed and how a direction gets its magnitude;
+`dtft.optim.shampoo` has the equations and the public transforms.
 """
 
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dtft.optim.kronecker import (
@@ -21,6 +21,7 @@ from dtft.optim.kronecker import (
     scalar,
 )
 from dtft.optim.max_adabelief import ScaleByMaxBeliefState
+from dtft.optim.numerics import at_least_float32, dtype_of, widen
 from dtft.optim.phases import Phases
 
 Exchange = Callable[[Any], Any]
@@ -54,11 +55,11 @@ class ShampooSteps(NamedTuple):
     """The hyperparameters, and the steps of an update as methods."""
 
     graft: Phases
-    statistics_decay: jax.typing.ArrayLike
+    beta_preconditioner: jax.typing.ArrayLike
     exponent: jax.typing.ArrayLike
     root_eps: jax.typing.ArrayLike
     block_size: int
-    root_every: jax.typing.ArrayLike
+    precondition_frequency: jax.typing.ArrayLike
     statistics_every: jax.typing.ArrayLike
     exchange: Exchange | None
 
@@ -70,7 +71,8 @@ class ShampooSteps(NamedTuple):
             if blocks is None:
                 return None
             shapes = ((blocks.number, k, k) for k in blocks.block)
-            return Factors(*(jnp.zeros(s, _wide(p.dtype)) for s in shapes))
+            dtype = at_least_float32(dtype_of(p))
+            return Factors(*(jnp.zeros(s, dtype) for s in shapes))
 
         statistics = jax.tree.map(zeros, params)
         return ScaleByShampooState(
@@ -102,20 +104,20 @@ class ShampooSteps(NamedTuple):
             state.statistics,
         )
         roots = jax.lax.cond(
-            self._due(count, self.root_every),
+            self._due(count, self.precondition_frequency),
             lambda _: self._roots(statistics),
             lambda old: old,
             state.roots,
         )
         graft = self.graft.accumulate(updates, state.graft)
-        ready = count >= jnp.asarray(self.root_every).astype(jnp.int32)
+        ready = count >= jnp.asarray(self.precondition_frequency).astype(jnp.int32)
         direction = self._direction(updates, graft, roots, ready)
         return direction, ScaleByShampooState(count, graft, statistics, roots)
 
     def _blocks(self, leaf: Any) -> Blocks | None:
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        if jnp.issubdtype(dtype_of(leaf), jnp.complexfloating):
             return None
-        return blocks_of(leaf.shape, self.block_size)
+        return blocks_of(np.shape(leaf), self.block_size)
 
     def _due(self, count: jax.Array, every: jax.typing.ArrayLike) -> jax.Array:
         return jnp.asarray(count % jnp.asarray(every).astype(jnp.int32) == 0)
@@ -125,17 +127,22 @@ class ShampooSteps(NamedTuple):
             blocks = self._blocks(g)
             if blocks is None:
                 return None
-            return Factors(*gram(blocks.cut(g.astype(_wide(g.dtype)))))
+            return Factors(*gram(blocks.cut(widen(g, g))))
 
         def moved(s: jax.Array, new: jax.Array) -> jax.Array:
-            decay = scalar(self.statistics_decay, s)
+            decay = scalar(self.beta_preconditioner, s)
             share = jnp.where(jnp.asarray(decay) == 1, 1, 1 - decay).astype(s.dtype)
             return decay * s + share * new
 
         increments = jax.tree.map(increment, gradients)
         if self.exchange is not None:
             increments = self.exchange(increments)
-        return jax.tree.map(moved, old, increments)
+        return jax.tree.map(
+            lambda new, s: s if new is None else jax.tree.map(moved, s, new),
+            increments,
+            old,
+            is_leaf=lambda x: x is None or isinstance(x, Factors),
+        )
 
     def _roots(self, statistics: Any) -> Any:
         return jax.tree.map(
@@ -149,27 +156,21 @@ class ShampooSteps(NamedTuple):
         roots: Any,
         ready: jax.Array,
     ) -> optax.Updates:
-        def one(g: jax.Array, m: jax.Array, a: jax.Array, root: Any) -> jax.Array:
-            blocks = self._blocks(g)
+        def one(g: Any, m: jax.Array, a: jax.Array, root: Any) -> jax.Array:
+            blocks = None if g is None else self._blocks(g)
             if blocks is None:
                 return a
-            wide = _wide(g.dtype)
-            moment = blocks.cut(m.astype(wide))
-            turned = blocks.join(precondition(root.left, moment, root.right))
-            sized = turned * _ratio(a.astype(wide), turned)
+            moment = blocks.cut(widen(m, g))
+            turned = blocks.join(precondition(root.left, moment, root.right), a)
+            sized = turned * _ratio(widen(a, g), turned)
             return jnp.where(ready, sized.astype(a.dtype), a)
 
         # A None in `roots` stands for a whole leaf there, so they are matched here.
         direction = self.graft.direction(updates, graft)
-        leaves, treedef = jax.tree.flatten(updates)
+        leaves, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
         others = (graft.mu, direction, roots)
         matched = (treedef.flatten_up_to(tree) for tree in others)
         return treedef.unflatten(map(one, leaves, *matched))
-
-
-def _wide(dtype: Any) -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.promote_types(dtype, jnp.float32)
 
 
 def _ratio(magnitude: jax.Array, direction: jax.Array) -> jax.Array:

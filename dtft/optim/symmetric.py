@@ -10,20 +10,20 @@ from typing import Any, Literal
 import jax
 import optax
 
-from dtft.collectives import all_reduce, all_reduce_symmetric
+from dtft.collectives import AnyWire, WireCosts, all_reduce, all_reduce_symmetric
 from dtft.collectives.all_reduce import check_algorithm
 from dtft.collectives.symmetric import check_options
 from dtft.optim.shampoo_steps import Exchange
 
 Algorithm = Literal["native", "ring", "tree", "gather"]
-Wire = Literal["full", "packed", "cholesky"]
 
 
 def exchange_symmetric(
     axis_name: str | None,
-    wire: Wire = "packed",
+    wire: AnyWire = "packed",
     wire_dtype: jax.typing.DTypeLike | None = None,
     algorithm: Algorithm = "native",
+    costs: WireCosts | None = None,
 ) -> Exchange:
     """An `exchange` for `scale_by_shampoo`: the mean of statistics over replicas.
 
@@ -48,6 +48,8 @@ def exchange_symmetric(
         wire: See above.
         wire_dtype: Dtype on the way, such as bfloat16; None for the statistics' own.
         algorithm: As in `dtft.collectives.all_reduce`; factors go by "native" only.
+        costs: For wire "auto", what `dtft.collectives.measure_wires` returned: each
+            block travels by the wire that is cheapest at its size.
 
     Raises:
         ValueError: an unknown option, or options that do not go together.
@@ -62,7 +64,7 @@ def exchange_symmetric(
     [[2.0, 0.0], [0.0, 2.0]]
     """
 
-    check_options("mean", algorithm, wire, wire_dtype)
+    check_options("mean", algorithm, wire, wire_dtype, costs)
 
     def exchange(increments: Any) -> Any:
         return jax.tree.map(
@@ -73,6 +75,7 @@ def exchange_symmetric(
                 algorithm=algorithm,
                 wire=wire,
                 wire_dtype=wire_dtype,
+                costs=costs,
             ),
             increments,
         )
@@ -80,7 +83,7 @@ def exchange_symmetric(
     return exchange
 
 
-def with_local_gradients(
+def average_gradients(
     inner: optax.GradientTransformation,
     axis_name: str | None,
     algorithm: Algorithm = "native",
@@ -97,7 +100,7 @@ def with_local_gradients(
 
     >>> import jax.numpy as jnp
     >>> from dtft.optim import shampoo
-    >>> solver = with_local_gradients(shampoo(0.1), None)
+    >>> solver = average_gradients(shampoo(0.1), None)
     >>> params = jnp.ones((2, 2))
     >>> update, _ = solver.update(params, solver.init(params), params)
     >>> update.shape

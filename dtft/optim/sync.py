@@ -41,7 +41,11 @@ from dtft.optim.phases import Phases
 MOMENTS = ("mu", "nu", "nu_max")
 """What mode "state" reduces unless told otherwise: the moments of Max-AdaBelief."""
 REFRESH_ABOVE = 16.0
-"""A little above the largest update of Max-AdaBelief under a steady gradient."""
+"""A little above the largest update of Max-AdaBelief under a constant gradient, 15.5.
+
+Under one that grows for long, updates with fresh operands are larger too. Operands are
+then exchanged at every update, which costs what a period of 1 costs.
+"""
 
 
 def reduce_updates(
@@ -59,7 +63,8 @@ def reduce_updates(
         updates: optax.Updates, state: optax.EmptyState, params: Any = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        return all_reduce(updates, axis_name, algorithm=algorithm), state
+        mean = all_reduce(updates, axis_name, op="mean", algorithm=algorithm)
+        return mean, state
 
     return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 

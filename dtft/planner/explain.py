@@ -1,8 +1,8 @@
 """What a plan says of itself: where its seconds and bytes go, what else there was.
 
-Every number comes from the plan; nothing is searched or priced again, so a plan that
-was read from a file is explained as well. Decides only what is shown. Must not know
-questions, clusters or how a plan is found.
+Every number here comes from the plan, so a plan that was read from a file is explained
+as well. To a plan that was just made `RunnablePlan.explain()` adds the price of its
+pins and its lints, from `pin_prices` and `lints`, which search and price again.
 """
 
 from collections.abc import Iterable

@@ -124,7 +124,7 @@ class OptimConfig:
         """
         import optax
 
-        from dtft.optim.guard import guard_gradients, unguarded
+        from dtft.optim.guard import skip_outlier_gradients
 
         # identity() has the same (empty) state as what it stands for.
         clip = optax.clip_by_global_norm(self.clip) if self.clip else optax.identity()
@@ -139,11 +139,9 @@ class OptimConfig:
             decay,
             optax.scale_by_learning_rate(self.learning_rate_at()),
         )
-        if not self.guard:
-            return unguarded(chain)
         # Replicas' own gradients differ, but they must decide alike.
         over = axis_name if self.reduces_itself else None
-        return guard_gradients(chain, self.guard, axis_name=over)
+        return skip_outlier_gradients(chain, self.guard or None, axis_name=over)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +156,7 @@ class MaxAdaBeliefConfig(OptimConfig):
     """Added to the denominator outside the root."""
     eps_root: float = 1e-16
     """Added to the second moment at every step."""
-    debias_max: bool = True
+    bias_correct_max: bool = True
     """Whether the maximum is corrected for bias."""
 
     def __post_init__(self) -> None:
@@ -197,14 +195,12 @@ class MaxAdaBeliefConfig(OptimConfig):
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
         """The Max-AdaBelief direction."""
-        from dtft.optim.max_adabelief import max_belief_phases
-        from dtft.optim.phases import as_transform
+        from dtft.optim import max_belief_phases, scale_by_max_belief
 
-        phases = max_belief_phases(
-            self.b1, self.b2, self.eps, self.eps_root, debias_max=self.debias_max
-        )
+        numbers = (self.b1, self.b2, self.eps, self.eps_root)
         if not self.reduces_itself:
-            return as_transform(phases)
+            return scale_by_max_belief(*numbers, bias_correct_max=self.bias_correct_max)
+        phases = max_belief_phases(*numbers, bias_correct_max=self.bias_correct_max)
         return self._synced(phases, axis_name)
 
     def _synced(self, phases: Any, axis_name: str | None) -> Any:

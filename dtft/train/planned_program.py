@@ -63,8 +63,8 @@ class PlannedProgram(Program):
     def _shardings(self, abstract: State) -> State:
         plan, mesh = self._planned, self.mesh
         everywhere = NamedSharding(mesh, PartitionSpec())
-        self._update = Update.of(plan, mesh, abstract["params"])
         opt_state = abstract["opt_state"]
+        self._update = Update.of(plan, mesh, abstract["params"], opt_state)
         return {
             **jax.tree.map(lambda _: everywhere, abstract),
             "params": self._update.of_params,

@@ -91,7 +91,7 @@ class Step:
 
     def _state_shardings(self, state: State) -> State:
         plan, mesh = self.plan, self.mesh
-        update = Update.of(plan, mesh, state["params"])
+        update = Update.of(plan, mesh, state["params"], state["opt_state"])
         return {
             "params": update.of_params,
             "opt_state": update.of_optimizer(state["opt_state"]),
@@ -111,15 +111,15 @@ class Step:
     def _jit(self, state: State, batch: Any) -> Any:
         of_state = self._state_shardings(state)
         return jax.jit(
-            self._update(state["params"]),
+            self._update(state),
             donate_argnums=0,
             in_shardings=(of_state, self.batch_shardings(batch)),
             out_shardings=(of_state, NamedSharding(self.mesh, PartitionSpec())),
         )
 
-    def _update(self, params: Any) -> Callable[[State, Any], tuple[State, Any]]:
+    def _update(self, like: State) -> Callable[[State, Any], tuple[State, Any]]:
         """The step as a plain function of state and batch."""
-        planned = Update.of(self.plan, self.mesh, params)
+        planned = Update.of(self.plan, self.mesh, like["params"], like["opt_state"])
         gradients_of = planned.gradients(_with_aux(self._loss), self._weight)
 
         def update(state: State, batch: Any) -> tuple[State, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh
@@ -40,15 +41,21 @@ class Update:
     """From an optimizer state to a NamedSharding per leaf, kept where it rests."""
 
     @classmethod
-    def of(cls, plan: Plan, mesh: Mesh, params: Any) -> "Update":
-        """That of a plan for parameters (arrays or ShapeDtypeStructs).
+    def of(cls, plan: Plan, mesh: Mesh, params: Any, opt_state: Any) -> "Update":
+        """The update of a plan for parameters and their optimizer state.
+
+        Args:
+            plan: whose knobs and specs are applied.
+            mesh: the plan's mesh over the devices.
+            params: arrays or ShapeDtypeStructs.
+            opt_state: the optimizer's state for them, arrays or ShapeDtypeStructs.
 
         Raises:
             ValueError: names the path that does not fit the plan.
         """
         specs = plan.state
         if plan.knobs.zero in (1, 2):
-            specs = update_specs(plan.state, plan.optimizer)
+            specs = update_specs(params, opt_state, plan.state, plan.optimizer)
         added = sum_specs(specs) if plan.knobs.zero == 2 else plan.state
         of_params, divisions, sums = (
             sharding_tree("params", params, each, mesh)
@@ -158,26 +165,51 @@ class Update:
 
 
 def update_specs(
-    params: Mapping[str, Spec], optimizer: Mapping[str, Spec]
+    params: Any,
+    opt_state: Any,
+    of_params: Mapping[str, Spec],
+    of_optimizer: Mapping[str, Spec],
 ) -> dict[str, Spec]:
     """For each parameter how its update is divided: as its first moment is.
 
-    Args:
-        params: path of each parameter to its spec.
-        optimizer: path of each leaf of the optimizer state to its spec; a leaf that
-            belongs to a parameter has a path that ends in the parameter's.
+    A leaf of the optimizer state belongs to a parameter if it has the parameter's place
+    in a subtree with the structure of `params`, and its shape. Names decide nothing:
+    `mu/layer/w` ends in the path of a parameter `w`, too. Parameters that no such leaf
+    belongs to (masked, or factored moments) keep their own spec.
 
-    >>> update_specs({"w": ((),)}, {"0/count": (), "0/mu/w": (("replica",),)})
+    Args:
+        params: arrays or ShapeDtypeStructs.
+        opt_state: the optimizer's state for them, likewise.
+        of_params: path of each parameter to its spec.
+        of_optimizer: path of each leaf of the optimizer state to its spec.
+
+    >>> w = jax.ShapeDtypeStruct((4,), "float32")
+    >>> update_specs(
+    ...     {"w": w}, (0, {"w": w}), {"w": ((),)}, {"0": (), "1/w": (("replica",),)}
+    ... )
     {'w': (('replica',),)}
     """
+    structure = jax.tree.structure(params)
+    states = tree.to_paths(opt_state)
+    paths = tree.from_paths(opt_state, {path: path for path in states})
 
-    def of(path: str, spec: Spec) -> Spec:
-        for name, found in optimizer.items():
-            if f"/{name}".endswith(f"/{path}") and len(found) == len(spec):
-                return found
-        return spec
+    def alike(node: Any) -> bool:
+        return jax.tree.structure(node, is_leaf=_is_masked) == structure
 
-    return {path: of(path, spec) for path, spec in params.items()}
+    found = dict(of_params)
+    for node in reversed(jax.tree.leaves(paths, is_leaf=alike)):
+        if not alike(node):
+            continue
+        moments = jax.tree.leaves(node, is_leaf=_is_masked)
+        places = zip(tree.to_paths(params).items(), moments, strict=True)
+        for (name, leaf), path in places:
+            if not _is_masked(path) and np.shape(states[path]) == np.shape(leaf):
+                found[name] = of_optimizer[path]
+    return found
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def sum_specs(updates: Mapping[str, Spec]) -> dict[str, Spec]:

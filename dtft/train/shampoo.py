@@ -23,7 +23,7 @@ class ShampooConfig(OptimConfig):
     """Added to Max-AdaBelief's denominator outside the root."""
     eps_root: float = 1e-16
     """Added to Max-AdaBelief's second moment at every step."""
-    statistics_decay: float = 0.999
+    beta_preconditioner: float = 0.999
     """Decay of the statistics; 1 for their plain sum."""
     exponent: float = 0.25
     """Each side is raised to minus this."""
@@ -31,7 +31,7 @@ class ShampooConfig(OptimConfig):
     """Added to the statistics' eigenvalues, as a fraction of the largest."""
     block_size: int = 256
     """Largest rows and columns of the blocks that matrices are cut into."""
-    root_every: int = 10
+    precondition_frequency: int = 10
     """Steps from one computation of the roots to the next."""
     statistics_every: int = 1
     """Steps from one measurement of the statistics to the next."""
@@ -49,9 +49,9 @@ class ShampooConfig(OptimConfig):
         allowed = {
             "b1": (0 < self.b1 < 1, "0 < b1 < 1"),
             "b2": (0 <= self.b2 < 1, "0 <= b2 < 1"),
-            "statistics_decay": (
-                0 <= self.statistics_decay <= 1,
-                "0 <= statistics_decay <= 1",
+            "beta_preconditioner": (
+                0 <= self.beta_preconditioner <= 1,
+                "0 <= beta_preconditioner <= 1",
             ),
             "exponent": (0 < self.exponent <= 1, "0 < exponent <= 1"),
             "root_eps": (0 < self.root_eps < 1, "0 < root_eps < 1"),
@@ -65,9 +65,9 @@ class ShampooConfig(OptimConfig):
                 f"native with optim.wire={self.wire!r}",
             ),
             "statistics_every": (self.statistics_every > 0, "1 or more"),
-            "root_every": (
-                self.root_every > 0
-                and self.root_every % max(self.statistics_every, 1) == 0,
+            "precondition_frequency": (
+                self.precondition_frequency > 0
+                and self.precondition_frequency % max(self.statistics_every, 1) == 0,
                 f"a multiple of optim.statistics_every={self.statistics_every}",
             ),
         }
@@ -111,17 +111,17 @@ class ShampooConfig(OptimConfig):
             self.b2,
             self.eps,
             self.eps_root,
-            statistics_decay=self.statistics_decay,
+            beta_preconditioner=self.beta_preconditioner,
             exponent=self.exponent,
             root_eps=self.root_eps,
             block_size=self.block_size,
-            root_every=self.root_every,
+            precondition_frequency=self.precondition_frequency,
             statistics_every=self.statistics_every,
             exchange=self._exchange(axis_name) if exchanged else None,
         )
         if not exchanged:
             return scaled
-        return optim.with_local_gradients(scaled, axis_name, self.algorithm)
+        return optim.average_gradients(scaled, axis_name, self.algorithm)
 
     def _exchange(self, axis_name: str) -> "Exchange":
         from dtft.optim import exchange_symmetric

@@ -29,9 +29,11 @@ def main(rank: int, num: int, address: str, delay_s: float) -> None:
 
     def reduce_all(x_RNN: jax.Array) -> dict[str, jax.Array]:
         x_NN = x_RNN[0]
-        results = {a: all_reduce(x_NN, "replica", algorithm=a) for a in ALGORITHMS}
-        results["again"] = all_reduce(x_NN + 0, "replica", algorithm="ring")
-        results["packed"] = all_reduce_symmetric(x_NN, "replica")
+        results = {
+            a: all_reduce(x_NN, "replica", op="mean", algorithm=a) for a in ALGORITHMS
+        }
+        results["again"] = all_reduce(x_NN + 0, "replica", op="mean", algorithm="ring")
+        results["packed"] = all_reduce_symmetric(x_NN, "replica", op="mean")
         return results
 
     reduce_all = jax.jit(

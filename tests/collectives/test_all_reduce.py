@@ -169,7 +169,9 @@ def test_gradients(algorithm: Any, check_vma: bool) -> None:
     """The gradient of |mean|^2 with respect to every device's x is 2 mean / p."""
     x = rows(3, (4,), jnp.float32)
     loss = over_devices(
-        lambda own: (all_reduce(own, "replica", algorithm=algorithm) ** 2).sum(),
+        lambda own: (
+            all_reduce(own, "replica", op="mean", algorithm=algorithm) ** 2
+        ).sum(),
         3,
         check_vma=check_vma,
     )
@@ -222,7 +224,7 @@ def test_gather_sums_narrow_floats_in_float32() -> None:
 
 def test_the_mean_by_gather_does_not_overflow_a_narrow_float() -> None:
     large = jnp.full(5, 60000, jnp.float16)
-    mean = partial(all_reduce, axis_name="replica", algorithm="gather")
+    mean = partial(all_reduce, axis_name="replica", op="mean", algorithm="gather")
     assert over_devices(mean, 5)(large) == jnp.float16(60000)
 
 
@@ -235,9 +237,46 @@ def test_broadcast(root: int) -> None:
         over_devices(lambda own: broadcast(own, 5, "replica"), 5)(x)
 
 
+def test_sums_by_default_as_psum_does() -> None:
+    x = rows(3, (4,), jnp.float32)
+    total, psum = over_devices(
+        lambda own: (all_reduce(own, "replica"), jax.lax.psum(own, "replica")), 3
+    )(x)
+    np.testing.assert_array_equal(total, psum)
+
+
+def test_an_unbound_axis_is_named() -> None:
+    for function in (
+        partial(all_reduce, axis_name="replicas"),
+        partial(all_reduce, axis_name="replicas", algorithm="ring"),
+        partial(broadcast, root=0, axis_name="replicas"),
+        partial(ring_reduce_scatter, axis_name="replicas"),
+    ):
+        with pytest.raises(ValueError, match="axis_name='replicas' is not bound here"):
+            over_devices(function, 2)(rows(2, (2,), jnp.float32))
+
+
+def test_a_root_is_a_static_index() -> None:
+    traced = jax.jit(lambda root: broadcast(jnp.ones(2), root, None))
+    with pytest.raises(ValueError, match="root is a traced .*int32.* a Python int"):
+        traced(0)
+    for root in (True, 0.0, "0"):
+        with pytest.raises(ValueError, match="root=.* is not an index"):
+            broadcast(jnp.ones(2), root, None)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_list_in_the_place_of_an_array_is_refused() -> None:
+    values: Any = [1.0, 2.0]
+    with pytest.raises(ValueError, match="x is a list. Allowed: one array"):
+        broadcast(values, 0, None)
+    ring = jax.vmap(lambda _: ring_reduce_scatter(values, "r"), axis_name="r")
+    with pytest.raises(ValueError, match="chunks is a list. Allowed: one array"):
+        ring(jnp.ones(2))
+
+
 def test_undefined_reductions_are_refused() -> None:
     with pytest.raises(ValueError, match="op='mean' of int32"):
-        all_reduce(jnp.arange(2), None)
+        all_reduce(jnp.arange(2), None, op="mean")
     with pytest.raises(ValueError, match="op='sum' of bool"):
         all_reduce(jnp.array([True]), None, op="sum")
     with pytest.raises(ValueError, match="op='max' of complex64"):

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 from dtft.collectives import (
+    WireCosts,
     all_reduce_symmetric,
     broadcast_factor,
     cholesky_decode,
     cholesky_encode,
+    measure_wires,
     pack_lower,
     packed_size,
     qr_combine,
@@ -123,9 +126,9 @@ def test_results_are_exactly_symmetric_and_wires_agree() -> None:
     def reduce_all(own: jax.Array) -> dict[str, jax.Array]:
         wires = ("full", "packed", "cholesky")
         return {
-            wire: all_reduce_symmetric(own, "replica", wire=wire, algorithm="native")
+            wire: all_reduce_symmetric(own, "replica", op="mean", wire=wire)
             for wire in wires
-        } | {"ring": all_reduce_symmetric(own, "replica", algorithm="ring")}
+        } | {"ring": all_reduce_symmetric(own, "replica", op="mean", algorithm="ring")}
 
     for result in over_devices(reduce_all, 3)(jnp.asarray(rows)).values():
         assert (np.asarray(result) == np.asarray(result).T).all()
@@ -265,3 +268,108 @@ def test_factors_that_do_not_go_together_are_refused() -> None:
         all_reduce_symmetric(jnp.ones((2, 2), jnp.int32), None, wire="cholesky")
     with pytest.raises(ValueError, match="n=4.0"):
         unpack_lower(jnp.ones(10), 4.0)  # pyright: ignore[reportArgumentType]
+
+
+def _gradients(function: Any, matrices: Any) -> np.ndarray:
+    """Of a weighted sum of a function's result, on all devices at once."""
+    n = matrices.shape[-1]
+    weights = np.arange(1.0, n * n + 1, dtype=np.float32).reshape(n, n)
+    loss = over_devices(lambda own: (weights * function(own)).sum(), len(matrices))
+    return np.asarray(jax.jit(jax.grad(loss))(jnp.asarray(matrices)))
+
+
+WIRES: Any = ("full", "packed", "cholesky")
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_the_gradient_of_every_wire_is_that_of_the_sum(op: Any) -> None:
+    rows = np.stack([definite(5, 100.0) * (i + 1) for i in range(3)])
+    full, packed, cholesky = (
+        _gradients(
+            lambda d, wire=wire: all_reduce_symmetric(d, "replica", op=op, wire=wire),
+            rows,
+        )
+        for wire in WIRES
+    )
+    assert np.abs(packed).max() > 1
+    np.testing.assert_allclose(full, packed, rtol=1e-6)
+    np.testing.assert_allclose(cholesky, packed, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", ["replica", None])
+def test_a_broadcast_factor_is_not_differentiated(axis: Any) -> None:
+    rows = np.stack([definite(3, 10.0)] * 2)
+    with pytest.raises(ValueError, match="broadcast_factor: matrix is differentiated"):
+        _gradients(
+            lambda d: jax.lax.psum(broadcast_factor(d, 0, axis) @ d, "replica"), rows
+        )
+    stopped = _gradients(
+        lambda d: jax.lax.psum(
+            broadcast_factor(jax.lax.stop_gradient(d), 0, axis) @ d, "replica"
+        ),
+        rows,
+    )
+    assert np.abs(stopped).max() > 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+def test_a_wire_that_would_round_exact_matrices_is_refused(dtype: Any) -> None:
+    matrix = jnp.asarray(symmetric(3, dtype=dtype)) * 1_000_003
+    for wire in ("full", "packed"):
+        with pytest.raises(ValueError, match=f"would round a matrix of {matrix.dtype}"):
+            all_reduce_symmetric(matrix, "replica", wire=wire, wire_dtype=jnp.bfloat16)
+
+
+def test_lists_in_the_place_of_matrices_and_a_traced_owner_are_refused() -> None:
+    matrix: Any = [[1.0, 0.0], [0.0, 1.0]]
+    calls: dict[str, Any] = {
+        "matrix": lambda: (pack_lower(matrix), all_reduce_symmetric(matrix, None)),
+        "packed": lambda: unpack_lower(matrix[0], 2),
+        "first": lambda: qr_combine(matrix, matrix),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"{name} is a list. Allowed: one array"):
+            call()
+    with pytest.raises(ValueError, match="owner is a traced .*int32"):
+        jax.jit(lambda owner: broadcast_factor(jnp.eye(2), owner, None))(0)
+
+
+def test_auto_takes_the_wire_that_was_measured_the_cheapest() -> None:
+    rows = np.stack([definite(6, 100.0) * (i + 1) for i in range(2)])
+    others: Any = {"full": 2.0, "packed": 2.0, "cholesky": 2.0}
+    for cheapest in others:
+        costs = WireCosts(seconds={6: {**others, cheapest: 1.0}, 600: others})
+        auto, named = (
+            over_devices(
+                lambda d, options=options: all_reduce_symmetric(
+                    d, "replica", **options
+                ),
+                2,
+            ).lower(jnp.asarray(rows))
+            for options in ({"wire": "auto", "costs": costs}, {"wire": cheapest})
+        )
+        assert auto.as_text() == named.as_text()
+    # Factors cannot be summed in a ring, and integers have none.
+    costs = WireCosts(seconds={6: {**others, "cholesky": 1.0, "packed": 1.5}})
+    possible: Any = ((rows, "ring"), (rows.astype(np.int32), "native"))
+    for matrices, algorithm in possible:
+        reduced = over_devices(
+            lambda d, how=algorithm: all_reduce_symmetric(
+                d, "replica", wire="auto", costs=costs, algorithm=how
+            ),
+            2,
+        )(jnp.asarray(matrices))
+        np.testing.assert_allclose(reduced, matrices.sum(0), rtol=1e-5)
+
+
+def test_wires_are_measured_on_the_mesh() -> None:
+    mesh = jax.make_mesh((2,), ("replica",), (AxisType.Auto,))
+    costs = measure_wires(mesh, "replica", [4, 16], rounds=2)
+    assert costs.seconds.keys() == {4, 16}
+    assert all(s > 0 for found in costs.seconds.values() for s in found.values())
+    with pytest.raises(ValueError, match="axis_name='fsdp' is not an axis of the mesh"):
+        measure_wires(mesh, "fsdp", [4])
+    with pytest.raises(ValueError, match="wire='auto' with costs=None"):
+        all_reduce_symmetric(jnp.eye(2), None, wire="auto")
+    with pytest.raises(ValueError, match="wire='packed' with costs=WireCosts"):
+        all_reduce_symmetric(jnp.eye(2), None, costs=costs)

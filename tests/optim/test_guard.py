@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.optim import guard_gradients, max_adabelief, unguarded
+from dtft.optim import max_adabelief, skip_outlier_gradients
 from dtft.optim.guard import is_outlier
 
 BAD = [1e6, float("inf"), float("nan")]
@@ -37,7 +37,9 @@ def _descend(solver: Any, bad: jax.Array) -> tuple[jax.Array, Any]:
 
 
 _plain = jax.jit(lambda bad: _descend(max_adabelief(1e-3), bad))
-_guarded = jax.jit(lambda bad: _descend(guard_gradients(max_adabelief(1e-3)), bad))
+_guarded = jax.jit(
+    lambda bad: _descend(skip_outlier_gradients(max_adabelief(1e-3)), bad)
+)
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -55,7 +57,7 @@ def test_one_corrupt_gradient(bad: float) -> None:
 
 
 def test_rejection_changes_nothing_inside() -> None:
-    solver: Any = guard_gradients(max_adabelief(0.1, weight_decay=0.1), warmup=2)
+    solver: Any = skip_outlier_gradients(max_adabelief(0.1, weight_decay=0.1), warmup=2)
     params = {"w": jnp.ones((2, 3)), "b": jnp.full(3, 2.0, jnp.bfloat16), "none": None}
     state = solver.init(params)
     update: Any = jax.jit(solver.update)
@@ -74,7 +76,10 @@ def test_rejection_changes_nothing_inside() -> None:
 
 
 def test_without_rejection_nothing_differs() -> None:
-    solver, plain = guard_gradients(max_adabelief(0.1)), unguarded(max_adabelief(0.1))
+    solver, plain = (
+        skip_outlier_gradients(max_adabelief(0.1)),
+        skip_outlier_gradients(max_adabelief(0.1), None),
+    )
     gradients = jax.random.normal(jax.random.key(0), (20, 5, 3))
 
     def run(solver: Any) -> Any:
@@ -94,7 +99,7 @@ def test_without_rejection_nothing_differs() -> None:
 
 
 def _accepted(norms: list[float], **options: Any) -> list[bool]:
-    solver: Any = guard_gradients(optax.sgd(1.0), **options)
+    solver: Any = skip_outlier_gradients(optax.sgd(1.0), **options)
     state, update, accepted = solver.init(jnp.zeros(1)), jax.jit(solver.update), []
     for norm in norms:
         updates, state = update(jnp.full(1, norm, jnp.float32), state)
@@ -116,7 +121,9 @@ def test_outliers_that_are_not_in_a_row_are_never_believed() -> None:
     assert accepted == [True] * 4 + [False, True] * 6
 
 
-_SUSPICIOUS: Any = guard_gradients(max_adabelief(0.1), warmup=1, max_consecutive=1)
+_SUSPICIOUS: Any = skip_outlier_gradients(
+    max_adabelief(0.1), warmup=1, max_consecutive=1
+)
 _suspicious_update = jax.jit(_SUSPICIOUS.update)
 
 
@@ -150,7 +157,7 @@ def test_zero_gradients_do_not_block_what_follows() -> None:
 def test_decision_is_that_of_the_global_gradient() -> None:
     mesh = Mesh(np.asarray(jax.devices()), ("fsdp",))
     divided = NamedSharding(mesh, PartitionSpec("fsdp"))
-    solver: Any = guard_gradients(max_adabelief(0.1), warmup=1)
+    solver: Any = skip_outlier_gradients(max_adabelief(0.1), warmup=1)
     params = jax.device_put(jnp.ones(16), divided)
     state = solver.init(params)
     _, state = jax.jit(solver.update)(params, state, params)
@@ -166,7 +173,9 @@ def test_local_gradients_are_judged_together(
 ) -> None:
     """Each device has a gradient of its own; one is corrupt, and all reject."""
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("replica",))
-    solver: Any = guard_gradients(max_adabelief(0.1), warmup=1, axis_name="replica")
+    solver: Any = skip_outlier_gradients(
+        max_adabelief(0.1), warmup=1, axis_name="replica"
+    )
     everywhere, divided = PartitionSpec(), PartitionSpec("replica")
 
     def two_steps(first: jax.Array, second: jax.Array) -> Any:
@@ -187,8 +196,8 @@ def test_local_gradients_are_judged_together(
 
 
 def test_donated_state_costs_one_copy_per_moment_at_most() -> None:
-    """On CPU, where there is no fusion with several outputs; unguarded it is one."""
-    solver: Any = guard_gradients(max_adabelief(0.1))
+    """On CPU, where there is no fusion with several outputs; without it it is one."""
+    solver: Any = skip_outlier_gradients(max_adabelief(0.1))
     params = jnp.ones(1 << 16)
 
     def step(state: Any, gradient: jax.Array, params: jax.Array) -> Any:
@@ -216,4 +225,4 @@ def test_donated_state_costs_one_copy_per_moment_at_most() -> None:
 )
 def test_arguments_are_checked(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        guard_gradients(optax.sgd(1.0), **options)
+        skip_outlier_gradients(optax.sgd(1.0), **options)

@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.optim import guard_gradients, max_adabelief
+from dtft.optim import max_adabelief, skip_outlier_gradients
 
 Fields = frozenset[str]
 NONE: Fields = frozenset()
@@ -35,7 +35,7 @@ OPTIMIZERS = {
     "adabelief": Optimizer(optax.adabelief, frozenset({"mu", "nu"})),
     "max_adabelief": Optimizer(max_adabelief),
     "guarded": Optimizer(
-        lambda learning_rate: guard_gradients(max_adabelief(learning_rate))
+        lambda learning_rate: skip_outlier_gradients(max_adabelief(learning_rate))
     ),
 }
 

@@ -70,12 +70,12 @@ def test_maximum_never_falls_and_is_reached(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("debias_max", "first", "largest"), [(True, 1.11, 15.5), (False, 35.1, 35.1)]
+    ("bias_correct_max", "first", "largest"), [(True, 1.11, 15.5), (False, 35.1, 35.1)]
 )
 def test_steady_gradient_has_a_bounded_step(
-    debias_max: bool, first: float, largest: float
+    bias_correct_max: bool, first: float, largest: float
 ) -> None:
-    transform: Any = scale_by_max_belief(debias_max=debias_max)
+    transform: Any = scale_by_max_belief(bias_correct_max=bias_correct_max)
 
     def step(state: Any, _: None) -> tuple[Any, jax.Array]:
         update, state = transform.update(jnp.ones(1), state)

@@ -20,7 +20,7 @@ def test_only_the_maximum_converges(problem: Problem) -> None:
     assert ends["adam"] > 0.9 and ends["adabelief"] > 0.9
     assert ends["amsgrad"] < -0.9
     assert ends["max_adabelief"] < -0.99
-    assert ends["max_adabelief, debias_max=False"] < -0.9
+    assert ends["max_adabelief, bias_correct_max=False"] < -0.9
 
 
 def test_only_the_maximum_converges_in_a_million_steps_of_float64() -> None:

@@ -75,7 +75,7 @@ def test_late_or_repeated_contributions_to_a_maximum_do_no_harm(
 
 def test_a_mean_is_changed_by_a_repeated_contribution() -> None:
     rows = jnp.asarray([1.0, 3.0, 3.0])
-    mean = jax.vmap(lambda x: all_reduce(x, "r"), axis_name="r")
+    mean = jax.vmap(lambda x: all_reduce(x, "r", op="mean"), axis_name="r")
     assert mean(rows)[0] != mean(rows[:2])[0]
 
 

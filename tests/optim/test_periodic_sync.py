@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dtft.optim import (
     Phases,
-    as_transform,
     assign_groups,
     average_params,
     max_belief_phases,
@@ -34,6 +34,15 @@ RARE = {"mu": 192, "nu": 692, "nu_max": 692}
 EACH = {"mu": 1, "nu": 1, "nu_max": 1}
 
 
+def _without_exchange(phases: Phases) -> optax.GradientTransformation:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        state = phases.accumulate(updates, state)
+        return phases.direction(updates, state), state
+
+    return optax.GradientTransformation(phases.init, update)  # pyright: ignore[reportArgumentType]
+
+
 class Toy:
     """Rosenbrock's function with noise 1.5 on every worker's gradient."""
 
@@ -47,7 +56,7 @@ class Toy:
         unlike: float = 0.0,
     ) -> None:
         self._transform: Any = (
-            as_transform(phases)
+            _without_exchange(phases)
             if every is None
             else sync_moments(phases, AXIS, mode="state", every=every)
         )

@@ -10,9 +10,9 @@ import pytest
 
 from dtft.checkpoint.storage import StorageTier
 from dtft.checkpoint.tree import from_paths, to_paths
-from dtft.optim import guard_gradients, max_adabelief
+from dtft.optim import max_adabelief, skip_outlier_gradients
 
-SOLVER: Any = guard_gradients(max_adabelief(1e-2))
+SOLVER: Any = skip_outlier_gradients(max_adabelief(1e-2))
 
 
 def _trained() -> tuple[Any, Any]:

@@ -87,10 +87,10 @@ def test_updates_equal_the_oracle(
     shape: tuple[int, ...], decay: float, block: int, every: tuple[int, int]
 ) -> None:
     transform: Any = scale_by_shampoo(
-        statistics_decay=decay,
+        beta_preconditioner=decay,
         block_size=block,
         statistics_every=every[0],
-        root_every=every[1],
+        precondition_frequency=every[1],
     )
     generator = np.random.default_rng(0)
     state, seen = transform.init(jnp.zeros(shape)), []
@@ -149,14 +149,16 @@ def test_cut_and_join_are_inverse(shape: tuple[int, ...], block_size: int) -> No
         assert shape[-1] == 1 or array[..., 0].size == 1
         return
     assert max(blocks.block) <= block_size
-    _equal(jax.jit(lambda own: blocks.join(blocks.cut(own)))(array), array)
+    _equal(jax.jit(lambda own: blocks.join(blocks.cut(own), own))(array), array)
 
 
 def test_a_large_block_size_is_no_block_size() -> None:
     params = {"w": jnp.ones((6, 4))}
     results = []
     for block_size in (6, 100):
-        transform: Any = scale_by_shampoo(block_size=block_size, root_every=2)
+        transform: Any = scale_by_shampoo(
+            block_size=block_size, precondition_frequency=2
+        )
         state, step_of = transform.init(params), jax.jit(transform.update)
         update: Any = None
         for step in range(4):
@@ -169,7 +171,7 @@ def test_a_large_block_size_is_no_block_size() -> None:
 def test_convolution_kernels_are_inputs_by_outputs() -> None:
     kernel = jnp.ones((3, 3, 2, 5))
     flat: Any = kernel.reshape(18, 5)
-    transform: Any = scale_by_shampoo(root_every=2)
+    transform: Any = scale_by_shampoo(precondition_frequency=2)
     state, flat_state = transform.init(kernel), transform.init(flat)
     assert state.statistics.left.shape == (1, 18, 18)
     assert state.statistics.right.shape == (1, 5, 5)
@@ -183,7 +185,7 @@ def test_convolution_kernels_are_inputs_by_outputs() -> None:
 
 def test_magnitude_is_that_of_max_adabelief_and_vectors_are_its_own() -> None:
     params = _params()
-    transform: Any = scale_by_shampoo(root_every=3, block_size=4)
+    transform: Any = scale_by_shampoo(precondition_frequency=3, block_size=4)
     graft: Any = scale_by_max_belief()
     state, graft_state = transform.init(params), graft.init(params)
     step_of, graft_of = jax.jit(transform.update), jax.jit(graft.update)
@@ -202,7 +204,7 @@ def test_magnitude_is_that_of_max_adabelief_and_vectors_are_its_own() -> None:
 
 
 def test_roots_are_renewed_every_k_steps_only() -> None:
-    transform: Any = scale_by_shampoo(root_every=4, statistics_every=2)
+    transform: Any = scale_by_shampoo(precondition_frequency=4, statistics_every=2)
     params = {"w": jnp.ones((5, 3))}
     state, roots, statistics = transform.init(params), [], []
     step_of = jax.jit(transform.update)
@@ -220,7 +222,7 @@ def test_roots_are_renewed_every_k_steps_only() -> None:
 def test_shapes_and_dtypes_never_change(dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
         params = _params(dtype)
-        transform: Any = scale_by_shampoo(root_every=2, block_size=4)
+        transform: Any = scale_by_shampoo(precondition_frequency=2, block_size=4)
         abstract = jax.eval_shape(transform.init, params)
         state = transform.init(params)
         traces, update = [], params
@@ -247,7 +249,7 @@ def test_shapes_and_dtypes_never_change(dtype: str) -> None:
 
 def test_complex_leaves_get_the_direction_of_max_adabelief() -> None:
     params = jnp.ones((3, 3), jnp.complex64)
-    transform: Any = scale_by_shampoo(root_every=1)
+    transform: Any = scale_by_shampoo(precondition_frequency=1)
     graft: Any = scale_by_max_belief()
     state = transform.init(params)
     assert state.statistics is None
@@ -258,7 +260,7 @@ def test_complex_leaves_get_the_direction_of_max_adabelief() -> None:
 def test_state_is_sharded_where_the_params_rule_says_and_gives_the_same() -> None:
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("fsdp",))
     params = {"w": jnp.ones((8, 16)), "b": jnp.ones((16,))}
-    transform: Any = scale_by_shampoo(root_every=2, block_size=8)
+    transform: Any = scale_by_shampoo(precondition_frequency=2, block_size=8)
     abstract = jax.eval_shape(transform.init, params)
     shardings = jax.tree.map(
         lambda s: NamedSharding(mesh, spec_of(s.shape, fsdp=4, tensor=1)), abstract
@@ -278,9 +280,9 @@ def test_wrapped_by_optax() -> None:
     params = {k: v for k, v in _params().items() if k in ("w", "b")}
     static = ("block_size", "exchange", "mu_dtype", "weight_decay")
     wrapped: Any = optax.inject_hyperparams(shampoo, static_args=static)(
-        learning_rate=0.1, root_every=2, statistics_decay=0.9
+        learning_rate=0.1, precondition_frequency=2, beta_preconditioner=0.9
     )
-    plain: Any = shampoo(0.1, root_every=2, statistics_decay=0.9)
+    plain: Any = shampoo(0.1, precondition_frequency=2, beta_preconditioner=0.9)
     masked: Any = optax.masked(plain, {"w": True, "b": False})
     repeated: Any = optax.MultiSteps(plain, 2)
     solvers = (plain, wrapped, masked, repeated)
@@ -309,8 +311,11 @@ def test_wrapped_by_optax() -> None:
     ("options", "text"),
     [
         ({"block_size": 0}, "block_size=0 is not positive"),
-        ({"root_every": 0}, "root_every=0 is not positive"),
-        ({"root_every": 3, "statistics_every": 2}, "not a multiple of statistics_ev"),
+        ({"precondition_frequency": 0}, "frequency=0 is not positive"),
+        (
+            {"precondition_frequency": 3, "statistics_every": 2},
+            "not a multiple of",
+        ),
         ({"b1": 0.0}, "b1=0 makes"),
     ],
 )
@@ -371,13 +376,13 @@ def _minimise(solver: Any, loss: Any, rates: tuple[float, ...], steps: int) -> A
     [(_parabola, 0.03, 300), (_rosenbrock, 0.01, 1000), (_matrix, 0.01, 1000)],
 )
 def test_converges(loss: Any, rate: float, steps: int) -> None:
-    solver = functools.partial(shampoo, root_every=5)
+    solver = functools.partial(shampoo, precondition_frequency=5)
     assert _minimise(solver, loss, (rate,), steps)[0] < 1e-2
 
 
 def test_beats_its_graft_on_an_ill_conditioned_quadratic() -> None:
     rates = (1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)
-    solver = functools.partial(shampoo, root_every=5)
+    solver = functools.partial(shampoo, precondition_frequency=5)
     ours = _minimise(solver, _ill_conditioned, rates, 200)
     graft = _minimise(max_adabelief, _ill_conditioned, rates, 200)
     assert ours.min() < 0.1 * graft.min()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from dtft.optim import exchange_symmetric, shampoo, with_local_gradients
+from dtft.optim import average_gradients, exchange_symmetric, shampoo
 from dtft.optim.kronecker import gram, inverse_root
 from dtft.train.shampoo import ShampooConfig
 
@@ -83,10 +83,10 @@ def test_cholesky_in_bfloat16_stays_definite_and_packed_is_clipped() -> None:
 def test_statistics_are_local_and_the_direction_is_of_the_mean() -> None:
     """Every replica makes the same update, equal to that of one with both at hand."""
     own = _own(2, (6, 4))
-    options: Any = {"root_every": 1, "statistics_decay": 1.0}
+    options: Any = {"precondition_frequency": 1, "beta_preconditioner": 1.0}
 
     def step(gradient: jax.Array) -> Any:
-        solver = with_local_gradients(
+        solver = average_gradients(
             shampoo(0.1, exchange=exchange_symmetric("replica"), **options), "replica"
         )
         return solver.update(gradient, solver.init(gradient), gradient)[0]
@@ -114,7 +114,10 @@ def test_config_refuses_what_would_be_ignored() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"wire_dtype": "bfloat16"}, "which sends nothing"),
         ({"wire": "cholesky", "algorithm": "ring"}, "native with optim.wire="),
-        ({"root_every": 3, "statistics_every": 2}, "a multiple of optim.statistics"),
+        (
+            {"precondition_frequency": 3, "statistics_every": 2},
+            "a multiple of optim",
+        ),
         ({"b1": 0.0}, "0 < b1 < 1"),
     ]
     for options, text in wrong:

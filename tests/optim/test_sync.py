@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from dtft.optim import (
-    as_transform,
     average_params,
     max_belief_phases,
     reduce_updates,
@@ -62,9 +61,8 @@ def _noise(step: Any, replicas: int, size: int = 16) -> jax.Array:
 @pytest.mark.usefixtures("fast_programs")
 @pytest.mark.parametrize("replicas", [4, 8])
 def test_steps_shrink_by_the_root_of_the_number_of_replicas(replicas: int) -> None:
-    phases = max_belief_phases(b2=0.99)
-    alone: Any = as_transform(phases)
-    synced: Any = sync_moments(phases, AXIS)
+    alone: Any = scale_by_max_belief(b2=0.99)
+    synced: Any = sync_moments(max_belief_phases(b2=0.99), AXIS)
     state = alone.init(jnp.zeros(3000)), lift(synced.init(jnp.zeros(3000)), replicas)
     update = _vmapped(synced, state[1])
 

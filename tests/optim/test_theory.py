@@ -35,10 +35,10 @@ def test_steady_gradients_have_a_bounded_step_where_adabelief_explodes() -> None
     assert theirs[-1, 0] > 1e6
 
 
-@pytest.mark.parametrize("debias_max", [True, False])
-def test_zero_gradients_give_zero_updates(debias_max: bool) -> None:
+@pytest.mark.parametrize("bias_correct_max", [True, False])
+def test_zero_gradients_give_zero_updates(bias_correct_max: bool) -> None:
     updates, states = _scan(
-        scale_by_max_belief(debias_max=debias_max), jnp.zeros((50, 3))
+        scale_by_max_belief(bias_correct_max=bias_correct_max), jnp.zeros((50, 3))
     )
     assert not updates.any()
     assert jnp.isfinite(states.nu_max).all() and (states.nu_max > 0).all()
@@ -133,14 +133,16 @@ def test_updates_equal_adabelief_while_the_second_moment_grows(x64: bool) -> Non
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("debias_max", [True, False])
+@pytest.mark.parametrize("bias_correct_max", [True, False])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_updates_against_the_formula_in_numpy(debias_max: bool, nesterov: bool) -> None:
+def test_updates_against_the_formula_in_numpy(
+    bias_correct_max: bool, nesterov: bool
+) -> None:
     b1, b2, eps, root = 0.8, 0.95, 1e-3, 1e-4
     with jax.enable_x64(True):
         gradients = np.random.default_rng(0).normal(size=(40, 5))
         transform = scale_by_max_belief(
-            b1, b2, eps, root, nesterov=nesterov, debias_max=debias_max
+            b1, b2, eps, root, nesterov=nesterov, bias_correct_max=bias_correct_max
         )
         ours, _ = _scan(transform, jnp.asarray(gradients))
     m, s, largest = np.zeros(5), np.zeros(5), np.zeros(5)
@@ -151,7 +153,7 @@ def test_updates_against_the_formula_in_numpy(debias_max: bool, nesterov: bool) 
         m_hat = m / (1 - b1**t)
         if nesterov:
             m_hat = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
-        s_hat = largest / (1 - b2**t if debias_max else 1)
+        s_hat = largest / (1 - b2**t if bias_correct_max else 1)
         np.testing.assert_allclose(ours[t - 1], m_hat / (s_hat**0.5 + eps), 1e-12)
 
 

@@ -41,7 +41,7 @@ def _trained(experiment: Experiment, num_devices: int, steps: int = 3) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ["packed", "cholesky"])
 def test_exchanged_statistics_train_on_a_mesh(tmp_path: Path, wire: Any) -> None:
-    optim = ShampooConfig(wire=wire, root_every=2, block_size=16)
+    optim = ShampooConfig(wire=wire, precondition_frequency=2, block_size=16)
     experiment = tiny(tmp_path, optim=optim)
     found = _trained(experiment, 2)
     for leaf in jax.tree.leaves(found):  # replicated: every device has the same bits
@@ -52,14 +52,14 @@ def test_exchanged_statistics_train_on_a_mesh(tmp_path: Path, wire: Any) -> None
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The state on one device, nothing exchanged."""
-    optim = ShampooConfig(root_every=2, block_size=16)
+    optim = ShampooConfig(precondition_frequency=2, block_size=16)
     return _trained(tiny(tmp_path_factory.mktemp("whole"), optim=optim), 1)
 
 
 @pytest.mark.slow
 def test_one_replica_needs_no_exchange(tmp_path: Path, whole: Any) -> None:
     """With one replica its own gradient is the mean: the wire changes nothing."""
-    optim = ShampooConfig(wire="packed", root_every=2, block_size=16)
+    optim = ShampooConfig(wire="packed", precondition_frequency=2, block_size=16)
     found = _trained(tiny(tmp_path, optim=optim), 1)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
@@ -69,7 +69,7 @@ def test_one_replica_needs_no_exchange(tmp_path: Path, whole: Any) -> None:
 
 @pytest.mark.slow
 def test_statistics_can_be_divided_over_fsdp(tmp_path: Path, whole: Any) -> None:
-    optim = ShampooConfig(root_every=2, block_size=16)
+    optim = ShampooConfig(precondition_frequency=2, block_size=16)
     divided = _trained(tiny(tmp_path, optim=optim, mesh=MeshConfig(fsdp=2)), 2)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3),

@@ -1,0 +1,156 @@
+"""What each wire of `all_reduce_symmetric` costs on the devices here, as measured.
+
+Which wire is cheapest depends on the size of the matrices, the number of devices, the
+links and how fast a device factors. No formula is kept for it: the reduction is timed.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+Wire = Literal["full", "packed", "cholesky"]
+"""What is sent for a symmetric matrix."""
+
+WIRES: tuple[Wire, ...] = get_args(Wire)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireCosts:
+    """Seconds of one all-reduce by rows n and wire, equal on all processes."""
+
+    seconds: Mapping[int, Mapping[Wire, float]]
+
+    def cheapest(self, n: int, wires: Collection[Wire] = WIRES) -> Wire:
+        """The wire that took least at the measured size nearest to n, by ratio.
+
+        Raises:
+            ValueError: none of the wires was measured.
+
+        >>> costs = WireCosts(seconds={
+        ...     8: {"packed": 2e-4, "full": 1e-4}, 512: {"packed": 1e-3, "full": 2e-3}})
+        >>> costs.cheapest(16), costs.cheapest(300), costs.cheapest(8, ["packed"])
+        ('full', 'packed', 'packed')
+        """
+        nearest = min(self.seconds, key=lambda m: abs(math.log(max(n, 1) / m)))
+        found: dict[Wire, float] = {
+            w: s for w, s in self.seconds[nearest].items() if w in wires
+        }
+        if not found:
+            raise ValueError(
+                f"costs has {sorted(self.seconds[nearest])} for n={nearest}, none of "
+                f"which is possible here: {sorted(wires)}. Measure one of them too."
+            )
+        return min(found.items(), key=lambda item: item[1])[0]
+
+
+def measure_wires(
+    mesh: Mesh,
+    axis_name: str,
+    sizes: Sequence[int],
+    *,
+    wires: Collection[Wire] = WIRES,
+    dtype: DTypeLike = jnp.float32,
+    wire_dtype: DTypeLike | None = None,
+    rounds: int = 5,
+) -> WireCosts:
+    """Times `all_reduce_symmetric` over an axis of a mesh; the wires take turns.
+
+    Every process of the mesh must call it. Each time is the median over the rounds on
+    the slowest process, so that all processes choose alike.
+
+    Args:
+        mesh: Devices that will run the reduction.
+        axis_name: Axis of the mesh that is reduced over.
+        sizes: Rows n of the matrices, 1 or more each.
+        wires: Wires to compare. Leave "cholesky" out where the jitter and the rounding
+            of factors do not do.
+        dtype: Of the matrices, floating.
+        wire_dtype: As for `all_reduce_symmetric`.
+        rounds: How often each is timed after a first run, 1 or more.
+
+    Raises:
+        ValueError: no size, size or rounds below 1, or an unknown axis or wire.
+
+    >>> mesh = jax.make_mesh((2,), ("replica",), (jax.sharding.AxisType.Auto,))
+    >>> costs = measure_wires(mesh, "replica", [8], rounds=1)
+    >>> costs.cheapest(8) in ("full", "packed", "cholesky")
+    True
+    """
+    _check(mesh, axis_name, sizes, wires, rounds)
+    seconds: dict[int, dict[Wire, float]] = {}
+    for n in sizes:
+        programs: dict[Wire, jax.stages.Wrapped] = {
+            w: _program(mesh, axis_name, w, wire_dtype) for w in wires
+        }
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        matrix = jax.device_put(np.eye(n, dtype=np.float32), everywhere).astype(dtype)
+        for program in programs.values():
+            jax.block_until_ready(program(matrix))
+        times: dict[Wire, list[float]] = {wire: [] for wire in wires}
+        for _ in range(rounds):
+            for wire, program in programs.items():
+                begun = time.perf_counter()
+                jax.block_until_ready(program(matrix))
+                times[wire].append(time.perf_counter() - begun)
+        medians = [statistics.median(each) for each in times.values()]
+        agreed = _largest(np.asarray(medians, np.float32), mesh)
+        seconds[n] = dict(zip(times, agreed.tolist(), strict=True))
+    return WireCosts(seconds=seconds)
+
+
+def _program(
+    mesh: Mesh, axis_name: str, wire: Wire, wire_dtype: DTypeLike | None
+) -> jax.stages.Wrapped:
+    from dtft.collectives.symmetric import all_reduce_symmetric
+
+    def reduce(matrix: jax.Array) -> jax.Array:
+        own = jax.lax.pcast(matrix, axis_name, to="varying")
+        return all_reduce_symmetric(own, axis_name, wire=wire, wire_dtype=wire_dtype)
+
+    return jax.jit(
+        jax.shard_map(
+            reduce, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
+        )
+    )
+
+
+def _largest(own: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Elementwise over all processes of the mesh; equal on each."""
+    divided = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    rows = jax.make_array_from_callback(
+        (mesh.size, len(own)), divided, lambda _: own[None]
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return np.asarray(
+        jax.jit(lambda x: jnp.max(x, axis=0), out_shardings=everywhere)(rows)
+    )
+
+
+def _check(
+    mesh: Mesh,
+    axis_name: str,
+    sizes: Sequence[int],
+    wires: Collection[Wire],
+    rounds: int,
+) -> None:
+    if axis_name not in mesh.shape:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis of the mesh. Allowed: "
+            f"{', '.join(map(repr, mesh.axis_names))}."
+        )
+    if not sizes or min(sizes) < 1 or rounds < 1:
+        raise ValueError(
+            f"sizes={list(sizes)}, rounds={rounds}. Allowed: at least one size, each 1 "
+            "or more, and 1 round or more."
+        )
+    if not wires or set(wires) - set(WIRES):
+        raise ValueError(f"wires={list(wires)}. Allowed: some of {WIRES}.")
