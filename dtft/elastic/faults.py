@@ -3,9 +3,9 @@
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
 WHOM is a slot, several slots joined by ``+``, or a role when the fault strikes:
-``leader``, or ``follower``, the host of the lowest slot that does not lead. An option
-is a phase, a number of seconds, what a cut separates, or ``always``; which of them a
-kind takes is in `RULES`. Seconds left out mean for ever.
+``leader``, or ``follower``, the host of the lowest slot that does not lead (of a pair:
+the two lowest). An option is a phase, a number of seconds, what a cut separates, or
+``always``; which of them a kind takes is in `RULES`. Seconds left out mean for ever.
 Pure parsing; how a fault strikes is `strikes`.
 """
 
@@ -180,10 +180,10 @@ def parse_fault(text: str, num_slots: int) -> Fault:
         return _scale(text, whom, int(match["step"]), options)
     found = _options(text, kind, rule, options)
     slots = _slots(text, kind, rule, whom, num_slots)
-    if found.get("reach") == "pair" and len(slots) != 2:
+    if found.get("reach") == "pair" and len(slots) != 2 and whom != "follower":
         raise ValueError(
-            f"--fault {text!r}: a cut of a pair needs two slots, for example "
-            "cut:0+1@30:pair"
+            f"--fault {text!r}: a cut of a pair needs two slots, or follower, for "
+            "example cut:0+1@30:pair"
         )
     found |= {"slots": slots, "role": whom if whom in ROLES else None}
     return Fault(kind=kind, step=int(match["step"]), **found)  # type: ignore[arg-type]

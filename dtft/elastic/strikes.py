@@ -228,7 +228,8 @@ class Striker(threading.Thread):
             return (self._leader(),)
         if fault.role == "follower":
             leader = self._leader()
-            return tuple(host for host in self._slots if host != leader)[:1]
+            count = 2 if fault.reach == "pair" else 1
+            return tuple(host for host in self._slots if host != leader)[:count]
         return tuple(self._slots[slot] for slot in fault.slots)
 
     def _leader(self) -> str:

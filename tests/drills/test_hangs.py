@@ -223,7 +223,7 @@ def test_of_two_hosts_that_do_not_reach_each_other_one_makes_room(tmp_path, cont
     record = drill(
         *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "1"),
         *("--timeouts.step", "15"),
-        *faults("cut:0+2@100:pair"),
+        *faults("cut:follower@100:pair"),
     )
     said(record, "do not reach each other: .*'s slot goes to")
     assert record["final_step"] == 300

@@ -29,7 +29,7 @@ def faults(draw) -> Fault:
     either = rule.whom == "slots or role"
     role = draw(st.none() | st.sampled_from(ROLES)) if either else None
     slots = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1))))
-    is_pair = not role and len(slots) == 2
+    is_pair = role == "follower" or (not role and len(slots) == 2)
     reaches = [it for it in REACHES if it != "pair" or is_pair]
     seconds = {"no": st.none(), "optional": st.none() | SECONDS, "required": SECONDS}
     return Fault(
@@ -74,7 +74,7 @@ def test_text_round_trips(fault):
         ("stop-host:4@3:2", "slots 0 to 3"),
         ("cut:1@3:some", "'some'; cut takes after its step: .* all or store"),
         ("cut:1@3:always", "cut takes no always"),
-        ("cut:1@3:pair", "needs two slots, for example cut:0.1@30:pair"),
+        ("cut:1@3:pair", "two slots, or follower, for example cut:0.1@30:pair"),
         ("cut:leader@3:pair", "needs two slots"),
         ("pause-store@3", "needs seconds, for example pause-store@30:20"),
         ("pause-store:1@3:2", "takes no slot"),
