@@ -49,6 +49,9 @@ class Order:
             [B] int64, numbers from 0 to `num_samples` - 1.
         """
         epochs, places = np.divmod(np.asarray(rows, np.int64), self._num_samples)
+        if len(places) and epochs[0] == epochs[-1] and self._num_samples <= CHUNK:
+            if epochs.min() == epochs.max():  # as almost always
+                return self._chunk(int(epochs[0]), 0)[places]
         found = np.empty(places.shape, np.int64)
         chunks = places // CHUNK
         for epoch, chunk in sorted(
@@ -83,16 +86,28 @@ def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
     bits = (size - 2).bit_length()  # of `ceil(log2(size - 1))`
     bits = max(bits + bits % 2, MIN_BITS)
     keys = _round_keys(seed, ROUNDS)
-    encrypt = functools.partial(_encrypted, bits=bits, keys=keys)
-    if bits == MIN_BITS:  # few samples walk far: look the whole cipher up
-        encrypt = encrypt(np.arange(2**bits, dtype=np.uint64)).__getitem__
     # Grain drops the bit above: of 2^16 + 1, 2^18 + 1 ... samples one comes twice.
     found = np.asarray(values, np.uint64) & np.uint64(2**bits - 1)
+    if bits == MIN_BITS:  # few samples walk far
+        return _ends_of_walks(keys, size)[found]
     outside = np.arange(len(found))
     while len(outside):
-        found[outside] = encrypt(found[outside])
+        found[outside] = _encrypted(found[outside], bits=bits, keys=keys)
         outside = outside[found[outside] >= size]
     return found.astype(np.int64)
+
+
+def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
+    """[2^16] int64: for each value the first below `size` on its cycle.
+
+    Each look-up of a look-up doubles the steps that a walk has gone.
+    """
+    everything = np.arange(2**MIN_BITS, dtype=np.uint64)
+    ends = _encrypted(everything, bits=MIN_BITS, keys=keys).astype(np.int64)
+    for _ in range(MIN_BITS):  # some cycles have no such value
+        outside = np.flatnonzero(ends >= size)
+        ends[outside] = ends[ends[outside]]
+    return ends
 
 
 def _encrypted(values: np.ndarray, *, bits: int, keys: list[int]) -> np.ndarray:
