@@ -35,7 +35,7 @@ def test_a_permutation_is_grains_around_powers_of_two(size):
 def test_rows_are_the_samples_of_a_shuffled_grain_dataset(size, seed):
     dataset = grain.MapDataset.range(size).seed(seed).shuffle().repeat()
     rows = np.asarray([0, 1, size - 1, size, 2 * size + 3, 5 * size - 1, 12 * size])
-    theirs = [int(dataset[int(row)]) for row in rows]
+    theirs = [dataset[int(row)] for row in rows]
     assert Order(num_samples=size, seed=seed).samples(rows).tolist() == theirs
 
 
