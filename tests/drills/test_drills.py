@@ -21,7 +21,7 @@ from tests.drills.harness import (
     dtft,
 )
 
-pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(450)]
 every = pytest.mark.drill_all
 as_users_compile = pytest.mark.usefixtures("default_flags")
 DEMO = "digits_cnn --hosts 3 --spares 1 --fault kill-host:1@150"
