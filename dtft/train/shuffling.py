@@ -1,12 +1,11 @@
 """The order of training rows: a permutation of the samples for each epoch.
 
 It is that of grain's `MapDataset.seed(s).shuffle().repeat()`, number by number, made
-for many rows at once: grain asks its C++ function for one row at a time, which took 24
-us a row for the 1,438 digits, so that a batch of 96 cost as much as the step. A block
-cipher of 4 rounds permutes [0, 2^b); walking its cycles until a value is below the
-number of samples gives a permutation of these (Black and Rogaway, "Ciphers with
-arbitrary finite domains", 2002; the cipher is Simon's round function, eprint 2013/404).
-Pure.
+for many rows at once: grain asks its C++ function for one row at a time, and that walks
+farther the fewer samples there are. A block cipher of 4 rounds permutes [0, 2^b);
+walking its cycles until a value is below the number of samples gives a permutation of
+these (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; the cipher is
+Simon's round function, eprint 2013/404). Pure.
 """
 
 import functools

@@ -45,7 +45,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-7)
 
 
 def same_bits(a: Any, b: Any) -> bool:
