@@ -55,6 +55,14 @@ def fast_programs() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture
+def with_float64() -> Iterator[None]:
+    """Arrays are float64, in threads too: two ways of computing round alike."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
 @pytest.fixture(name="free_port")
 def a_free_port() -> int:
     """A TCP port on this machine that was free a moment ago."""

@@ -65,7 +65,7 @@ def ring_reduce_scatter(
             "devices. Its first dim must be the number of devices: reshape or pad it."
         )
     # In the order of use: what is sent first comes first, the own chunk last.
-    order = (lax.axis_index(axis_name) - 1 - jnp.arange(num)) % num
+    order = (lax.axis_index(axis_name) - 1 - jnp.arange(num, dtype=jnp.int32)) % num
     ordered = jnp.take(chunks, order, axis=0, mode="clip")
     total = ordered[0]
     for hop in range(1, num):
@@ -86,5 +86,5 @@ def ring_all_gather(chunk: Array, axis_name: AxisName) -> Array:
     for _ in range(1, num):
         pieces.append(send_next(pieces[-1], axis_name))
     # Piece k came from device i-k.
-    order = (lax.axis_index(axis_name) - jnp.arange(num)) % num
+    order = (lax.axis_index(axis_name) - jnp.arange(num, dtype=jnp.int32)) % num
     return jnp.take(jnp.stack(pieces), order, axis=0, mode="clip")

@@ -172,7 +172,7 @@ def _through_chunk(
         return lax.cond(number < count, layer, _skip, params, rows), None
 
     length = jax.tree.leaves(params_L)[0].shape[0]
-    return lax.scan(one, rows, (jnp.arange(length), params_L))[0]
+    return lax.scan(one, rows, (jnp.arange(length, dtype=count.dtype), params_L))[0]
 
 
 def _skip(params: Any, rows: jax.Array) -> jax.Array:

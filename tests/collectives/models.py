@@ -12,16 +12,16 @@ D, L = 8, 3
 
 def batch(rows: int = 16) -> dict[str, jax.Array]:
     random = np.random.default_rng(1)
-    x, y = random.normal(size=(2, rows, D)).astype(np.float32)
-    return {"x": jnp.asarray(x), "y": jnp.asarray(y)}
+    x, y = random.normal(size=(2, rows, D))
+    return {"x": jnp.asarray(x, float), "y": jnp.asarray(y, float)}
 
 
 def unrolled() -> dict[str, dict[str, jax.Array]]:
     random = np.random.default_rng(0)
     return {
         f"layer{i}": {
-            "w": jnp.asarray(random.normal(size=(D, D)).astype(np.float32)),
-            "b": jnp.asarray(random.normal(size=(D,)).astype(np.float32)),
+            "w": jnp.asarray(random.normal(size=(D, D)), float),
+            "b": jnp.asarray(random.normal(size=(D,)), float),
         }
         for i in range(L)
     }
@@ -31,7 +31,7 @@ def stacked() -> dict[str, Any]:
     layers = [unrolled()[f"layer{i}"] for i in range(L)]
     return {
         "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
-        "scale": jnp.ones((D,), jnp.float32),
+        "scale": jnp.ones((D,)),
     }
 
 

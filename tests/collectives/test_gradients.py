@@ -31,6 +31,9 @@ ALGORITHMS = get_args(Algorithm)
 TRIGGERS = get_args(Trigger)
 
 
+pytestmark = pytest.mark.usefixtures("with_float64")
+
+
 def make_mesh(**axes: int) -> Mesh:
     sizes = tuple(axes.values())
     return jax.make_mesh(
@@ -45,7 +48,8 @@ def assert_close(actual: Any, expected: Any) -> None:
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-7)
+        assert a.dtype == jnp.float64  # float32's rounding would hide small errors
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15)
 
 
 def same_bits(a: Any, b: Any) -> bool:
@@ -165,7 +169,7 @@ def test_reduce_in_the_body_of_a_scan(
         )
     )(params, batch)
     expected = jax.grad(models.stacked_loss)(params, batch)
-    factor = jnp.float32(4 if op == "sum" else 1)
+    factor = jnp.float64(4 if op == "sum" else 1)
     assert_close(gradients, jax.tree.map(lambda g: factor * g, expected))
 
 
@@ -218,7 +222,7 @@ def test_rows_must_be_divisible(trigger: Trigger) -> None:
     with pytest.raises(ValueError, match=r"batch\['x'\] has shape \(6, 8\).*size 4"):
         function(models.unrolled(), models.batch(rows=6))
     with pytest.raises(ValueError, match=r"batch\['y'\] has shape \(\)"):
-        function(models.unrolled(), {**models.batch(), "y": jnp.float32(0)})
+        function(models.unrolled(), {**models.batch(), "y": jnp.zeros(())})
 
 
 def test_the_host_trigger_refuses_to_be_traced() -> None:
