@@ -97,34 +97,52 @@ def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
-    """[2^16] int64: for each value the first below `size` on its cycle.
+    """For each value below `size`: the next one below `size` on its cycle.
 
-    Each look-up of a look-up doubles the steps that a walk has gone.
+    Values below `size` are made to stay where they are, so that a walk may go too far:
+    it takes about as many steps at once as it is long on average.
     """
-    everything = np.arange(2**MIN_BITS, dtype=np.uint64)
-    ends = _encrypted(everything, bits=MIN_BITS, keys=keys).astype(np.int64)
-    for _ in range(MIN_BITS):  # some cycles have no such value
-        outside = np.flatnonzero(ends >= size)
-        ends[outside] = ends[ends[outside]]
-    return ends
+    ahead = _encrypted_all(keys)
+    found = ahead[:size].copy()
+    ahead[:size] = np.arange(len(found))
+    for _ in range(MIN_BITS - size.bit_length()):
+        ahead = ahead[ahead]
+    while (found >= size).any():
+        found = ahead[found]
+    return found
+
+
+def _encrypted_all(keys: list[int]) -> np.ndarray:
+    """[2^16] int64: `_encrypted` of 0, 1 ... with all that a half can be in a table."""
+    halves = np.arange(256, dtype=np.uint64)
+    table = _mixed(halves, bits=8).astype(np.uint8)
+    left = np.repeat(halves, 256).astype(np.uint8)
+    right = np.tile(halves, 256).astype(np.uint8)
+    for first, second in zip(keys[::2], keys[1::2], strict=True):
+        left ^= table[right] ^ np.uint8(first & 255)
+        right ^= table[left] ^ np.uint8(second & 255)
+    return (left.astype(np.int64) << 8) | right
 
 
 def _encrypted(values: np.ndarray, *, bits: int, keys: list[int]) -> np.ndarray:
     """Simon's Feistel network on words of `bits` / 2."""
     word = np.uint64(bits // 2)
     mask = np.uint64(2 ** (bits // 2) - 1)
-
-    def rotated(x: np.ndarray, by: int) -> np.ndarray:
-        return ((x << np.uint64(by)) | (x >> (word - np.uint64(by)))) & mask
-
-    def mixed(x: np.ndarray) -> np.ndarray:
-        return (rotated(x, 1) & rotated(x, 8)) ^ rotated(x, 2)
-
     left, right = values >> word, values & mask
     for first, second in zip(keys[::2], keys[1::2], strict=True):
-        left = left ^ mixed(right) ^ (np.uint64(first) & mask)
-        right = right ^ mixed(left) ^ (np.uint64(second) & mask)
+        left = left ^ _mixed(right, bits=bits // 2) ^ (np.uint64(first) & mask)
+        right = right ^ _mixed(left, bits=bits // 2) ^ (np.uint64(second) & mask)
     return (left << word) | right
+
+
+def _mixed(word: np.ndarray, *, bits: int) -> np.ndarray:
+    """Simon's round function of a word of `bits`."""
+    mask = np.uint64(2**bits - 1)
+
+    def rotated(by: int) -> np.ndarray:
+        return ((word << np.uint64(by)) | (word >> np.uint64(bits - by))) & mask
+
+    return (rotated(1) & rotated(8)) ^ rotated(2)
 
 
 def _round_keys(seed: int, number: int) -> list[int]:
