@@ -18,9 +18,11 @@ def test_what_was_given_up_gets_no_name(
 ) -> None:
     """Orbax may report a failure while a thread of the same save still writes."""
     directory, away = tmp_path / "steps", tmp_path / "away"
-    go_on, finalize = threading.Event(), ocp.StandardCheckpointHandler.finalize
+    written, go_on = threading.Event(), threading.Event()
+    finalize = ocp.StandardCheckpointHandler.finalize
 
     def slow(self: ocp.StandardCheckpointHandler, path: Any) -> None:
+        written.set()
         assert go_on.wait(60)
         finalize(self, path)
 
@@ -32,6 +34,7 @@ def test_what_was_given_up_gets_no_name(
     )
     opened.save(1, args)
     manager = opened.manager
+    assert written.wait(60)  # a writer would make the directory again
     directory.rename(away)
     with monkeypatch.context() as patch:
 
