@@ -5,6 +5,7 @@ again and again until the store answers. A store that is away delays commits and
 nothing else: while it does not answer, a commit is reported as delayed at once.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,7 +28,10 @@ KEPT_COMMITS = 2
 class _Write:
     label: str
     value: Any
-    change: Put
+    number: int
+    """Later writes have higher ones."""
+    change: Callable[[], Put]
+    """What is written; asked each time that it is tried."""
 
 
 class Records:
@@ -73,8 +77,9 @@ class Records:
         """The newest commit that the store has and whose copies hosts keep, if any."""
         self._lane = loop.lane("records")
         self._waiting: list[_Write] = []
-        self._told: _Write | None = None
-        """The last commit that was reported as delayed."""
+        self._numbers = itertools.count(1)
+        self._told = 0
+        """Number of the newest commit that was reported as delayed."""
         self._busy = self._closed = self._away = self._fenced_off = False
 
     @property
@@ -109,25 +114,34 @@ class Records:
     def put(self, label: str, value: Any, name: str, text: str) -> None:
         """Queues the write of one key; `label` and `value` name its answer."""
         change = Put(key=self._membership.key(f"m/{name}"), value=text.encode())
-        self._write(_Write(label=label, value=value, change=change))
+        self._write(self._new(label, value, lambda: change))
 
     def commit(self, commit: Commit) -> None:
         """Queues the write of a commit."""
         self.commits = [commit, *self._recorded][:KEPT_COMMITS]
         self._on_committing(commit.step)
-        change = self._membership.commit_change(tuple(self.commits))
-        write = _Write(label="commit", value=commit, change=change)
+
+        def change() -> Put:
+            # One before it may have been recorded while this one waited.
+            both = (commit, *self._recorded)[:KEPT_COMMITS]
+            return self._membership.commit_change(both)
+
+        write = self._new("commit", commit, change)
         self._write(write)
         if self._away:
             self._late(write)
         else:
             self._loop.call_later(PATIENCE_S, self._late, write)
 
+    def _new(self, label: str, value: Any, change: Callable[[], Put]) -> _Write:
+        number = next(self._numbers)
+        return _Write(label=label, value=value, number=number, change=change)
+
     def _late(self, write: _Write) -> None:
         """A write has waited long enough; if it is not recorded the store is away."""
-        if write not in self._waiting or write is self._told or self._closed:
+        if write not in self._waiting or write.number <= self._told or self._closed:
             return
-        self._told = write
+        self._told = write.number
         self._say_away(write.label)
         self._on_delayed(write.label, write.value)
 
@@ -142,9 +156,10 @@ class Records:
         if self._busy or self._closed or self._fenced_off or not self._waiting:
             return
         self._busy, write, view = True, self._waiting[0], self.view
+        change = write.change()
 
         def work() -> bool:
-            return self._perform(view, write.change)
+            return self._perform(view, change)
 
         self._lane.submit(work, lambda outcome: self._done(write, view, outcome))
 
@@ -180,9 +195,11 @@ class Records:
             self._away = False
             self._journal.say(f"the store answers again; {write.label} recorded")
         self._waiting.remove(write)
-        if write.label == "commit" and write.value is self.commits[0]:
-            # An older one was replaced while it waited, and its copies are gone.
+        if write.label == "commit" and write.number >= self._told:
+            # The copies of one older than a delayed commit went with its release.
             self._recorded = [write.value]
+            if write.value is not self.commits[0]:
+                self.commits = [self.commits[0], write.value]
         self._on_written(write.label, write.value)
         self._next()
 

@@ -120,6 +120,33 @@ def test_a_store_that_hangs_delays_the_first_commit_briefly_and_others_at_once(
     assert back.startswith("the store answers again")
 
 
+def test_a_commit_is_recorded_with_one_that_was_recorded_while_it_waited(
+    desk: Desk,
+) -> None:
+    desk.commit(1)
+    desk.loop.turn()
+    desk.loop.hold("records")
+    desk.commit(2)
+    desk.loop.turn(0.1)
+    desk.commit(3)  # hosts keep 2: nobody was told to go on without the store
+    desk.loop.let_go("records")
+    desk.loop.turn(0.1)
+    assert desk.stored == [3, 2] and not desk.delayed
+    assert [commit.step for commit in desk.records.commits] == [3, 2]
+
+
+def test_a_commit_that_fails_late_is_not_told_of_again(desk: Desk) -> None:
+    desk.loop.hold("records")
+    desk.commit(1)
+    desk.loop.turn(1)
+    desk.commit(2)
+    assert desk.delayed == [1, 2]
+    desk.door.shut = True
+    desk.loop.let_go("records")
+    desk.loop.turn(5)
+    assert desk.delayed == [1, 2]
+
+
 def test_a_store_that_refuses_is_asked_until_it_answers(desk: Desk) -> None:
     desk.door.shut = True
     for step in (1, 2, 3):

@@ -403,5 +403,32 @@ FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
             ),
         ],
     ),
+    (
+        "F16",
+        4088100,
+        {
+            "slots": 2,
+            "spares": 2,
+            "last_step": 10,
+            "storage_interval": 3,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="etcd",
+                what="slow",
+                phase="steady",
+                after_s=0.006424662166527231,
+                seconds=13.246663584780675,
+            ),
+            Fault(
+                who="etcd",
+                what="full",
+                phase="replicating",
+                after_s=1.910635288093129,
+                seconds=math.inf,
+            ),
+        ],
+    ),
 )
 """Name of the finding, seed, sizes of the job, faults."""

@@ -115,13 +115,20 @@ class SimExporter:
         self.open = self.can_start = True
 
     def save(
-        self, order: Mapping[str, Any], own: dict[str, bytes], limit_s: float
+        self,
+        order: Mapping[str, Any],
+        own: dict[str, bytes],
+        refusal: str,
+        limit_s: float,
     ) -> None:
-        """Begins to write one step."""
+        """Begins to write one step, unless there is a `refusal`."""
         step = order["step"]
         self._answered = False
         if not self.can_start:
             self.answer({"ok": False, "error": "no exporter can be started"})
+            return
+        if refusal:
+            self.answer({"op": "save", "step": step, "ok": False, "error": refusal})
             return
 
         def late() -> None:
@@ -186,10 +193,23 @@ class SimExportDesk(ExportDesk):
         step = order["step"]
         self._board.set("exporting", step)
         own = dict(holder.pinned_digests(self._pinned[step][1]))
-        for piece in holder.own_slices:
-            if own.get(piece.key) != right(piece.key, step):
-                self.wrong(f"step {step} is exported with wrong bytes of {piece.key}")
-        exporter.save(order, own, self._config.timeouts.export)
+        keys = [piece.key for piece in holder.own_slices]
+        bad = [key for key in keys if key not in own or (step, key) in holder.corrupt]
+        refusal = _misfit(order, holder)
+        if bad:
+            refusal = f"step {step} is corrupt in this host's memory: {', '.join(bad)}"
+        for key in keys:
+            if not refusal and own[key] != right(key, step):
+                self.wrong(f"step {step} is exported with wrong bytes of {key}")
+        exporter.save(order, own, refusal, self._config.timeouts.export)
+
+
+def _misfit(order: Mapping[str, Any], holder: SimHolder) -> str:
+    """Why a real exporter would refuse an order that does not fit the layout."""
+    slots = dict(enumerate(export_world(holder.layout).slots))
+    if order["world"] == len(slots) and slots.get(order["rank"]) == order["slot"]:
+        return ""
+    return f"world, rank and slot do not fit the layout: {order}"
 
 
 def whole(layout: Any, digests: Mapping[str, bytes], step: int) -> bool:
