@@ -6,11 +6,10 @@ processors may round otherwise. What a judgement is, `dtft.planner.balance` deci
 Must not know hosts beyond their names, nor how a step is run or timed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from dtft.planner.balance import Balance
@@ -24,14 +23,14 @@ from dtft.train.experiment import Experiment
 from dtft.train.probing import Probe, Timed
 from dtft.train.runtime import Items, Runtime
 from dtft.train.shared_feed import SharedFeed
-from dtft.train.step import Metrics, State
+from dtft.train.step import Arrays, Metrics, State
 from dtft.train.uneven import UnevenProgram
 
 
 class Timing(Protocol):
     """What runs and times a step: `probing.Probe`."""
 
-    def prepare(self, batch: Mapping[str, jax.Array]) -> None:
+    def prepare(self, batch: Arrays) -> None:
         """Compiles what a timed step runs."""
         ...
 
@@ -39,9 +38,7 @@ class Timing(Protocol):
         """Waits until the state is there; the time then, as in `Timed`."""
         ...
 
-    def step(
-        self, state: State, batch: Mapping[str, jax.Array]
-    ) -> tuple[State, Metrics, Timed]:
+    def step(self, state: State, batch: Arrays) -> tuple[State, Metrics, Timed]:
         """One optimizer step, with the seconds of this process's replicas."""
         ...
 
@@ -79,18 +76,14 @@ class Balancer:
         """The shares in force, and what is known of the nodes."""
         return self._balance
 
-    def step(
-        self, state: State, batch: Mapping[str, jax.Array]
-    ) -> tuple[State, Metrics]:
+    def step(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         """The next step. `state` is donated: it cannot be used afterwards."""
         self._step += 1
         if not self._prepared:
             return self._first(state, batch)
         return self._next(state, batch)
 
-    def _first(
-        self, state: State, batch: Mapping[str, jax.Array]
-    ) -> tuple[State, Metrics]:
+    def _first(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         """A step of this process that waits for compilation anyway.
 
         All of it, so that no later step does, and no seconds of one contain it.
@@ -104,9 +97,7 @@ class Balancer:
             self._free = self._step, self._timing.idle_at(state)
         return state, metrics
 
-    def _next(
-        self, state: State, batch: Mapping[str, jax.Array]
-    ) -> tuple[State, Metrics]:
+    def _next(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         if not self._config.is_probe(self._step):
             return self._program.step(state, batch)
         state, metrics, timed = self._timing.step(state, batch)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from dtft.checkpoint.board import Phase
 from dtft.train import pipelined
@@ -170,8 +171,7 @@ class Watch:
         """
         records: list[Record] = []
         for step, metrics in self._pending:
-            fetched = jax.device_get(metrics)
-            values = {name: float(value) for name, value in fetched.items()}
+            values = {name: float(np.asarray(value)) for name, value in metrics.items()}
             records.append((step, values))
             self._plateau = observe(self._plateau, self._experiment.stop, step, values)
         self._pending.clear()

@@ -7,14 +7,13 @@ timed.
 """
 
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from dtft.train.step import Metrics, State
+from dtft.train.step import Arrays, Metrics, State
 from dtft.train.uneven import UnevenProgram
 
 
@@ -37,7 +36,7 @@ class Probe:
         """Runs nothing yet."""
         self._program = program
 
-    def prepare(self, batch: Mapping[str, jax.Array]) -> None:
+    def prepare(self, batch: Arrays) -> None:
         """Compiles what a timed step runs, for batches like this one."""
         self._program.compile_apart(batch)
 
@@ -46,9 +45,7 @@ class Probe:
         jax.block_until_ready(state)
         return time.perf_counter()
 
-    def step(
-        self, state: State, batch: Mapping[str, jax.Array]
-    ) -> tuple[State, Metrics, Timed]:
+    def step(self, state: State, batch: Arrays) -> tuple[State, Metrics, Timed]:
         """One optimizer step; `prepare` comes first. `state` is donated: it cannot be
         used afterwards."""
         jax.block_until_ready((state, dict(batch)))

@@ -26,6 +26,8 @@ from dtft.train.fitting import resolve_mesh
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
+Arrays = Mapping[str, jax.Array | np.ndarray]
+"""Global arrays by name; numpy arrays are divided by the jitted call."""
 AXES = ("replica", "stage", "fsdp", "tensor")
 BATCH_AXES = ("replica", "fsdp")
 _READ = ("params", "statistics")
@@ -150,15 +152,11 @@ class Program:
         """The state at step 0; each device makes its own part."""
         return self._compiled_init()
 
-    def step(
-        self, state: State, batch: Mapping[str, jax.Array]
-    ) -> tuple[State, Metrics]:
+    def step(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         """One optimizer step. `state` is donated: it cannot be used afterwards."""
         return self._compiled_step(state, dict(batch))
 
-    def sums(
-        self, state: State, batch: Mapping[str, jax.Array], weight_B: jax.Array
-    ) -> Metrics:
+    def sums(self, state: State, batch: Arrays, weight_B: jax.Array) -> Metrics:
         """Weighted sums over the batch of the loss and of each metric.
 
         The model runs in evaluation mode: with its running statistics.

@@ -10,7 +10,6 @@ probe times. Must not know which rows there are, how shares are found, or hosts 
 and traps: reference/planner.md, section 8).
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.train.experiment import Experiment
 from dtft.train.replicas import AXIS
 from dtft.train.sharing import COUNTS, Sharing, sharing_of
-from dtft.train.step import Metrics, Program, State, state_sharding
+from dtft.train.step import Arrays, Metrics, Program, State, state_sharding
 
 Sums = dict[str, Any]
 """Of each replica over its microbatches, with a leading replica dim: `gradients`,
@@ -69,7 +68,7 @@ class UnevenProgram(Program):
         self._gather = jax.jit(lambda rows: rows, out_shardings=everywhere)
         self._apart: tuple[Any, Any, Any] | None = None
 
-    def compile_apart(self, batch: Mapping[str, jax.Array]) -> None:
+    def compile_apart(self, batch: Arrays) -> None:
         """Compiles `local`, `means` and `update`, once: calls of them only run."""
         if self._apart is None:
             state = self.abstract_state
@@ -78,7 +77,7 @@ class UnevenProgram(Program):
             update = self._jitted_update.lower(state, _given_by(means)).compile()
             self._apart = local, means, update
 
-    def local(self, state: State, batch: Mapping[str, jax.Array]) -> Sums:
+    def local(self, state: State, batch: Arrays) -> Sums:
         """What each replica does by itself; `compile_apart` comes first."""
         assert self._apart is not None
         return self._apart[0](state, dict(batch))
