@@ -225,7 +225,7 @@ def test_without_a_spare_the_job_waits_for_a_host(tmp_path, control):
         *(tmp_path, *DIGITS, *control("digits")),
         *("--spares", "0", "--rejoin", "3", "--fault", "kill-host:1@30"),
     )
-    assert "no spare is left for slot 1: the job waits" in record["output"]
+    assert "no spare is left for slot 1 (was host-1): the job waits" in record["output"]
     assert only(record)["rung"] == 2
 
 
