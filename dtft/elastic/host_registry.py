@@ -21,6 +21,9 @@ from dtft.elastic.view import View
 FIRST_ASK_S = 5.0
 LONGEST_ASK_S = 300.0
 """From one question to a host that cannot be used to the next."""
+NOBODY_S = 2.0
+"""So long no host can be used before a job that cannot begin ends. Below the first
+pause, after which they are asked again."""
 STRAY_S = 0.5
 """So long a new leader waits for hosts of slots that the store does not know: they may
 be cut off from the store alone."""

@@ -23,7 +23,7 @@ from dtft.elastic.event_loop import Loop
 from dtft.elastic.failure_budget import Decision, Failure, Kind
 from dtft.elastic.fields import known_layout
 from dtft.elastic.forming import Round, death, report_of
-from dtft.elastic.host_registry import Attendance, HostRegistry
+from dtft.elastic.host_registry import NOBODY_S, Attendance, HostRegistry
 from dtft.elastic.journal import Journal
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.membership import Membership
@@ -118,6 +118,8 @@ class Leader:
         )
         self._newest_failure = ""
         self._looked_at = 0.0
+        self._nobody_since: float | None = None
+        """Since when no host that is there can have a slot."""
         self._error_code = 1
         """With which the job ends if what has failed would fail again."""
         self._progress: dict[str, tuple[float, Progress]] = {}
@@ -189,8 +191,6 @@ class Leader:
         round_, previous = self._rounds.current, self._rounds.previous
         if op == "unfit":
             self._attendance.unfit(host, message["why"])
-            if not self._records.commits and (why := self._registry.why_nobody()):
-                self._fail(f"no host can have a slot: {why}", FATAL_INPUT)
         elif op == "fit":
             self._attendance.fit(host)
         elif op == "fatal":
@@ -474,6 +474,7 @@ class Leader:
         rounds.gathered()
         if self.view.stop:
             self._ending.stop()
+        self._end_if_nobody_can()
         self._ending.conclude()
         self._ending.conclude_for_others()
         self._look_for_stuck()
@@ -502,6 +503,21 @@ class Leader:
             rounds.form(why)
         elif rounds.phase == "assigning":
             rounds.form("the new assignment could not be recorded in time")
+
+    def _end_if_nobody_can(self) -> None:
+        """Ends a job that cannot begin: no host that is there can have a slot.
+
+        Not at once: other hosts may be on their way, and a leader that was stopped
+        itself learns meanwhile that others have led.
+        """
+        why = "" if self._records.commits else self._registry.why_nobody()
+        if not why or self._rounds.frozen:
+            self._nobody_since = None
+        elif self._nobody_since is None:
+            self._nobody_since = self._loop.now()
+        elif self._loop.now() >= self._nobody_since + NOBODY_S:
+            self._nobody_since = None
+            self._fail(f"no host can have a slot: {why}", FATAL_INPUT)
 
     def _end_without_store(self) -> None:
         """The store cannot be told that the job has ended: the hosts are."""

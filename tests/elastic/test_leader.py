@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.elastic.host_registry import NOBODY_S
 from tests.elastic.desks import LEASE_S, LeaderDesk, record_of
 
 
@@ -152,6 +153,37 @@ def test_an_unfit_host_is_named_and_another_takes_its_slot(desk: Desk) -> None:
         desk.answer(host)
     desk.turn()
     assert desk.assignment.slots == ("a", "c")
+
+
+def test_a_job_ends_when_nobody_can_have_a_slot_for_a_while(desk: Desk) -> None:
+    desk.join("b")
+    for host in "ab":
+        desk.answer(host)
+    desk.turn()
+    for host in "ab":
+        ballot = desk.orders[-1][2]["ballot"]
+        told = {"op": "unfit", "ballot": ballot, "why": f"no memory on {host}"}
+        desk.leader.handle_report(host, told)
+    desk.turn(NOBODY_S - 0.5)
+    assert "end" not in desk.kinds()
+    desk.turn(1)
+    last = desk.events()[-1]
+    assert (last["event"], last["status"]) == ("end", "error")
+    assert "a: no memory on a; b: no memory on b" in last["message"]
+
+
+def test_a_host_that_comes_meanwhile_can_have_the_slot(desk: Desk) -> None:
+    told = {"op": "unfit", "ballot": (1, 1), "why": "no memory"}
+    desk.leader.handle_report("a", told)
+    desk.turn(NOBODY_S - 0.5)
+    desk.join("b")
+    desk.turn(NOBODY_S)
+    desk.join("c")
+    for host in "abc":
+        desk.answer(host)
+    desk.turn()
+    assert "end" not in desk.kinds()
+    assert desk.assignment is not None and desk.assignment.slots == ("b", "c")
 
 
 LAYOUT = Layout(

@@ -430,5 +430,26 @@ FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
             ),
         ],
     ),
+    (
+        "F17",
+        5013998,
+        {"slots": 3, "spares": 1, "last_step": 8, "storage_interval": 7, "skew": False},
+        [
+            Fault(
+                who="leader",
+                what="stop-host",
+                phase="start",
+                after_s=1.2208935006059183,
+                seconds=13.021808944088269,
+            ),
+            Fault(
+                who="leader",
+                what="memory-full",
+                phase="at",
+                after_s=1.1146967629691344,
+                seconds=15.392411986433585,
+            ),
+        ],
+    ),
 )
 """Name of the finding, seed, sizes of the job, faults."""
