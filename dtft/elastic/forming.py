@@ -133,6 +133,7 @@ def assign(
     quarantined: Collection[int],
     domains: FailureDomains,
     copies: int,
+    asked_slots: int = 0,
     aside: Collection[str] = (),
 ) -> tuple[Assignment, Decision]:
     """Decides what is restored and writes it down as an assignment.
@@ -173,6 +174,7 @@ def assign(
         rung=0 if previous is None else decision.rung,
         reason=main_reason(round_.reasons),
         spread=next_spread(previous, hosts, domains, copies, keep=in_memory),
+        asked_slots=asked_slots,
     )
     return assignment, decision
 

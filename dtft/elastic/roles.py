@@ -84,6 +84,9 @@ class Assignment:
     """Why it was formed, for people."""
     spread: Spread = field(default_factory=Spread)
     """By what the copies of its slots are kept apart."""
+    asked_slots: int = 0
+    """Slots that somebody had asked for, 0 for nobody: hosts tell a store that has lost
+    it."""
 
     @functools.cached_property
     def slot_of(self) -> dict[str, int]:

@@ -99,6 +99,8 @@ class Rounds:
         self.deadline = 0.0
         self.current: Round | None = None
         self.previous = records.view.assignment
+        if self.previous is not None:
+            sizes.formed(self.previous)
         self.assignment: Assignment | None = None
         self.ledger: Ledger | None = None
         self.frozen = False
@@ -260,6 +262,7 @@ class Rounds:
             self.previous is None or told.epoch > self.previous.epoch
         ):
             self.previous = told
+            self._sizes.formed(told)
         self._records.learn(round_.commits_told)
 
     def _seating(self, round_: Round, usable: list[HostRecord]) -> Seating:
@@ -360,6 +363,7 @@ class Rounds:
             quarantined=self.failures.quarantined,
             domains=self._domains(),
             copies=self._config.copies,
+            asked_slots=self._sizes.asked,
             aside=aside,
         )
         if line := self._storage.news():

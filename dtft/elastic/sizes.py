@@ -24,12 +24,22 @@ class Sizes:
         self._config, self._records, self._journal = config, records, journal
         self._unfit: dict[int, str] = {}
         self._failures: dict[int, int] = {}
+        self._asked_before = 0
+
+    def formed(self, assignment: Assignment) -> None:
+        """The newest assignment says what was asked for, if the store has lost it."""
+        self._asked_before = assignment.asked_slots
+
+    @property
+    def asked(self) -> int:
+        """Slots that somebody has asked for; 0 if nobody has."""
+        asked = self._records.view.wanted
+        return asked.slots if asked else self._asked_before
 
     @property
     def wanted(self) -> int:
         """Slots that the job shall have if there are hosts for them."""
-        asked = self._records.view.wanted
-        return asked.slots if asked else self._config.num_slots
+        return self.asked or self._config.num_slots
 
     @property
     def committed(self) -> int:

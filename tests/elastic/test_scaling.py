@@ -32,6 +32,8 @@ class Desk(LeaderDesk):
         self.answers: list[dict[str, Any]] = []
         self.held: dict[int, Any] = {7: STATE}
         self.silent: set[str] = set()
+        self.obeyed: Assignment | None = None
+        """What the hosts tell a leader whose store does not know it."""
         self.members = {"h0", "h1"}
         for number in range(hosts):
             self.register(_record(number))
@@ -60,6 +62,8 @@ class Desk(LeaderDesk):
             known = [state.to_json() for state in mine.values()]
             told |= {"op": "holdings", "holdings": holdings, "layouts": known}
             told |= {"corrupt": [], "finished": 7, "items": {}}
+            if self.obeyed is not None and host in self.obeyed.slots:
+                told["assignment"] = self.obeyed.to_json()
             self.report(host, told)
         elif op == "prepare":
             self.members.add(host)
@@ -204,6 +208,25 @@ def test_a_new_leader_goes_on_with_the_wish(desk_of) -> None:
     desk.answers.clear()
     desk.ask(1)
     assert desk.answers == [{"replicas": 1, "before": 1, "hosts": 1}]
+
+
+def test_a_store_that_has_lost_the_wish_is_told_of_it_by_the_hosts(desk_of) -> None:
+    desk = desk_of(hosts=3)
+    desk.ask(1)
+    desk.until(lambda: desk.leader.view.wanted)
+    desk.leader.close()
+    desk.lead()
+    desk.settle(1)
+    desk.obeyed = desk.leader._rounds.assignment
+    desk.leader.close()
+    for name in ("m/size", "m/assignment"):
+        desk.delete(name)
+    for forms_again in range(2):  # the second leader reads what the first has written
+        desk.lead()
+        assert not desk.leader.view.wanted
+        desk.settle(1)
+        assert desk.leader._sizes.wanted == 1, forms_again
+        desk.leader.close()
 
 
 def growing(desk_of: Callable[..., Desk]) -> Desk:
