@@ -123,8 +123,12 @@ class Member:
             process.wait(10)
 
     def stop(self) -> None:
-        """SIGSTOP: it keeps its connections and answers nobody, as a cut host does."""
+        """SIGSTOP: it keeps its connections and answers nobody, as a cut host does.
+
+        Returns when all its threads have stopped: on a busy machine some go on a while.
+        """
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 
     def go_on(self) -> None:
         """SIGCONT."""
