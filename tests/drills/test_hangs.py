@@ -147,9 +147,11 @@ def test_training_is_as_fast_while_the_store_hangs(tmp_path, control):
 def test_a_run_that_ends_while_the_store_hangs_waits_for_its_last_commit(
     tmp_path, control
 ):
+    pause_s = 8  # a store that hangs for two leases after the last step is given up
+    assert pause_s < 2 * LEASE_S
     record = drill(
         *(tmp_path, *SHORT, *SPAN, *control("short")),
-        *faults("pause-store@100:20"),
+        *faults(f"pause-store@290:{pause_s}"),
     )
     assert record["recoveries"] == [] and record["final_step"] == 300
     (pause,) = record["faults"]
