@@ -20,6 +20,11 @@ CHARS = (
     *("--checkpoint.storage_interval", "10"),
 )
 FSDP = (*CHARS, "--mesh.replica", "1", "--mesh.fsdp", "4")
+SMALL_FSDP = (
+    *("chars_transformer", "--hosts", "2", "--stop.steps", "30"),
+    *("--checkpoint.storage_interval", "10", "--mesh.replica", "1"),
+    *("--mesh.fsdp", "2", "--model.width", "32", "--data.global_batch", "16"),
+)
 STAGES = (
     *("chars_transformer", "--hosts", "4", "--stop.steps", "20"),
     *("--checkpoint.storage_interval", "10", "--mesh.fsdp", "1"),

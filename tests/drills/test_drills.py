@@ -1,6 +1,6 @@
-"""Kills real processes; `make test` runs four drills, `make drills` all of them.
+"""Kills real processes; `make test` runs five of these drills, `make drills` the rest.
 
-In `make test` two of the four have programs that are compiled as users compile them.
+In `make test` two of the five have programs that are compiled as users compile them.
 """
 
 import random
@@ -16,6 +16,7 @@ from tests.drills.harness import (
     FSDP,
     HYBRID,
     REPOSITORY,
+    SMALL_FSDP,
     STAGES,
     drill,
     dtft,
@@ -85,6 +86,15 @@ def test_a_dead_trainer_costs_no_network(tmp_path, control):
 
 
 @as_users_compile
+def test_a_divided_state_survives_a_host(tmp_path):
+    record = drill(
+        *(tmp_path, *SMALL_FSDP, "--spares", "1"), *("--fault", "kill-host:1@15")
+    )
+    recovery = only(record)
+    assert recovery["rung"] == 2 and recovery["bytes_from_peers"] > 0
+    assert recovery["bytes_from_storage"] == 0 and recovery["steps_lost"] <= 1
+
+
 def test_both_holders_of_a_slice_lost_falls_to_storage(tmp_path, control):
     record = drill(
         *(tmp_path, *FSDP, *control("fsdp")),
