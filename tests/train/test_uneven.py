@@ -22,7 +22,7 @@ from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.feed import Feed
 from dtft.train.optimizers import MaxAdaBeliefConfig, SGDConfig
 from dtft.train.shared_feed import SharedFeed
-from dtft.train.step import Program, make_mesh
+from dtft.train.step import Arrays, Program, make_mesh
 from dtft.train.sync_config import SyncConfig
 from dtft.train.uneven import UnevenProgram
 from tests.train.helpers import as_bytes, compilations, tiny
@@ -42,7 +42,7 @@ class Trained:
         self.source = make_datasets(experiment.data, 0).train
         self.feed = SharedFeed(self.source, self.program, EVEN)
 
-    def batch(self, counts: Sequence[int], step: int = 1) -> dict[str, jax.Array]:
+    def batch(self, counts: Sequence[int], step: int = 1) -> Arrays:
         self.feed.share(counts)
         return self.feed.take(step).arrays
 
