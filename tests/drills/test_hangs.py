@@ -243,7 +243,7 @@ def test_a_trainer_that_stops_is_named_within_its_limit(tmp_path, control):
     (stop,) = record["faults"]
     assert stop["killed_after_s"] < 13.0
     (stopped,) = hosts(record)
-    said(record, f"on {stopped} is stuck", "phase step")
+    said(record, f"on {stopped} is stuck", "phase (data|step|save) of step 10[012]")
     (recovery,) = record["recoveries"]
     assert recovery["rung"] == 1
     logs = tmp_path / "faulted" / "logs"
