@@ -254,9 +254,11 @@ class Follower:
         """
         if ballot < self._ballot:
             return
-        self._ballot = ballot
+        former, self._ballot = self._ballot, ballot
         self._board.set("recovering", 1)
-        self._stand_down(reason, fatal)
+        code = self._stand_down(reason, fatal)
+        if code is not None:  # its end may be what the failures of others follow from
+            self._tell_exit(code, former)
         told = {
             "finished": self._board.get("finished"),
             "export_port": self._parts.free_port(),
@@ -307,18 +309,21 @@ class Follower:
         if ballot == self._ballot:  # else a newer round has asked again
             self._tell("holdings", **self._report_of(outcome), **told)
 
-    def _stand_down(self, reason: str = "", fatal: bool = False) -> None:
+    def _stand_down(self, reason: str = "", fatal: bool = False) -> int | None:
+        """Ends training here; returns what `Trainers.let_go` returns."""
+        code = None
         formation, self._formation = self._formation, None
         if formation is not None:
             formation.stop_pushers()
         if self._resharding is not None:
             self._resharding.free()
         if formation is not None or fatal:
-            self._trainers.let_go(reason, waiting=fatal)
+            code = self._trainers.let_go(reason, waiting=fatal)
         self._exports.stand_down()
         self._board.enter("", 0)
         for field_name in ("computing", "replicating", "committing", "exporting"):
             self._board.set(field_name, 0)
+        return code
 
     def _tell(self, op: str, **fields: Any) -> None:
         """Reports to the leader, about the newest round that this host knows."""
@@ -503,9 +508,7 @@ class Follower:
         """A trainer has said what has no meaning: it is let go, not this agent."""
         logger.error("the trainer sent a message that is none: %s", fault)
         self._trainers.let_go(f"it sent a message that is none: {fault}")
-        told = self._seats.exit_report(0 if self._seats.attached else 1)
-        if told is not None:
-            self._tell(told[0], **told[1])
+        self._tell_exit(0 if self._seats.attached else 1, self._ballot)
 
     def _pass_up(self, op: str, formation: Formation, message: Message) -> None:
         """The leader has to know; the trainer has begun, whatever it says."""
@@ -637,10 +640,14 @@ class Follower:
 
     def trainer_exited(self, ident: int, code: int) -> None:
         """A trainer has ended; the leader must know, if it means something."""
-        told = self._seats.exit_report(code) if self._trainers.exited(ident) else None
+        if self._trainers.exited(ident):
+            self._tell_exit(code, self._ballot)
+
+    def _tell_exit(self, code: int, ballot: tuple[int, int]) -> None:
+        told = self._seats.exit_report(code)
         if told is not None:
             op, fields = told
-            self._tell(op, **fields)
+            self._report(op, ballot=ballot, **fields)
 
     # ------------------------------------------------------------------- storage
 

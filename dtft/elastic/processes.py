@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -39,6 +40,24 @@ def open_log(path: Path) -> BinaryIO:
         return open(path, "ab")
     except OSError:
         return open(os.devnull, "ab")
+
+
+def ended_with(process: subprocess.Popen) -> int | None:
+    """The return code of a child that has ended; None if it runs.
+
+    Unlike `poll` it answers while another thread waits for the child, and leaves the
+    child to that thread.
+    """
+    if process.returncode is None:
+        try:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            found = os.waitid(os.P_PID, process.pid, options)
+        except ChildProcessError:  # the other thread has it
+            found = None
+        if found is not None:
+            killed = found.si_code != os.CLD_EXITED
+            return -found.si_status if killed else found.si_status
+    return process.returncode
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -25,7 +25,12 @@ from dtft.checkpoint.attach import ATTACHED, SOCKET, VARIABLE
 from dtft.checkpoint.link import Link, LinkClosed, NotReading, Outbox, listen, serve
 from dtft.checkpoint.socket_owner import foreign_peer
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.processes import die_with_parent, open_log, state_letter
+from dtft.elastic.processes import (
+    die_with_parent,
+    ended_with,
+    open_log,
+    state_letter,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +150,8 @@ class Trainers:
         """Of the formation, until it ends."""
         self._active = 0
         """Its ident, until its end was asked for by `exited`."""
+        self._code: int | None = None
+        """With which it has ended."""
         self._waiting: Trainer | None = None
         self._dying: set[int] = set()
         """Killed, and neither ended nor given up: none is told its slot meanwhile."""
@@ -316,6 +323,7 @@ class Trainers:
                 trainer = self._spawn(self._command)
             self._trainer, self._waiting = trainer, None
             self._active = ABSENT if trainer is None else trainer.ident
+            self._code = None
             if trainer is None:
                 self._tell("trainer_exit", ABSENT, 0)
             elif trainer.process is not None:
@@ -371,6 +379,7 @@ class Trainers:
             was_attached = trainer is self._attached
             self._waiting = None if trainer is self._waiting else self._waiting
             self._trainer = None if trainer is self._trainer else self._trainer
+            self._code = code if trainer.ident == self._active else self._code
             if was_attached:
                 self._tell("attachment")
             if self._trainer is not None:
@@ -384,15 +393,23 @@ class Trainers:
             self._active = 0 if was_active else self._active
             return was_active
 
-    def let_go(self, reason: str = "", *, waiting: bool = False) -> None:
+    def let_go(self, reason: str = "", *, waiting: bool = False) -> int | None:
         """Ends the trainer of the formation; one that was told nothing yet waits again.
 
         Args:
             reason: what has happened, for the user.
             waiting: let go of one that waits, too.
+
+        Returns:
+            The code with which the formation's trainer has ended already, if `exited`
+            was not asked about it; None if it ran, or if there was none.
         """
         with self._lock:
-            trainer, self._trainer, self._active = self._trainer, None, 0
+            trainer, active = self._trainer, self._active
+            code = self._code if active else None
+            if trainer is not None and trainer.process is not None and active:
+                code = ended_with(trainer.process)
+            self._trainer, self._active = None, 0
             if trainer is not None and trainer.given:
                 self._dismiss(trainer, reason)
             elif trainer is not None:
@@ -400,6 +417,7 @@ class Trainers:
             if waiting and self._waiting is not None:
                 trainer, self._waiting = self._waiting, None
                 self._dismiss(trainer, reason)
+            return code
 
     def _dismiss(self, trainer: Trainer, reason: str) -> None:
         if trainer.process is not None:

@@ -12,7 +12,7 @@ import pytest
 
 from dtft.checkpoint.attach import SOCKET, NoAgent, ask, attach
 from dtft.elastic import trainers as module
-from dtft.elastic.processes import process_alive
+from dtft.elastic.processes import ended_with, process_alive
 from dtft.elastic.trainers import Command, Trainer, Trainers
 from tests.checkpoint.hosts import wait_until
 from tests.elastic.desks import agent_config
@@ -93,6 +93,40 @@ def test_one_that_dies_as_it_is_given_its_slot_is_found_by_its_exit(
     trainers.send("release", step=1)
     assert events.get(timeout=20)[:2] == ("trainer_exit", ident)
     assert trainers.exited(ident)
+
+
+@pytest.mark.parametrize("known", ["to the kernel", "to a thread", "to an event"])
+def test_an_end_that_nobody_asked_about_is_told_by_letting_go(
+    known: str, trainers: Trainers, events: Events
+) -> None:
+    trainer = started(trainers, 0)
+    process = trainer.process
+    assert process is not None and events.get(timeout=20)[0] == "trainer"
+    if known == "to an event":
+        process.kill()
+        assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
+        assert trainers.let_go() == -9
+    else:
+        with trainers._lock:  # no event can come
+            process.kill()
+            if known == "to the kernel":
+                wait_until(lambda: ended_with(process) is not None)
+            else:
+                assert trainer.ended.wait(20)
+            assert trainers.let_go() == -9
+        assert events.get(timeout=20)[0] == "trainer_exit"
+    assert not trainers.exited(trainer.ident) and trainers.let_go() is None
+
+
+def test_letting_go_of_a_trainer_that_runs_tells_no_end(trainers: Trainers) -> None:
+    assert trainers.let_go() is None
+    trainer = started(trainers, 0)
+    assert trainers.let_go() is None and trainer.ended.wait(20)
+    trainer = started(trainers, 0)
+    assert trainer.process is not None
+    trainer.process.kill()
+    assert trainer.ended.wait(20) and trainers.exited(trainer.ident)
+    assert trainers.let_go() is None
 
 
 def test_a_process_that_does_not_die_is_given_up_by_name_and_replaced(

@@ -73,6 +73,23 @@ def test_a_host_tells_what_its_leader_lacks_and_nothing_more() -> None:
             assert ("assignment" in answer) == (known < epoch)
 
 
+def test_a_killed_trainer_is_named_though_its_peers_are_heard_before() -> None:
+    world = World(Settings(seed=1, slots=3, spares=0, last_step=1000))
+    world.start_all()
+    world.run(30.0)
+    before = len(world.events)
+    victim = world.nodes["h1"].trainers.trainer
+    assert victim is not None and victim.world is not None
+    # It is dead, and its agent has not been told so yet.
+    victim.alive, victim.code = False, -9
+    victim.world.lost(victim)
+    world.run(world.now + 5.0)
+    told = {kind: it for _, _, kind, it in world.events[before:] if "reason" in it}
+    assert "failed at step" in told["forming"]["reason"]
+    death = "trainer of slot 1 on h1 killed by signal 9"
+    assert told["assignment"]["reason"] == death and not world.violations
+
+
 def test_a_leader_that_writes_without_its_key_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

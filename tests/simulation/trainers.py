@@ -128,6 +128,8 @@ class SimTrainer:
         self.ident, self._job, self._trainers = job.idents, job, trainers
         self.host = trainers.process.host
         self.alive, self.stopped, self.attached = True, False, False
+        self.code: int | None = None
+        """With which it has ended."""
         self.immortal_s = 0.0
         """Seconds for which SIGKILL does not end it."""
         self.start: Mapping[str, Any] | None = None
@@ -212,7 +214,7 @@ class SimTrainer:
         """The process ends."""
         if not self.alive:
             return
-        self.alive = False
+        self.alive, self.code = False, code
         if self.world is not None and not self.failed:
             self.world.lost(self)
         trainers = self._trainers
@@ -398,6 +400,7 @@ class SimTrainers:
         self._known: dict[int, SimTrainer] = {}
         self.trainer: SimTrainer | None = None
         self._active = 0
+        self._code: int | None = None
         self._waiting: SimTrainer | None = None
         self._dying: set[int] = set()
         self.cannot_start: Callable[[], bool] = lambda: False
@@ -451,7 +454,7 @@ class SimTrainers:
         """See `Trainers.start`."""
         trainer = self._next or self._spawn()
         self.trainer, self._waiting = trainer, None
-        self._active = trainer.ident
+        self._active, self._code = trainer.ident, None
         trainer.start, trainer.given = dict(message), True
         self.begin(trainer)
 
@@ -482,6 +485,7 @@ class SimTrainers:
         self._dying.discard(trainer.ident)
         self._waiting = None if trainer is self._waiting else self._waiting
         self.trainer = None if trainer is self.trainer else self.trainer
+        self._code = code if trainer.ident == self._active else self._code
         if self.trainer is not None:
             self.begin(self.trainer)
         self._emit("trainer_exit", trainer.ident, code)
@@ -492,9 +496,12 @@ class SimTrainers:
         self._active = 0 if was_active else self._active
         return was_active
 
-    def let_go(self, reason: str = "", *, waiting: bool = False) -> None:
+    def let_go(self, reason: str = "", *, waiting: bool = False) -> int | None:
         """See `Trainers.let_go`."""
         del reason
+        code = self._code if self._active else None
+        if self._active and self.trainer is not None:
+            code = self.trainer.code
         trainer, self.trainer, self._active = self.trainer, None, 0
         if trainer is not None and trainer.given:
             self._kill(trainer)
@@ -503,6 +510,7 @@ class SimTrainers:
         if waiting and self._waiting is not None:
             trainer, self._waiting = self._waiting, None
             self._kill(trainer)
+        return code
 
     def _kill(self, trainer: SimTrainer) -> None:
         trainer.kill()
