@@ -6,7 +6,7 @@ that never train.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import jax
@@ -29,7 +29,13 @@ class EqualLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Base of all model configs."""
+    """Base of all model configs.
+
+    `short_name` is the name of a class in `config.json`, wherever its module is; a
+    subclass without one of its own is named by its module and name.
+    """
+
+    short_name: ClassVar[str] = ""
 
     @property
     def layers(self) -> EqualLayers | None:
@@ -71,6 +77,8 @@ class ModelConfig:
 class CNNConfig(ModelConfig):
     """A small convolutional classifier of 8x8 grey images."""
 
+    short_name: ClassVar[str] = "cnn"
+
     channels: tuple[int, ...] = (16, 32)
     """Output channels of each 3x3 convolution; all but the first halve the image."""
     hidden: int = 64
@@ -109,6 +117,8 @@ class ResNetConfig(ModelConfig):
     in the 3x3 convolution. The default is ResNet-50. Any image size will do.
     """
 
+    short_name: ClassVar[str] = "resnet"
+
     depths: tuple[int, ...] = (3, 4, 6, 3)
     """Blocks of each stage; each stage after the first halves the image."""
     width: int = 64
@@ -144,6 +154,8 @@ class ResNetConfig(ModelConfig):
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
     """A small causal transformer over characters."""
+
+    short_name: ClassVar[str] = "transformer"
 
     vocabulary: int = 128
     """Number of different tokens; 128 is ASCII."""

@@ -27,6 +27,21 @@ _STAGES = ("pipeline.virtual_stages", "pipeline.layers")
 """Which stage has which layers: it decides the state's shape where there are stages."""
 _ELSEWHERE = ("data.path", "data.threads")
 """Where data lies and how fast it is read; what it is, data_identity says."""
+_FORMER_NAMES = {
+    "dtft.models.base.CNNConfig": "cnn",
+    "dtft.models.base.ResNetConfig": "resnet",
+    "dtft.models.base.TransformerConfig": "transformer",
+    "dtft.train.datasets.CharsConfig": "chars",
+    "dtft.train.datasets.DigitsConfig": "digits",
+    "dtft.train.images.ImageFolderConfig": "image_folder",
+    "dtft.train.images.SyntheticImagesConfig": "synthetic_images",
+    "dtft.train.optimizers.AdamWConfig": "adamw",
+    "dtft.train.optimizers.MaxAdaBeliefConfig": "max_adabelief",
+    "dtft.train.optimizers.SGDConfig": "sgd",
+    "dtft.train.shampoo.ShampooConfig": "shampoo",
+}
+"""What `config.json` of a run before 24 November 2026 calls a class: the place where it
+was then. Runs and checkpoints of that time resume."""
 
 
 class ConfigError(ValueError):
@@ -168,7 +183,7 @@ def diff(old: str, new: str) -> list[str]:
     >>> diff('{"optim": {"b1": 0.9}}', '{"optim": {"b1": 0.8}}')
     ['optim.b1: 0.9 -> 0.8']
     """
-    before, after = _flat(json.loads(old)), _flat(json.loads(new))
+    before, after = _read(old), _read(new)
     return [
         f"{key}: {_text(before, key)} -> {_text(after, key)}"
         for key in sorted({*before, *after})
@@ -184,7 +199,7 @@ def shape_relevant(resolved: str) -> str:
     the mesh is not: a state can be restored onto another one, as long as no part of it
     belongs to one replica.
     """
-    flat = _flat(json.loads(resolved))
+    flat = _read(resolved)
     kept = {
         key: flat[key]
         for key in flat
@@ -261,7 +276,18 @@ def _plain(value: Any) -> Any:
 
 
 def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """The class's own short name, else where it is: a user's class has none."""
+    own = vars(kind).get("short_name")
+    return own or f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _read(resolved: str) -> dict[str, Any]:
+    """A resolved config by dotted key, with the classes' names of today."""
+    flat = _flat(json.loads(resolved))
+    for key, value in flat.items():
+        if key.endswith(".class"):
+            flat[key] = _FORMER_NAMES.get(value, value)
+    return flat
 
 
 def _flat(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,7 +7,7 @@ of jax, grain and scikit-learn imports at module level, and never use the networ
 import functools
 import hashlib
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
 """Of scikit-learn's digits: data as uint8 bytes, then target as uint8 bytes."""
@@ -40,7 +40,13 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Base of all data configs."""
+    """Base of all data configs.
+
+    `short_name` is the name of a class in `config.json`, wherever its module is; a
+    subclass without one of its own is named by its module and name.
+    """
+
+    short_name: ClassVar[str] = ""
 
     global_batch: int = 96
     """Rows per step, over all hosts."""
@@ -93,6 +99,8 @@ class DataConfig:
 class DigitsConfig(DataConfig):
     """scikit-learn's digits: 1797 grey images of 8x8; a fixed fifth is for testing."""
 
+    short_name: ClassVar[str] = "digits"
+
     def count_classes(self) -> int:
         """The ten digits."""
         return 10
@@ -133,6 +141,8 @@ class CharsConfig(DataConfig):
 
     The text differs between Python's patch releases, so its hash is its identity.
     """
+
+    short_name: ClassVar[str] = "chars"
 
     context: int = 64
     """Characters per row; the target is one further."""

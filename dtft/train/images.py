@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from dtft.train.datasets import Columns, DataConfig
 from dtft.train.pixels import centre_box, open_image, pillow, random_box
@@ -35,6 +36,8 @@ class ImageFolderConfig(DataConfig):
     resized and flipped at random (Szegedy et al., "Going deeper with convolutions",
     2015, section 6); test rows show the centre. Labels come from the folder alone.
     """
+
+    short_name: ClassVar[str] = "image_folder"
 
     path: str = ""
     """The folder that holds `train` and `val`; required."""
@@ -151,6 +154,8 @@ class ImageFiles:
 @dataclass(frozen=True, kw_only=True)
 class SyntheticImagesConfig(DataConfig):
     """Noise with labels, made from the sample's number: for measurements of speed."""
+
+    short_name: ClassVar[str] = "synthetic_images"
 
     image_size: int = 224
     """Height and width of the images."""

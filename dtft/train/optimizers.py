@@ -7,7 +7,7 @@ Must stay free of jax imports at module level.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dtft.train.schedule_config import ScheduleConfig
 from dtft.train.sync_config import SyncConfig
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Base of all optimizer configs."""
+    """Base of all optimizer configs.
+
+    `short_name` is the name of a class in `config.json`, wherever its module is; a
+    subclass without one of its own is named by its module and name.
+    """
+
+    short_name: ClassVar[str] = ""
 
     learning_rate: float = 1e-3
     """Peak learning rate."""
@@ -148,6 +154,8 @@ class OptimConfig:
 class MaxAdaBeliefConfig(OptimConfig):
     """Max-AdaBelief (dtft.optim)."""
 
+    short_name: ClassVar[str] = "max_adabelief"
+
     b1: float = 0.9
     """Decay of the first moment."""
     b2: float = 0.999
@@ -222,6 +230,8 @@ class MaxAdaBeliefConfig(OptimConfig):
 class AdamWConfig(OptimConfig):
     """AdamW (optax)."""
 
+    short_name: ClassVar[str] = "adamw"
+
     b1: float = 0.9
     """Decay of the first moment."""
     b2: float = 0.999
@@ -244,6 +254,8 @@ class AdamWConfig(OptimConfig):
 @dataclass(frozen=True, kw_only=True)
 class SGDConfig(OptimConfig):
     """Stochastic gradient descent with momentum (optax)."""
+
+    short_name: ClassVar[str] = "sgd"
 
     momentum: float = 0.9
     """Decay of the momentum; 0 for none."""

@@ -1,7 +1,7 @@
 """Shampoo's config. Must stay free of jax imports at module level."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dtft.train.optimizers import OptimConfig
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ShampooConfig(OptimConfig):
     """Shampoo with the magnitude of Max-AdaBelief (dtft.optim)."""
+
+    short_name: ClassVar[str] = "shampoo"
 
     b1: float = 0.9
     """Decay of the first moment."""

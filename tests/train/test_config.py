@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dtft.models.base import CNNConfig, ModelConfig
 from dtft.train.config import (
+    _FORMER_NAMES,
     ConfigError,
     diff,
     find,
@@ -20,6 +22,7 @@ from dtft.train.config import (
     shape_relevant,
     to_json,
 )
+from dtft.train.datasets import DataConfig
 from dtft.train.experiment import (
     CheckpointConfig,
     ClusterConfig,
@@ -28,7 +31,7 @@ from dtft.train.experiment import (
     StopConfig,
 )
 from dtft.train.fitting import check, resolve_mesh
-from dtft.train.optimizers import MaxAdaBeliefConfig
+from dtft.train.optimizers import MaxAdaBeliefConfig, OptimConfig
 from dtft.train.overrides import keys
 from dtft.train.schedule_config import ScheduleConfig
 from tests.train.pictures import make_folder
@@ -329,3 +332,28 @@ def test_contradictions_are_refused() -> None:
         CheckpointConfig(interval=3)
     with pytest.raises(ValueError, match=r"optim.b1=0.0 makes"):
         MaxAdaBeliefConfig(b1=0.0)
+
+
+def test_each_class_has_a_name_of_its_own_and_former_names_mean_it() -> None:
+    shipped = [
+        kind
+        for base in (ModelConfig, DataConfig, OptimConfig)
+        for kind in _below(base)
+        if kind.__module__.startswith("dtft.")
+    ]
+    names = [vars(kind).get("short_name") for kind in shipped]
+    assert len({*names}) == len(names) >= 11 and None not in names
+    assert {*_FORMER_NAMES.values()} <= {*names}
+
+
+def test_a_users_class_is_named_by_its_place_also_below_one_of_ours() -> None:
+    class Mine(CNNConfig):
+        pass
+
+    experiment = replace(parse("digits_cnn", []), model=Mine())
+    name = json.loads(to_json(experiment))["model"]["class"]
+    assert name.endswith(".<locals>.Mine") and name.startswith(__name__)
+
+
+def _below(kind: type) -> list[type]:
+    return [it for child in kind.__subclasses__() for it in (child, *_below(child))]
