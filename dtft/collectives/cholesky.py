@@ -72,8 +72,10 @@ def cholesky_encode(
     """
     matrix = as_array("matrix", matrix)
     n = check_factorable(matrix)
-    if not jitter > 0:
-        raise ValueError(f"jitter={jitter} must be > 0. The default is 1e-6.")
+    if not isinstance(jitter, (int, float)) or not jitter > 0:
+        raise ValueError(
+            f"jitter={jitter!r} must be > 0, and a Python number. The default is 1e-6."
+        )
     check_wire_dtype(wire_dtype)
     matrix = _at_least_float32(matrix)
     if n == 0:
@@ -171,6 +173,7 @@ def gather_codes(
     matrix: Array, axis_name: AxisName, wire_dtype: DTypeLike | None
 ) -> Array:
     """Every device's packed factor on every device: [p, ..., m], NaN where not ok."""
+    axis_size(axis_name)  # refuses an axis that is not bound
     own = _poisoned(cholesky_encode(matrix, wire_dtype=wire_dtype))
     bits = lax.all_gather(_as_bits(own), axis_name, to="invarying")
     return lax.bitcast_convert_type(bits, own.dtype)
@@ -214,16 +217,22 @@ def reduce_factors(factor: Array, axis_name: AxisName | None) -> Array:
     conditioned than adding the matrices: no D is formed.
 
     Args:
-        factor: [..., n, n], lower triangular.
-        axis_name: axis or axes; None means one device, whose factor is returned.
+        factor: [..., n, n], lower triangular; only that triangle is read. Below float32
+            it is widened to it.
+        axis_name: axis or axes of the `jax.shard_map` around it (not of a `jax.vmap`);
+            None means one device.
 
     Returns:
-        [..., n, n], lower triangular with a diagonal >= 0.
+        [..., n, n], lower triangular with a diagonal >= 0, in float32 at least.
+
+    Raises:
+        ValueError: not square, or an axis that is not bound.
     """
     factor = as_array("factor", factor)
     n = check_square(factor)
+    factor = _at_least_float32(factor)
     if axis_name is None:
-        return factor
+        return _with_positive_diagonal(jnp.tril(factor))
     num = axis_size(axis_name)
     packed = lax.all_gather(pack_lower(factor), axis_name, to="invarying")
     rows = jnp.swapaxes(unpack_triangle(packed, n), -1, -2)
@@ -243,7 +252,12 @@ def check_factorable(matrix: Array) -> int:
 
 def check_wire_dtype(wire_dtype: DTypeLike | None) -> None:
     """Refuses dtypes that values cannot be rounded to."""
-    if wire_dtype is not None and not jnp.issubdtype(wire_dtype, jnp.floating):
+    try:
+        dtype = None if wire_dtype is None else jnp.dtype(wire_dtype)
+        floating = dtype is None or jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # no dtype at all
+        floating = False
+    if not floating:
         raise ValueError(
             f"wire_dtype={wire_dtype} is not floating. Allowed: floating dtypes, for "
             "example bfloat16, or None for the matrix's own."
@@ -296,9 +310,14 @@ def _cholesky(matrix: Array) -> Array:
 
 def _factor_of_rows(rows: Array) -> Array:
     upper = in_turn_on_cpu(lambda batch: jnp.linalg.qr(batch, mode="r"), rows)
-    diagonal = jnp.diagonal(upper, axis1=-2, axis2=-1)
+    return _with_positive_diagonal(jnp.swapaxes(upper, -1, -2))
+
+
+def _with_positive_diagonal(lower: Array) -> Array:
+    """The factor of the same matrix whose diagonal is >= 0."""
+    diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)
     sign = jnp.where(diagonal < 0, -jnp.ones_like(diagonal), jnp.ones_like(diagonal))
-    return jnp.swapaxes(upper * sign[..., :, None], -1, -2)
+    return lower * sign[..., None, :]
 
 
 def _poisoned(code: CholeskyCode) -> Array:

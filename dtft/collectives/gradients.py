@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from dtft.collectives.all_reduce import Algorithm, all_reduce, check_algorithm
-from dtft.collectives.hops import AxisName
+from dtft.collectives.hops import AxisName, axis_size
 from dtft.collectives.host_command import HostCommanded
 from dtft.collectives.shares import Loss, ValueAndGradients, over_shares
 
@@ -141,13 +141,14 @@ def reduce_in_backward(
         algorithm: see `all_reduce`.
 
     Raises:
-        ValueError: an unknown op or algorithm.
+        ValueError: an unknown op or algorithm, or an axis that is not bound.
     """
     check_algorithm(algorithm)
     if op not in ("mean", "sum"):
         raise ValueError(f"op={op!r} is unknown here. Allowed: 'mean', 'sum'.")
     if axis_name is None:
         return params
+    axis_size(axis_name)  # refuses an axis that is not bound
     return jax.tree.map(lambda x: _reduced_later(x, axis_name, op, algorithm), params)
 
 

@@ -54,8 +54,8 @@ def all_reduce_symmetric(
     * ``cholesky``: the factors of positive definite matrices. They cannot be added, so
       every device gets all p of them and adds the products: p/2 times the bytes of
       ``packed`` and O(p n^3) work. Its merit: with wire_dtype bfloat16 the
-      result stays positive definite (condition numbers to about 1e6).
-
+      result stays positive definite (`benchmarks/cholesky_wire.py`). Inside
+      `jax.shard_map` only, not under a `jax.vmap` with an axis name.
     * ``auto``: the one of them that `measure_wires` found the cheapest for matrices of
       this size on these devices and links; ``costs`` is what it returned.
 
@@ -65,7 +65,8 @@ def all_reduce_symmetric(
     Args:
         matrix: [..., n, n], symmetric by the caller's word; only the lower triangle is
             read.
-        axis_name: axis or axes; None means one device, and matrix is returned as it is.
+        axis_name: axis or axes; None means one device: the matrix of its lower
+            triangle.
         op: "sum" (default) or "mean".
         algorithm: as for `all_reduce`; ``cholesky`` is gathered, so only "native".
         wire: see above.
@@ -93,7 +94,7 @@ def all_reduce_symmetric(
     if wire == "cholesky":
         check_factorable(matrix)
     if axis_name is None:
-        return matrix
+        return mirror_lower(matrix)
     if wire == "cholesky":
         return _sum_of_products(matrix, axis_name, op, wire_dtype)
     sent = pack_lower(matrix) if wire == "packed" else matrix

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from dtft.optim.numerics import dtype_of
@@ -46,6 +47,12 @@ def check_decay(name: str, value: Any) -> None:
     """
     check_wide(name, value)
     known = number(name, value)
+    default = jax.dtypes.canonicalize_dtype(float)  # float64 only where jax has it
+    if known is not None and known < 1 and np.asarray(known, default) == 1:
+        raise ValueError(
+            f"{name}={known!r} is 1 in float32, so that its average would never move. "
+            "Allowed: up to 1 - 6e-8 without jax_enable_x64. Lower it."
+        )
     if known is not None and not 0 <= known < 1:
         raise ValueError(
             f"{name}={known} is not a decay. Allowed: 0 <= {name} < 1. Set "
@@ -128,8 +135,26 @@ def whole(name: str, value: Any) -> int | None:
         ) from None
 
 
+def check_real_moment(gradient: jax.Array, moment: jax.Array) -> None:
+    """Refuses a complex gradient of a parameter whose first moment is real."""
+    if jnp.iscomplexobj(gradient) and not jnp.iscomplexobj(moment):
+        raise ValueError(
+            f"a gradient is {gradient.dtype}, but the first moment of its parameter is "
+            f"{moment.dtype}: the imaginary part would be dropped. Allowed: real "
+            "gradients for real parameters. Take the real part, or make the parameter "
+            "complex."
+        )
+
+
 def check_moment_dtype(name: str, dtype: Any) -> None:
     """A dtype that an average can be kept in, or None."""
+    try:
+        dtype = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        raise ValueError(
+            f"{name}={dtype!r} is no dtype. Allowed: floating and complex dtypes, such "
+            "as jnp.bfloat16, or None for the parameters' own."
+        ) from None
     if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(
             f"{name}={jnp.dtype(dtype)} cannot hold an average. Allowed: floating (or "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dtft.collectives import Algorithm, all_reduce
+from dtft.optim import checks
 
 Reduction = Literal["mean", "max"]
 
@@ -33,7 +34,16 @@ def average_params(
         every: the period; 1 for always, 0 for only on command.
         algorithm: how arrays are reduced, see `dtft.collectives`.
         sync: other than 0 commands the exchange, see `sync_moments`.
+
+    Raises:
+        ValueError: `every` is no whole number of 0 or more, or an axis is not bound.
     """
+    period = checks.whole("every", every)
+    if period is None or period < 0:
+        raise ValueError(
+            f"every={every!r} is not a period. Allowed: a Python int, 1 or more, or 0 "
+            "for only on command. Set every=1 to average at each update."
+        )
     if every == 1:
         return all_reduce(params, axis_name, op="mean", algorithm=algorithm)
     now = due(count, every, sync)

@@ -1,17 +1,19 @@
 """Rejects corrupt gradients before they reach the moments of an optimizer.
 
-An adaptive optimizer remembers: one gradient of 1e6 shrinks AdaBelief's steps for some
-20,000 steps and Max-AdaBelief's for ever, and NaN stays in either. One number
-per step, the global norm, decides whether the step happens.
+An adaptive optimizer remembers: one gradient of 1e6 shrinks AdaBelief's steps until
+b2^t has made its square small again, and Max-AdaBelief's for ever; NaN stays in either.
+One number per step, the global norm, decides whether the step happens.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from dtft.optim.checks import number
+from dtft.collectives.hops import axis_size
+from dtft.optim.checks import number, whole
 from dtft.optim.numerics import abs_squared, dtype_of, widen
 
 _EMPTY = -1.0
@@ -83,7 +85,7 @@ def skip_outlier_gradients(
         `optax.tree.get(state, "outliers")` and `"nonfinite"` find the counters.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range. `update`: an axis that is not bound.
 
     >>> solver = skip_outlier_gradients(optax.sgd(1.0), warmup=2)
     >>> state = solver.init(jnp.zeros(1))
@@ -155,6 +157,7 @@ def _agreed_norm(updates: optax.Updates, axis_name: Any) -> tuple[jax.Array, jax
     # Of the square: XLA makes sqrt(x * x) of a single number |x|.
     finite, norm = jnp.isfinite(squared), jnp.sqrt(squared)
     if axis_name is not None:
+        axis_size(axis_name)  # refuses an axis that is not bound
         finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
         norm = jax.lax.pmax(jnp.where(finite, norm, 0), axis_name)
     return finite, norm
@@ -208,9 +211,13 @@ def _if(accept: jax.Array, new: Any, old: Any) -> Any:
     """A select per leaf, which fuses with what computes the leaf; no branch."""
 
     def chosen(a: Any, b: Any) -> Any:
-        return jnp.where(accept, a, b) if isinstance(a, jax.Array) else a
+        return jnp.where(accept, a, b) if _is_number(a) else a
 
     return jax.tree.map(chosen, new, old)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
 
 
 def _check(ratio: Any, history: int, warmup: int, max_consecutive: int) -> None:
@@ -220,6 +227,10 @@ def _check(ratio: Any, history: int, warmup: int, max_consecutive: int) -> None:
             f"max_norm_ratio={ratio} would reject ordinary gradients. Allowed: above "
             "1. Use 10, or leave the guard out."
         )
+    given = {"history": history, "warmup": warmup, "max_consecutive": max_consecutive}
+    for name, value in given.items():
+        if whole(name, value) is None:
+            raise ValueError(f"{name}={value!r} is not known. Allowed: an int.")
     if not 1 <= warmup <= history:
         raise ValueError(
             f"warmup={warmup} does not fit history={history}. Allowed: 1 <= warmup <= "

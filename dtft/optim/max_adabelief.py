@@ -16,7 +16,7 @@ from dtft.optim.numerics import (
     dtype_of,
     hyperparameter,
     moment_dtype,
-    widen,
+    widen_beside,
 )
 
 
@@ -50,14 +50,15 @@ def scale_by_max_belief(
 
     See `max_adabelief` for the equations. Every leaf of the state keeps the dtype that
     `init` gave it, whatever the dtype of the gradients; the update has the dtype of the
-    gradient. A gradient of None gives an update of None and leaves the moments of its
-    parameter as they are.
+    gradient, and is complex where the parameter is. A gradient of None gives an update
+    of None and leaves the moments of its parameter as they are.
 
     Args:
         b1: Decay rate of the first moment, 0 < b1 < 1. A traced 0 cannot be seen, and
             gives m / (sqrt(eps_root t) + eps), a step of 3e6 times the learning rate.
         b2: Decay rate of the second moment, 0 <= b2 < 1.
-        eps: Term added to the denominator outside of the square root.
+        eps: Term added to the denominator outside of the square root. With `eps` and
+            `eps_root` both 0 a gradient that has always been 0 gives 0/0, as in optax.
         eps_root: Term added to the second moment at every step, so that it accumulates,
             as in `optax.adabelief`. To differentiate through the update (as in
             meta-learning) it must not be 0.
@@ -73,7 +74,8 @@ def scale_by_max_belief(
     Raises:
         ValueError: A hyperparameter whose number is known is out of range, or an array
             of fewer than 32 bits. `init`: a parameter that is an integer, or complex
-            with a real `mu_dtype`. `update`: a gradient that is an integer.
+            with a real `mu_dtype`. `update`: a gradient that is an integer, or complex
+            for a real parameter.
 
     >>> transform = scale_by_max_belief()
     >>> state = transform.init(jnp.zeros(2))
@@ -144,7 +146,8 @@ def max_adabelief(
         learning_rate: A number of 0 or more, an array or a schedule.
         b1: Decay rate of the first moment, 0 < b1 < 1.
         b2: Decay rate of the second moment, 0 <= b2 < 1.
-        eps: Term added to the denominator outside of the square root.
+        eps: Term added to the denominator outside of the square root. With `eps` and
+            `eps_root` both 0 a gradient that has always been 0 gives 0/0, as in optax.
         eps_root: Term added to the second moment at every step, so that it accumulates,
             as in `optax.adabelief`. To differentiate through the update (as in
             meta-learning) it must not be 0.
@@ -184,8 +187,9 @@ def max_adabelief(
     Notes:
         *Which maximum.* It is taken over the raw :math:`s_t` and corrected for bias
         afterwards. A maximum over the corrected moment (the default of
-        `optax.amsgrad`) is not offered: five noisy first steps make its steps ten times
-        smaller for ever.
+        `optax.amsgrad`) is not offered: in the first steps the correction multiplies
+        few noisy samples by 1/(1 - b2^t), and the maximum would keep the result for
+        ever.
 
         *What the maximum bounds.* After s has fallen, the step: for a constant gradient
         at the default betas it is 15.5 times the learning rate at most, where
@@ -269,6 +273,12 @@ def decoupled_decay(
     if weight_decay is None:
         return []
     checks.check_schedule("weight_decay", weight_decay)
+    if isinstance(mask, (str, bytes, int)):
+        raise ValueError(
+            f"weight_decay_mask={mask!r} is no mask: every parameter would decay, or "
+            "none. Allowed: a tree of booleans like the parameters, a function from "
+            "parameters to one, or None for all."
+        )
     return [optax.add_decayed_weights(weight_decay, mask)]
 
 
@@ -321,13 +331,14 @@ def _updated_moments(
     checks.check_leaves("updates", updates)
 
     def first(g: Any, m: jax.Array) -> jax.Array:
-        wide = widen(g, g)
+        wide = widen_beside(g, m)
+        checks.check_real_moment(wide, m)
         decay = hyperparameter(b1, wide)
         return (1 - decay) * wide + decay * m.astype(wide.dtype)
 
     def second(g: Any, m: jax.Array, v: jax.Array) -> jax.Array:
         decay = hyperparameter(b2, v)
-        error = abs_squared(widen(g, g) - m).astype(v.dtype)
+        error = abs_squared(widen_beside(g, m) - m).astype(v.dtype)
         # This is eps_root, as v >= 0. Were it added as a constant, XLA's CPU compiler
         # would work nu out twice and copy it: 72 instead of 56 bytes per parameter.
         floor = jnp.maximum(-v, hyperparameter(eps_root, v))
@@ -374,10 +385,13 @@ def _scaled_first_moment(
         return decay * ahead + (1 - decay) * debias(g, b1, count)
 
     def scaled(g: Any, m: jax.Array, v_max: jax.Array) -> jax.Array:
-        m_hat = corrected(widen(g, g), widen(m, g))
+        wide = widen_beside(g, m)
+        m_hat = corrected(wide, m.astype(wide.dtype))
         v_hat = debias(v_max, b2, count) if bias_correct_max else v_max
         root = jnp.sqrt(v_hat) + hyperparameter(eps, v_hat)
-        return (m_hat / root.astype(m_hat.dtype)).astype(dtype_of(g))
+        update = m_hat / root.astype(m_hat.dtype)
+        lost = jnp.iscomplexobj(update) and not jnp.iscomplexobj(g)
+        return update if lost else update.astype(dtype_of(g))
 
     return _map(scaled, updates, state.mu, state.nu_max, none=None)
 

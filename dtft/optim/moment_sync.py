@@ -189,5 +189,6 @@ def _unmark(inner: Any) -> Any:
 
 
 def _largest(update: optax.Updates) -> jax.Array:
-    tops = [jnp.max(jnp.abs(u)).astype(jnp.float32) for u in jax.tree.leaves(update)]
+    leaves = [u for u in jax.tree.leaves(update) if u.size]
+    tops = [jnp.max(jnp.abs(u)).astype(jnp.float32) for u in leaves]
     return jnp.max(jnp.stack(tops)) if tops else jnp.zeros([], jnp.float32)

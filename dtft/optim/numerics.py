@@ -43,6 +43,14 @@ def widen(x: Any, like: Any) -> jax.Array:
     return jnp.asarray(x).astype(at_least_float32(dtype_of(like)))
 
 
+def widen_beside(x: Any, moment: jax.Array) -> jax.Array:
+    """`x`, at least float32, and complex where its moment is."""
+    wide = widen(x, x)
+    if jnp.iscomplexobj(moment) and not jnp.iscomplexobj(wide):
+        return wide.astype("complex128" if wide.dtype == "float64" else "complex64")
+    return wide
+
+
 def hyperparameter(value: jax.typing.ArrayLike, like: jax.Array) -> Any:
     """Python numbers stay weak; traced hyperparameters take the dtype of `like`."""
     if isinstance(value, (int, float)):

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 
 from dtft.optim import checks
 from dtft.optim.max_adabelief import decoupled_decay
@@ -75,7 +76,7 @@ def scale_by_shampoo(
         exponent: Each side is raised to minus this: 1/4 in the paper, 1/2 makes the
             pair the inverse, not the root, of the Kronecker product.
         root_eps: Added to the eigenvalues before the root, as a fraction of the
-            block's largest.
+            block's largest; above 0, as the root of a singular block would be infinite.
         block_size: Matrices are cut into blocks of at most so many rows and columns,
             each with statistics of its own. Time is cubic in it, state linear.
         precondition_frequency: Steps from one computation of the roots to the next.
@@ -90,7 +91,8 @@ def scale_by_shampoo(
 
     Raises:
         ValueError: a size or period below 1, periods that do not fit, or another
-            hyperparameter that is known is out of range.
+            hyperparameter that is known is out of range. `update`: `local_gradients` or
+            the result of `exchange` lacks leaves.
 
     .. note:: A gradient that is not finite spoils the statistics for good, as it does
         the moments of other optimizers: use `optax.apply_if_finite` where it can occur.
@@ -103,8 +105,10 @@ def scale_by_shampoo(
     True
     """
     _check(block_size, precondition_frequency, statistics_every)
-    checks.check_positive(exponent=exponent, beta_preconditioner=beta_preconditioner)
-    checks.check_not_negative(root_eps=root_eps)
+    checks.check_wide("beta_preconditioner", beta_preconditioner)
+    checks.check_positive(
+        exponent=exponent, beta_preconditioner=beta_preconditioner, root_eps=root_eps
+    )
     if (checks.number("beta_preconditioner", beta_preconditioner) or 0) > 1:
         raise ValueError(
             f"beta_preconditioner={beta_preconditioner} would let the statistics grow "
@@ -199,7 +203,16 @@ def _check(block_size: int, precondition_frequency: Any, statistics_every: Any) 
         "statistics_every": statistics_every,
     }
     known = {name: checks.whole(name, value) for name, value in given.items()}
-    for name, value in {"block_size": block_size, **known}.items():
+    if block_size is None or isinstance(block_size, Tracer):
+        raise ValueError(
+            f"block_size={block_size!r} is not a size. Allowed: an int, 1 or more; it "
+            "decides the shapes of the state. Under optax.inject_hyperparams name it "
+            "in static_args."
+        )
+    for name, value in {
+        "block_size": checks.whole("block_size", block_size),
+        **known,
+    }.items():
         if value is not None and value < 1:
             raise ValueError(
                 f"{name}={value} is not positive. Allowed: 1 or more. Set {name}=1 "

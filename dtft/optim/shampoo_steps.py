@@ -97,6 +97,11 @@ class ShampooSteps(NamedTuple):
         del params, extra
         count = jnp.asarray(optax.safe_increment(state.count))
         measured = updates if local_gradients is None else local_gradients
+        _check_same("local_gradients", measured, updates)
+        state = state._replace(
+            statistics=_as_factors(state.statistics, updates),
+            roots=_as_factors(state.roots, updates),
+        )
         statistics = jax.lax.cond(
             self._due(count, self.statistics_every),
             lambda old: self._accumulate(measured, old),
@@ -136,7 +141,8 @@ class ShampooSteps(NamedTuple):
 
         increments = jax.tree.map(increment, gradients)
         if self.exchange is not None:
-            increments = self.exchange(increments)
+            own, increments = increments, self.exchange(increments)
+            _check_same("exchange", increments, own)
         return jax.tree.map(
             lambda new, s: s if new is None else jax.tree.map(moved, s, new),
             increments,
@@ -171,6 +177,28 @@ class ShampooSteps(NamedTuple):
         others = (graft.mu, direction, roots)
         matched = (treedef.flatten_up_to(tree) for tree in others)
         return treedef.unflatten(map(one, leaves, *matched))
+
+
+def _as_factors(tree: Any, updates: optax.Updates) -> Any:
+    """The tree with `Factors`, in whose place `nnx.Optimizer` puts nodes of its own."""
+    gradients, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
+
+    def of(gradient: Any, node: Any) -> Any:
+        if gradient is None or node is None:  # None may stand for a whole subtree
+            return node
+        return Factors(*jax.tree.leaves(node))
+
+    return treedef.unflatten(map(of, gradients, treedef.flatten_up_to(tree)))
+
+
+def _check_same(argument: str, tree: Any, expected: Any) -> None:
+    """Refuses statistics of fewer leaves: those missing would never be measured."""
+    got, want = jax.tree.structure(tree), jax.tree.structure(expected)
+    if got != want:
+        raise ValueError(
+            f"{argument} gave a tree of another structure:\n  {got}\nAllowed: that of "
+            f"what it stands for:\n  {want}\nKeep every leaf where it is."
+        )
 
 
 def _ratio(magnitude: jax.Array, direction: jax.Array) -> jax.Array:

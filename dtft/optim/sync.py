@@ -106,8 +106,8 @@ def sync_moments(
             mode "operands" it must name every field the update is made of. Default:
             every step, the moments of Max-AdaBelief.
         op: per field "mean" (default) or "max". The maximum by "max" is idempotent and
-            monotone: a contribution that comes late or twice does no harm. It makes
-            denominators a few per cent larger than the mean does.
+            monotone: a contribution that comes late or twice does no harm. Its
+            denominators are never smaller than the mean's.
         algorithm: how arrays are reduced, see `dtft.collectives`.
         commanded: whether `update` takes `sync`, an int32 scalar that is **equal on all
             replicas**: other than 0 it makes all of `every` be exchanged, in addition

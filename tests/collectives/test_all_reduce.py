@@ -15,8 +15,11 @@ from dtft.collectives import (
     Algorithm,
     Op,
     all_reduce,
+    all_reduce_symmetric,
     broadcast,
     bytes_sent,
+    reduce_factors,
+    reduce_in_backward,
     ring_reduce_scatter,
 )
 
@@ -251,9 +254,13 @@ def test_an_unbound_axis_is_named() -> None:
         partial(all_reduce, axis_name="replicas", algorithm="ring"),
         partial(broadcast, root=0, axis_name="replicas"),
         partial(ring_reduce_scatter, axis_name="replicas"),
+        partial(reduce_in_backward, axis_name="replicas"),
+        lambda x: all_reduce_symmetric(x[:, None], "replicas", wire="packed"),
+        lambda x: all_reduce_symmetric(x[:, None], "replicas", wire="cholesky"),
+        lambda x: reduce_factors(x[:, None], "replicas"),
     ):
         with pytest.raises(ValueError, match="axis_name='replicas' is not bound here"):
-            over_devices(function, 2)(rows(2, (2,), jnp.float32))
+            over_devices(function, 2)(rows(2, (1,), jnp.float32))
 
 
 def test_a_root_is_a_static_index() -> None:

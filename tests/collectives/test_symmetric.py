@@ -214,6 +214,22 @@ def test_factors_are_reduced_without_forming_a_matrix(num: int) -> None:
     assert (reduce_factors(batched[0], None) == batched[0]).all()
 
 
+def test_one_device_gives_what_a_mesh_of_one_gives() -> None:
+    lopsided = jnp.array([[1.0, 9.0], [2.0, 3.0]])
+    assert all_reduce_symmetric(lopsided, None).tolist() == [[1.0, 2.0], [2.0, 3.0]]
+    factor = jnp.array([[-2.0, 9.0], [1.0, 3.0]])
+    assert reduce_factors(factor, None).tolist() == [[2.0, 0.0], [-1.0, 3.0]]
+    one = over_devices(lambda own: reduce_factors(own, "replica"), 1)(factor[None])
+    np.testing.assert_allclose(one, reduce_factors(factor, None), atol=1e-6)
+
+
+def test_factors_below_float32_are_widened() -> None:
+    factors = jnp.ones((2, 1, 1), jnp.bfloat16)
+    total = over_devices(lambda own: reduce_factors(own, "replica"), 2)(factors)
+    assert total.dtype == jnp.float32
+    np.testing.assert_allclose(total, 2**0.5, rtol=1e-6)
+
+
 def test_qr_combine_in_float64_is_accurate() -> None:
     with jax.enable_x64(True):
         one, two = (jnp.asarray(definite(20, c, np.float64)) for c in (1e3, 1e6))
@@ -236,7 +252,7 @@ def test_options_that_do_not_go_together() -> None:
         cholesky_encode(jnp.eye(2, dtype=jnp.int32))
     with pytest.raises(ValueError, match="jitter=0 must be > 0"):
         cholesky_encode(d, jitter=0)
-    assert all_reduce_symmetric(d, None) is d
+    assert (all_reduce_symmetric(d, None) == d).all()
 
 
 @pytest.mark.parametrize(

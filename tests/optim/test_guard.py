@@ -221,8 +221,27 @@ def test_donated_state_costs_one_copy_per_moment_at_most() -> None:
         ({"max_norm_ratio": 1.0}, "max_norm_ratio=1.0"),
         ({"warmup": 65}, "warmup=65 does not fit history=64"),
         ({"max_consecutive": -1}, "max_consecutive=-1"),
+        ({"max_consecutive": 2.5}, "max_consecutive=2.5 is not a whole number"),
+        ({"history": 64.0}, "history=64.0 is not a whole number"),
     ],
 )
 def test_arguments_are_checked(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         skip_outlier_gradients(optax.sgd(1.0), **options)
+
+
+def test_rejection_keeps_numbers_of_the_inner_state_that_are_no_jax_arrays() -> None:
+    def init(params: Any) -> dict[str, Any]:
+        del params
+        return {"n": 0, "a": np.zeros(())}
+
+    def update(updates: Any, state: dict[str, Any], params: Any = None) -> Any:
+        del params
+        return updates, {"n": state["n"] + 1, "a": state["a"] + 1}
+
+    inner = optax.GradientTransformation(init, update)  # pyright: ignore
+    solver: Any = skip_outlier_gradients(inner)
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = solver.update(jnp.ones(1), solver.init(jnp.zeros(1)))
+        _, state = solver.update(jnp.full(1, jnp.nan), state)
+    assert jax.tree.map(float, state.inner_state) == {"n": 1.0, "a": 1.0}

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dtft.optim import (
@@ -123,6 +124,9 @@ def test_injected_hyperparameters_of_16_bits_are_refused(jitted: bool) -> None:
         ({"learning_rate": float("nan")}, "learning_rate=nan is out of range"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0 is out of range"),
         ({"weight_decay": "no"}, "weight_decay='no' is not a number"),
+        ({"weight_decay": 0.1, "weight_decay_mask": "x"}, "mask='x' is no mask"),
+        ({"mu_dtype": "bloat16"}, "mu_dtype='bloat16' is no dtype"),
+        ({"b2": 1 - 1e-9}, "b2=0.999999999 is 1 in float32"),
     ],
 )
 def test_what_was_accepted_silently(make: Any, options: Any, message: str) -> None:
@@ -195,3 +199,59 @@ def test_equals_the_authors_pytorch_code_with_one_eps(eps: float) -> None:
         )
     expected = _one_eps(gradients, eps, 1e-2, 0.1)
     np.testing.assert_allclose(found, expected, rtol=1e-11)
+
+
+def test_a_real_gradient_of_a_complex_parameter_keeps_the_imaginary_moment() -> None:
+    ours: Any = scale_by_max_belief()
+    theirs: Any = optax.scale_by_belief()
+    params = jnp.zeros(1, jnp.complex64)
+    state, reference = ours.init(params), theirs.init(params)
+    update: Any = None
+    expected: Any = None
+    for gradient in (jnp.array([1 + 2j]), jnp.array([1.0])):
+        update, state = ours.update(gradient, state)
+        with jax.numpy_dtype_promotion("standard"):
+            expected, reference = theirs.update(gradient, reference)
+    mu: Any = optax.tree.get(reference, "mu")
+    assert state.mu.dtype == jnp.complex64 and abs(state.mu.imag[0]) > 0.1
+    np.testing.assert_allclose(state.mu, mu, rtol=1e-6)
+    np.testing.assert_allclose(update, expected, rtol=1e-6)
+    assert update.dtype == jnp.complex64
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_a_complex_gradient_of_a_real_parameter_is_refused(jitted: bool) -> None:
+    solver = scale_by_max_belief()
+    state = solver.init(jnp.zeros(1))
+    update = jax.jit(solver.update) if jitted else solver.update
+    with pytest.raises(ValueError, match="the imaginary part would be dropped"):
+        update(jnp.array([1 + 2j]), state)
+
+
+@pytest.mark.parametrize("make", [max_adabelief, shampoo])
+def test_flax_optimizers_train_with_each(make: Any) -> None:
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    kwargs = {"precondition_frequency": 2} if make is shampoo else {}
+    optimizer = nnx.Optimizer(model, make(0.1, **kwargs), wrt=nnx.Param)
+    plain = make(0.1, **kwargs)
+    params: Any = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    state = plain.init(params)
+    x = jnp.arange(12.0).reshape(4, 3) / 12
+
+    def loss(model: nnx.Linear) -> jax.Array:
+        return jnp.sum(jnp.square(model(x) - 1))
+
+    @nnx.jit
+    def step(model: nnx.Linear, optimizer: nnx.Optimizer) -> None:
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    def of_params(params: Any) -> jax.Array:
+        return jnp.sum(jnp.square(x @ params["kernel"] + params["bias"][None] - 1))
+
+    for _ in range(5):
+        step(model, optimizer)
+        updates, state = plain.update(jax.grad(of_params)(params), state, params)
+        params = optax.apply_updates(params, updates)
+    found = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    for name in ("kernel", "bias"):
+        np.testing.assert_allclose(found[name], params[name], rtol=1e-5)

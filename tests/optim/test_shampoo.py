@@ -317,11 +317,29 @@ def test_wrapped_by_optax() -> None:
             "not a multiple of",
         ),
         ({"b1": 0.0}, "b1=0 makes"),
+        ({"block_size": 2.5}, "block_size=2.5 is not a whole number"),
+        ({"block_size": None}, "block_size=None is not a size"),
+        ({"root_eps": 0.0}, "root_eps=0 is out of range"),
+        (
+            {"beta_preconditioner": jnp.bfloat16(0.999)},
+            "beta_preconditioner has dtype bfloat16",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         scale_by_shampoo(**options)
+
+
+def test_statistics_that_would_never_be_measured_are_refused() -> None:
+    params = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+    solver = scale_by_shampoo(exchange=lambda tree: None)
+    with pytest.raises(ValueError, match="exchange gave a tree of another structure"):
+        solver.update(params, solver.init(params))
+    solver = scale_by_shampoo()
+    local = {"a": params["a"], "b": None}
+    with pytest.raises(ValueError, match="local_gradients gave a tree of another"):
+        solver.update(params, solver.init(params), local_gradients=local)
 
 
 _START = np.random.default_rng(3).normal(size=(4, 4))
