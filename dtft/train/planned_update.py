@@ -189,23 +189,41 @@ def update_specs(
     ... )
     {'w': (('replica',),)}
     """
-    structure = jax.tree.structure(params)
     states = tree.to_paths(opt_state)
     paths = tree.from_paths(opt_state, {path: path for path in states})
+    names = tree.from_paths(params, {name: name for name in tree.to_paths(params)})
+    leaves = tree.to_paths(params)
 
     def alike(node: Any) -> bool:
-        return jax.tree.structure(node, is_leaf=_is_masked) == structure
+        return _places(node, names) is not None
 
     found = dict(of_params)
     for node in reversed(jax.tree.leaves(paths, is_leaf=alike)):
-        if not alike(node):
-            continue
-        moments = jax.tree.leaves(node, is_leaf=_is_masked)
-        places = zip(tree.to_paths(params).items(), moments, strict=True)
-        for (name, leaf), path in places:
-            if not _is_masked(path) and np.shape(states[path]) == np.shape(leaf):
+        for path, name in _places(node, names) or ():
+            own, state = leaves[name], states[path]
+            trained = jax.numpy.issubdtype(state.dtype, jax.numpy.inexact)
+            if trained and np.shape(state) == np.shape(own):
                 found[name] = of_optimizer[path]
     return found
+
+
+def _places(node: Any, names: Any) -> list[tuple[str, str]] | None:
+    """Of each leaf in a node of the optimizer state its path and its parameter's.
+
+    None where the node has not the structure of the parameters, of which
+    `optax.masked` may have left out leaves or whole subtrees.
+    """
+    moments, structure = jax.tree.flatten(node, is_leaf=_is_masked)
+    try:
+        parts = structure.flatten_up_to(names)
+    except (ValueError, TypeError):
+        return None
+    kept = [
+        pair for pair in zip(moments, parts, strict=True) if not _is_masked(pair[0])
+    ]
+    if not kept or not all(isinstance(name, str) for _, name in kept):
+        return None
+    return kept
 
 
 def _is_masked(node: Any) -> bool:

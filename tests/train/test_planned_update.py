@@ -58,5 +58,32 @@ def test_parameters_without_a_moment_keep_their_own_spec() -> None:
     assert found == {"layer/w": DIVIDED, "w": WHOLE}
 
 
+@pytest.mark.parametrize("mask", [{"layer": False, "w": True}, {"layer": 0, "w": 1}])
+def test_a_mask_may_leave_out_a_whole_subtree(mask: Any) -> None:
+    masked = optax.masked(optax.adam(1e-3), {k: bool(v) for k, v in mask.items()})
+    found = _specs(masked, _params("layer/w", "layer/v", "w"), "mu/w")
+    assert found == {"layer/v": WHOLE, "layer/w": WHOLE, "w": DIVIDED}
+
+
+def test_groups_of_an_optimizer_by_label_of_a_subtree() -> None:
+    labels = {"layer": "slow", "w": "fast"}
+    groups: dict[Any, Any] = {
+        "slow": optax.sgd(1e-3, momentum=0.9),
+        "fast": optax.adam(1e-3),
+    }
+    parted = optax.partition(groups, labels)
+    assert _specs(parted, _params("layer/w", "w"), "mu/w")["w"] == DIVIDED
+    found = _specs(parted, _params("layer/w", "w"), "trace/layer/w")
+    assert found == {"layer/w": DIVIDED, "w": WHOLE}
+
+
+def test_parameters_that_are_one_number_are_not_matched_with_a_count() -> None:
+    scalar = jax.ShapeDtypeStruct((), "float32")
+    state = jax.eval_shape(optax.adam(1e-3).init, scalar)
+    of_optimizer = {path: ((path,),) for path in tree.to_paths(state)}
+    (path,) = tree.to_paths(scalar)
+    assert update_specs(scalar, state, {path: ()}, of_optimizer) == {path: (("0/mu",),)}
+
+
 def test_a_model_without_parameters() -> None:
     assert update_specs({}, optax.adam(1e-3).init({}), {}, {"0/count": ()}) == {}
