@@ -1,9 +1,11 @@
 """The commands of dtft. Reads arguments and calls; contains no logic of its own."""
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from dtft import __version__
 
@@ -311,7 +313,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overrides.append("--help")
     from dtft.train import commands
 
-    return commands.run(options, overrides)
+    try:
+        code = commands.run(options, overrides)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _nobody_reads(sys.stdout):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _nobody_reads(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose reader has gone, as `| head` does."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

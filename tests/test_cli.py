@@ -1,5 +1,8 @@
 """The commands as they are typed: what reaches the code behind them."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,3 +130,17 @@ def test_wrong_input_of_a_launch_is_one_clear_error(
     shown = capsys.readouterr().err
     assert code == 2 and hint in shown and "Traceback" not in shown
     assert not run.exists()
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "dtft.cli", "config", "digits_cnn"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
