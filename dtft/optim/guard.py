@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dtft.collectives.hops import axis_size
 from dtft.optim.checks import number, whole
 from dtft.optim.numerics import abs_squared, dtype_of, widen
 
@@ -157,6 +156,8 @@ def _agreed_norm(updates: optax.Updates, axis_name: Any) -> tuple[jax.Array, jax
     # Of the square: XLA makes sqrt(x * x) of a single number |x|.
     finite, norm = jnp.isfinite(squared), jnp.sqrt(squared)
     if axis_name is not None:
+        from dtft.collectives.hops import axis_size
+
         axis_size(axis_name)  # refuses an axis that is not bound
         finite = jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
         norm = jax.lax.pmax(jnp.where(finite, norm, 0), axis_name)
