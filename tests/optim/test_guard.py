@@ -245,3 +245,10 @@ def test_rejection_keeps_numbers_of_the_inner_state_that_are_no_jax_arrays() -> 
         _, state = solver.update(jnp.ones(1), solver.init(jnp.zeros(1)))
         _, state = solver.update(jnp.full(1, jnp.nan), state)
     assert jax.tree.map(float, state.inner_state) == {"n": 1.0, "a": 1.0}
+
+
+def test_an_axis_that_is_not_bound_is_named() -> None:
+    solver = skip_outlier_gradients(optax.sgd(1.0), axis_name="q")
+    state = solver.init(jnp.zeros(1))
+    with pytest.raises(ValueError, match="axis_name='q' is not bound here"):
+        jax.jit(solver.update)(jnp.ones(1), state)
