@@ -457,12 +457,12 @@ def _end_by_force(cluster: LocalCluster, asked: Asked, why: str) -> int:
         has = f"storage has step {progress.stored}, the newest" if newest else ""
         tell(f"{why}; {has or 'no step was committed, so nothing is exported'}")
         return 1
-    limit_s, exporting = LAST_EXPORT_S, progress.exporting
+    limit_s = LAST_EXPORT_S
     tell(
         f"{why}, after an attempt to export step {newest} from the memory of the hosts "
         f"({limit_s:.0f} s at most; Ctrl-C gives it up)"
     )
-    problem = _exported(cluster, asked, exporting, limit_s)
+    problem = _exported(cluster, asked, newest, limit_s)
     stored = cluster.progress().stored
     if stored > progress.stored:
         tell(f"exported: storage has step {stored}")
@@ -471,10 +471,12 @@ def _end_by_force(cluster: LocalCluster, asked: Asked, why: str) -> int:
     return 1
 
 
-def _exported(
-    cluster: LocalCluster, asked: Asked, exporting: int, limit_s: float
-) -> str:
-    """Waits for an export of the job's own, or makes one; "" or why there is none."""
+def _exported(cluster: LocalCluster, asked: Asked, newest: int, limit_s: float) -> str:
+    """Has the step `newest` stored; "" or why it is not.
+
+    Waits for an export that the job has begun. If that ends, with a result or without,
+    and storage lacks the step, one is made from memory.
+    """
     end, presses_before = time.monotonic() + limit_s, asked.times
     outcome: list[str] = []
 
@@ -487,20 +489,19 @@ def _exported(
         except Exception as error:  # the end must come all the same
             outcome.append(f"{type(error).__name__}: {error}")
 
-    begun = None if exporting else threading.Thread(target=work, daemon=True)
-    if begun is not None:
-        begun.start()
+    begun: threading.Thread | None = None
     while time.monotonic() < end and not outcome:
+        if begun is None:
+            progress = cluster.progress()
+            if progress.stored >= newest:
+                return ""
+            if progress.exporting <= progress.stored:
+                begun = threading.Thread(target=work, daemon=True)
+                begun.start()
         if asked.times > presses_before:
             return "given up by Ctrl-C"
         if cluster.wait(0.1) and begun is None:
             return "all agents ended"
-        if begun is None and cluster.progress().stored >= exporting:
-            return ""
-        # The job's own export ended without a result: one from memory is made.
-        if begun is None and not cluster.progress().exporting:
-            begun = threading.Thread(target=work, daemon=True)
-            begun.start()
     if outcome:
         return outcome[0]
     return f"no export ended within {limit_s:.0f} s"
