@@ -230,7 +230,8 @@ class LocalCluster:
 
     def poll(self) -> dict[str, int]:
         """Return codes of the agents that have ended."""
-        codes = {name: agent.poll() for name, agent in self.agents.items()}
+        agents = list(self.agents.items())  # another thread may kill hosts
+        codes = {name: agent.poll() for name, agent in agents}
         return {name: code for name, code in codes.items() if code is not None}
 
     def call_soon(self, action: Callable[[], object]) -> None:
@@ -288,7 +289,7 @@ class LocalCluster:
         )
 
     def _most(self, name: Field) -> int:
-        return max((self._cell(host, name) for host in self.agents), default=0)
+        return max((self._cell(host, name) for host in list(self.agents)), default=0)
 
     def _cell(self, host: str, name: Field) -> int:
         try:
@@ -322,7 +323,8 @@ class LocalCluster:
         Raises:
             NotSalvaged: says why.
         """
-        for name in self.agents:
+        hosts = list(self.agents)
+        for name in hosts:
             if pid := self._cell(name, "trainer_pid"):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGSTOP)
@@ -331,7 +333,7 @@ class LocalCluster:
         work = Salvage(
             job=options.job,
             secret=self.secret,
-            memory_directories={it: self.memory_directory(it) for it in self.agents},
+            memory_directories={it: self.memory_directory(it) for it in hosts},
             scratch=self.memory_directory("salvage"),
             storage_directory=self.storage_directory,
             storage_keep=options.storage_keep,
