@@ -138,7 +138,9 @@ def choose(
         text = answer(experiment, devices).to_json()
     agreed = told_by_first("dtft/plan", text, experiment.timeouts.start)
     plan = Plan.from_json(agreed)
-    if not (is_same or asked == AUTO or _planned_for(plan) == len(devices)):
+    # A file's plan may leave some of the devices idle that it was made for.
+    is_made_for_these = known is None and _planned_for(plan) == len(devices)
+    if not (is_same or asked == AUTO or is_made_for_these):
         plan = with_replicas(plan, len(devices))
     _check_idle(plan, devices)
     _check_batch(plan, experiment.data.global_batch)

@@ -160,6 +160,19 @@ def test_a_files_plan_gets_more_replicas_or_is_refused(
         choose(experiment, jax.devices(), alone, never)
 
 
+def test_a_files_plan_that_lost_replicas_gets_them_back(
+    tmp_path: Path, plan: Plan
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(replace(on(plan, {"replica": 3}), cluster="3x1xcpu").to_json())
+    experiment = tiny(tmp_path, plan=str(path))
+    items: Mapping[str, Any] = {}
+    for count in (3, 1, 3, 2):
+        found = choose(experiment, jax.devices()[:count], items, never)
+        assert found is not None and found.plan.mesh == {"replica": count}
+        items = found.items
+
+
 def test_a_plan_that_leaves_a_device_idle_is_taken_and_replayed(
     tmp_path: Path, plan: Plan
 ) -> None:
