@@ -401,7 +401,7 @@ class EtcdStore:
                 self._members.answered(endpoint)
                 return reply
             self._tokens.pop(endpoint, None)
-        raise _Elsewhere("it takes none of the tokens that it gave")
+        raise _Elsewhere("it takes none of the tokens that it gave", passing=True)
 
     def _exchange(
         self, connection: Connection, call: _Call, headers: dict[str, str], end: float

@@ -35,7 +35,11 @@ from dtft.elastic.store_address import endpoint_text
 _POLL_S = 0.2  # longest wait of `Stream.receive`
 # gRPC codes
 _INVALID_ARGUMENT, _DEADLINE_EXCEEDED, _NOT_FOUND, _UNAVAILABLE = 3, 4, 5, 14
-_NEW_TOKEN = ("invalid auth token", "revision of auth store is old", "token is expired")
+_NEW_TOKEN = (
+    # The last: users changed after the call was accepted, before it was applied.
+    *("invalid auth token", "revision of auth store is old", "token is expired"),
+    "auth: revision in header is old",
+)
 _NOT_APPLIED = (
     *("etcdserver: no leader", "etcdserver: not leader", "raft proposal dropped"),
     *("too many requests", "rpc not supported for learner"),

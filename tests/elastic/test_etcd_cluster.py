@@ -243,6 +243,32 @@ def test_a_member_that_restarts_has_forgotten_the_token(
         assert pair is not None and pair.value == b"3"
 
 
+def test_calls_go_on_while_users_are_added(
+    cluster: TlsEtcdCluster, store: EtcdStore
+) -> None:
+    refused: list[StoreUnavailable] = []
+    ended = threading.Event()
+
+    def put() -> None:
+        while not ended.is_set():
+            try:
+                store.put("users", b"")
+            except StoreUnavailable as error:
+                refused.append(error)
+
+    putters = [threading.Thread(target=put) for _ in range(4)]
+    for thread in putters:
+        thread.start()
+    try:
+        for number in range(20):
+            cluster.as_root("user", "add", f"user-{number}:password")
+    finally:
+        ended.set()
+        for thread in putters:
+            thread.join(10)
+    assert not refused
+
+
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
 def test_ipv6(cluster: TlsEtcdCluster) -> None:
     endpoints = cluster.members[1].address.replace("127.0.0.1", "[::1]")
