@@ -158,11 +158,14 @@ class Ending:
     def result_without_store(self) -> str:
         """The result of an ended job that the store did not take in time, or ""."""
         late = self._loop.now() > self._ended_at + 2 * self._config.timeouts.lease
-        round_ = self._rounds.current
-        assignment = round_.assignment if round_ is not None else None
+        if not late or not self._records.away:
+            return ""
+        # Who is not told would wait for this host: those with slots, also between two
+        # assignments, and others whose links have just ended.
+        assignment = self._rounds.assignment or self._rounds.previous
         slots = set(assignment.slots) if assignment is not None else set()
-        told = slots <= self._registry.connected  # else they would wait for this host
-        return self._result if late and told and self._records.away else ""
+        missing = slots - self._registry.connected | self._registry.away
+        return "" if missing else self._result
 
     def end(self, status: str, message: str = "", step: int = 0, code: int = 0) -> None:
         """Has the job's result recorded, once; every agent then ends with `code`."""

@@ -61,6 +61,11 @@ class HostRegistry:
         return set(self._records) - set(self._away)
 
     @property
+    def away(self) -> set[str]:
+        """Hosts whose link has ended; they may make another."""
+        return set(self._away)
+
+    @property
     def records(self) -> dict[str, HostRecord]:
         """What the hosts that are there, or away for a moment, say of themselves."""
         return dict(self._records)

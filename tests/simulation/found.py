@@ -451,5 +451,39 @@ FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
             ),
         ],
     ),
+    (
+        "F18",
+        40004652,
+        {
+            "slots": 3,
+            "spares": 2,
+            "last_step": 10,
+            "storage_interval": 3,
+            "skew": False,
+        },
+        [
+            Fault(who="etcd", what="stop", phase="end", seconds=28.61357919145787),
+            Fault(
+                who="follower",
+                what="no-processes",
+                phase="at",
+                after_s=11.299519383053312,
+                seconds=9.124662574442926,
+            ),
+            Fault(
+                who="trainer",
+                what="exception-always",
+                phase="start",
+                after_s=2.276765287367571,
+            ),
+            Fault(
+                who="leader",
+                what="lie",
+                phase="end",
+                after_s=0.0002539915540140525,
+                seconds=9.33251105430685,
+            ),
+        ],
+    ),
 )
 """Name of the finding, seed, sizes of the job, faults."""
