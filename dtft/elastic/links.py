@@ -1,8 +1,8 @@
 """Control links between a job's agents: each host to the leader, the leader to hosts.
 
-Both ends send a sign of life; an end that hears nothing for as long as a lease gives
-the link up. So a host that stands still or is cut off is noticed, in either direction,
-whatever its kernel still acknowledges. What a lost link means is not decided here.
+Both ends send a sign of life where they send nothing else; an end that hears nothing
+for as long as a lease gives the link up. So a host that stands still or is cut off is
+noticed, in either direction, whatever its kernel still acknowledges. What a lost link means is not decided here.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class LeaderLink:
         self._channel: ControlChannel | None = None
         self._dialing: HostRecord | None = None
         """Who is being called; a newer leader does not wait for an older one."""
-        self._heard_at = self._beat_at = self._opened_at = 0.0
+        self._heard_at = self._sent_at = self._opened_at = 0.0
         self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
 
     @property
@@ -121,7 +121,7 @@ class LeaderLink:
             self._dialing = None
         if error is None and wanted:
             self._channel = outcome.result()
-            self._heard_at = self._beat_at = self._opened_at = self._loop.now()
+            self._heard_at = self._sent_at = self._opened_at = self._loop.now()
         elif error is None:
             outcome.result().close()
         elif wanted:
@@ -181,14 +181,14 @@ class LeaderLink:
             channel, self._channel = self._channel, None
             logger.warning("the leader was silent for %.0f s", self._lease_s)
             channel.close()
-        if self._channel is not None and now - self._beat_at >= self._lease_s / 5:
-            self._beat_at = now
-            self._channel.post({"op": "beat"})
+        if now - self._sent_at >= self._lease_s / 5:
+            self.send({"op": "beat"})
         self._connect()
 
     def send(self, message: Message) -> None:
         """Sends a report; without a link it is lost, and its round with it."""
         if self._channel is not None:
+            self._sent_at = self._loop.now()
             self._channel.post(message)
 
     def close(self) -> None:
@@ -209,6 +209,12 @@ class _Follower:
     channel: ControlChannel
     record: HostRecord
     heard_at: float
+    sent_at: float
+
+    def post(self, message: Message, now: float) -> None:
+        """Sends a message, which is a sign of life too."""
+        self.sent_at = now
+        self.channel.post(message)
 
 
 class FollowerLinks:
@@ -247,7 +253,7 @@ class FollowerLinks:
         self._on_lost, self._on_dead, self._on_moved = on_lost, on_dead, on_moved
         self._links: dict[str, _Follower] = {}
         self._channels: dict[ControlChannel, _Follower] = {}
-        self._beat_at = self._looked_at = 0.0
+        self._looked_at = 0.0
 
     @property
     def records(self) -> tuple[HostRecord, ...]:
@@ -286,7 +292,7 @@ class FollowerLinks:
     def _connect(self, record: HostRecord, channel: ControlChannel) -> None:
         old = self._links.get(record.host)
         now = self._loop.now()
-        link = _Follower(channel=channel, record=record, heard_at=now)
+        link = _Follower(channel=channel, record=record, heard_at=now, sent_at=now)
         self._links[record.host] = self._channels[channel] = link
         if old is not None:
             self._end(old)
@@ -358,20 +364,19 @@ class FollowerLinks:
         if not paused_s and now < self._looked_at + self._lease_s / 20:
             return
         self._looked_at = now
-        beats = now - self._beat_at >= self._lease_s / 5
-        self._beat_at = now if beats else self._beat_at
+        silent_s, quiet_s = self._lease_s, self._lease_s / 5
         for link in list(self._links.values()):
             link.heard_at += paused_s
-            if now - link.heard_at > self._lease_s:
+            if now - link.heard_at > silent_s:
                 self._end(link)
-                self._on_lost(link.record, f"silent for {self._lease_s:.0f} s")
-            elif beats:
-                link.channel.post({"op": "beat"})
+                self._on_lost(link.record, f"silent for {silent_s:.0f} s")
+            elif now - link.sent_at >= quiet_s:
+                link.post({"op": "beat"}, now)
 
     def send(self, host: str, message: Message) -> None:
         """Sends an order to a host; one that is not connected gets none."""
         if (link := self._links.get(host)) is not None:
-            link.channel.post(message)
+            link.post(message, self._loop.now())
 
     def drop(self, host: str) -> None:
         """Ends the link to a host, which then calls anew."""

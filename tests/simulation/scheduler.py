@@ -135,6 +135,9 @@ class SimLoop:
         self.paused = self.stopped = False
         self.slow_s = 0.0
         """Seconds that an event of this host may take."""
+        self.rest_s = 0.0
+        """Between two turns of this host; what comes meanwhile waits for the next."""
+        self._rests_until = 0.0
 
     def now(self) -> float:
         """See `Loop.now`."""
@@ -169,6 +172,7 @@ class SimLoop:
         return self._scheduler.rng.uniform(0, self.slow_s) if self.slow_s else 0.0
 
     def _wake(self, when: float) -> None:
+        when = max(when, self._rests_until)
         if when < self._wake_at:
             self._wake_at = when
             self._scheduler.at(when, self._run, when)
@@ -201,6 +205,7 @@ class SimLoop:
             if self.slow_s:
                 break
         self._running = False
+        self._rests_until = self._scheduler.now + self.rest_s
         if self.stopped:
             self._stopped_then()
         else:
