@@ -2,7 +2,8 @@
 
 Both ends send a sign of life where they send nothing else; an end that hears nothing
 for as long as a lease gives the link up. So a host that stands still or is cut off is
-noticed, in either direction, whatever its kernel still acknowledges. What a lost link means is not decided here.
+noticed, in either direction, whatever its kernel still acknowledges. What a lost link
+means is not decided here.
 """
 
 import dataclasses
