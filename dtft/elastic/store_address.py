@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 DEFAULT_PREFIX = "/dtft"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,21 @@ class StoreAddress:
 
     def __str__(self) -> str:
         return ",".join(endpoint_text(endpoint) for endpoint in self.endpoints)
+
+    def warning(self) -> str:
+        """What to tell about a password that travels unencrypted; "" if none does.
+
+        >>> StoreAddress.parse("etcd-0:2379").warning()
+        ''
+        """
+        here = all(host in _LOOPBACK for host, _ in self.endpoints)
+        if not self.user or self.ca or here:
+            return ""
+        return (
+            f"--store-user {self.user}: the password and every key travel unencrypted "
+            f"to {self}. Give --store-ca FILE, the certificate authority of an etcd "
+            "that speaks TLS."
+        )
 
     def context(self) -> ssl.SSLContext | None:
         """What TLS connections to the members are made with; None without TLS.

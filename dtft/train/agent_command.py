@@ -96,9 +96,9 @@ def run_at(
     """
     store = EtcdStore(address)
     try:
-        warning = version_warning(store.status())
-        if warning:
-            logging.getLogger(__name__).warning("%s", warning)
+        for warning in (address.warning(), version_warning(store.status())):
+            if warning:
+                logging.getLogger(__name__).warning("%s", warning)
         host = make(store)
         for number in heard_signals():
             signal.signal(number, lambda *_: (leaving(), host.leave()))

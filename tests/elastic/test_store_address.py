@@ -80,3 +80,18 @@ def test_what_does_not_fit_is_refused(
 def test_a_member_is_named_once() -> None:
     with pytest.raises(ValueError, match="each once"):
         StoreAddress.parse("h:1,h:1")
+
+
+@pytest.mark.parametrize(
+    ("store", "warns"), [("etcd-0:2379", True), ("[::1]:1", False)]
+)
+def test_a_password_without_tls_is_warned_of_unless_it_stays_here(
+    tmp_path: Path, store: str, warns: bool
+) -> None:
+    (tmp_path / "password").write_text("secret\n")
+    address = StoreAddress.parse(
+        store, user="dtft", password_file=tmp_path / "password"
+    )
+    assert ("--store-ca" in address.warning()) is warns
+    assert "secret" not in address.warning()
+    assert not StoreAddress.parse(store).warning()
