@@ -236,33 +236,38 @@ class Trainers:
 
     def _welcome(self, message: dict[str, Any], link: Link) -> Trainer | None:
         """Takes a process, or tells it why not."""
-        pid = message["pid"]
-        started = self._started(pid)
+        started = self._started(message["pid"])
         error = None if started else self._objection(message)
         with self._lock:
             taken = error is None and started is None and self._attached is not None
             if taken:
                 error = self._taken()
-            if error is not None:
-                link.send("refused", error=error, taken=taken)
-                return None
-            if started is None:
-                trainer = Trainer(
-                    ident=time.time_ns(), pid=pid, index=message["process"]
-                )
-                self._waiting = self._known[trainer.ident] = trainer
-            else:
-                trainer = started
-            trainer.link = link
-            trainer.outbox = Outbox(link, lambda error: self._failed(trainer, error))
-            trainer.send(
-                ATTACHED,
-                {"job": self._job, "host": self._host, "deadline_s": self._deadline_s},
+            if error is None:
+                return self._take(started, message, link)
+        link.send("refused", error=error, taken=taken)  # may wait, so without the lock
+        return None
+
+    def _take(
+        self, started: Trainer | None, message: dict[str, Any], link: Link
+    ) -> Trainer:
+        """Takes a process; the caller holds the lock."""
+        if started is None:
+            trainer = Trainer(
+                ident=time.time_ns(), pid=message["pid"], index=message["process"]
             )
-            self._begin(trainer)
-            if started is None:
-                self._tell("attachment")
-            return trainer
+            self._waiting = self._known[trainer.ident] = trainer
+        else:
+            trainer = started
+        trainer.link = link
+        trainer.outbox = Outbox(link, lambda error: self._failed(trainer, error))
+        trainer.send(
+            ATTACHED,
+            {"job": self._job, "host": self._host, "deadline_s": self._deadline_s},
+        )
+        self._begin(trainer)
+        if started is None:
+            self._tell("attachment")
+        return trainer
 
     def _started(self, pid: int) -> Trainer | None:
         """The trainer of this agent's that has a process id and did not attach yet."""
