@@ -1,8 +1,8 @@
 """How long placement and restore plans take on large clusters.
 
 `python benchmarks/restore_plan.py [--hosts 10000] [--leaves 1000] [--copies 2]` prints
-one JSON object per case: seconds for `place`, the inventory, `plan_restore` and
-`re_replication`, the number of routes and the greatest sender load over the even one.
+one JSON object per case: seconds for `place`, the inventory and `plan_restore`, the
+number of routes and the greatest sender load over the even one.
 A last line compares the slowest place + plan_restore with the target of 2 s. No process
 but this one, and no arrays: everything is decided from shapes.
 """
@@ -19,7 +19,6 @@ from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.inventory import inventory_at
 from dtft.checkpoint.needs import Lost
 from dtft.checkpoint.placement import place
-from dtft.checkpoint.repair import re_replication
 from dtft.checkpoint.restore import plan_restore
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 
@@ -132,9 +131,6 @@ def measure(case: Case, num_leaves: int, copies: int) -> dict:
     )
     if isinstance(plan, Lost):
         raise RuntimeError(f"{case.name}: {plan.reason}")
-    repair_s, repair = _timed(
-        lambda: re_replication(holdings, alive=alive, copies=copies, domains=domains)
-    )
     sent = plan.sent.values()
     return {
         "case": case.name,
@@ -143,11 +139,9 @@ def measure(case: Case, num_leaves: int, copies: int) -> dict:
         "place_s": place_s,
         "inventory_s": inventory_s,
         "plan_restore_s": plan_s,
-        "re_replication_s": repair_s,
         "routes": len(plan.routes.need),
         "senders": len(sent),
         "uneven": max(sent) * len(sent) / sum(sent),
-        "pushes": len(repair.rows),
     }
 
 
