@@ -1,12 +1,12 @@
 """Layouts, holdings and checks for restores onto another layout."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.inventory import Inventory, inventory_at
+from dtft.checkpoint.inventory import Inventory, inventory_of
 from dtft.checkpoint.partition import partition_of
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.restore import RestorePlan, plan_restore
@@ -57,7 +57,22 @@ def committed(
         holders=tuple(slots),
         copies=copies,
     )
-    return commit, inventory_at(place(layout, copies), slots)
+    return commit, held_at(layout, slots, copies)
+
+
+def held_at(
+    layout: Layout,
+    slots: Sequence[str],
+    copies: int = 1,
+    without: Collection[tuple[str, Slice]] = (),
+) -> Inventory:
+    """What the hosts of these slots hold, but for some (host, slice)."""
+    placed = place(layout, copies).holders.items()
+    holders = {
+        piece.key: {slots[at] for at in found if (slots[at], piece) not in without}
+        for piece, found in placed
+    }
+    return inventory_of(layout, holders)
 
 
 def restore(

@@ -7,12 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.balance import Demand, share_out
-from dtft.checkpoint.inventory import inventory_at, inventory_of
 from dtft.checkpoint.needs import Lost
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.restore import RestorePlan, plan_restore
 from dtft.checkpoint.slices import Layout, Leaf
-from tests.checkpoint.restores import check, committed, hosts, layout_of, restore
+from tests.checkpoint.restores import (
+    check,
+    committed,
+    held_at,
+    hosts,
+    layout_of,
+    restore,
+)
 
 SPECS = [
     (),
@@ -84,29 +90,6 @@ def test_every_byte_exactly_once_from_live_holders(
     assert total == sum(found.sent.values())
 
 
-@given(layouts(), st.integers(1, 3))
-@settings(max_examples=20, deadline=None)
-def test_inventories_from_slots_and_from_keys_agree(
-    layout: Layout, copies: int
-) -> None:
-    slots = hosts(layout.mesh.num_slots)
-    placement = place(layout, copies)
-    keys = {
-        piece.key: {slots[slot] for slot in found}
-        for piece, found in placement.holders.items()
-    }
-    one, other = inventory_at(placement, slots), inventory_of(layout, keys)
-
-    def plain(inventory):
-        return {
-            leaf: (table.spec, table.holders)
-            for table in inventory.tables
-            for leaf in table.leaves
-        }
-
-    assert one.hosts == other.hosts and plain(one) == plain(other)
-
-
 @given(st.integers(2, 8), st.integers(1, 8), st.integers(1, 12))
 @settings(max_examples=40, deadline=None)
 def test_load_is_within_a_fifth_of_even(holders: int, new: int, leaves: int) -> None:
@@ -151,7 +134,7 @@ def test_unverified_slices_are_fetched_and_never_sent() -> None:
     layout = layout_of({"replica": 3, "fsdp": 2}, {"w": (("fsdp",),), "b": ()})
     bad = layout.slices(0)[0]
     commit, _ = committed(layout, hosts(6))
-    holdings = inventory_at(place(layout, 1), hosts(6), {"h00": [bad]})
+    holdings = held_at(layout, hosts(6), without=[("h00", bad)])
     assert len(holdings.tables) == 2
     plan = plan_restore(commit, holdings, layout, slots=hosts(6), alive=hosts(6))
     assert isinstance(plan, RestorePlan)
