@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.inventory import HeldLeaves, Inventory
 from dtft.checkpoint.needs import Lost
 from dtft.checkpoint.partition import partition_of
@@ -116,19 +115,8 @@ def measure(case: Case, num_leaves: int, copies: int) -> dict:
     )
     place_s, placement = _timed(lambda: place(old, copies))
     holdings = held_by(placement, hosts[:num_old])
-    commit = Commit(
-        step=1,
-        generation=1,
-        attempt=1,
-        root="",
-        layout=old.digest,
-        holders=tuple(hosts[:num_old]),
-        copies=copies,
-    )
     plan_s, plan = _timed(
-        lambda: plan_restore(
-            commit, holdings, new, slots=slots, alive=alive, domains=domains
-        )
+        lambda: plan_restore(holdings, new, slots=slots, alive=alive, domains=domains)
     )
     if isinstance(plan, Lost):
         raise RuntimeError(f"{case.name}: {plan.reason}")

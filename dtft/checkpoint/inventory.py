@@ -70,15 +70,16 @@ def inventory_of(layout: Layout, holders: Mapping[str, Collection[str]]) -> Inve
     return Inventory(layout=layout, hosts=hosts, tables=tables)
 
 
-def check_slots(layout: Layout, slots: Sequence[str]) -> None:
-    """Checks that there is one host for each slot.
+def check_slots(layout: Layout, slots: Sequence[str | None]) -> None:
+    """Checks that each slot has one host, or None.
 
     Raises:
         ValueError: there are too few or too many, or a host has two slots.
     """
-    if len(slots) != layout.mesh.num_slots or len(set(slots)) != len(slots):
+    hosts = [host for host in slots if host is not None]
+    if len(slots) != layout.mesh.num_slots or len(set(hosts)) != len(hosts):
         raise ValueError(
-            f"slots names {len(slots)} hosts, {len(set(slots))} of them distinct, but "
+            f"slots names {len(slots)} hosts, {len(set(hosts))} of them distinct, but "
             f"the layout has {layout.mesh.num_slots} slots: give each its own host."
         )
 

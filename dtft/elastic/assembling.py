@@ -9,7 +9,6 @@ leader compares afterwards (`proof`). Must not know why, nor what comes after.
 
 import concurrent.futures
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -21,29 +20,12 @@ from dtft.checkpoint.overlap import Region
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.ranges import Wanted
 from dtft.checkpoint.regions import digests_in, move, span_of
-from dtft.checkpoint.restore import RestorePlan
 from dtft.checkpoint.slices import Slice
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.finding import find_copies
 from dtft.elastic.replication import FetchFailed
 
 Order = Mapping[str, Any]
-
-
-def regions_to(
-    plan: RestorePlan, addresses: Mapping[str, str], host: str
-) -> list[dict[str, Any]]:
-    """What one host assembles, by source, as plain values for a message."""
-    sources = [(host, plan.own(host))]
-    sources += [(it.source, it.regions) for it in plan.transfers_to(host)]
-    return [
-        {
-            "host": source,
-            "address": addresses[source],
-            "regions": [asdict(region) for region in regions],
-        }
-        for source, regions in sources
-    ]
 
 
 def assemble(

@@ -73,7 +73,7 @@ def test_more_and_fewer_replicas_have_the_committed_bytes(
             )
         job.train(new, slots, step=8)
         again = job.decide(slots)
-        assert (again.rung, again.step, again.transfers) == (1, 8, ())
+        assert (again.rung, again.step, again.sent) == (1, 8, {})
         assert all(len(job.hosts[name].arenas) == 1 for name in slots)
 
 
