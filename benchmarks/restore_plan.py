@@ -1,25 +1,24 @@
 """How long placement and restore plans take on large clusters.
 
 `python benchmarks/restore_plan.py [--hosts 10000] [--leaves 1000] [--copies 2]` prints
-one JSON object per case: seconds for `place`, the inventory, `plan_restore` and
-`re_replication`, the number of routes and the greatest sender load over the even one.
-A last line compares the slowest place + plan_restore with the target of 2 s. No process
-but this one, and no arrays: everything is decided from shapes.
+one JSON object per case: seconds for `place` and `plan_restore`, the number of routes
+and the greatest sender load over the even one. A last line compares the slowest place +
+plan_restore with the target of 2 s. No process but this one, and no arrays: everything
+is decided from shapes.
 """
 
 import argparse
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.inventory import inventory_at
+from dtft.checkpoint.inventory import HeldLeaves, Inventory
 from dtft.checkpoint.needs import Lost
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.repair import re_replication
+from dtft.checkpoint.partition import partition_of
+from dtft.checkpoint.placement import Placement, place
 from dtft.checkpoint.restore import plan_restore
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 
@@ -115,40 +114,42 @@ def measure(case: Case, num_leaves: int, copies: int) -> dict:
         else None
     )
     place_s, placement = _timed(lambda: place(old, copies))
-    inventory_s, holdings = _timed(lambda: inventory_at(placement, hosts[:num_old]))
-    commit = Commit(
-        step=1,
-        generation=1,
-        attempt=1,
-        root="",
-        layout=old.digest,
-        holders=tuple(hosts[:num_old]),
-        copies=copies,
-    )
+    holdings = held_by(placement, hosts[:num_old])
     plan_s, plan = _timed(
-        lambda: plan_restore(
-            commit, holdings, new, slots=slots, alive=alive, domains=domains
-        )
+        lambda: plan_restore(holdings, new, slots=slots, alive=alive, domains=domains)
     )
     if isinstance(plan, Lost):
         raise RuntimeError(f"{case.name}: {plan.reason}")
-    repair_s, repair = _timed(
-        lambda: re_replication(holdings, alive=alive, copies=copies, domains=domains)
-    )
     sent = plan.sent.values()
     return {
         "case": case.name,
         "hosts": [num_old, num_new],
         "leaves": num_leaves,
         "place_s": place_s,
-        "inventory_s": inventory_s,
         "plan_restore_s": plan_s,
-        "re_replication_s": repair_s,
         "routes": len(plan.routes.need),
         "senders": len(sent),
         "uneven": max(sent) * len(sent) / sum(sent),
-        "pushes": len(repair.rows),
     }
+
+
+def held_by(placement: Placement, hosts: Sequence[str]) -> Inventory:
+    """What the hosts of all slots, ascending, hold once every push has arrived."""
+    mesh = placement.layout.mesh
+    tables = tuple(
+        HeldLeaves(
+            leaves=table.leaves,
+            spec=table.spec,
+            holders=tuple(
+                tuple(sorted(owners + targets))
+                for owners, targets in zip(
+                    partition_of(mesh, table.spec).owners, table.targets, strict=True
+                )
+            ),
+        )
+        for table in placement.tables
+    )
+    return Inventory(layout=placement.layout, hosts=tuple(hosts), tables=tables)
 
 
 def _timed(work: Callable[[], Result]) -> tuple[float, Result]:

@@ -143,11 +143,8 @@ class OurHosts:
         decision = self._leader.decision
         if self._leader.error or outcome is None or decision is None:
             raise RuntimeError(self._leader.error or f"{host} did not restore")
-        flows = [
-            sum(piece.nbytes for piece in transfer.slices)
-            for transfer in decision.transfers
-            if transfer.target == host
-        ]
+        plan = decision.plan
+        flows = [it.nbytes for it in plan.transfers_to(host)] if plan else []
         return {
             "transfer_s": outcome["s"],
             "bytes_moved": outcome["peers"],

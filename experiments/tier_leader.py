@@ -13,7 +13,7 @@ from dtft.checkpoint.commit import Commit, StepTracker
 from dtft.checkpoint.link import Link, LinkClosed, listen
 from dtft.checkpoint.placement import Placement, place
 from dtft.checkpoint.slices import Layout
-from dtft.elastic.recovery import Decision, decide, transfers_to
+from dtft.elastic.recovery import Decision, decide, fetches_for
 from dtft.elastic.store import Store
 from experiments.tier_agent import leader_socket
 
@@ -149,7 +149,8 @@ class Leader:
             slots=slots,
             storage_steps=[],
         )
-        if decision.located is None:
+        plan = decision.plan
+        if decision.located is None or plan is None:
             raise RuntimeError(f"memory cannot restore: {decision.passed_over}")
         order = {
             "generation": self._epoch,
@@ -164,9 +165,7 @@ class Leader:
             lambda slot: {
                 **self._common(),
                 **order,
-                "transfers": transfers_to(
-                    decision.transfers, self._addresses, slots[slot]
-                ),
+                **fetches_for(plan, self._addresses, slots[slot]),
             },
         )
 

@@ -22,7 +22,7 @@ class FailureDomains:
     """Host to the names of its domains, joined by "/": "power-1/rack-3"."""
 
     def of(self, hosts: Iterable[str]) -> Mapping[str, str]:
-        """The domains of some hosts, as `plan_restore` and `re_replication` take them.
+        """The domains of some hosts, as `plan_restore` takes them.
 
         Raises:
             ValueError: a host has no label though others have.

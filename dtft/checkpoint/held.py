@@ -79,17 +79,17 @@ class Held:
             The own slices that must be fetched; see `Holder.begin_restore`.
         """
         own_slices = self._own.shelf.chunks.slices
-        expected = [digests[piece.key] for piece in own_slices]
+        expected = [digests.get(piece.key) for piece in own_slices]
         lacking = self._own.begin_restore(step, expected, items, read)
         hosted = self._hosted_right(step) if lacking else {}
         missing = []
         for index in lacking:
-            piece = own_slices[index]
-            found = hosted.get((piece.key, expected[index]))
-            if found is None:
+            piece, good = own_slices[index], expected[index]
+            found = None if good is None else hosted.get((piece.key, good))
+            if good is None or found is None:
                 missing.append(piece)
             else:
-                self._own.fill(step, index, found, expected[index])
+                self._own.fill(step, index, found, good)
         return missing
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:

@@ -101,11 +101,6 @@ class Holder:
             shelf = self._own.shelf
             return shelf.parts(self._own.copies[step], shelf.index[piece])
 
-    def staging_parts(self, step: int, piece: Slice) -> Parts:
-        """Where one own slice of a step goes between `begin_stage` and `staged`."""
-        with self._lock:
-            return self._own.staging_parts(step, piece)
-
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
         """Digests of some of the own slices of a staged step."""
         with self._lock:
@@ -290,7 +285,8 @@ class Holder:
 
         Args:
             step: the step to restore.
-            digests: slice key to digest, for every own slice.
+            digests: slice key to digest. An own slice without one is not the commit's,
+                but is to be made of those.
             items: the items of the commit.
             read: read what is recorded to be here (a new host reads nothing) and check
                 it now; otherwise only the records are compared, and whoever loads it

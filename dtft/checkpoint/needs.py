@@ -74,7 +74,7 @@ def find_needs(
     holdings: Inventory,
     new_layout: Layout,
     hosts: Sequence[str],
-    slots: Sequence[str],
+    slots: Sequence[str | None],
     alive: Collection[str],
 ) -> Found | Lost:
     """Compares what is needed with what is held.
@@ -83,7 +83,7 @@ def find_needs(
         holdings: verified holders, in the layout of the commit.
         new_layout: what is needed.
         hosts: all hosts, ascending; positions in the result refer to them.
-        slots: the host of each slot of the new layout.
+        slots: the host of each slot of the new layout, None where nothing is needed.
         alive: hosts that can send.
 
     Raises:
@@ -92,7 +92,7 @@ def find_needs(
     at = {host: index for index, host in enumerate(hosts)}
     number = np.array([at[host] for host in holdings.hosts], np.int64)
     living = np.array([host in alive for host in holdings.hosts], bool)
-    seat = np.array([at[host] for host in slots], np.int64)
+    seat = np.array([-1 if host is None else at[host] for host in slots], np.int64)
     bundles, holders = _bundles(holdings, new_layout)
     parts, senders = [], _Senders()
     lost: list[tuple[Bundle, np.ndarray]] = []
@@ -250,12 +250,13 @@ def _flat(held: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells_of(bundle: Bundle, seat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([rows] target, [rows] cell): the cells of the parts that each slot owns."""
+    """([rows] target, [rows] cell): the cells of the parts of slots with a host."""
     part, slot = bundle.new.owned
+    part, slot = part[seat[slot] >= 0], slot[seat[slot] >= 0]
     by_part = np.argsort(bundle.cells.new, kind="stable")
     ordered = bundle.cells.new[by_part]
     first, last = np.searchsorted(ordered, [part, part + 1])
     lengths = last - first
     ends = np.cumsum(lengths)
-    within = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    within = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
     return seat[np.repeat(slot, lengths)], by_part[np.repeat(first, lengths) + within]

@@ -106,6 +106,11 @@ class Bundle:
     new: Partition
     cells: Cells
 
+    @property
+    def unchanged(self) -> bool:
+        """Every old slice is a new one."""
+        return self.old.counts == self.new.counts
+
     @functools.cached_property
     def unit_bytes(self) -> np.ndarray:
         """[leaves] int64: bytes of one unit of volume of each leaf."""
@@ -150,26 +155,32 @@ class Bundle:
         dim = np.where(enough.any(axis=1), enough.argmax(axis=1), extent.argmax(axis=1))
         return dim, extent[np.arange(len(dim)), dim]
 
-    def cut(self, cell: np.ndarray, offset: np.ndarray, grain: int) -> np.ndarray:
-        """Byte offsets in cells, moved to where a cell can be cut.
+    def cuts(
+        self, cell: np.ndarray, offset: np.ndarray, grain: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The nearest offsets, before and after, where a cell can be cut.
 
-        That is between leaves, or between rows of a leaf that has more than `grain`
-        bytes there. Keeps the order.
+        A cell can be cut between leaves, and between rows of a leaf that has more than
+        `grain` bytes in the cell.
 
         Args:
             cell: [n] position in `cells`.
             offset: [n] bytes, each inside its cell.
             grain: bytes up to which a leaf's cell stays whole.
+
+        Returns:
+            ([n] at most `offset`, [n] at least `offset`): equal where it can be cut.
         """
         volume = self.cells.volume[cell]
         leaf = np.searchsorted(self.ends, offset // volume, side="right") - 1
         begun, size = self.ends[leaf] * volume, self.unit_bytes[leaf] * volume
         _, rows = self.rows(leaf, cell)
         step = np.where(size > grain, size // rows, size)
-        return begun + (offset - begun + step // 2) // step * step
+        low = begun + (offset - begun) // step * step
+        return low, np.where(low == offset, low, low + step)
 
     def regions(self, cell: int, start: int, stop: int) -> Iterator[Region]:
-        """The regions between two offsets that `cut` made, by leaf.
+        """The regions between two offsets that `cuts` gave, by leaf.
 
         Args:
             cell: position in `cells`.

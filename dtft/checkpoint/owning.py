@@ -75,11 +75,6 @@ class Owning:
         self._staging[step] = _Staging(base=base, places=places)
         return Room(base=newest, places=places.tobytes())
 
-    def staging_parts(self, step: int, piece: Slice) -> Parts:
-        """Where one slice of a step that is being written goes."""
-        copy = Copy(places=self._staging[step].places, digests=[])
-        return self.shelf.parts(copy, self.shelf.index[piece])
-
     def staged(
         self, step: int, digests: Sequence[bytes], items: dict, kept: bytes
     ) -> None:
@@ -171,13 +166,14 @@ class Owning:
     # ---------------------------------------------------------------- restore
 
     def begin_restore(
-        self, step: int, expected: Sequence[bytes], items: dict, read: bool
+        self, step: int, expected: Sequence[bytes | None], items: dict, read: bool
     ) -> list[int]:
         """Makes a copy in which every slice that is right has its place already.
 
         Args:
             step: the step.
-            expected: the digests of every slice.
+            expected: the digests of every slice; None for one that is to be made of
+                others, which nobody has yet.
             items: the items of the step.
             read: whether what is recorded to be right is read and checked now.
 
@@ -203,8 +199,9 @@ class Owning:
         for index in lacking:
             # Nobody sends what has no bytes: every host has it.
             empty = not self.shelf.chunks.slices[index].nbytes
-            good = empty and expected[index] == digest.chunk_digests(b"", 1)
-            copy.digests[index] = expected[index] if good else b""
+            nothing = digest.chunk_digests(b"", 1) if empty else b""
+            good = expected[index] in (None, nothing)
+            copy.digests[index] = nothing if good else b""
         self.copies[step], self.items[step] = copy, items
         return [index for index in lacking if not copy.digests[index]]
 

@@ -72,6 +72,8 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
     ]
     # Rounded up, but not for what the sum of fractions is off.
     limits = np.ceil(np.bincount(group, weights=_streams(needs)) - 1e-6)
+    if len(np.unique(np.concatenate(needs.senders))) <= MAX_SOURCES:
+        limits[:] = MAX_SOURCES  # there are not too many to be asked by one
     demands = [
         _demand(needs, row, int(nbytes), max(1, int(limit)), domains)
         for row, nbytes, limit in zip(

@@ -56,12 +56,17 @@ class Shares:
         self._begins = _begins(layout)
 
     def of(self, slot: int, turn: int) -> np.ndarray:
-        """[slices of the slot] bool: whether it copies each of them at this turn."""
+        """[slices of the slot] bool: whether it copies each of them at this turn.
+
+        A slice without bytes costs nothing and is copied by all.
+        """
+        slices, turns = self.layout.slices(slot), self._turns(slot)
         return np.array(
             [
-                slot
+                not piece.nbytes
+                or slot
                 in self._copiers(owners, (begin + turn * self._copies) % len(owners))
-                for owners, begin in self._turns(slot)
+                for piece, (owners, begin) in zip(slices, turns, strict=True)
             ],
             bool,
         )

@@ -20,8 +20,7 @@ from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.processes import die_with_parent, open_log
-from dtft.elastic.replication import FetchFailed
-from dtft.elastic.restoring import borrow
+from dtft.elastic.restoring import FetchFailed, borrow
 
 
 class Exporter:

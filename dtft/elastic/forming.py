@@ -12,11 +12,9 @@ from typing import Any
 from dtft.checkpoint.addresses import with_port
 from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.domains import FailureDomains
-from dtft.checkpoint.exact import ExactTransfer
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.wire import Packed
-from dtft.elastic.assembling import regions_to
-from dtft.elastic.recovery import Decision, RecoveryReport, decide, transfers_to
+from dtft.elastic.recovery import Decision, RecoveryReport, decide, fetches_for
 from dtft.elastic.roles import Assignment, HostRecord, next_epoch
 from dtft.elastic.spread import next_spread
 
@@ -193,9 +191,6 @@ def orders(
     located = decision.located
     layout = decision.layout
     digests = located.digests if located else {}
-    transfers: dict[str, list[ExactTransfer]] = {}
-    for transfer in decision.transfers:
-        transfers.setdefault(transfer.target, []).append(transfer)
     items = [reply["items"].get(decision.step) for reply in round_.replies.values()]
     common = {
         "ballot": round_.ballot,
@@ -215,15 +210,17 @@ def orders(
     }
     told: dict[str, dict[str, Any]] = {}
     for slot, host in enumerate(assignment.slots):
-        own = [piece.key for piece in layout.slices(slot)] if layout else []
-        plan = decision.plan
+        keys = [piece.key for piece in layout.slices(slot)] if layout else []
+        fetches = {"transfers": [], "regions": []}
+        if decision.plan is not None:
+            fetches = fetches_for(decision.plan, addresses, host)
+            if fetches["regions"]:
+                keys += decision.plan.read_by(host)
         told[host] = {
             **common,
             "slot": slot,
-            "transfers": transfers_to(transfers.get(host, ()), addresses, host),
-            "regions": regions_to(plan, addresses, host) if plan else [],
-            # Regions may be of any slice.
-            "digests": {key: digests[key] for key in (digests if plan else own)},
+            **fetches,
+            "digests": {key: digests[key] for key in keys if key in digests},
         }
     return told
 

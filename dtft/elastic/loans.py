@@ -6,7 +6,10 @@ not know how bytes travel, nor when a step is due.
 
 from collections.abc import Collection, Mapping, Sequence
 
-from dtft.checkpoint.exact import ExactTransfer, Missing, plan_exact
+from dtft.checkpoint.inventory import inventory_of
+from dtft.checkpoint.needs import Lost
+from dtft.checkpoint.partition import nbytes_of
+from dtft.checkpoint.restore import Transfer, plan_restore
 from dtft.checkpoint.slices import Layout
 
 Held = Mapping[str, Mapping[str, bytes]]
@@ -18,7 +21,7 @@ def borrowed(
     writers: Mapping[str, int],
     held: Held | None,
     alive: Collection[str],
-) -> tuple[ExactTransfer, ...] | None:
+) -> tuple[Transfer, ...] | None:
     """The transfers after which every writer has all slices of its slot.
 
     Args:
@@ -36,20 +39,26 @@ def borrowed(
     for host in sorted(set(alive) & set(held)):
         for key in held[host]:
             holders.setdefault(key, []).append(host)
-    plan = plan_exact(
-        {host: layout.slices(slot) for host, slot in writers.items()},
-        {key: tuple(hosts) for key, hosts in holders.items()},
+    slots: list[str | None] = [None] * layout.mesh.num_slots
+    for host, slot in writers.items():
+        slots[slot] = host
+    plan = plan_restore(
+        inventory_of(layout, holders),
+        layout,
+        slots=slots,
+        alive=alive,
+        whole_bytes=sum(nbytes_of(leaf) for leaf in layout.leaves),
     )
-    return None if isinstance(plan, Missing) else plan.transfers
+    return None if isinstance(plan, Lost) else plan.transfers
 
 
 def digests_for(
-    loans: Sequence[ExactTransfer], held: Held | None, host: str
+    loans: Sequence[Transfer], held: Held | None, host: str
 ) -> dict[str, bytes]:
     """Slice key to digest of what one writer borrows."""
     return {
-        piece.key: (held or {})[loan.source][piece.key]
+        region.old.key: (held or {})[loan.source][region.old.key]
         for loan in loans
         if loan.target == host
-        for piece in loan.slices
+        for region in loan.regions
     }

@@ -11,9 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtft.checkpoint.commit import check_copy
-from dtft.checkpoint.inventory import inventory_of
 from dtft.checkpoint.placement import Placement, Push
-from dtft.checkpoint.repair import re_replication
 from dtft.checkpoint.tables import size_text
 
 Holders = Mapping[str, Collection[str]]
@@ -110,17 +108,16 @@ def mending_of(
         now: the time.
         digests: slice key to the digest that was restored, as far as it is known.
     """
-    layout = placement.layout
     found = {
         piece.key: {*holders.get(piece.key, ()), *(slots[slot] for slot in owners)}
-        for piece, owners in layout.owners.items()
+        for piece, owners in placement.layout.owners.items()
     }
-    repair = re_replication(
-        inventory_of(layout, found),
-        alive=slots,
-        copies=placement.effective_copies,
-        domains=domains,
-    )
+    alive = set(slots)
+    # A host without a domain is one of its own, whose name no domain can have.
+    reached = [
+        len({domains.get(host, f"\0{host}") for host in hosts & alive})
+        for hosts in found.values()
+    ]
     pushes = tuple(
         push
         for push in placement.pushes
@@ -129,7 +126,7 @@ def mending_of(
     return Mending(
         step=step,
         pushes=pushes,
-        copies=repair.effective_copies,
+        copies=min(reached, default=placement.effective_copies),
         begun=now,
         digests=digests,
     )

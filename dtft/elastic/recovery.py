@@ -5,12 +5,11 @@ rung, and who sends which slice to whom. Must not know processes, sockets or etc
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from dtft.checkpoint.commit import Commit, Holdings, Located, locate
-from dtft.checkpoint.exact import ExactTransfer, Missing, plan_exact
 from dtft.checkpoint.inventory import inventory_of
-from dtft.checkpoint.restore import RestorePlan, plan_restore
+from dtft.checkpoint.restore import RestorePlan, Transfer, plan_restore
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.tables import size_text
 from dtft.elastic.roles import Source
@@ -29,24 +28,15 @@ class Decision:
     """Set when the source is memory."""
     layout: Layout | None = None
     """Set when the source is memory: of the new formation."""
-    transfers: tuple[ExactTransfer, ...] = ()
-    """Set when the source is memory: what each host fetches from whom."""
     plan: RestorePlan | None = None
-    """Set instead of transfers if the new formation's slices are not those that were
-    committed, but are made of them."""
+    """Set when the source is memory: what each host fetches from whom."""
     passed_over: tuple[str, ...] = ()
     """A reason for each newer commit that cannot be restored."""
 
     @property
     def sent(self) -> dict[str, int]:
         """Host to the bytes that others fetch from it; who sends nothing is absent."""
-        if self.plan is not None:
-            return dict(self.plan.sent)
-        sent: dict[str, int] = {}
-        for it in self.transfers:
-            nbytes = sum(piece.nbytes for piece in it.slices)
-            sent[it.source] = sent.get(it.source, 0) + nbytes
-        return sent
+        return dict(self.plan.sent) if self.plan is not None else {}
 
 
 def decide(
@@ -117,44 +107,19 @@ def _from_memory(
     domains: Mapping[str, str] | None,
 ) -> Decision:
     layout = layout_on(before, len(slots))
-    needs = {host: layout.slices(slot) for slot, host in enumerate(slots)}
-    if any(it.key not in located.digests for own in needs.values() for it in own):
-        return _assembled(located, before, layout, slots, reasons, domains)
-    plan = plan_exact(needs, located.holders, domains)
-    assert not isinstance(plan, Missing), plan
     here = {host for hosts in located.holders.values() for host in hosts}
-    # A host that copied only its share has kept its memory, though it lacks the rest.
-    intact = located.commit.share == "divided" and set(slots) <= here
-    return Decision(
-        rung=2 if plan.transfers and not intact else 1,
-        source="memory",
-        step=located.commit.step,
-        located=located,
-        layout=layout,
-        transfers=plan.transfers,
-        passed_over=reasons,
-    )
-
-
-def _assembled(
-    located: Located,
-    before: Layout,
-    layout: Layout,
-    slots: Sequence[str],
-    reasons: tuple[str, ...],
-    domains: Mapping[str, str] | None,
-) -> Decision:
     plan = plan_restore(
-        located.commit,
         inventory_of(before, located.holders),
         layout,
         slots=slots,
-        alive={host for hosts in located.holders.values() for host in hosts},
+        alive=here,
         domains=domains,
     )
     assert isinstance(plan, RestorePlan), plan.reason
+    # A host that copied only its share has kept its memory, though it lacks the rest.
+    intact = located.commit.share == "divided" and set(slots) <= here
     return Decision(
-        rung=2 if plan.sent else 1,
+        rung=2 if plan.sent and not intact else 1,
         source="memory",
         step=located.commit.step,
         located=located,
@@ -234,16 +199,46 @@ def _from_storage(num_bytes: int) -> str:
     return f"{size_text(num_bytes)} from storage" if num_bytes else "from storage"
 
 
+def fetches_for(
+    plan: RestorePlan, addresses: Mapping[str, str], host: str
+) -> dict[str, list[dict]]:
+    """What one host does of a plan: the fields `transfers` and `regions` of its order.
+
+    Whole slices are named by their keys. If a slice of the host is made of pieces, all
+    of them are told as regions, those that it has itself, too.
+    """
+    if plan.moves_whole(host):
+        transfers = transfers_to(plan.transfers_to(host), addresses, host)
+        return {"transfers": transfers, "regions": []}
+    return {"transfers": [], "regions": regions_to(plan, addresses, host)}
+
+
 def transfers_to(
-    transfers: Sequence[ExactTransfer], addresses: Mapping[str, str], host: str
+    transfers: Sequence[Transfer], addresses: Mapping[str, str], host: str
 ) -> list[dict]:
-    """The fetches one host has to make, as plain values for a message."""
+    """The whole slices that one host fetches, by source, as plain values."""
     return [
         {
             "host": transfer.source,
             "address": addresses[transfer.source],
-            "keys": [piece.key for piece in transfer.slices],
+            "keys": [region.old.key for region in transfer.regions],
         }
         for transfer in transfers
         if transfer.target == host
+    ]
+
+
+def regions_to(
+    plan: RestorePlan, addresses: Mapping[str, str], host: str
+) -> list[dict]:
+    """The pieces that one host's slices are made of, by source, as plain values."""
+    sources = [(host, plan.own(host))]
+    sources += [(it.source, it.regions) for it in plan.transfers_to(host)]
+    return [
+        {
+            "host": source,
+            "address": addresses[source],
+            "regions": [asdict(region) for region in regions],
+        }
+        for source, regions in sources
     ]

@@ -15,7 +15,7 @@ from dtft.checkpoint.inventory import inventory_of
 from dtft.checkpoint.placement import Placement
 from dtft.checkpoint.restore import RestorePlan, plan_restore
 from dtft.checkpoint.slices import Layout
-from dtft.elastic.assembling import regions_to
+from dtft.elastic.recovery import regions_to
 
 
 class NotPlanned(Exception):
@@ -95,11 +95,12 @@ class Remapping:
         """
         plan = self._plan(step, wanted, slots, addresses.keys(), domains)
         assert self._located is not None
-        regions = regions_to(plan, addresses, host)
-        keys = {one.old.key for one in plan.own(host)}
-        keys |= {it.old.key for one in plan.transfers_to(host) for it in one.regions}
-        digests = {key: self._located.digests[key] for key in sorted(keys)}
-        return {"step": step, "regions": regions, "digests": digests}
+        known = self._located.digests
+        return {
+            "step": step,
+            "regions": regions_to(plan, addresses, host),
+            "digests": {key: known[key] for key in plan.read_by(host)},
+        }
 
     def _plan(
         self,
@@ -120,7 +121,6 @@ class Remapping:
         holdings = inventory_of(layout, located.holders)
         try:
             plan = plan_restore(
-                located.commit,
                 holdings,
                 wanted,
                 slots=slots,

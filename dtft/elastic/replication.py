@@ -1,28 +1,20 @@
-"""Moves slices between the memories of hosts: pushes of every step, fetches to restore.
+"""Pushes every step's slices to the peers that keep copies of them.
 
-The side that begins: what peers are sent and asked for (`inbox` answers there). What is
-pushed where comes from the placement, what is fetched from whom from the leader's plan;
-this module must not decide either. Bytes count only once their digests have been
-checked by the receiver.
+The side that begins (`inbox` answers there). What is pushed where comes from the
+placement. Bytes count only once their digests have been checked by the receiver.
 """
 
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from dtft.checkpoint import fetch as fetching
 from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.nixl import Nixl
 from dtft.checkpoint.pace import Pace
-from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.placement import Push
 from dtft.checkpoint.pushing import Outgoing, send_push
-from dtft.checkpoint.ranges import Wanted
 from dtft.checkpoint.transport import Channel, ChannelClosed, Credentials, connect
 
 logger = logging.getLogger(__name__)
@@ -131,97 +123,3 @@ def share_pace(pushers: Sequence[Pusher], limit_s: float) -> Pace:
     for pusher in pushers:
         pusher.paced = pace.bucket.sent
     return pace
-
-
-class FetchFailed(Exception):
-    """Slices could not be had from a peer; says which, from whom and why."""
-
-    def __init__(self, host: str, reason: str, corrupt: Sequence[str] = ()) -> None:
-        """Keeps what the leader needs to plan anew."""
-        super().__init__(f"from {host}: {reason}")
-        self.host, self.corrupt = host, tuple(corrupt)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchOrder:
-    """One fetch, as the leader ordered it."""
-
-    step: int
-    epoch: Epoch
-    """Of the order; peers that obey a newer one refuse."""
-    transfer: Mapping[str, Any]
-    """Host and address of the peer, and the keys of the slices."""
-    digests: Mapping[str, bytes]
-    """Digests by key, from the commit."""
-
-
-def fetch(
-    holder: Holder,
-    order: FetchOrder,
-    credentials: Credentials,
-    limit_s: float,
-    nixl: Nixl | None = None,
-    streams: int = fetching.STREAMS,
-) -> int:
-    """Fetches own slices from one peer straight into the arena and checks them.
-
-    Takes, returns and raises what `fetch_into` does.
-    """
-    pieces = {piece.key: piece for piece in holder.own_slices}
-    keys = order.transfer["keys"]
-    memory = {key: holder.own_parts(order.step, pieces[key]) for key in keys}
-    chunk = holder.chunk_bytes
-    fetched = fetch_into(memory, order, credentials, chunk, limit_s, nixl, streams)
-    holder.restored(order.step, {key: order.digests[key] for key in keys})
-    return fetched
-
-
-def fetch_into(
-    memory: Mapping[str, Parts],
-    order: FetchOrder,
-    credentials: Credentials,
-    chunk_bytes: int,
-    limit_s: float,
-    nixl: Nixl | None = None,
-    streams: int = fetching.STREAMS,
-) -> int:
-    """Fetches slices from one peer into memory, by key, and checks them.
-
-    Args:
-        memory: where they go.
-        order: which, and from whom.
-        credentials: the job's.
-        chunk_bytes: bytes under one digest.
-        limit_s: deadline in seconds.
-        nixl: reads from peers that have NIXL too.
-        streams: most connections at a time.
-
-    Returns:
-        Bytes of the slices that are there now.
-
-    Raises:
-        FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
-    """
-    host = order.transfer["host"]
-    wanted = [
-        Wanted(key=key, memory=memory[key], digests=order.digests[key])
-        for key in order.transfer["keys"]
-    ]
-    try:
-        fetched = fetching.fetch(
-            order.transfer["address"],
-            credentials,
-            {"op": "fetch"},
-            {"step": order.step, "epoch": order.epoch},
-            wanted,
-            chunk_bytes=chunk_bytes,
-            limit_s=limit_s,
-            streams=streams,
-            nixl=nixl,
-        )
-    except fetching.FetchError as error:
-        corrupt = [f"{host} step {order.step}: {key}" for key in error.corrupt]
-        raise FetchFailed(host, str(error), corrupt) from error
-    if fetched.cuts:
-        logger.info("fetch from %s went on after %d cuts", host, fetched.cuts)
-    return fetched.nbytes

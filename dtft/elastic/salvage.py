@@ -34,7 +34,7 @@ from dtft.elastic.exports import Exporter
 from dtft.elastic.host_memory import make_memory_directory, remove_memory_directory
 from dtft.elastic.inbox import Inbox
 from dtft.elastic.journal import storage_steps
-from dtft.elastic.replication import FetchFailed, FetchOrder, fetch_into
+from dtft.elastic.restoring import FetchFailed, FetchOrder, fetch_into
 
 logger = logging.getLogger(__name__)
 

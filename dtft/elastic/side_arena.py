@@ -14,15 +14,15 @@ from typing import Any
 from dtft.checkpoint import digest
 from dtft.checkpoint.arena import Arena
 from dtft.checkpoint.chunks import Chunks
+from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.slices import Layout, Slice
 from dtft.checkpoint.transport import Credentials
-from dtft.elastic.assembling import bring
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.formation import Formation
-from dtft.elastic.replication import FetchFailed
+from dtft.elastic.restoring import FetchFailed, bring
 
-Bring = Callable[[Mapping[Slice, memoryview]], int]
+Bring = Callable[[Mapping[Slice, Parts]], int]
 
 
 class SideArena:
@@ -42,7 +42,7 @@ class SideArena:
             layout: how the step is wanted.
             slot: of this host.
             chunk_bytes: bytes under one digest.
-            bring: fills the memory of each slice, checked; see `assembling.bring`.
+            bring: fills the memory of each slice, checked; see `restoring.bring`.
 
         Returns:
             `arena` (its path) and `digests` (per slice), for the process.
@@ -55,13 +55,15 @@ class SideArena:
         self._arena = arena = Arena.create(next(self._paths), max(chunks.nbytes, 1))
         memory = arena.view(0, arena.size)
         new = {
-            piece: memory[start : start + piece.nbytes]
+            piece: Parts([memory[start : start + piece.nbytes]])
             for piece, start in zip(
                 chunks.slices, chunks.starts[chunks.first[:-1]].tolist(), strict=True
             )
         }
         bring(new)
-        digests = [digest.chunk_digests(view, chunk_bytes) for view in new.values()]
+        digests = [
+            digest.digests_of_parts(parts.views, chunk_bytes) for parts in new.values()
+        ]
         return {"arena": str(arena.path), "digests": digests}
 
     def free(self, path: str = "") -> None:
@@ -111,10 +113,12 @@ class Resharding:
         holders = [it for it in (copies.holder, *copies.former) if it is not None]
         epoch = dict(zip(("generation", "attempt"), formation.epoch, strict=True))
 
-        def fill(new: Mapping[Slice, memoryview]) -> int:
+        def fill(new: Mapping[Slice, Parts]) -> int:
             return bring(
-                *(new, told | epoch, config.host, self._credentials),
-                *(config.timeouts.restore, holders, config.chunk_bytes),
+                *(new, told | epoch, self._credentials),
+                *(config.timeouts.restore, config.chunk_bytes),
+                host=config.host,
+                holders=holders,
             )
 
         layout = Layout.from_json(told["layout"])

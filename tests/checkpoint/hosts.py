@@ -28,7 +28,7 @@ from dtft.elastic.event_loop import EventLoop
 from dtft.elastic.inbox import Inbox
 from dtft.elastic.listening import handlers
 from dtft.elastic.network import Closed, ControlChannel, Heard
-from dtft.elastic.replication import FetchOrder
+from dtft.elastic.restoring import FetchOrder, fetch_into
 
 JOB = Credentials(job="job", secret=b"s" * 32)
 CHUNK = 256
@@ -238,6 +238,15 @@ def order_after_loss(
         "keys": [piece.key for piece in missing],
     }
     return FetchOrder(step=step, epoch=EPOCH, transfer=transfer, digests=digests)
+
+
+def fetch_back(
+    holder: Holder, order: FetchOrder, credentials: Credentials, limit_s: float
+) -> int:
+    """Fetches own slices of an order into the arena; the bytes."""
+    pieces = [it for it in holder.own_slices if it.key in order.transfer["keys"]]
+    memory = {it.key: holder.own_parts(order.step, it) for it in pieces}
+    return fetch_into(memory, order, credentials, holder.chunk_bytes, limit_s)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
 from dtft.checkpoint.transport import Credentials, TransportServer
 from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
-from dtft.elastic.recovery import Decision, decide, transfers_to
+from dtft.elastic.recovery import Decision, decide, fetches_for
 from dtft.elastic.replication import Pusher
 from dtft.elastic.restoring import restore_into
 from tests.checkpoint.hosts import write
@@ -192,7 +192,7 @@ class Job:
 
     def orders(self, decision: Decision) -> dict[str, dict[str, Any]]:
         """What every host is told to do."""
-        assert decision.located is not None
+        assert decision.located is not None and decision.plan is not None
         return {
             name: {
                 "generation": EPOCH[0],
@@ -201,7 +201,7 @@ class Job:
                 "digests": decision.located.digests,
                 "items": {"step": decision.step},
                 "read": True,
-                "transfers": transfers_to(decision.transfers, self.addresses, name),
+                **fetches_for(decision.plan, self.addresses, name),
             }
             for name in self.hosts
         }

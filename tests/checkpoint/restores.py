@@ -1,16 +1,18 @@
 """Layouts, holdings and checks for restores onto another layout."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.inventory import Inventory, inventory_at
+from dtft.checkpoint.inventory import Inventory, inventory_of
 from dtft.checkpoint.partition import partition_of
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.restore import RestorePlan, plan_restore
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout, Slice
+
+SMALL = 64 * 1024
+"""Bytes that are not cut between senders: the leaves here are small, too."""
 
 Specs = Mapping[str, tuple[tuple[str, ...], ...]]
 
@@ -44,20 +46,19 @@ def hosts(num: int, first: int = 0) -> list[str]:
     return [f"h{i:02}" for i in range(first, first + num)]
 
 
-def committed(
-    layout: Layout, slots: Sequence[str], copies: int = 1
-) -> tuple[Commit, Inventory]:
-    """A commit of a layout and what its hosts hold."""
-    commit = Commit(
-        step=7,
-        generation=1,
-        attempt=1,
-        root="",
-        layout=layout.digest,
-        holders=tuple(slots),
-        copies=copies,
-    )
-    return commit, inventory_at(place(layout, copies), slots)
+def held_at(
+    layout: Layout,
+    slots: Sequence[str],
+    copies: int = 1,
+    without: Collection[tuple[str, Slice]] = (),
+) -> Inventory:
+    """What the hosts of these slots hold, but for some (host, slice)."""
+    placed = place(layout, copies).holders.items()
+    holders = {
+        piece.key: {slots[at] for at in found if (slots[at], piece) not in without}
+        for piece, found in placed
+    }
+    return inventory_of(layout, holders)
 
 
 def restore(
@@ -69,12 +70,18 @@ def restore(
     copies: int = 1,
     dead: Sequence[str] = (),
     domains: Mapping[str, str] | None = None,
+    whole_bytes: int = SMALL,
 ) -> RestorePlan:
     """A checked plan."""
-    commit, holdings = committed(old, old_slots, copies)
+    holdings = held_at(old, old_slots, copies)
     alive = set(old_slots) - set(dead)
     plan = plan_restore(
-        commit, holdings, new, slots=new_slots, alive=alive, domains=domains
+        holdings,
+        new,
+        slots=new_slots,
+        alive=alive,
+        domains=domains,
+        whole_bytes=whole_bytes,
     )
     assert isinstance(plan, RestorePlan), plan.reason
     check(plan, holdings, new, new_slots, alive)

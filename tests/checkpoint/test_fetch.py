@@ -12,14 +12,15 @@ from dtft.checkpoint import digest, fetch
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.ranges import MAX_PARTS, Part, Wanted, not_right, split
 from dtft.checkpoint.transport import Channel, connect
-from dtft.elastic.replication import FetchFailed, FetchOrder, Pusher
-from dtft.elastic.replication import fetch as fetch_slices
+from dtft.elastic.replication import Pusher
+from dtft.elastic.restoring import FetchFailed, FetchOrder
 from tests.checkpoint.hosts import (
     CHUNK,
     EPOCH,
     JOB,
     Host,
     divided,
+    fetch_back,
     hosts,
     order_after_loss,
     wait_until,
@@ -96,7 +97,7 @@ def test_what_was_lost_comes_back_over_several_connections(pair: list[Host]) -> 
         serving(channel)
 
     pair[1].server._handlers["fetch"] = count
-    received = fetch_slices(pair[0].holder, ordered, JOB, 10.0)
+    received = fetch_back(pair[0].holder, ordered, JOB, 10.0)
     assert received == sum(piece.nbytes for piece in pair[0].holder.own_slices)
     assert pair[0].wrong() == []
     assert 1 < len(opened) <= fetch.STREAMS
@@ -109,7 +110,7 @@ def test_a_corrupt_copy_is_named_and_never_taken(pair: list[Host]) -> None:
     (chunk,) = parts.cut(700, 701)
     chunk[0] ^= 4
     with pytest.raises(FetchFailed, match="1 corrupt slices") as failed:
-        fetch_slices(pair[0].holder, ordered, JOB, 10.0)
+        fetch_back(pair[0].holder, ordered, JOB, 10.0)
     assert failed.value.corrupt == (f"host-1 step 1: {key}",)
 
 
@@ -117,21 +118,21 @@ def test_an_order_older_than_the_peers_is_refused(pair: list[Host]) -> None:
     ordered = lost_and_ordered(pair)
     pair[1].epoch = (EPOCH[0] + 1, 0)
     with pytest.raises(FetchFailed, match="older than this host's"):
-        fetch_slices(pair[0].holder, ordered, JOB, 10.0)
+        fetch_back(pair[0].holder, ordered, JOB, 10.0)
 
 
 def test_a_step_that_is_not_held_is_an_error_with_the_keys_name(
     pair: list[Host],
 ) -> None:
     with pytest.raises(FetchFailed, match=r"not held here: .*big\["):
-        fetch_slices(pair[0].holder, order_after_loss(pair[0], pair[1], 9), JOB, 10.0)
+        fetch_back(pair[0].holder, order_after_loss(pair[0], pair[1], 9), JOB, 10.0)
 
 
 def test_a_dead_peer_is_noticed_at_once(pair: list[Host]) -> None:
     ordered = lost_and_ordered(pair)
     pair[1].server.close()
     with pytest.raises(FetchFailed, match="cannot connect"):
-        fetch_slices(pair[0].holder, ordered, JOB, 60.0)
+        fetch_back(pair[0].holder, ordered, JOB, 60.0)
 
 
 def test_a_silent_peer_ends_at_the_deadline(pair: list[Host]) -> None:
@@ -143,7 +144,7 @@ def test_a_silent_peer_ends_at_the_deadline(pair: list[Host]) -> None:
             step=1, epoch=EPOCH, transfer=transfer, digests=ordered.digests
         )
         with pytest.raises(FetchFailed, match="out of time|timed out"):
-            fetch_slices(pair[0].holder, silent, JOB, 0.3)
+            fetch_back(pair[0].holder, silent, JOB, 0.3)
 
 
 @pytest.mark.parametrize(

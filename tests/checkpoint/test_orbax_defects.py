@@ -99,8 +99,9 @@ def test_silent_corruption_the_damaged_copy_is_passed_over_and_replaced(
     job.hosts["h1"].corrupt(1, "w")
     assert job.hosts["h1"].holder.holdings()[1] == ["step 1: w[0:4096]:float32"]
     decision = job.decide()
-    assert {t.source for t in decision.transfers} == {"h2"}
-    assert {t.target for t in decision.transfers} == {"h0-spare", "h1"}
+    assert decision.plan is not None
+    assert {t.source for t in decision.plan.transfers} == {"h2"}
+    assert {t.target for t in decision.plan.transfers} == {"h0-spare", "h1"}
     assert not any("error" in one for one in job.carry_out(decision).values())
     for name in job.hosts:
         assert np.array_equal(np.asarray(loaded(job, name, 1)["w"]), numbers())

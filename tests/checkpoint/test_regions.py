@@ -11,7 +11,7 @@ from dtft.checkpoint.overlap import Region
 from dtft.checkpoint.regions import digests_in, move, span_of
 from dtft.checkpoint.restore import RestorePlan, plan_restore
 from dtft.checkpoint.slices import Layout, Leaf, Slice
-from tests.checkpoint.restores import committed, hosts
+from tests.checkpoint.restores import SMALL, held_at, hosts
 from tests.checkpoint.test_restore import layouts
 
 CHUNK = 96
@@ -52,8 +52,8 @@ def test_every_slice_of_a_new_layout_is_assembled(old: Layout, new: Layout) -> N
     )
     slots = hosts(old.mesh.num_slots)
     targets = hosts(new.mesh.num_slots)
-    commit, holdings = committed(old, slots)
-    plan = plan_restore(commit, holdings, new, slots=targets, alive=slots)
+    holdings = held_at(old, slots)
+    plan = plan_restore(holdings, new, slots=targets, alive=slots, whole_bytes=SMALL)
     assert isinstance(plan, RestorePlan)
     leaves = {leaf.path: leaf for leaf in new.leaves}
     for slot, host in enumerate(targets):

@@ -7,12 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.balance import Demand, share_out
-from dtft.checkpoint.inventory import inventory_at, inventory_of
+from dtft.checkpoint.inventory import inventory_of
 from dtft.checkpoint.needs import Lost
 from dtft.checkpoint.placement import place
-from dtft.checkpoint.restore import RestorePlan, plan_restore
+from dtft.checkpoint.restore import WHOLE_BYTES, RestorePlan, plan_restore
 from dtft.checkpoint.slices import Layout, Leaf
-from tests.checkpoint.restores import check, committed, hosts, layout_of, restore
+from tests.checkpoint.restores import (
+    SMALL,
+    check,
+    held_at,
+    hosts,
+    layout_of,
+    restore,
+)
 
 SPECS = [
     (),
@@ -64,13 +71,18 @@ def test_every_byte_exactly_once_from_live_holders(
     racks: bool,
 ) -> None:
     old, before, new, after, dead = move
-    commit, holdings = committed(old, before, copies)
+    holdings = held_at(old, before, copies)
     alive = set(before) - dead
     domains = {h: f"r{i % 3}" for i, h in enumerate(before)} if racks else None
 
     def plan() -> RestorePlan | Lost:
         return plan_restore(
-            commit, holdings, new, slots=after, alive=alive, domains=domains
+            holdings,
+            new,
+            slots=after,
+            alive=alive,
+            domains=domains,
+            whole_bytes=SMALL,
         )
 
     found = plan()
@@ -84,29 +96,6 @@ def test_every_byte_exactly_once_from_live_holders(
     assert total == sum(found.sent.values())
 
 
-@given(layouts(), st.integers(1, 3))
-@settings(max_examples=20, deadline=None)
-def test_inventories_from_slots_and_from_keys_agree(
-    layout: Layout, copies: int
-) -> None:
-    slots = hosts(layout.mesh.num_slots)
-    placement = place(layout, copies)
-    keys = {
-        piece.key: {slots[slot] for slot in found}
-        for piece, found in placement.holders.items()
-    }
-    one, other = inventory_at(placement, slots), inventory_of(layout, keys)
-
-    def plain(inventory):
-        return {
-            leaf: (table.spec, table.holders)
-            for table in inventory.tables
-            for leaf in table.leaves
-        }
-
-    assert one.hosts == other.hosts and plain(one) == plain(other)
-
-
 @given(st.integers(2, 8), st.integers(1, 8), st.integers(1, 12))
 @settings(max_examples=40, deadline=None)
 def test_load_is_within_a_fifth_of_even(holders: int, new: int, leaves: int) -> None:
@@ -114,14 +103,79 @@ def test_load_is_within_a_fifth_of_even(holders: int, new: int, leaves: int) -> 
     shape = (4096, 1024)
     old = layout_of({"replica": holders}, specs, shape=shape)
     wide = layout_of({"replica": new}, specs, shape=shape)
-    commit, holdings = committed(old, hosts(holders))
+    holdings = held_at(old, hosts(holders))
     plan = plan_restore(
-        commit, holdings, wide, slots=hosts(new, 50), alive=hosts(holders)
+        holdings,
+        wide,
+        slots=hosts(new, 50),
+        alive=hosts(holders),
+        whole_bytes=SMALL,
     )
     assert isinstance(plan, RestorePlan)
     even = leaves * new * 4096 * 1024 * 4 / holders
     assert len(plan.sent) == holders
     assert max(plan.sent.values()) <= 1.2 * even
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> tuple[Layout, dict[str, list[str]], list[str]]:
+    """A layout, who holds each slice, and the hosts that have its slots now."""
+    layout = draw(layouts())
+    before = hosts(layout.mesh.num_slots)
+    new = draw(st.sets(st.sampled_from(range(len(before)))))
+    slots = [f"new{i}" if i in new else host for i, host in enumerate(before)]
+    some = st.lists(st.sampled_from(before), min_size=1, max_size=3, unique=True)
+    return layout, {piece.key: draw(some) for piece in layout.owners}, slots
+
+
+@given(losses())
+@settings(max_examples=25, deadline=None)
+def test_slices_that_stay_what_they_are_move_whole_and_once(
+    loss: tuple[Layout, dict[str, list[str]], list[str]],
+) -> None:
+    layout, holders, slots = loss
+    holdings = inventory_of(layout, holders)
+    alive = set(holdings.hosts)
+    plan = plan_restore(holdings, layout, slots=slots, alive=alive)
+    assert isinstance(plan, RestorePlan)
+    check(plan, holdings, layout, slots, alive)
+    for host in slots:
+        assert plan.moves_whole(host)
+        assert all(it.whole for t in plan.transfers_to(host) for it in t.regions)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_whole_slices_are_shared_evenly(sizes: list[int], holders: int) -> None:
+    leaves = tuple(
+        Leaf(path=f"p{i:02}", shape=(size,), dtype="int8")
+        for i, size in enumerate(sizes)
+    )
+    layout = dataclasses.replace(layout_of({"replica": 5}, {}), leaves=leaves)
+    able = hosts(holders)
+    holdings = inventory_of(layout, {piece.key: able for piece in layout.owners})
+    slots: list[str | None] = [None, None, "spare", None, None]
+    plan = plan_restore(holdings, layout, slots=slots, alive=able)
+    assert isinstance(plan, RestorePlan) and {t.target for t in plan.transfers} == {
+        "spare"
+    }
+    assert sum(plan.sent.values()) == sum(sizes)
+    assert max(plan.sent.values()) <= sum(sizes) / holders + max(sizes)
+
+
+def test_a_slice_too_large_for_one_sender_is_cut() -> None:
+    layout = layout_of({"replica": 3}, {"w": ()}, shape=(1 << 16, 1 << 10))
+    plan = restore(
+        layout,
+        hosts(3),
+        layout,
+        ["spare", *hosts(2, 1)],
+        dead=["h00"],
+        whole_bytes=WHOLE_BYTES,
+    )
+    assert plan.sent == {"h01": 1 << 27, "h02": 1 << 27}
+    assert not plan.moves_whole("spare") and plan.moves_whole("h01")
+    assert plan.read_by("spare") == [layout.slices(0)[0].key]
 
 
 @given(st.integers(2, 4), st.integers(2, 4), st.integers(2, 6), st.booleans())
@@ -132,16 +186,16 @@ def test_load_is_even_over_groups_and_racks(
     specs = {f"w{i}": (("fsdp",),) for i in range(4)}
     shape = (1200, 1024)
     old = layout_of({"replica": replicas, "fsdp": shards}, specs, shape=shape)
-    commit, holdings = committed(old, hosts(replicas * shards))
+    holdings = held_at(old, hosts(replicas * shards))
     after = hosts(replicas * shards, 50)
     names = [*hosts(replicas * shards), *after]
     plan = plan_restore(
-        commit,
         holdings,
         old,
         slots=after,
         alive=hosts(replicas * shards),
         domains={h: f"r{i % racks}" for i, h in enumerate(names)} if domains else None,
+        whole_bytes=SMALL,
     )
     assert isinstance(plan, RestorePlan)
     assert max(plan.sent.values()) <= 1.2 * 4 * 1200 * 1024 * 4 / shards
@@ -150,10 +204,9 @@ def test_load_is_even_over_groups_and_racks(
 def test_unverified_slices_are_fetched_and_never_sent() -> None:
     layout = layout_of({"replica": 3, "fsdp": 2}, {"w": (("fsdp",),), "b": ()})
     bad = layout.slices(0)[0]
-    commit, _ = committed(layout, hosts(6))
-    holdings = inventory_at(place(layout, 1), hosts(6), {"h00": [bad]})
+    holdings = held_at(layout, hosts(6), without=[("h00", bad)])
     assert len(holdings.tables) == 2
-    plan = plan_restore(commit, holdings, layout, slots=hosts(6), alive=hosts(6))
+    plan = plan_restore(holdings, layout, slots=hosts(6), alive=hosts(6))
     assert isinstance(plan, RestorePlan)
     check(plan, holdings, layout, hosts(6), set(hosts(6)))
     assert {t.target for t in plan.transfers} == {"h00"}

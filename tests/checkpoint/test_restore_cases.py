@@ -4,7 +4,7 @@ import pytest
 
 from dtft.checkpoint.needs import Lost
 from dtft.checkpoint.restore import plan_restore
-from tests.checkpoint.restores import committed, hosts, layout_of, restore, routes_of
+from tests.checkpoint.restores import held_at, hosts, layout_of, restore, routes_of
 
 FSDP = (("fsdp",),)
 HYBRID = {"w": FSDP, "b": ()}
@@ -177,9 +177,9 @@ def test_a_lone_target_leans_to_its_rack_within_the_bound() -> None:
 
 def test_what_is_lost_is_named() -> None:
     layout = layout_of({"fsdp": 4}, HYBRID)
-    commit, holdings = committed(layout, hosts(4), copies=2)
+    holdings = held_at(layout, hosts(4), copies=2)
     plan = plan_restore(
-        commit, holdings, layout, slots=["h00", "h01", "x", "y"], alive=["h00", "h01"]
+        holdings, layout, slots=["h00", "h01", "x", "y"], alive=["h00", "h01"]
     )
     assert isinstance(plan, Lost)
     assert (plan.num_slices, plan.nbytes) == (2, 2 * 6 * 12 * 4)
@@ -188,10 +188,10 @@ def test_what_is_lost_is_named() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     layout = layout_of({"fsdp": 2}, HYBRID)
-    commit, holdings = committed(layout, hosts(2))
+    holdings = held_at(layout, hosts(2))
 
-    def plan(new, slots=("h00", "h01"), commit=commit):
-        return plan_restore(commit, holdings, new, slots=slots, alive=hosts(2))
+    def plan(new, slots=("h00", "h01")):
+        return plan_restore(holdings, new, slots=slots, alive=hosts(2))
 
     with pytest.raises(ValueError, match="slots names 1 hosts"):
         plan(layout, slots=["h00"])
@@ -203,8 +203,5 @@ def test_wrong_arguments_are_named() -> None:
         plan(layout_of({"fsdp": 2}, HYBRID, shape=(2, 2)))
     with pytest.raises(ValueError, match="dim 0 of size 24 cannot be divided"):
         plan(layout_of({"fsdp": 5}, HYBRID), slots=hosts(5))
-    other = committed(layout_of({"fsdp": 4}, HYBRID), hosts(4))[0]
-    with pytest.raises(ValueError, match="step 7 was committed in layout"):
-        plan(layout, commit=other)
     with pytest.raises(ValueError, match="'nobody' is not in this plan"):
         restore(layout, hosts(2), layout, hosts(2)).own("nobody")

@@ -21,12 +21,13 @@ from dtft.checkpoint.transport import (
     parse_address,
 )
 from dtft.checkpoint.wire import Tls
-from dtft.elastic.replication import Pusher, fetch
+from dtft.elastic.replication import Pusher
 from tests.checkpoint.hosts import (
     EPOCH,
     content,
     divided,
     echo,
+    fetch_back,
     hosts,
     order_after_loss,
     wait_until,
@@ -130,7 +131,7 @@ def test_steps_are_pushed_and_fetched_under_tls(
         pusher.offer(1)
         wait_until(lambda: peer.held == [(1, 0)], 20.0)
         pusher.close()
-        fetch(lost.holder, order_after_loss(lost, peer, 1), job, 20.0)
+        fetch_back(lost.holder, order_after_loss(lost, peer, 1), job, 20.0)
         assert lost.wrong() == peer.wrong() == []
 
 

@@ -18,13 +18,12 @@ from dtft.checkpoint.holder import Holder
 from dtft.checkpoint.placement import place
 from dtft.checkpoint.slices import Layout, Slice
 from dtft.checkpoint.transport import Credentials, TransportServer
-from dtft.elastic.assembling import regions_to
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.forming import Round
 from dtft.elastic.inbox import Inbox, serve_fetch
 from dtft.elastic.proof import Proof, prove
-from dtft.elastic.recovery import Decision, decide, transfers_to
+from dtft.elastic.recovery import Decision, decide, fetches_for
 from dtft.elastic.restoring import restore_into
 from tests.checkpoint.hosts import hand_over, stage
 
@@ -145,6 +144,7 @@ class Job:
         """The hosts (or only some) do as they are told; what came of it."""
         located, layout = decision.located, decision.layout
         assert located is not None and layout is not None
+        assert decision.plan is not None
         addresses = {name: host.server.address for name, host in self.hosts.items()}
         epoch, told = (next(self._epochs), 1), {}
         for slot, name in enumerate(slots):
@@ -158,10 +158,7 @@ class Job:
                 "items": {"step": decision.step},
                 "resized": True,
                 "read": True,
-                "transfers": transfers_to(decision.transfers, addresses, name),
-                "regions": regions_to(decision.plan, addresses, name)
-                if decision.plan
-                else [],
+                **fetches_for(decision.plan, addresses, name),
             }
             told[name] = self._obey(self.hosts[name], layout, slot, order)
         return told

@@ -1,9 +1,10 @@
-"""The seeds' cases on the path that a running job takes: `decide`, then `transfers_to`.
+"""The seeds' cases on the path that a running job takes: `decide`, then `fetches_for`.
 
 The cases of tests/checkpoint/test_restore_cases.py, whose plans it must agree with.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from dtft.checkpoint.apart import Spread
 from dtft.checkpoint.commit import Commit
 from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.slices import Layout
-from dtft.elastic.recovery import Decision, decide, transfers_to
+from dtft.elastic.recovery import Decision, decide, fetches_for
 from tests.checkpoint.restores import hosts, layout_of, restore, routes_of
 
 FSDP = (("fsdp",),)
@@ -62,13 +63,23 @@ def recover(
     )
 
 
+def fetched(
+    decision: Decision, addresses: Mapping[str, str], host: str
+) -> list[dict[str, Any]]:
+    """The whole slices that a host is told to fetch, by source."""
+    assert decision.plan is not None
+    told = fetches_for(decision.plan, addresses, host)
+    assert told["regions"] == []
+    return told["transfers"]
+
+
 def routes(decision: Decision, slots: Sequence[str]) -> set[tuple[str, str]]:
     """(source, target) of every fetch that the hosts are told to make."""
     addresses = {name: f"{name}:1" for name in (*slots, *hosts(12))}
     return {
         (fetch["host"], host)
         for host in slots
-        for fetch in transfers_to(decision.transfers, addresses, host)
+        for fetch in fetched(decision, addresses, host)
     }
 
 
@@ -101,7 +112,7 @@ def test_with_three_groups_both_related_peers_send_half() -> None:
     decision = recover(state, ["h00"], slots)
     assert routes(decision, slots) == {("h02", "spare"), ("h04", "spare")}
     addresses = {host: host for host in hosts(6)}
-    shares = transfers_to(decision.transfers, addresses, "spare")
+    shares = fetched(decision, addresses, "spare")
     assert [len(fetch["keys"]) for fetch in shares] == [3, 3]
 
 
@@ -125,9 +136,7 @@ def test_the_job_fetches_what_plan_restore_plans(case: str, dead: int) -> None:
     addresses = {host: host for host in [*old, "spare"]}
     told = {
         host: sorted(
-            key
-            for fetch in transfers_to(decision.transfers, addresses, host)
-            for key in fetch["keys"]
+            key for fetch in fetched(decision, addresses, host) for key in fetch["keys"]
         )
         for host in slots
     }
@@ -148,8 +157,8 @@ def test_near_hosts_send_first() -> None:
     domains = {"spare": "p1/r1", "h01": "p2/r3", "h02": "p1/r1", "h03": "p1/r2"}
     decision = recover(state, ["h00"], slots, domains=domains)
     addresses = {host: host for host in hosts(4)}
-    fetched = transfers_to(decision.transfers, addresses, "spare")
-    shares = {fetch["host"]: len(fetch["keys"]) for fetch in fetched}
+    fetches = fetched(decision, addresses, "spare")
+    shares = {fetch["host"]: len(fetch["keys"]) for fetch in fetches}
     assert shares["h02"] == max(shares.values()) > shares["h01"] == min(shares.values())
 
 

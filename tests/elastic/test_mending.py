@@ -8,8 +8,6 @@ import pytest
 
 from dtft.checkpoint.apart import Spread
 from dtft.checkpoint.commit import Mislabelled, StepTracker
-from dtft.checkpoint.inventory import inventory_of
-from dtft.checkpoint.repair import re_replication
 from dtft.elastic.forming import Round
 from dtft.elastic.journal import Journal, read_events
 from dtft.elastic.mender import Mender
@@ -89,11 +87,22 @@ def test_what_is_pushed_again_brings_the_copies_up(
         for piece in push.slices:
             assert slots[push.source] in held[piece.key]
             held[piece.key].add(slots[push.target])
-    repaired = re_replication(inventory_of(state, held), alive=slots, copies=2)
-    assert repaired.healthy
+    assert all(len(found & set(slots)) >= 2 for found in held.values())
     # Data-parallel owners hold everything: nothing is missing there.
     assert bool(mending.pushes) == (shape == (1, 4)) == (mending.copies < 2)
     assert mending.whole == (not mending.pushes)
+
+
+def test_copies_are_counted_by_domain_and_on_hosts_with_slots_only() -> None:
+    racks = {"h0": "1", "h1": "2", "h2": "1", "h3": "2"}
+    apart = {"spare": "1", **racks}
+    assert after_loss((2, 2), 0)[0].copies == 2
+    assert after_loss((2, 2), 0, apart)[0].copies == 1  # replicas share a rack
+    assert after_loss((4, 1), 0, apart)[0].copies == 2
+    state = layout(1, 4)
+    elsewhere = {piece.key: ("far",) for piece in state.owners}
+    mending = mending_of(7, Spread().place(state), HOSTS, elsewhere, {}, 5.0, {})
+    assert mending.copies == 1 and len(mending.pushes) == 4
 
 
 def test_held_pushes_count_for_their_step_only() -> None:

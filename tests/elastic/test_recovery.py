@@ -14,7 +14,7 @@ from dtft.checkpoint.digest import digest_root
 from dtft.checkpoint.placement import Push, place
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.forming import Round, main_reason, next_round
-from dtft.elastic.recovery import RecoveryReport, decide, transfers_to
+from dtft.elastic.recovery import RecoveryReport, decide, fetches_for
 from dtft.elastic.roles import Assignment
 
 HOSTS = ("h0", "h1", "h2", "h3")
@@ -73,7 +73,7 @@ def test_all_alive_is_rung_1_and_moves_nothing():
         storage_steps=[5],
     )
     assert (decision.rung, decision.source, decision.step) == (1, "memory", 7)
-    assert decision.transfers == ()
+    assert decision.plan is not None and decision.plan.transfers == ()
 
 
 @pytest.mark.parametrize("replica, fsdp", [(1, 4), (2, 2), (4, 1)])
@@ -94,7 +94,8 @@ def test_one_host_lost_is_rung_2_and_the_spare_gets_exactly_its_slices(
     )
     assert (decision.rung, decision.step) == (2, 7)
     addresses = {host: "x:1" for host in HOSTS}
-    wanted = transfers_to(decision.transfers, addresses, "spare")
+    assert decision.plan is not None
+    wanted = fetches_for(decision.plan, addresses, "spare")["transfers"]
     keys = sorted(key for entry in wanted for key in entry["keys"])
     assert keys == sorted(piece.key for piece in state.slices(dead))
     assert HOSTS[dead] not in {entry["host"] for entry in wanted}

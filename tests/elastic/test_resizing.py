@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.elastic import recovery
 from dtft.elastic.sizing import resized
 from tests.elastic.resizing_job import Job
 
@@ -73,7 +75,7 @@ def test_more_and_fewer_replicas_have_the_committed_bytes(
             )
         job.train(new, slots, step=8)
         again = job.decide(slots)
-        assert (again.rung, again.step, again.transfers) == (1, 8, ())
+        assert (again.rung, again.step, again.sent) == (1, 8, {})
         assert all(len(job.hosts[name].arenas) == 1 for name in slots)
 
 
@@ -120,6 +122,23 @@ def test_a_corrupt_copy_is_named_and_another_is_taken(tmp_path, leaves):
         assert all("error" not in outcome for outcome in told.values()), told
         assert decision.layout is not None
         assert job.wrong(decision.layout, slots, 7) == []
+
+
+def test_a_slice_that_several_hosts_send_is_put_together(tmp_path, monkeypatch):
+    cutting = functools.partial(recovery.plan_restore, whole_bytes=64)
+    monkeypatch.setattr(recovery, "plan_restore", cutting)
+    old, slots = mesh_of(3, 1, WHOLE), ["h3", "h1", "h2"]
+    with job_of(tmp_path, 4) as job:
+        job.train(old, names(3), step=7)
+        job.lose("h0")
+        decision = job.decide(slots)
+        assert set(decision.sent) == {"h1", "h2"} and decision.plan is not None
+        assert not decision.plan.moves_whole("h3")
+        told = job.restore(decision, slots)
+        assert all("error" not in outcome for outcome in told.values()), told
+        assert [told[name]["peers"] for name in ("h1", "h2")] == [0, 0]
+        assert job.wrong(old, slots, 7) == []
+        assert job.proof(decision, told).differing == ()
 
 
 def test_bytes_that_differ_between_owners_are_seen(tmp_path):

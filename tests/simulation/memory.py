@@ -17,7 +17,7 @@ from dtft.checkpoint.placement import Placement, Push, place
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout, Slice
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
-from dtft.elastic.replication import FetchFailed
+from dtft.elastic.restoring import FetchFailed
 from tests.simulation.network import Port, Process, Wire
 from tests.simulation.scheduler import Deferred
 
