@@ -8,10 +8,11 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from dtft.checkpoint.storage_steps import COMMIT_FILE
+
 Writer = Literal["job", "manager", "orbax"]
 """A job's exporters, `ReplicatedCheckpointManager`, or stock Orbax."""
 _METADATA = "_CHECKPOINT_METADATA"
-_DONE = "commit_success.txt"
 _TREE, _JSON = "StandardCheckpointHandler", "JsonCheckpointHandler"
 
 
@@ -48,9 +49,9 @@ def missing_from(step: Path) -> str:
     for name, handler in names.items():
         if file := _missing_file(step / name, str(handler).rpartition(".")[2]):
             return f"incomplete: item {name} has no readable {file}"
-    whole = (step / _DONE).exists()
-    if whole and not all((step / name / _DONE).exists() for name in names):
-        return f"incomplete: an item has no {_DONE}"
+    whole = (step / COMMIT_FILE).exists()
+    if whole and not all((step / name / COMMIT_FILE).exists() for name in names):
+        return f"incomplete: an item has no {COMMIT_FILE}"
     return ""
 
 
@@ -60,7 +61,8 @@ def _missing_file(item: Path, handler: str) -> str:
     A JSON file may have another name where the user gave Orbax one.
     """
     if handler == _JSON:
-        return "" if any(path.name != _DONE for path in item.iterdir()) else "metadata"
+        files = {path.name for path in item.iterdir()}
+        return "" if files - {COMMIT_FILE} else "metadata"
     if handler != _TREE:
         return ""
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.inspect_step import items_in, missing_from, writer_of
+from dtft.checkpoint.storage_steps import UNFINISHED, storage_steps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,20 +69,18 @@ def checkpoints_in(directory: Path | str) -> Path:
 
 def list_steps(directory: Path) -> tuple[list[StoredStep], list[str]]:
     """The steps, ascending, and the names of what is unfinished."""
-    steps, unfinished = [], []
-    for path in directory.iterdir():
-        if path.name.isdigit() and path.is_dir():
-            steps.append(
-                StoredStep(
-                    step=int(path.name),
-                    num_bytes=_bytes_below(path),
-                    written=path.stat().st_mtime,
-                    problem=missing_from(path),
-                )
-            )
-        elif "orbax-checkpoint-tmp" in path.name:
-            unfinished.append(path.name)
-    return sorted(steps, key=lambda it: it.step), sorted(unfinished)
+    steps = [_described(directory / str(it)) for it in storage_steps(directory)]
+    unfinished = [path.name for path in directory.glob(f"*{UNFINISHED}*")]
+    return steps, sorted(unfinished)
+
+
+def _described(path: Path) -> StoredStep:
+    return StoredStep(
+        step=int(path.name),
+        num_bytes=_bytes_below(path),
+        written=path.stat().st_mtime,
+        problem=missing_from(path),
+    )
 
 
 def pick(directory: Path, step: int | None) -> int:
@@ -191,7 +190,7 @@ def copy(directory: Path, step: int, target: Path) -> int:
         values, items = source.load_numpy(step), source.items(step)
     finally:
         source.close()
-    tier = StorageTier(target, max_to_keep=1 + len(_steps_in(target)))
+    tier = StorageTier(target, max_to_keep=1 + len(storage_steps(target)))
     try:
         tier.save(step, _on_device(values), items)
         tier.wait_until_finished()
@@ -203,15 +202,11 @@ def copy(directory: Path, step: int, target: Path) -> int:
 def _copy_files(directory: Path, step: int, target: Path) -> int:
     """The user's own trees must stay as they are, so their files are copied."""
     _read_all(directory, step)
-    half = target / f"{step}.orbax-checkpoint-tmp"
+    half = target / f"{step}{UNFINISHED}"
     shutil.copytree(directory / str(step), half)
     half.rename(target / str(step))
     _read_all(target, step)
     return _bytes_below(target / str(step))
-
-
-def _steps_in(directory: Path) -> list[StoredStep]:
-    return list_steps(directory)[0] if directory.is_dir() else []
 
 
 def _on_device(values: "dict[str, np.ndarray]") -> dict[str, Any]:

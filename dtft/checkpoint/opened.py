@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from dtft.checkpoint.storage_steps import UNFINISHED
+
 
 class StorageMoved(OSError):
     """The storage directory is not the one in which a step was begun."""
@@ -120,7 +122,7 @@ class OpenedDirectory:
         self._opened, step, self._saving = None, self._saving, None
         self._generation += 1
         if step is not None and jax.process_index() == 0:
-            for path in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+            for path in self.directory.glob(f"{step}{UNFINISHED}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 
 from dtft.checkpoint.fingerprint import fingerprints
 from dtft.checkpoint.opened import OpenedDirectory, said
+from dtft.checkpoint.storage_steps import storage_steps
 from dtft.checkpoint.tree import listed, nested, to_paths
 
 _ENTRIES = frozenset({"items", "empty", "fingerprints"})
@@ -172,7 +173,7 @@ class StorageTier:
 
     def all_steps(self) -> tuple[int, ...]:
         """The complete steps in the directory, ascending."""
-        return tuple(sorted(ocp.utils.checkpoint_steps(self.directory)))
+        return storage_steps(self.directory)
 
     def latest_step(self) -> int | None:
         """The newest complete step, or None."""

@@ -19,6 +19,7 @@ from dtft.checkpoint.opened import said
 from dtft.checkpoint.record import DEFAULT, RECORD, Kind, LeafRecord, Record
 from dtft.checkpoint.sealed_items import digest_of
 from dtft.checkpoint.storage import CheckpointUnreadable
+from dtft.checkpoint.storage_steps import storage_steps
 from dtft.checkpoint.tree import listed
 from dtft.checkpoint.wanted import Wanted
 
@@ -34,7 +35,7 @@ class StoredSteps:
 
     def steps(self) -> tuple[int, ...]:
         """The complete steps, ascending."""
-        return tuple(sorted(ocp.utils.checkpoint_steps(self.directory)))
+        return storage_steps(self.directory)
 
     def record(self, step: int) -> tuple[Record, dict[str, str]] | None:
         """Record and fingerprints of a step; None if stock Orbax wrote it.

@@ -22,10 +22,8 @@ from dtft.checkpoint.placing import as_array
 from dtft.checkpoint.record import RECORD, LeafRecord, Record
 from dtft.checkpoint.save_server import serve
 from dtft.checkpoint.slices import offsets_of
+from dtft.checkpoint.storage_steps import UNFINISHED
 from dtft.checkpoint.tree_tier import items_of
-
-_UNFINISHED = ".orbax-checkpoint-tmp"
-"""How Orbax calls a step that is not finished, after its number."""
 
 
 class WrittenByAnother(RuntimeError):
@@ -141,7 +139,7 @@ class TreeExporter:
             )
             self._manager.wait_until_finished()
         except BaseException:
-            for path in self._directory.glob(f"{step}{_UNFINISHED}*"):
+            for path in self._directory.glob(f"{step}{UNFINISHED}*"):
                 with contextlib.suppress(OSError):  # the next one that opens does it
                     path.rmtree()
             raise

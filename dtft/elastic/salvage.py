@@ -28,12 +28,12 @@ from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.claims import adding_up
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.slices import Layout, MeshLayout, Slice
+from dtft.checkpoint.storage_steps import storage_steps
 from dtft.checkpoint.transport import Channel, Credentials, connect
 from dtft.checkpoint.wire import Tls
 from dtft.elastic.exports import Exporter
 from dtft.elastic.host_memory import make_memory_directory, remove_memory_directory
 from dtft.elastic.inbox import Inbox
-from dtft.elastic.journal import storage_steps
 from dtft.elastic.replication import FetchFailed, FetchOrder, fetch_into
 
 logger = logging.getLogger(__name__)
