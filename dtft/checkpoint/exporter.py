@@ -17,12 +17,12 @@ import numpy as np
 from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.departure import from_hex, refuse_corrupt
 from dtft.checkpoint.export_plan import ExportWorld, export_world
-from dtft.checkpoint.job_layout import holds_tree
+from dtft.checkpoint.job_layout import record_in
 from dtft.checkpoint.parts import Parts
+from dtft.checkpoint.record import LeafRecord, experiment_record
 from dtft.checkpoint.save_server import serve
 from dtft.checkpoint.slices import Layout, Slice, slice_at
 from dtft.checkpoint.storage import StorageTier
-from dtft.checkpoint.tree_tier import TreeTier
 
 JOIN_S = 60
 """The processes of one export start within this time of each other, or give up."""
@@ -74,7 +74,7 @@ class ArenaExporter:
         self._chunks = Chunks.of(pieces, opening.chunk_bytes)
         self._index = {piece: index for index, piece in enumerate(pieces)}
         self._arena = Path(opening.arena)
-        self._tier = _tier(opening, self._layout)
+        self._tier = StorageTier(opening.directory, max_to_keep=opening.max_to_keep)
 
     def save(
         self, *, step: int, places: str, digests: list[str], items: dict[str, Any]
@@ -102,12 +102,17 @@ class ArenaExporter:
                 "Send one byte, as two hex digits, for each chunk."
             )
         whole, expected = memoryview(memory), from_hex(digests)
-        self._tier.save(
-            step,
-            self._arrays(whole, at),
-            items,
-            check=lambda: self._check(whole, at, step, expected),
-        )
+        arrays = self._arrays(whole, at)
+        record = record_in(self._layout, items)
+        if record is None:
+            record, values = experiment_record(arrays, items)
+        else:
+            values = [_as_given(leaf, arrays[leaf.path]) for leaf in record.leaves]
+
+        def check() -> None:
+            self._check(whole, at, step, expected)
+
+        self._tier.write(step, record, values, check)
         self._tier.wait_until_finished()
         return int(self._chunks.sizes.sum())
 
@@ -139,13 +144,6 @@ class ArenaExporter:
                 dtype=np.dtype(leaf.dtype),
             )
         return arrays
-
-
-def _tier(opening: Opening, layout: Layout) -> StorageTier | TreeTier:
-    directory, keep = opening.directory, opening.max_to_keep
-    if holds_tree(layout):
-        return TreeTier(directory, layout, max_to_keep=keep)
-    return StorageTier(directory, max_to_keep=keep)
 
 
 def _check(opening: Opening, world: ExportWorld, needed: int) -> None:
@@ -197,6 +195,16 @@ def _mesh(world: ExportWorld, rank: int) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(
         devices.reshape(world.mesh.axis_sizes), world.mesh.axis_names
     )
+
+
+def _as_given(leaf: LeafRecord, array: jax.Array) -> Any:
+    """A leaf as the user gave it to `save`."""
+    if leaf.kind == "array":
+        return array
+    if leaf.kind == "key":
+        return jax.random.wrap_key_data(array, impl=leaf.impl)
+    whole = np.asarray(array, np.dtype(leaf.dtype))
+    return whole.item() if leaf.kind in ("bool", "int", "float") else whole
 
 
 def _array(parts: Parts, piece: Slice) -> np.ndarray:

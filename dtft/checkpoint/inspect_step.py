@@ -1,4 +1,4 @@
-"""What one stored step's directory is: who wrote it, and whether parts are missing.
+"""Whether the directory of one stored step has all of its parts.
 
 Looks at names and at Orbax's own metadata only, so that listing costs little; values
 are read by `inspect_storage.py`. Must not know other steps.
@@ -6,12 +6,10 @@ are read by `inspect_storage.py`. Must not know other steps.
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dtft.checkpoint.storage_steps import COMMIT_FILE
 
-Writer = Literal["job", "manager", "orbax"]
-"""A job's exporters, `ReplicatedCheckpointManager`, or stock Orbax."""
 _METADATA = "_CHECKPOINT_METADATA"
 _TREE, _JSON = "StandardCheckpointHandler", "JsonCheckpointHandler"
 
@@ -24,14 +22,6 @@ def items_in(step: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return items if isinstance(items, dict) else {}
-
-
-def writer_of(step: Path) -> Writer:
-    """Who wrote a step."""
-    names = set(items_in(step) or ())
-    if names == {"state", "items"}:
-        return "job"
-    return "manager" if "dtft" in names else "orbax"
 
 
 def missing_from(step: Path) -> str:

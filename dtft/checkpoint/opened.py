@@ -8,7 +8,7 @@ know what is saved.
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,16 @@ class OpenedDirectory:
         self,
         directory: Path,
         options: ocp.CheckpointManagerOptions,
-        trees: Sequence[str] = ("state",),
-        values: Sequence[str] = ("items",),
     ) -> None:
         """Touches nothing yet.
 
         Args:
             directory: of the steps.
             options: of Orbax.
-            trees: names of the items that are trees of arrays.
-            values: names of the items that are JSON, one or more.
         """
         self.directory, self._options = directory, options
-        self.names = tuple(trees), tuple(values)
+        self._kinds: dict[str, type] = {}
+        """Item name to the kind of what is saved of it, of the last save."""
         self._opened: ocp.CheckpointManager | None = None
         self._home: tuple[int, int] | None = None
         self._saving: int | None = None
@@ -62,10 +59,13 @@ class OpenedDirectory:
         return self._opened
 
     def _handlers(self) -> dict[str, Any]:
-        trees, values = self.names
-        handlers: dict[str, Any] = {n: ocp.StandardCheckpointHandler() for n in trees}
-        handlers |= {name: ocp.JsonCheckpointHandler() for name in values}
-        last = handlers[values[-1]]
+        handlers: dict[str, Any] = {
+            name: ocp.JsonCheckpointHandler()
+            if kind is ocp.args.JsonSave
+            else ocp.StandardCheckpointHandler()
+            for name, kind in self._kinds.items()
+        }
+        last = handlers[next(reversed(handlers))]
         finalize, generation = last.finalize, self._generation
 
         def checked(directory: Any) -> None:
@@ -92,11 +92,22 @@ class OpenedDirectory:
             )
 
     def save(
-        self, step: int, args: ocp.args.Composite, custom_metadata: Any = None
+        self, step: int, items: Mapping[str, Any], custom_metadata: Any = None
     ) -> None:
-        """Begins to write a step, in place of one of the same number."""
+        """Begins to write a step, in place of one of the same number.
+
+        Args:
+            step: the step.
+            items: item name to `ocp.args.StandardSave` or `JsonSave`; the last is JSON.
+            custom_metadata: what Orbax keeps beside them.
+        """
         if self._opened is not None and _identity(self.directory) != self._home:
             self._forget()
+        kinds = {name: type(item) for name, item in items.items()}
+        if kinds != self._kinds:
+            self.close()
+            self._kinds = kinds
+        args = ocp.args.Composite(**items)
         manager, self._saving = self.manager, step
         try:
             if step in manager.all_steps():

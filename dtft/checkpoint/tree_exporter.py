@@ -22,8 +22,8 @@ from dtft.checkpoint.placing import as_array
 from dtft.checkpoint.record import RECORD, LeafRecord, Record
 from dtft.checkpoint.save_server import serve
 from dtft.checkpoint.slices import offsets_of
+from dtft.checkpoint.storage import stored_items
 from dtft.checkpoint.storage_steps import UNFINISHED
-from dtft.checkpoint.tree_tier import items_of
 
 
 class WrittenByAnother(RuntimeError):
@@ -104,7 +104,7 @@ class TreeExporter:
         values = [
             _value(leaf, view) for leaf, view in zip(saved.leaves, views, strict=True)
         ]
-        items = items_of(saved, values)  # before the check: it takes the fingerprints
+        items = stored_items(saved, values)
         paths = [leaf.path for leaf in saved.leaves]
         parts = [Parts([view]) for view in views]
         copies = zip(paths, parts, from_hex(digests), strict=True)
