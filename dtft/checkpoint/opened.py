@@ -6,14 +6,15 @@ only given its name while the directory is the one in which the step was begun. 
 know what is saved.
 """
 
+import contextlib
 import os
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from dtft.checkpoint.storage_steps import UNFINISHED
 
@@ -30,9 +31,7 @@ class OpenedDirectory:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        options: ocp.CheckpointManagerOptions,
+        self, directory: epath.Path, options: ocp.CheckpointManagerOptions
     ) -> None:
         """Touches nothing yet.
 
@@ -53,7 +52,9 @@ class OpenedDirectory:
         """The manager; opens the directory if need be."""
         if self._opened is None:
             self._opened = ocp.CheckpointManager(
-                self.directory, options=self._options, item_handlers=self._handlers()
+                self.directory,
+                options=self._options,
+                item_handlers=self._handlers() if self._kinds else None,
             )
             self._home = _identity(self.directory)
         return self._opened
@@ -92,13 +93,18 @@ class OpenedDirectory:
             )
 
     def save(
-        self, step: int, items: Mapping[str, Any], custom_metadata: Any = None
+        self,
+        step: int,
+        items: Mapping[str, Any],
+        metrics: Any = None,
+        custom_metadata: Any = None,
     ) -> None:
         """Begins to write a step, in place of one of the same number.
 
         Args:
             step: the step.
             items: item name to `ocp.args.StandardSave` or `JsonSave`; the last is JSON.
+            metrics: what Orbax keeps beside them if its options have a `best_fn`.
             custom_metadata: what Orbax keeps beside them.
         """
         if self._opened is not None and _identity(self.directory) != self._home:
@@ -112,7 +118,13 @@ class OpenedDirectory:
         try:
             if step in manager.all_steps():
                 manager.delete(step)
-            manager.save(step, args=args, force=True, custom_metadata=custom_metadata)
+            manager.save(
+                step,
+                args=args,
+                metrics=metrics,
+                force=True,
+                custom_metadata=custom_metadata,
+            )
         except BaseException:
             self._forget()
             raise
@@ -128,19 +140,44 @@ class OpenedDirectory:
             raise
         self._saving = None
 
+    def reload(self) -> None:
+        """Lists the directory again, where others write to it, too."""
+        if self._opened is not None:
+            self._try(lambda manager: manager.reload())
+
+    def delete(self, step: int) -> None:
+        """Removes a step."""
+        self._try(lambda manager: manager.delete(step))
+
+    def _try(self, act: Callable[[ocp.CheckpointManager], None]) -> None:
+        try:
+            act(self.manager)
+        except BaseException:
+            self._forget()
+            raise
+
     def _forget(self) -> None:
         """Lets go after a failure and frees what the unfinished step takes."""
         self._opened, step, self._saving = None, self._saving, None
         self._generation += 1
         if step is not None and jax.process_index() == 0:
             for path in self.directory.glob(f"{step}{UNFINISHED}*"):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
     def close(self) -> None:
         """Waits for a save under way and lets go of the directory."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+
+
+def _remove(path: epath.Path) -> None:
+    """Removes what can be; the next one that opens the directory does the rest."""
+    if "://" not in str(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.rmtree()
 
 
 def said(error: Exception) -> str:
@@ -153,7 +190,7 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _identity(directory: Path) -> tuple[int, int] | None:
+def _identity(directory: epath.Path) -> tuple[int, int] | None:
     """What a directory is, whatever it is called; None if there is none."""
     try:
         found = os.stat(directory)

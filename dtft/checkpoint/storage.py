@@ -6,7 +6,8 @@ the item `dtft`, see `stored.py`. This module must not know slots, arenas or who
 alive.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ from dtft.checkpoint.tree import listed
 from dtft.checkpoint.wanted import Wanted
 
 
+class WrittenByAnother(RuntimeError):
+    """A step in storage is not the one that was saved here."""
+
+
 class StorageTier:
     """The checkpoints in one directory, oldest dropped first.
 
@@ -43,36 +48,35 @@ class StorageTier:
         self,
         directory: Path | str,
         *,
-        max_to_keep: int = 3,
+        max_to_keep: int | None = 3,
         timeout_s: int = 300,
         read_only: bool = False,
+        scored: bool = False,
     ) -> None:
         """Touches nothing yet: Orbax opens the directory at the first save.
 
         Args:
             directory: where the steps are; made by the first save.
-            max_to_keep: how many of the newest steps a save leaves in place.
+            max_to_keep: how many of the newest steps a save leaves in place; None: all.
             timeout_s: limit of the asynchronous part of one save.
             read_only: refuse to save.
+            scored: whether Orbax writes the metrics of a step, too.
         """
-        if max_to_keep < 1:
+        if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(
                 f"max_to_keep={max_to_keep} would keep no checkpoint. Allowed: 1 or "
                 "more. Set --storage.keep 1 or more."
             )
-        self.directory = Path(directory).absolute()
+        text = str(directory)
+        self.directory = epath.Path(text if "://" in text else os.path.abspath(text))
         self._read_only = read_only
-        self._stored = StoredSteps(epath.Path(self.directory))
+        self._stored = StoredSteps(self.directory)
         self._opened = OpenedDirectory(
-            self.directory, orbax_options(max_to_keep, timeout_s)
+            self.directory, orbax_options(max_to_keep, timeout_s, scored=scored)
         )
 
     def save(
-        self,
-        step: int,
-        arrays: Mapping[str, jax.Array],
-        items: Mapping[str, Any],
-        check: Callable[[], None] = lambda: None,
+        self, step: int, arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
     ) -> None:
         """Begins to write an experiment's step, as `write` does.
 
@@ -80,41 +84,50 @@ class StorageTier:
             step: the step.
             arrays: leaf path to global array.
             items: what is not an array, as JSON values.
-            check: see `write`.
 
         Raises:
             ValueError: two paths would have one name in Orbax, or all leaves are empty.
         """
-        record, values = experiment_record(arrays, items)
-        self.write(step, record, values, check)
+        self.write(step, StepToStore(*experiment_record(arrays, items)))
 
-    def write(
-        self,
-        step: int,
-        record: Record,
-        values: Sequence[Any],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
+    def write(self, step: int, stored: "StepToStore") -> None:
         """Begins to write a step; `wait_until_finished` says when it is safe.
 
         The arrays must stay as they are until then. A step that exists already is
         replaced: the run that saves now is the one that counts.
-
-        Args:
-            step: the step.
-            record: what it consists of.
-            values: the leaves by number; arrays are global arrays.
-            check: called when the fingerprints have been taken and nothing is written
-                yet; whatever it raises ends the save.
         """
         if self._read_only:
             raise ValueError(
                 f"read_only=True: step {step} was not saved to {self.directory}. "
                 "Open the storage tier with read_only=False."
             )
-        items = stored_items(record, values)
-        check()
-        self._opened.save(step, items, record.custom_metadata)
+        record = stored.record
+        self._opened.save(step, stored.items, record.metrics, record.custom_metadata)
+
+    def write_once(self, step: int, stored: "StepToStore") -> None:
+        """Writes a step and waits for it, unless it is there already.
+
+        A step that is there is left alone, and right if it is what `stored` is: the
+        answer to an earlier attempt may have been lost. To be called by one process.
+
+        Raises:
+            WrittenByAnother: the step is there, but it is another one.
+        """
+        self._opened.reload()
+        if step not in self.all_steps():
+            self.write(step, stored)
+            self.wait_until_finished()
+        if self._stored.digest(step) != stored.digest:
+            raise WrittenByAnother(
+                f"another manager has written step {step} to {self.directory}, and it "
+                "stays there. Give each manager a directory of its own, or delete the "
+                "step first"
+            )
+
+    def delete(self, steps: Iterable[int]) -> None:
+        """Removes those of the steps that are there."""
+        for step in set(steps) & set(self.all_steps()):
+            self._opened.delete(step)
 
     def wait_until_finished(self) -> None:
         """Waits until the last save is complete; raises what went wrong in it."""
@@ -135,12 +148,13 @@ class StorageTier:
             CheckpointUnreadable: the step exists but cannot be read.
         """
         record, prints = self._experiment(step)
-        shapes = dict(zip(shown_paths(record), _shapes(record), strict=True))
+        paths = shown_paths(record)
+        shapes = dict(zip(paths, _shapes(record), strict=True))
         _check_fits(abstract, shapes, self.directory / str(step))
-        targets = {n: abstract[path] for n, path in enumerate(shown_paths(record))}
+        targets = {number: abstract[path] for number, path in enumerate(paths)}
         wanted = {STATE: Wanted(targets=targets), ITEMS: None}
         values, items = self._stored.read(step, record, prints, wanted)
-        found = dict(zip(shown_paths(record), values, strict=True))
+        found = dict(zip(paths, values, strict=True))
         arrays = {
             path: found[path] if 0 not in leaf.shape else _empty_array(leaf)
             for path, leaf in abstract.items()
@@ -204,36 +218,51 @@ def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
     return StorageTier(directory, read_only=True).load_numpy(step)
 
 
-def orbax_options(max_to_keep: int, timeout_s: int) -> ocp.CheckpointManagerOptions:
+def orbax_options(
+    max_to_keep: int | None, timeout_s: int, *, scored: bool = False
+) -> ocp.CheckpointManagerOptions:
     """How Orbax's manager treats a directory of ours."""
     return ocp.CheckpointManagerOptions(
         max_to_keep=max_to_keep,
         cleanup_tmp_directories=True,
+        # Orbax writes metrics only if there is a function of them; which steps go is
+        # decided by the process that has the user's function.
+        best_fn=(lambda metrics: 0.0) if scored else None,
         async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
     )
 
 
-def stored_items(record: Record, values: Sequence[Any]) -> dict[str, Any]:
+class StepToStore:
     """What Orbax is asked to save: the items of a record, and the record beside them.
 
-    Args:
+    Attributes:
         record: what the step consists of.
-        values: the leaves by number; of an empty array, which Orbax refuses, None is
-            stored in its place.
+        items: item name to `ocp.args.StandardSave` or `JsonSave`.
+        digest: of the record and the fingerprints of the leaves.
     """
-    full = [
-        None if 0 in leaf.shape else value
-        for leaf, value in zip(record.leaves, values, strict=True)
-    ]
-    items: dict[str, Any] = {
-        name: ocp.args.StandardSave(record.tree(name, full))
-        for name in record.structures
-    }
-    for name, value in record.json_items.items():
-        items[name] = ocp.args.JsonSave(value)
-    beside = {"record": record.to_json(), "fingerprints": _fingerprints(record, full)}
-    beside["digest"] = digest_of(beside)
-    return items | {RECORD: ocp.args.JsonSave(beside)}
+
+    def __init__(self, record: Record, values: Sequence[Any]) -> None:
+        """Takes the fingerprints.
+
+        Args:
+            record: what the step consists of.
+            values: the leaves by number; arrays are global arrays. In the place of an
+                empty array, which Orbax refuses, it stores None.
+        """
+        full = [
+            None if 0 in leaf.shape else value
+            for leaf, value in zip(record.leaves, values, strict=True)
+        ]
+        prints = _fingerprints(record, full)
+        beside = {"record": record.to_json(), "fingerprints": prints}
+        self.record, self.digest = record, digest_of(beside)
+        self.items: dict[str, Any] = {
+            name: ocp.args.StandardSave(record.tree(name, full))
+            for name in record.structures
+        }
+        for name, value in record.json_items.items():
+            self.items[name] = ocp.args.JsonSave(value)
+        self.items[RECORD] = ocp.args.JsonSave({**beside, "digest": self.digest})
 
 
 def _fingerprints(record: Record, values: Iterable[Any]) -> dict[str, str]:
@@ -263,7 +292,7 @@ def _shapes(record: Record) -> list[tuple[tuple[int, ...], np.dtype]]:
 def _check_fits(
     abstract: Mapping[str, jax.ShapeDtypeStruct],
     found: Mapping[str, tuple[tuple[int, ...], np.dtype]],
-    where: Path,
+    where: os.PathLike[str],
 ) -> None:
     expected = {p: (tuple(v.shape), np.dtype(v.dtype)) for p, v in abstract.items()}
     differ = [

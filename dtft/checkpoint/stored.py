@@ -70,6 +70,13 @@ class StoredSteps:
         except Exception as error:  # whatever Orbax or damage makes of it
             raise self._unreadable(step, error) from error
 
+    def digest(self, step: int) -> str | None:
+        """The digest beside the record of a step; None if there is none to be read."""
+        try:
+            return _json(self.directory / str(step) / RECORD)["digest"]
+        except (KeyError, TypeError, ValueError, OSError):  # stock Orbax wrote it, say
+            return None
+
     def read(
         self,
         step: int,
