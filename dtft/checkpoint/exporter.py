@@ -1,12 +1,15 @@
-"""Writes committed steps from an agent's arena to storage: a disposable process.
+"""Writes steps from memory to storage: a disposable process.
 
 ``python -m dtft.checkpoint.exporter`` reads one JSON object per line on stdin and
-answers one per line on stdout. The exporting hosts' processes form a CPU world of their
-own and see the arena as read-only views, whose digests they check: what went wrong in
-memory must not get a good fingerprint. Must not know training, peers or commits.
+answers one per line on stdout. Of a job, the exporting hosts' processes form a CPU
+world of their own; a manager of one process has one exporter. The memory is seen as
+read-only views, whose digests are checked: what went wrong in memory must not get a
+good fingerprint. Must not know training, peers or commits.
 """
 
+import contextlib
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,13 @@ import numpy as np
 from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.departure import from_hex, refuse_corrupt
 from dtft.checkpoint.export_plan import ExportWorld, export_world
-from dtft.checkpoint.job_layout import holds_tree
+from dtft.checkpoint.job_layout import record_in
+from dtft.checkpoint.one_writer import alone_in
 from dtft.checkpoint.parts import Parts
+from dtft.checkpoint.record import LeafRecord, Record, experiment_record
 from dtft.checkpoint.save_server import serve
-from dtft.checkpoint.slices import Layout, Slice, slice_at
-from dtft.checkpoint.storage import StorageTier
-from dtft.checkpoint.tree_tier import TreeTier
+from dtft.checkpoint.slices import Layout, Leaf, Slice, slice_at
+from dtft.checkpoint.storage import StepToStore, StorageTier
 
 JOIN_S = 60
 """The processes of one export start within this time of each other, or give up."""
@@ -35,117 +39,171 @@ class Opening:
 
     directory: str
     """Storage directory."""
-    max_to_keep: int
-    """Steps that storage keeps."""
-    rank: int
-    """This process in the export world."""
-    world: int
-    """Number of exporting processes."""
-    coordinator: str
-    """host:port that rank 0 serves; "" in a world of one."""
     layout: str
     """The layout as JSON."""
-    arena: str
-    """Path of the arena file."""
-    slot: int
-    """The slot whose own slices lie in the arena, from its start."""
-    devices: int
-    """CPU devices of this process: at least the slot's part of the sub-mesh."""
     chunk_bytes: int
     """Bytes under one digest."""
+    slot: int = 0
+    """The slot whose own slices are in memory."""
+    rank: int = 0
+    """This process in the export world."""
+    world: int = 1
+    """Number of exporting processes."""
+    coordinator: str = ""
+    """host:port that rank 0 serves; "" in a world of one."""
+    devices: int = 1
+    """CPU devices of this process: at least the slot's part of the sub-mesh."""
+    max_to_keep: int | None = None
+    """Steps that storage keeps; None for all but those that saves name."""
+    scored: bool = False
+    """Whether Orbax writes the metrics of a step, too."""
+    shared: bool = False
+    """False where whoever orders exports orders one at a time: a step replaces one of
+    the same number. True where others may write to the directory: they are waited for,
+    and a step that is there stays."""
+    limit_s: float = 300.0
+    """Limit of the asynchronous part of one save."""
 
 
-class ArenaExporter:
-    """One slot's part of the export: arena views in, a step in storage out."""
+class Exporter:
+    """One slot's part of the exports: views of memory in, a step in storage out."""
 
     def __init__(self, opening: Opening) -> None:
-        """Joins the export world and maps the arena.
+        """Joins the export world.
 
         Raises:
             ValueError: the message does not fit the layout.
         """
-        self._layout = Layout.from_json(opening.layout)
+        self._opening, self._layout = opening, Layout.from_json(opening.layout)
         self._world = export_world(self._layout)
         self._positions = self._world.mesh.positions(opening.slot)
         _check(opening, self._world, len(self._positions))
-        _join(opening, self._layout)
+        _join(opening)
         self._mesh = _mesh(self._world, opening.rank)
         pieces = self._layout.slices(opening.slot)
         self._chunks = Chunks.of(pieces, opening.chunk_bytes)
         self._index = {piece: index for index, piece in enumerate(pieces)}
-        self._arena = Path(opening.arena)
-        self._tier = _tier(opening, self._layout)
+        self._tier = StorageTier(
+            opening.directory,
+            max_to_keep=opening.max_to_keep,
+            timeout_s=round(opening.limit_s),
+            scored=opening.scored,
+        )
 
     def save(
-        self, *, step: int, places: str, digests: list[str], items: dict[str, Any]
+        self,
+        *,
+        step: int,
+        memory: list[str],
+        places: str,
+        digests: list[str],
+        items: dict[str, Any],
+        delete: Sequence[int] = (),
     ) -> int:
         """Writes one step and waits for it; returns the bytes of this slot's slices.
 
         Args:
             step: the step.
-            places: in hex, the place of each chunk of this slot's own slices.
+            memory: one file for all of this slot's own slices, or one for each.
+            places: in hex, the place of each chunk in the file of its slice.
             digests: in hex, of each of the slot's slices in the layout's order.
             items: what is not an array.
+            delete: steps that go once this one is complete.
 
         Raises:
-            ValueError: the places are not in the arena, or do not match the digests.
+            ValueError: the places are not in the memory, or do not match the digests.
+            StorageBusy: another process did not stop writing to a shared directory.
+            WrittenByAnother: a shared directory has another step of that number.
         """
-        # Mapped for each save: an agent may replace a file by one of another size.
-        with open(self._arena, "rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        at = np.frombuffer(bytes.fromhex(places), np.uint8)
-        num_places = len(memory) // max(self._chunks.nbytes, 1)
-        if len(at) != self._chunks.num_chunks or (at >= num_places).any():
-            raise ValueError(
-                f"places={places:.40} are not places of the {self._chunks.num_chunks} "
-                f"chunks of this slot: {self._arena} has at most {num_places} of each. "
-                "Send one byte, as two hex digits, for each chunk."
-            )
-        whole, expected = memoryview(memory), from_hex(digests)
-        self._tier.save(
-            step,
-            self._arrays(whole, at),
-            items,
-            check=lambda: self._check(whole, at, step, expected),
-        )
-        self._tier.wait_until_finished()
+        parts = self._parts(memory, bytes.fromhex(places))
+        record, values = self._values(parts, items)
+        keys = [piece.key for piece in self._chunks.slices]
+        stored = StepToStore(record, values)  # takes the fingerprints
+        copies = zip(keys, parts, from_hex(digests), strict=True)
+        refuse_corrupt(step, copies, self._chunks.chunk_bytes)
+        if self._opening.shared:
+            with self._turn():
+                self._tier.write_once(step, stored)
+                self._tier.delete(delete)
+        else:
+            self._tier.write(step, stored)
+            self._tier.wait_until_finished()
         return int(self._chunks.sizes.sum())
 
-    def _check(
-        self, memory: memoryview, places: np.ndarray, step: int, digests: list[bytes]
-    ) -> None:
-        copies = (
-            (piece.key, self._chunks.parts(memory, places, index), expected)
-            for (piece, index), expected in zip(
-                self._index.items(), digests, strict=True
+    def _parts(self, memory: list[str], places: bytes) -> list[Parts]:
+        """The bytes of each of the slot's slices."""
+        # Mapped for each save: an agent may replace a file by one of another size.
+        mapped = {path: _mapped(path) for path in set(memory)}
+        at = np.frombuffer(places, np.uint8)
+        least = min(map(len, mapped.values()), default=0) // max(self._chunks.nbytes, 1)
+        if len(at) != self._chunks.num_chunks or (at >= least).any():
+            raise ValueError(
+                f"places={places.hex():.40} are not places of the "
+                f"{self._chunks.num_chunks} chunks of this slot: "
+                f"{', '.join(sorted(mapped))} has at most {least} of each. Send one "
+                "byte, as two hex digits, for each chunk."
             )
+        count = len(self._chunks.slices)
+        files = memory * count if len(memory) == 1 else memory
+        return [
+            self._chunks.parts(memoryview(mapped[path]), at, index)
+            for index, path in zip(range(count), files, strict=True)
+        ]
+
+    def _values(
+        self, parts: Sequence[Parts], items: dict[str, Any]
+    ) -> tuple[Record, list[Any]]:
+        """What the step consists of, and its leaves as they were given to be saved."""
+        leaves = {leaf.path: leaf for leaf in self._layout.leaves}
+        record = record_in(self._layout, items)
+        if record is not None:
+            found = record.leaves
+            return record, [
+                self._value(leaf, leaves[leaf.path], parts) for leaf in found
+            ]
+        arrays = {path: self._array(leaf, parts) for path, leaf in leaves.items()}
+        return experiment_record(arrays, items)
+
+    def _value(self, record: LeafRecord, leaf: Leaf, parts: Sequence[Parts]) -> Any:
+        if record.kind == "array":
+            return self._array(leaf, parts)
+        if record.kind == "key":
+            return jax.random.wrap_key_data(self._array(leaf, parts), impl=record.impl)
+        whole = slice_at(self._world.mesh, leaf, self._positions[0])
+        value = _view(parts[self._index[whole]], whole)
+        return value.item() if record.kind in ("bool", "int", "float") else value
+
+    def _array(self, leaf: Leaf, parts: Sequence[Parts]) -> jax.Array:
+        pieces = [slice_at(self._world.mesh, leaf, at) for at in self._positions]
+        placed = [
+            jax.device_put(_view(parts[self._index[piece]], piece), device)
+            for piece, device in zip(
+                pieces, (self._mesh.devices[at] for at in self._positions), strict=True
+            )
+        ]
+        if self._mesh.size == 1:
+            return placed[0]
+        spec = jax.sharding.PartitionSpec(*(axes or None for axes in leaf.spec))
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape,
+            jax.sharding.NamedSharding(self._mesh, spec),
+            placed,
+            dtype=np.dtype(leaf.dtype),
         )
-        refuse_corrupt(step, copies, self._chunks.chunk_bytes)
 
-    def _arrays(self, memory: memoryview, places: np.ndarray) -> dict[str, jax.Array]:
-        devices = self._mesh.devices
-        arrays = {}
-        for leaf in self._layout.leaves:
-            spec = jax.sharding.PartitionSpec(*(axes or None for axes in leaf.spec))
-            parts = []
-            for position in self._positions:
-                piece = slice_at(self._world.mesh, leaf, position)
-                found = self._chunks.parts(memory, places, self._index[piece])
-                parts.append(jax.device_put(_array(found, piece), devices[position]))
-            arrays[leaf.path] = jax.make_array_from_single_device_arrays(
-                leaf.shape,
-                jax.sharding.NamedSharding(self._mesh, spec),
-                parts,
-                dtype=np.dtype(leaf.dtype),
-            )
-        return arrays
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        """Keeps other writers out of a shared directory."""
+        if "://" in self._opening.directory:
+            return contextlib.nullcontext()  # an object store has no locks
+        directory = Path(self._opening.directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        # Told here, before the server gives up the save without a reason.
+        return alone_in(directory, 0.8 * self._opening.limit_s)
 
 
-def _tier(opening: Opening, layout: Layout) -> StorageTier | TreeTier:
-    directory, keep = opening.directory, opening.max_to_keep
-    if holds_tree(layout):
-        return TreeTier(directory, layout, max_to_keep=keep)
-    return StorageTier(directory, max_to_keep=keep)
+def _mapped(path: str) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _check(opening: Opening, world: ExportWorld, needed: int) -> None:
@@ -166,12 +224,11 @@ def _check(opening: Opening, world: ExportWorld, needed: int) -> None:
         )
 
 
-def _join(opening: Opening, layout: Layout) -> None:
+def _join(opening: Opening) -> None:
     """Makes the CPU world; nothing may have touched a device before."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", opening.devices)
-    wide = any(np.dtype(leaf.dtype).itemsize >= 8 for leaf in layout.leaves)
-    jax.config.update("jax_enable_x64", wide)
+    jax.config.update("jax_enable_x64", True)  # or 64-bit leaves would be narrowed
     if opening.world == 1:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -199,8 +256,8 @@ def _mesh(world: ExportWorld, rank: int) -> jax.sharding.Mesh:
     )
 
 
-def _array(parts: Parts, piece: Slice) -> np.ndarray:
-    """A slice as an array: a view on the arena, unless it lies there in pieces."""
+def _view(parts: Parts, piece: Slice) -> np.ndarray:
+    """A slice as an array: a view on the memory, unless it lies there in pieces."""
     dtype = np.dtype(piece.dtype)
     if not piece.nbytes:
         return np.zeros(piece.shape, dtype)
@@ -208,4 +265,4 @@ def _array(parts: Parts, piece: Slice) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    serve(lambda fields: ArenaExporter(Opening(**fields)))
+    serve(lambda fields: Exporter(Opening(**fields)))

@@ -1,4 +1,4 @@
-"""What one stored step's directory is: who wrote it, and whether parts are missing.
+"""Whether the directory of one stored step has all of its parts.
 
 Looks at names and at Orbax's own metadata only, so that listing costs little; values
 are read by `inspect_storage.py`. Must not know other steps.
@@ -6,12 +6,11 @@ are read by `inspect_storage.py`. Must not know other steps.
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-Writer = Literal["job", "manager", "orbax"]
-"""A job's exporters, `ReplicatedCheckpointManager`, or stock Orbax."""
+from dtft.checkpoint.storage_steps import COMMIT_FILE
+
 _METADATA = "_CHECKPOINT_METADATA"
-_DONE = "commit_success.txt"
 _TREE, _JSON = "StandardCheckpointHandler", "JsonCheckpointHandler"
 
 
@@ -23,14 +22,6 @@ def items_in(step: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return items if isinstance(items, dict) else {}
-
-
-def writer_of(step: Path) -> Writer:
-    """Who wrote a step."""
-    names = set(items_in(step) or ())
-    if names == {"state", "items"}:
-        return "job"
-    return "manager" if "dtft" in names else "orbax"
 
 
 def missing_from(step: Path) -> str:
@@ -48,9 +39,9 @@ def missing_from(step: Path) -> str:
     for name, handler in names.items():
         if file := _missing_file(step / name, str(handler).rpartition(".")[2]):
             return f"incomplete: item {name} has no readable {file}"
-    whole = (step / _DONE).exists()
-    if whole and not all((step / name / _DONE).exists() for name in names):
-        return f"incomplete: an item has no {_DONE}"
+    whole = (step / COMMIT_FILE).exists()
+    if whole and not all((step / name / COMMIT_FILE).exists() for name in names):
+        return f"incomplete: an item has no {COMMIT_FILE}"
     return ""
 
 
@@ -60,7 +51,8 @@ def _missing_file(item: Path, handler: str) -> str:
     A JSON file may have another name where the user gave Orbax one.
     """
     if handler == _JSON:
-        return "" if any(path.name != _DONE for path in item.iterdir()) else "metadata"
+        files = {path.name for path in item.iterdir()}
+        return "" if files - {COMMIT_FILE} else "metadata"
     if handler != _TREE:
         return ""
     try:

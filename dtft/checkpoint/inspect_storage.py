@@ -1,10 +1,10 @@
 """Looks at a storage directory: its steps, what they hold, whether that is right.
 
-Lists without Orbax; what needs values goes through `StorageTier` for a job's steps and
-`StoredSteps` for others. Writes nothing except a copy of a step into another directory.
-Must not know how the findings are shown.
+Lists without Orbax; reads through `StoredSteps`. Writes nothing except a copy of a step
+into another directory. Must not know how the findings are shown.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Iterable
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.inspect_step import items_in, missing_from, writer_of
+from dtft.checkpoint.inspect_step import items_in, missing_from
+from dtft.checkpoint.storage_steps import UNFINISHED, storage_steps
 
 if TYPE_CHECKING:
-    import numpy as np
+    from dtft.checkpoint.stored import StoredSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +69,18 @@ def checkpoints_in(directory: Path | str) -> Path:
 
 def list_steps(directory: Path) -> tuple[list[StoredStep], list[str]]:
     """The steps, ascending, and the names of what is unfinished."""
-    steps, unfinished = [], []
-    for path in directory.iterdir():
-        if path.name.isdigit() and path.is_dir():
-            steps.append(
-                StoredStep(
-                    step=int(path.name),
-                    num_bytes=_bytes_below(path),
-                    written=path.stat().st_mtime,
-                    problem=missing_from(path),
-                )
-            )
-        elif "orbax-checkpoint-tmp" in path.name:
-            unfinished.append(path.name)
-    return sorted(steps, key=lambda it: it.step), sorted(unfinished)
+    steps = [_described(directory / str(it)) for it in storage_steps(directory)]
+    unfinished = [path.name for path in directory.glob(f"*{UNFINISHED}*")]
+    return steps, sorted(unfinished)
+
+
+def _described(path: Path) -> StoredStep:
+    return StoredStep(
+        step=int(path.name),
+        num_bytes=_bytes_below(path),
+        written=path.stat().st_mtime,
+        problem=missing_from(path),
+    )
 
 
 def pick(directory: Path, step: int | None) -> int:
@@ -106,36 +105,57 @@ def pick(directory: Path, step: int | None) -> int:
 def describe(directory: Path, step: int) -> tuple[list[StoredLeaf], dict[str, Any]]:
     """The leaves of a step by path, and its items; reads no values.
 
+    Of an experiment these are the leaves of its state and what was saved beside it; of
+    a step of stock Orbax, only leaves, without fingerprints.
+
     Raises:
         CheckpointUnreadable: the step is damaged.
     """
-    if writer_of(directory / str(step)) == "job":
-        from dtft.checkpoint.storage import StorageTier
+    from dtft.checkpoint.record import ITEMS, is_experiment
+    from dtft.checkpoint.storage import shown_paths
 
-        tier = StorageTier(directory, read_only=True)
-        try:
-            found = {
-                path: (shape, dtype.name, dtype.itemsize, fingerprint)
-                for path, (shape, dtype, fingerprint) in tier.leaves(step).items()
-            }
-            items = tier.items(step)
-        finally:
-            tier.close()
-    else:
-        from dtft.checkpoint.inspect_tree import leaves_and_items
-
-        found, items = leaves_and_items(directory, step)
+    stored = _stored(directory)
+    found = stored.record(step)
+    if found is None:
+        return _stock_leaves(stored.stock_metadata(step)), {}
+    record, prints = found
     leaves = [
-        StoredLeaf(
-            path=path,
-            shape=shape,
-            dtype=dtype,
-            num_bytes=_count(shape) * size,
-            fingerprint=fingerprint,
-        )
-        for path, (shape, dtype, size, fingerprint) in sorted(found.items())
+        _leaf(path, leaf.shape, leaf.dtype, leaf.impl, prints.get(leaf.path, ""))
+        for path, leaf in zip(shown_paths(record), record.leaves, strict=True)
     ]
-    return leaves, items
+    items = dict(record.json_items)
+    if is_experiment(record):
+        items = items[ITEMS]
+    beside = {"metrics": record.metrics, "custom_metadata": record.custom_metadata}
+    items |= {name: value for name, value in beside.items() if value}
+    return sorted(leaves, key=lambda leaf: leaf.path), items
+
+
+def _stock_leaves(metadata: Any) -> list[StoredLeaf]:
+    from dtft.checkpoint.tree import to_paths
+
+    leaves = to_paths(getattr(metadata, "tree", metadata))
+    return [
+        _leaf(path, tuple(leaf.shape), leaf.dtype)
+        for path, leaf in sorted(leaves.items())
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    ]
+
+
+def _leaf(
+    path: str, shape: tuple[int, ...], dtype: Any, impl: str = "", fingerprint: str = ""
+) -> StoredLeaf:
+    """A leaf with the size of its values; `impl` is that of a PRNG key."""
+    import numpy as np
+
+    found = np.dtype(dtype)
+    return StoredLeaf(
+        path=path,
+        shape=shape,
+        dtype=impl or found.name,
+        num_bytes=math.prod(shape) * found.itemsize,
+        fingerprint=fingerprint,
+    )
 
 
 def verify(directory: Path, steps: Iterable[int]) -> dict[int, str]:
@@ -144,7 +164,7 @@ def verify(directory: Path, steps: Iterable[int]) -> dict[int, str]:
     Returns:
         For each step "" if all is right, or what is wrong.
     """
-    from dtft.checkpoint.storage import CheckpointUnreadable
+    from dtft.checkpoint.stored import CheckpointUnreadable
 
     found = {}
     for step in steps:
@@ -157,21 +177,26 @@ def verify(directory: Path, steps: Iterable[int]) -> dict[int, str]:
 
 
 def _read_all(directory: Path, step: int) -> None:
+    from dtft.checkpoint.wanted import wanted_of
+
     path = directory / str(step)
     if problem := missing_from(path):
         raise ValueError(f"{path} is {problem}.")
-    if writer_of(path) == "job":
-        from dtft.checkpoint.storage import load_numpy
-
-        load_numpy(directory, step)
-    else:
-        from dtft.checkpoint.inspect_tree import read_all
-
-        read_all(directory, step)
+    stored = _stored(directory)
+    found = stored.record(step)
+    if found is None:
+        raise ValueError(
+            f"{path} was written by stock Orbax, which keeps no fingerprints: whether "
+            "its values are right cannot be told."
+        )
+    record, prints = found
+    stored.read(step, record, prints, wanted_of(record, None))
 
 
 def copy(directory: Path, step: int, target: Path) -> int:
-    """Writes a step, checked while it is read, to another directory; returns bytes.
+    """Copies the files of a step to another directory; returns bytes.
+
+    The step is read and checked before it is copied, and the copy afterwards.
 
     Raises:
         ValueError: the target is the source, or has the step already; or stock Orbax
@@ -182,50 +207,20 @@ def copy(directory: Path, step: int, target: Path) -> int:
         raise ValueError(
             f"--to {target} has step {step} already. Give another directory."
         )
-    if writer_of(directory / str(step)) != "job":
-        return _copy_files(directory, step, target)
-    from dtft.checkpoint.storage import StorageTier
-
-    source = StorageTier(directory, read_only=True)
-    try:
-        values, items = source.load_numpy(step), source.items(step)
-    finally:
-        source.close()
-    tier = StorageTier(target, max_to_keep=1 + len(_steps_in(target)))
-    try:
-        tier.save(step, _on_device(values), items)
-        tier.wait_until_finished()
-    finally:
-        tier.close()
-    return sum(value.nbytes for value in values.values())
-
-
-def _copy_files(directory: Path, step: int, target: Path) -> int:
-    """The user's own trees must stay as they are, so their files are copied."""
     _read_all(directory, step)
-    half = target / f"{step}.orbax-checkpoint-tmp"
+    half = target / f"{step}{UNFINISHED}"
     shutil.copytree(directory / str(step), half)
     half.rename(target / str(step))
     _read_all(target, step)
     return _bytes_below(target / str(step))
 
 
-def _steps_in(directory: Path) -> list[StoredStep]:
-    return list_steps(directory)[0] if directory.is_dir() else []
+def _stored(directory: Path) -> "StoredSteps":
+    from etils import epath
 
+    from dtft.checkpoint.stored import StoredSteps
 
-def _on_device(values: "dict[str, np.ndarray]") -> dict[str, Any]:
-    import jax
-
-    device = jax.local_devices(backend="cpu")[0]
-    return {path: jax.device_put(value, device) for path, value in values.items()}
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return StoredSteps(epath.Path(directory.absolute()))  # Orbax takes no other
 
 
 def _bytes_below(directory: Path) -> int:

@@ -75,11 +75,6 @@ def dynamic_part(record: Record) -> dict[str, Any]:
     )
 
 
-def holds_tree(layout: Layout) -> bool:
-    """Whether the state is a user's tree."""
-    return _static_part(layout) is not None
-
-
 def record_in(layout: Layout, items: Mapping[str, Any]) -> Record | None:
     """The record of a step; None if the state is not a user's tree.
 

@@ -24,6 +24,7 @@ from dtft.checkpoint.link import Link
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
 from dtft.checkpoint.storage import StorageTier
+from dtft.checkpoint.storage_steps import storage_steps
 
 ITEM = "interval"
 """The item of a commit that says in how many steps the next one follows."""
@@ -161,12 +162,8 @@ class AgentCheckpointManager:
 
     def all_steps(self) -> tuple[int, ...]:
         """Steps on offer: the last commit and what storage holds, ascending."""
-        storage = StorageTier(self._storage_directory, read_only=True)
-        try:
-            stored = set(storage.all_steps())
-        finally:
-            storage.close()
-        return tuple(sorted(stored | ({self._committed} - {0})))
+        stored = storage_steps(self._storage_directory)
+        return tuple(sorted({*stored, self._committed} - {0}))
 
     def should_save(self, step: int) -> bool:
         """Whether a snapshot is taken after `step`; equal on all hosts.

@@ -6,14 +6,17 @@ only given its name while the directory is the one in which the step was begun. 
 know what is saved.
 """
 
+import contextlib
 import os
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
+
+from dtft.checkpoint.storage_steps import UNFINISHED
 
 
 class StorageMoved(OSError):
@@ -28,22 +31,17 @@ class OpenedDirectory:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        options: ocp.CheckpointManagerOptions,
-        trees: Sequence[str] = ("state",),
-        values: Sequence[str] = ("items",),
+        self, directory: epath.Path, options: ocp.CheckpointManagerOptions
     ) -> None:
         """Touches nothing yet.
 
         Args:
             directory: of the steps.
             options: of Orbax.
-            trees: names of the items that are trees of arrays.
-            values: names of the items that are JSON, one or more.
         """
         self.directory, self._options = directory, options
-        self.names = tuple(trees), tuple(values)
+        self._kinds: dict[str, type] = {}
+        """Item name to the kind of what is saved of it, of the last save."""
         self._opened: ocp.CheckpointManager | None = None
         self._home: tuple[int, int] | None = None
         self._saving: int | None = None
@@ -54,16 +52,21 @@ class OpenedDirectory:
         """The manager; opens the directory if need be."""
         if self._opened is None:
             self._opened = ocp.CheckpointManager(
-                self.directory, options=self._options, item_handlers=self._handlers()
+                self.directory,
+                options=self._options,
+                item_handlers=self._handlers() if self._kinds else None,
             )
             self._home = _identity(self.directory)
         return self._opened
 
     def _handlers(self) -> dict[str, Any]:
-        trees, values = self.names
-        handlers: dict[str, Any] = {n: ocp.StandardCheckpointHandler() for n in trees}
-        handlers |= {name: ocp.JsonCheckpointHandler() for name in values}
-        last = handlers[values[-1]]
+        handlers: dict[str, Any] = {
+            name: ocp.JsonCheckpointHandler()
+            if kind is ocp.args.JsonSave
+            else ocp.StandardCheckpointHandler()
+            for name, kind in self._kinds.items()
+        }
+        last = handlers[next(reversed(handlers))]
         finalize, generation = last.finalize, self._generation
 
         def checked(directory: Any) -> None:
@@ -90,16 +93,38 @@ class OpenedDirectory:
             )
 
     def save(
-        self, step: int, args: ocp.args.Composite, custom_metadata: Any = None
+        self,
+        step: int,
+        items: Mapping[str, Any],
+        metrics: Any = None,
+        custom_metadata: Any = None,
     ) -> None:
-        """Begins to write a step, in place of one of the same number."""
+        """Begins to write a step, in place of one of the same number.
+
+        Args:
+            step: the step.
+            items: item name to `ocp.args.StandardSave` or `JsonSave`; the last is JSON.
+            metrics: what Orbax keeps beside them if its options have a `best_fn`.
+            custom_metadata: what Orbax keeps beside them.
+        """
         if self._opened is not None and _identity(self.directory) != self._home:
             self._forget()
+        kinds = {name: type(item) for name, item in items.items()}
+        if kinds != self._kinds:
+            self.close()
+            self._kinds = kinds
+        args = ocp.args.Composite(**items)
         manager, self._saving = self.manager, step
         try:
             if step in manager.all_steps():
                 manager.delete(step)
-            manager.save(step, args=args, force=True, custom_metadata=custom_metadata)
+            manager.save(
+                step,
+                args=args,
+                metrics=metrics,
+                force=True,
+                custom_metadata=custom_metadata,
+            )
         except BaseException:
             self._forget()
             raise
@@ -115,19 +140,44 @@ class OpenedDirectory:
             raise
         self._saving = None
 
+    def reload(self) -> None:
+        """Lists the directory again, where others write to it, too."""
+        if self._opened is not None:
+            self._try(lambda manager: manager.reload())
+
+    def delete(self, step: int) -> None:
+        """Removes a step."""
+        self._try(lambda manager: manager.delete(step))
+
+    def _try(self, act: Callable[[ocp.CheckpointManager], None]) -> None:
+        try:
+            act(self.manager)
+        except BaseException:
+            self._forget()
+            raise
+
     def _forget(self) -> None:
         """Lets go after a failure and frees what the unfinished step takes."""
         self._opened, step, self._saving = None, self._saving, None
         self._generation += 1
         if step is not None and jax.process_index() == 0:
-            for path in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(path, ignore_errors=True)
+            for path in self.directory.glob(f"{step}{UNFINISHED}*"):
+                _remove(path)
 
     def close(self) -> None:
         """Waits for a save under way and lets go of the directory."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+
+
+def _remove(path: epath.Path) -> None:
+    """Removes what can be; the next one that opens the directory does the rest."""
+    if "://" not in str(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.rmtree()
 
 
 def said(error: Exception) -> str:
@@ -140,7 +190,7 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _identity(directory: Path) -> tuple[int, int] | None:
+def _identity(directory: epath.Path) -> tuple[int, int] | None:
     """What a directory is, whatever it is called; None if there is none."""
     try:
         found = os.stat(directory)

@@ -16,13 +16,23 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.checkpoint.structure import Structure, build, escaped, shifted, structure_of
+from dtft.checkpoint.structure import (
+    Structure,
+    build,
+    escaped,
+    shifted,
+    structure_of,
+    unescaped,
+)
+from dtft.checkpoint.tree import nested
 
 DEFAULT = "default"
 """Orbax's name for the only item of a checkpoint that has no names."""
 RECORD = "dtft"
 """The item in which the record itself travels to storage."""
 RESERVED = (DEFAULT, RECORD, "metrics")
+STATE, ITEMS = "state", "items"
+"""The items of an experiment's step: its arrays by path, and what is no array."""
 
 _STORABLE = """
     bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64
@@ -131,6 +141,48 @@ def record_of(
         custom_metadata=_as_json("custom_metadata", custom_metadata),
     )
     return record, values
+
+
+def experiment_record(
+    arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
+) -> tuple[Record, list[Any]]:
+    """What an experiment saves, and its arrays in the record's order.
+
+    Args:
+        arrays: leaf path to array.
+        items: what is not an array, as JSON values.
+
+    Raises:
+        ValueError: two paths would have one name in Orbax, or every array is empty.
+    """
+    if not any(array.size for array in arrays.values()):
+        raise ValueError(
+            "arrays has no leaf with a value, which Orbax cannot write. Give at least "
+            "one array that is not empty."
+        )
+    state = ocp.args.StandardSave(nested(arrays))
+    beside = ocp.args.JsonSave(dict(items))
+    return record_of(ocp.args.Composite(**{STATE: state, ITEMS: beside}))
+
+
+def is_experiment(record: Record) -> bool:
+    """Whether `experiment_record` made it."""
+    items = set(record.structures), set(record.json_items)
+    return not record.default and items == ({STATE}, {ITEMS})
+
+
+def leaf_path(path: str) -> str:
+    """What the record calls the leaf at a path of an experiment's state.
+
+    >>> leaf_path("params/100%/w"), state_path(leaf_path("params/100%/w"))
+    ('state/params/100%25/w', 'params/100%/w')
+    """
+    return "/".join((STATE, *map(escaped, path.split("/"))))
+
+
+def state_path(path: str) -> str:
+    """The path of an experiment's leaf, from what the record calls it."""
+    return "/".join(map(unescaped, path.split("/")[1:]))
 
 
 def _standard_tree(name: str, item: Any) -> Any:

@@ -1,28 +1,40 @@
 """The storage tier: a directory of Orbax checkpoints, one per step.
 
-Item "state" is a nested dict of arrays, item "items" JSON: what the caller gave, the
-leaves that Orbax refuses (empty arrays) and a fingerprint per leaf. Stock Orbax reads
-both. Orbax is used here only; this module must not know slots, arenas or who is alive.
+Stock Orbax reads every item of a step under the name that it was saved with. An
+experiment has two: `state`, a nested dict of arrays, and `items`, JSON. Beside them is
+the item `dtft`, see `stored.py`. This module must not know slots, arenas or who is
+alive.
 """
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from dtft.checkpoint.fingerprint import fingerprints
-from dtft.checkpoint.opened import OpenedDirectory, said
-from dtft.checkpoint.tree import listed, nested, to_paths
+from dtft.checkpoint.opened import OpenedDirectory
+from dtft.checkpoint.record import (
+    ITEMS,
+    RECORD,
+    STATE,
+    Record,
+    experiment_record,
+    is_experiment,
+    state_path,
+)
+from dtft.checkpoint.sealed_items import digest_of
+from dtft.checkpoint.stored import CheckpointUnreadable, StoredSteps
+from dtft.checkpoint.tree import listed
+from dtft.checkpoint.wanted import Wanted
 
-_ENTRIES = frozenset({"items", "empty", "fingerprints"})
-"""What the JSON item holds."""
 
-
-class CheckpointUnreadable(RuntimeError):
-    """A step exists in a storage directory but cannot be read."""
+class WrittenByAnother(RuntimeError):
+    """A step in storage is not the one that was saved here."""
 
 
 class StorageTier:
@@ -36,80 +48,86 @@ class StorageTier:
         self,
         directory: Path | str,
         *,
-        max_to_keep: int = 3,
+        max_to_keep: int | None = 3,
         timeout_s: int = 300,
         read_only: bool = False,
+        scored: bool = False,
     ) -> None:
-        """Touches nothing yet: Orbax opens the directory at the first save or restore.
+        """Touches nothing yet: Orbax opens the directory at the first save.
 
         Args:
             directory: where the steps are; made by the first save.
-            max_to_keep: how many of the newest steps a save leaves in place.
+            max_to_keep: how many of the newest steps a save leaves in place; None: all.
             timeout_s: limit of the asynchronous part of one save.
             read_only: refuse to save.
+            scored: whether Orbax writes the metrics of a step, too.
         """
-        if max_to_keep < 1:
+        if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(
                 f"max_to_keep={max_to_keep} would keep no checkpoint. Allowed: 1 or "
                 "more. Set --storage.keep 1 or more."
             )
-        self.directory = Path(directory).absolute()
+        text = str(directory)
+        self.directory = epath.Path(text if "://" in text else os.path.abspath(text))
         self._read_only = read_only
+        self._stored = StoredSteps(self.directory)
         self._opened = OpenedDirectory(
-            self.directory, orbax_options(max_to_keep, timeout_s, read_only)
+            self.directory, orbax_options(max_to_keep, timeout_s, scored=scored)
         )
 
     def save(
-        self,
-        step: int,
-        arrays: Mapping[str, jax.Array],
-        items: Mapping[str, Any],
-        check: Callable[[], None] = lambda: None,
+        self, step: int, arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
     ) -> None:
-        """Begins to write a step; `wait_until_finished` says when it is safe.
-
-        The arrays must stay as they are until then. A step that exists already is
-        replaced: the run that saves now is the one that counts.
+        """Begins to write an experiment's step, as `write` does.
 
         Args:
             step: the step.
             arrays: leaf path to global array.
             items: what is not an array, as JSON values.
-            check: called when the fingerprints have been taken and nothing is written
-                yet; whatever it raises ends the save.
 
         Raises:
             ValueError: two paths would have one name in Orbax, or all leaves are empty.
+        """
+        self.write(step, StepToStore(*experiment_record(arrays, items)))
+
+    def write(self, step: int, stored: "StepToStore") -> None:
+        """Begins to write a step; `wait_until_finished` says when it is safe.
+
+        The arrays must stay as they are until then. A step that exists already is
+        replaced: the run that saves now is the one that counts.
         """
         if self._read_only:
             raise ValueError(
                 f"read_only=True: step {step} was not saved to {self.directory}. "
                 "Open the storage tier with read_only=False."
             )
-        full = {path: array for path, array in arrays.items() if array.size}
-        empty = [
-            {"path": path, "shape": list(array.shape), "dtype": str(array.dtype)}
-            for path, array in arrays.items()
-            if not array.size
-        ]
-        state = nested(full)
-        if not state:
-            raise ValueError(
-                f"arrays of step {step} has no leaf with a value, which Orbax cannot "
-                "write. Give at least one array that is not empty."
+        record = stored.record
+        self._opened.save(step, stored.items, record.metrics, record.custom_metadata)
+
+    def write_once(self, step: int, stored: "StepToStore") -> None:
+        """Writes a step and waits for it, unless it is there already.
+
+        A step that is there is left alone, and right if it is what `stored` is: the
+        answer to an earlier attempt may have been lost. To be called by one process.
+
+        Raises:
+            WrittenByAnother: the step is there, but it is another one.
+        """
+        self._opened.reload()
+        if step not in self.all_steps():
+            self.write(step, stored)
+            self.wait_until_finished()
+        if self._stored.digest(step) != stored.digest:
+            raise WrittenByAnother(
+                f"another manager has written step {step} to {self.directory}, and it "
+                "stays there. Give each manager a directory of its own, or delete the "
+                "step first"
             )
-        saved = {
-            "items": dict(items),
-            "empty": empty,
-            "fingerprints": fingerprints(full),
-        }
-        check()
-        self._opened.save(
-            step,
-            ocp.args.Composite(
-                state=ocp.args.StandardSave(state), items=ocp.args.JsonSave(saved)
-            ),
-        )
+
+    def delete(self, steps: Iterable[int]) -> None:
+        """Removes those of the steps that are there."""
+        for step in set(steps) & set(self.all_steps()):
+            self._opened.delete(step)
 
     def wait_until_finished(self) -> None:
         """Waits until the last save is complete; raises what went wrong in it."""
@@ -129,50 +147,37 @@ class StorageTier:
                 `abstract` in path, shape or dtype; lists expected against found.
             CheckpointUnreadable: the step exists but cannot be read.
         """
-        saved = self._json(step)
-        _check_fits(abstract, self._saved_leaves(step, saved), self._path(step))
-        empty = {leaf["path"] for leaf in saved["empty"]}
-        wanted = {path: leaf for path, leaf in abstract.items() if path not in empty}
-        found = self._arrays(step, wanted, saved)
+        record, prints = self._experiment(step)
+        paths = shown_paths(record)
+        shapes = dict(zip(paths, _shapes(record), strict=True))
+        _check_fits(abstract, shapes, self.directory / str(step))
+        targets = {number: abstract[path] for number, path in enumerate(paths)}
+        wanted = {STATE: Wanted(targets=targets), ITEMS: None}
+        values, items = self._stored.read(step, record, prints, wanted)
+        found = dict(zip(paths, values, strict=True))
         arrays = {
-            path: _empty_array(leaf) if path in empty else found[path]
+            path: found[path] if 0 not in leaf.shape else _empty_array(leaf)
             for path, leaf in abstract.items()
         }
-        return arrays, saved["items"]
+        return arrays, items[ITEMS]
 
     def load_numpy(self, step: int) -> dict[str, np.ndarray]:
         """All arrays of a step in host memory, by path; for looking, not training."""
-        saved = self._json(step)
-        leaves = self._saved_leaves(step, saved)
-        empty = {leaf["path"] for leaf in saved["empty"]}
-        kept = {path: leaf for path, leaf in leaves.items() if path not in empty}
+        record, prints = self._record(step)
         # A step that several processes wrote is only read onto a stated sharding.
         here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        wanted = {
-            path: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
-            for path, (shape, dtype) in kept.items()
-        }
-        found = self._arrays(step, wanted, saved)
-        return {
-            path: np.zeros(shape, dtype) if path in empty else np.asarray(found[path])
-            for path, (shape, dtype) in sorted(leaves.items())
-        }
-
-    def leaves(self, step: int) -> dict[str, tuple[tuple[int, ...], np.dtype, str]]:
-        """Shape, dtype and fingerprint ("" if empty) of every leaf; reads no values."""
-        saved = self._json(step)
-        return {
-            path: (shape, dtype, saved["fingerprints"].get(path, ""))
-            for path, (shape, dtype) in self._saved_leaves(step, saved).items()
-        }
+        wanted = dict.fromkeys(record.structures, Wanted(fallback=here))
+        values, _ = self._stored.read(step, record, prints, wanted)
+        arrays = map(np.asarray, values)
+        return dict(sorted(zip(shown_paths(record), arrays, strict=True)))
 
     def items(self, step: int) -> dict[str, Any]:
-        """What was saved beside the arrays of a step."""
-        return self._json(step)["items"]
+        """What was saved beside the arrays of an experiment's step."""
+        return self._experiment(step)[0].json_items[ITEMS]
 
     def all_steps(self) -> tuple[int, ...]:
         """The complete steps in the directory, ascending."""
-        return tuple(sorted(ocp.utils.checkpoint_steps(self.directory)))
+        return self._stored.steps()
 
     def latest_step(self) -> int | None:
         """The newest complete step, or None."""
@@ -182,97 +187,112 @@ class StorageTier:
         """Waits for a save under way and lets go of the directory."""
         self._opened.close()
 
-    def _path(self, step: int) -> Path:
-        return self.directory / str(step)
-
-    def _json(self, step: int) -> dict[str, Any]:
+    def _record(self, step: int) -> tuple[Record, dict[str, str]]:
         steps = self.all_steps()
         if step not in steps:
             raise ValueError(
                 f"step={step} is not in {self.directory}. It has: "
                 f"{listed([str(found) for found in steps])}."
             )
-        saved = self._read(step, items=ocp.args.JsonRestore())["items"]
-        if not isinstance(saved, dict) or not _ENTRIES <= saved.keys():
+        found = self._stored.record(step)
+        if found is None:
             raise CheckpointUnreadable(
-                f"{self._path(step)} was not written by dtft: its item 'items' does "
-                f"not have the entries {', '.join(sorted(_ENTRIES))}."
+                f"{self.directory / str(step)} was not written by dtft: it has no item "
+                f"{RECORD!r}."
             )
-        return saved
-
-    def _saved_leaves(
-        self, step: int, saved: dict[str, Any]
-    ) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        try:
-            metadata = self._opened.manager.item_metadata(step)["state"]
-            leaves = {
-                path: (tuple(leaf.shape), np.dtype(leaf.dtype))
-                for path, leaf in to_paths(getattr(metadata, "tree", metadata)).items()
-            }
-        except Exception as error:
-            raise self._unreadable(step, error) from error
-        for leaf in saved["empty"]:
-            leaves[leaf["path"]] = tuple(leaf["shape"]), np.dtype(leaf["dtype"])
-        return leaves
-
-    def _arrays(
-        self,
-        step: int,
-        wanted: Mapping[str, jax.ShapeDtypeStruct],
-        saved: dict[str, Any],
-    ) -> dict[str, Any]:
-        state = self._read(step, state=ocp.args.StandardRestore(nested(wanted)))
-        found = to_paths(state["state"])
-        prints = fingerprints(found)
-        damaged = [p for p in found if prints[p] != saved["fingerprints"].get(p)]
-        if damaged:
-            error = ValueError(f"corrupt leaves: {listed(damaged)}")
-            raise self._unreadable(step, error)
         return found
 
-    def _read(self, step: int, **args: Any) -> Any:
-        try:
-            return self._opened.manager.restore(step, args=ocp.args.Composite(**args))
-        except Exception as error:
-            raise self._unreadable(step, error) from error
-
-    def _unreadable(self, step: int, error: Exception) -> CheckpointUnreadable:
-        others = [str(found) for found in self.all_steps() if found != step]
-        advice = f"Restore another step ({listed(others)}) or m" if others else "M"
-        return CheckpointUnreadable(
-            f"{self._path(step)} exists but cannot be read ({said(error)})."
-            f" Nothing was changed. {advice}ove the directory away."
-        )
+    def _experiment(self, step: int) -> tuple[Record, dict[str, str]]:
+        record, prints = self._record(step)
+        if not is_experiment(record):
+            names = [*record.structures, *record.json_items]
+            raise CheckpointUnreadable(
+                f"{self.directory / str(step)} is not the step of an experiment: it "
+                f"has the items {listed(names)}, not {STATE} and {ITEMS}."
+            )
+        return record, prints
 
 
 def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
     """All arrays of a step in host memory, by path."""
-    tier = StorageTier(directory, read_only=True)
-    try:
-        return tier.load_numpy(step)
-    finally:
-        tier.close()
+    return StorageTier(directory, read_only=True).load_numpy(step)
 
 
 def orbax_options(
-    max_to_keep: int, timeout_s: int, read_only: bool
+    max_to_keep: int | None, timeout_s: int, *, scored: bool = False
 ) -> ocp.CheckpointManagerOptions:
     """How Orbax's manager treats a directory of ours."""
-    if read_only:
-        return ocp.CheckpointManagerOptions(
-            read_only=True, create=False, save_interval_steps=0
-        )
     return ocp.CheckpointManagerOptions(
         max_to_keep=max_to_keep,
         cleanup_tmp_directories=True,
+        # Orbax writes metrics only if there is a function of them; which steps go is
+        # decided by the process that has the user's function.
+        best_fn=(lambda metrics: 0.0) if scored else None,
         async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
     )
+
+
+class StepToStore:
+    """What Orbax is asked to save: the items of a record, and the record beside them.
+
+    Attributes:
+        record: what the step consists of.
+        items: item name to `ocp.args.StandardSave` or `JsonSave`.
+        digest: of the record and the fingerprints of the leaves.
+    """
+
+    def __init__(self, record: Record, values: Sequence[Any]) -> None:
+        """Takes the fingerprints.
+
+        Args:
+            record: what the step consists of.
+            values: the leaves by number; arrays are global arrays. In the place of an
+                empty array, which Orbax refuses, it stores None.
+        """
+        full = [
+            None if 0 in leaf.shape else value
+            for leaf, value in zip(record.leaves, values, strict=True)
+        ]
+        prints = _fingerprints(record, full)
+        beside = {"record": record.to_json(), "fingerprints": prints}
+        self.record, self.digest = record, digest_of(beside)
+        self.items: dict[str, Any] = {
+            name: ocp.args.StandardSave(record.tree(name, full))
+            for name in record.structures
+        }
+        for name, value in record.json_items.items():
+            self.items[name] = ocp.args.JsonSave(value)
+        self.items[RECORD] = ocp.args.JsonSave({**beside, "digest": self.digest})
+
+
+def _fingerprints(record: Record, values: Iterable[Any]) -> dict[str, str]:
+    """Of every leaf that is not empty, by path."""
+    plain: dict[str, Any] = {}
+    for leaf, value in zip(record.leaves, values, strict=True):
+        if value is None:
+            continue
+        if leaf.kind == "key":
+            plain[leaf.path] = jax.random.key_data(value)
+        else:
+            is_jax = isinstance(value, jax.Array)
+            plain[leaf.path] = value if is_jax else np.asarray(value, leaf.dtype)
+    return fingerprints(plain)
+
+
+def shown_paths(record: Record) -> list[str]:
+    """What people call each leaf: an experiment's by its path in the state."""
+    paths = [leaf.path for leaf in record.leaves]
+    return list(map(state_path, paths)) if is_experiment(record) else paths
+
+
+def _shapes(record: Record) -> list[tuple[tuple[int, ...], np.dtype]]:
+    return [(leaf.shape, np.dtype(leaf.dtype)) for leaf in record.leaves]
 
 
 def _check_fits(
     abstract: Mapping[str, jax.ShapeDtypeStruct],
     found: Mapping[str, tuple[tuple[int, ...], np.dtype]],
-    where: Path,
+    where: os.PathLike[str],
 ) -> None:
     expected = {p: (tuple(v.shape), np.dtype(v.dtype)) for p, v in abstract.items()}
     differ = [

@@ -1,10 +1,12 @@
-"""Reads back what `tree_exporter.py` or stock Orbax wrote to a directory.
+"""Reads the steps of a storage directory.
 
-A step with a record is read leaf by leaf, checked against its fingerprints, and made
-what the user wants; a step without one is Orbax's own, and Orbax reads it. Must not
-know memory, other processes, or who asks.
+A step that dtft wrote has the item `dtft` beside the user's items: the `Record` (what
+the trees consist of, empty arrays, metrics) and a fingerprint per leaf. Its leaves are
+checked against their fingerprints. A step without a record is in the former format of
+jobs (`former_format.py`), or else Orbax's own, and Orbax reads it.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,14 +17,27 @@ from etils import epath
 
 from dtft.checkpoint import placing
 from dtft.checkpoint.fingerprint import fingerprints
+from dtft.checkpoint.former_format import former_items, former_record
 from dtft.checkpoint.opened import said
-from dtft.checkpoint.record import DEFAULT, RECORD, Kind, LeafRecord, Record
+from dtft.checkpoint.record import (
+    DEFAULT,
+    ITEMS,
+    RECORD,
+    STATE,
+    Kind,
+    LeafRecord,
+    Record,
+)
 from dtft.checkpoint.sealed_items import digest_of
-from dtft.checkpoint.storage import CheckpointUnreadable
+from dtft.checkpoint.storage_steps import storage_steps
 from dtft.checkpoint.tree import listed
 from dtft.checkpoint.wanted import Wanted
 
 _NUMBERS: Mapping[Kind, Any] = {"bool": False, "int": 0, "float": 0.0}
+
+
+class CheckpointUnreadable(RuntimeError):
+    """A step exists in a storage directory but cannot be read."""
 
 
 class StoredSteps:
@@ -34,7 +49,7 @@ class StoredSteps:
 
     def steps(self) -> tuple[int, ...]:
         """The complete steps, ascending."""
-        return tuple(sorted(ocp.utils.checkpoint_steps(self.directory)))
+        return storage_steps(self.directory)
 
     def record(self, step: int) -> tuple[Record, dict[str, str]] | None:
         """Record and fingerprints of a step; None if stock Orbax wrote it.
@@ -42,16 +57,25 @@ class StoredSteps:
         Raises:
             CheckpointUnreadable: there is one, but it cannot be read.
         """
-        if not (self.directory / str(step) / RECORD).exists():
-            return None
-        beside = self._read(step, {RECORD: ocp.args.JsonRestore()})[RECORD]
+        path = self.directory / str(step)
         try:
+            if not (path / RECORD).exists():
+                value = _json(path / ITEMS) if (path / STATE).exists() else None
+                return former_record(path, value)
+            beside = _json(path / RECORD)
             digest = beside.pop("digest", None)  # early versions wrote none
             if digest is not None and digest != digest_of(beside):
                 raise ValueError("its record does not match its digest")
             return Record.from_json(beside["record"]), beside["fingerprints"]
-        except (AttributeError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # whatever Orbax or damage makes of it
             raise self._unreadable(step, error) from error
+
+    def digest(self, step: int) -> str | None:
+        """The digest beside the record of a step; None if there is none to be read."""
+        try:
+            return _json(self.directory / str(step) / RECORD)["digest"]
+        except (KeyError, TypeError, ValueError, OSError):  # stock Orbax wrote it, say
+            return None
 
     def read(
         self,
@@ -97,11 +121,9 @@ class StoredSteps:
             for number, value in zip(full, leaves, strict=True):
                 values[number] = _plain(record.leaves[number], value)
         self._check(step, record, prints, values)
-        for number in (number for mine in trees.values() for number in mine):
-            if values[number] is None:
-                values[number] = placing.as_array(
-                    memoryview(b""), record.leaves[number]
-                )
+        for number, leaf in enumerate(record.leaves):
+            if 0 in leaf.shape:
+                values[number] = placing.as_array(memoryview(b""), leaf)
         return values, {
             name: self._right(step, record, name, found[name])
             for name in wanted
@@ -110,6 +132,8 @@ class StoredSteps:
 
     def _right(self, step: int, record: Record, name: str, value: Any) -> Any:
         """An item in JSON, which the record has, too."""
+        if not (self.directory / str(step) / RECORD).exists():
+            value = former_items(value)
         if digest_of(value) != digest_of(record.json_items[name]):
             raise self._unreadable(step, ValueError(f"item {name!r} is corrupt"))
         return value
@@ -166,11 +190,17 @@ class StoredSteps:
 
     def _unreadable(self, step: int, error: Exception) -> CheckpointUnreadable:
         others = [str(other) for other in self.steps() if other != step]
+        advice = f"Restore another step ({listed(others)}) or m" if others else "M"
         return CheckpointUnreadable(
             f"{self.directory / str(step)} exists but cannot be read "
-            f"({said(error)}). Nothing was changed. Restore another "
-            f"step ({listed(others)}), or move the directory away."
+            f"({said(error)}). Nothing was changed. {advice}ove the directory away."
         )
+
+
+def _json(item: epath.Path) -> Any:
+    """What a JSON item holds; None if there is no such item, or it is a tree."""
+    file = item / "metadata"
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def _abstract(leaf: LeafRecord, number: int, wanted: Wanted | None) -> Any:

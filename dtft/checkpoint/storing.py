@@ -5,16 +5,19 @@ newest waits, and keeps its memory), which stored steps go, and who is told of a
 failure. Must not know trees, nor what the user does with a restored step.
 """
 
+import dataclasses
 import logging
 import threading
 from typing import Any
 
 from etils import epath
 
+from dtft.checkpoint.chunks import Chunks
+from dtft.checkpoint.exporter_client import START_S, ExporterProcess
+from dtft.checkpoint.job_layout import config_of, dynamic_part
 from dtft.checkpoint.options import ReplicatedOptions, is_storage_due, superfluous
 from dtft.checkpoint.stored import StoredSteps
 from dtft.checkpoint.versions import Version, Versions
-from dtft.checkpoint.writer import START_S, StorageWriter
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +39,15 @@ class Storing:
         """Lists the directory; starts nothing yet."""
         self._options, self._versions = options, versions
         self._condition = condition
-        self._writer = StorageWriter(
-            directory,
-            scored=options.best_fn is not None,
-            timeout_s=options.storage_timeout_s,
-        )
+        self._exporter: ExporterProcess | None = None
+        self._opening: dict[str, Any] = {}
+        """What the exporter was told first."""
         self.stored = StoredSteps(directory)
         self._steps: set[int] = set()
         self._metrics: dict[int, Any] = {}
         self._writing: Version | None = None
+        self._replaced: tuple[int, ...] = ()
+        """Steps that go once the one in writing is there."""
         self._waiting: list[Version] = []
         """Due and pinned: one, and once the manager closes the newest step as well."""
         self._closing = False
@@ -112,20 +115,56 @@ class Storing:
                 self._write(version, going)
 
     def _write(self, version: Version, going: tuple[int, ...]) -> None:
-        """Hands a pinned version to the writer."""
-        self._writing = version
+        """Hands a pinned version to the exporter."""
+        self._writing, self._replaced = version, going
         try:
-            self._writer.write(
-                lambda error: self._done(version, going, error),
-                step=version.step,
-                memory=version.exported,
-                record=version.record.to_json(),
-                digests=[one.hex() for one in version.digests],
-                chunk_bytes=self._versions.chunk_bytes,
-                delete=list(going),
-            )
+            exporter = self._exporter_for(version)
+            pieces = version.record.layout.slices(0)
+            chunks = Chunks.of(pieces, self._versions.chunk_bytes)
+            fields = {
+                "step": version.step,
+                "memory": version.exported,
+                "places": bytes(chunks.num_chunks).hex(),
+                "digests": [one.hex() for one in version.digests],
+                "items": dynamic_part(version.record),
+                "delete": going,
+            }
+            exporter.save(lambda: fields, self._options.storage_timeout_s)
         except Exception as error:  # there is no thread to be had, say
-            self._done(version, (), f"{type(error).__name__}: {error}")
+            self._done(f"{type(error).__name__}: {error}")
+
+    def _exporter_for(self, version: Version) -> ExporterProcess:
+        """That of the step before, if the tree is the same; else a new one."""
+        record = version.record
+        layout = dataclasses.replace(record.layout, config=config_of(record))
+        opening = {
+            "directory": str(self.stored.directory),
+            "layout": layout.to_json(),
+            "chunk_bytes": self._versions.chunk_bytes,
+            "scored": self._options.best_fn is not None,
+            "shared": True,
+            "limit_s": self._options.storage_timeout_s,
+        }
+        if self._exporter is None or self._opening != opening:
+            self._end_exporter()
+            self._exporter = ExporterProcess(opening, self._heard)
+            self._opening = opening
+        return self._exporter
+
+    def _heard(self, exporter: ExporterProcess, answer: dict[str, Any]) -> None:
+        """The exporter has written the step, failed, or ended. From another thread."""
+        with self._condition:
+            if exporter is not self._exporter or answer.get("op") == "open":
+                return
+            if not answer["ok"]:
+                self._end_exporter()  # Orbax's threads may still be at that step
+            if self._writing is not None:
+                self._done(None if answer["ok"] else answer["error"])
+
+    def _end_exporter(self) -> None:
+        exporter, self._exporter = self._exporter, None
+        if exporter is not None:
+            exporter.close()
 
     def _going(self, step: int) -> tuple[int, ...]:
         """The stored steps that go once `step` is there; none if that is not known."""
@@ -138,24 +177,25 @@ class Storing:
             )
             return ()
 
-    def _done(self, version: Version, gone: tuple[int, ...], error: str | None) -> None:
-        with self._condition:
-            self._writing = None
-            self._versions.unpin(version)
-            if error is None:
-                self._steps = {*self._steps, version.step} - set(gone)
-                for step in gone:
-                    self._metrics.pop(step, None)
-                logger.info("step %d is in storage", version.step)
-            else:
-                self._versions.distrust()
-                self._failure = version.step, _short(error)
-                logger.warning("%s", self._text(*self._failure))
-                self._drop_waiting(below=version.step)
-            try:
-                self._begin()
-            finally:
-                self._condition.notify_all()
+    def _done(self, error: str | None) -> None:
+        """The step in writing is in storage, or why it is not."""
+        version, self._writing = self._writing, None
+        assert version is not None
+        self._versions.unpin(version)
+        if error is None:
+            self._steps = {*self._steps, version.step} - set(self._replaced)
+            for step in self._replaced:
+                self._metrics.pop(step, None)
+            logger.info("step %d is in storage", version.step)
+        else:
+            self._versions.distrust()
+            self._failure = version.step, _short(error)
+            logger.warning("%s", self._text(*self._failure))
+            self._drop_waiting(below=version.step)
+        try:
+            self._begin()
+        finally:
+            self._condition.notify_all()
 
     def _text(self, step: int, reason: str) -> str:
         """What is told of a failure, and what follows from it."""
@@ -267,11 +307,12 @@ class Storing:
         return self._writing is not None
 
     def end(self) -> None:
-        """Ends the exporter. Not while `condition` is held: the writer's thread needs
-        it."""
+        """Ends the exporter; a step that it was writing is not written."""
         with self._condition:
             self._drop_waiting()
-        self._writer.close()
+            self._end_exporter()
+            if self._writing is not None:
+                self._done("the manager was closed")
 
 
 def _short(error: str) -> str:

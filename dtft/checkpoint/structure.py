@@ -90,3 +90,12 @@ def build(structure: Structure, values: Any) -> Any:
 def escaped(name: str) -> str:
     """A key as part of a path, which "/" divides."""
     return name.replace("%", "%25").replace("/", "%2F")
+
+
+def unescaped(name: str) -> str:
+    """The key that was `escaped`.
+
+    >>> unescaped(escaped("50%2F/a"))
+    '50%2F/a'
+    """
+    return name.replace("%2F", "/").replace("%25", "%")

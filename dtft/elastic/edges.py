@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dtft.checkpoint.board import Board
+from dtft.checkpoint.storage_steps import storage_steps
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.coordinator import Coordinator
@@ -21,7 +22,7 @@ from dtft.elastic.event_loop import EventLoop, Loop
 from dtft.elastic.follower import Follower, local_follower
 from dtft.elastic.host_memory import make_memory_directory, remove_memory_directory
 from dtft.elastic.inbox import Inbox
-from dtft.elastic.journal import Journal, steps_seen
+from dtft.elastic.journal import Journal
 from dtft.elastic.listening import listen
 from dtft.elastic.mirror import MirrorSource, ThreadMirrors
 from dtft.elastic.network import (
@@ -163,7 +164,7 @@ def local_edges(
             if config.seats.has_coordination_service
             else NoService
         ),
-        list_steps=steps_seen,
+        list_steps=storage_steps,
         close=close,
     )
 

@@ -20,13 +20,14 @@ from dtft.checkpoint.addresses import parse_address
 from dtft.checkpoint.attach import SOCKET
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.exporter_client import ExporterProcess
 from dtft.checkpoint.nixl import started
 from dtft.checkpoint.slices import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.event_loop import Loop
-from dtft.elastic.exports import ExportDesk, Exporter
+from dtft.elastic.exports import ExportDesk
 from dtft.elastic.formation import Formation
 from dtft.elastic.inbox import Inbox
 from dtft.elastic.network import Network, PortState
@@ -661,7 +662,7 @@ class Follower:
         """Keeps a step for peers that lack some of it to export; -1 ends that."""
         self._exports.lend(self._copies.holding(step), step)
 
-    def exporter_says(self, exporter: Exporter, message: dict[str, Any]) -> None:
+    def exporter_says(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:
         """The exporter has written a step, failed, or ended."""
         self._exports.answer(exporter, message)
 

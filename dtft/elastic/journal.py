@@ -1,6 +1,6 @@
 """What the leader tells people: lines on stdout and the run's `events.jsonl`.
 
-Also reads which steps storage holds (finished directories only). Decides nothing.
+Decides nothing.
 """
 
 import contextlib
@@ -157,19 +157,3 @@ def read_events(run_directory: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return events
-
-
-def storage_steps(directory: Path) -> list[int]:
-    """Steps whose checkpoint is complete: Orbax renames a directory when it is."""
-    if not directory.is_dir():
-        return []
-    named = [path for path in directory.iterdir() if path.name.isdigit()]
-    return sorted(int(path.name) for path in named if path.is_dir())
-
-
-def steps_seen(directory: Path) -> list[int]:
-    """As `storage_steps`; none where storage cannot be read: the leader goes on."""
-    try:
-        return storage_steps(directory)
-    except OSError:
-        return []

@@ -28,12 +28,12 @@ from dtft.checkpoint.chunks import Chunks
 from dtft.checkpoint.claims import adding_up
 from dtft.checkpoint.parts import Parts
 from dtft.checkpoint.slices import Layout, MeshLayout, Slice
+from dtft.checkpoint.storage_steps import storage_steps
 from dtft.checkpoint.transport import Channel, Credentials, connect
 from dtft.checkpoint.wire import Tls
-from dtft.elastic.exports import Exporter
+from dtft.elastic.exports import save_fields, start_exporter
 from dtft.elastic.host_memory import make_memory_directory, remove_memory_directory
 from dtft.elastic.inbox import Inbox
-from dtft.elastic.journal import storage_steps
 from dtft.elastic.restoring import FetchFailed, FetchOrder, fetch_into
 
 logger = logging.getLogger(__name__)
@@ -268,17 +268,17 @@ class Salvage:
         whole = undivided(choice.layout)
         chunks = Chunks.of(whole.slices(0), CHUNK_BYTES)
         path = self.scratch / f"arena-{choice.step}"
-        exporter = Exporter(  # at once: its imports take longer than the fetch
-            self._opening(whole, path), self.log_path, lambda *it: answers.put(it[2])
+        exporter = start_exporter(  # at once: its imports take longer than the fetch
+            self._opening(whole), self.log_path, lambda _, answer: answers.put(answer)
         )
         try:
             arena = Arena.create(path, max(chunks.nbytes, 1))
             try:
                 digests = self._bring(choice, chunks, arena, end)
-                located = bytes(chunks.num_chunks), digests
-                left_s = max(end - time.monotonic(), 0.1)
                 items = {**choice.items, "config": choice.layout.config}
-                exporter.save(choice.step, lambda: located, items, left_s)
+                places = bytes(chunks.num_chunks)
+                fields = save_fields(choice.step, path, places, digests, items)
+                exporter.save(lambda: fields, max(end - time.monotonic(), 0.1))
                 self._await(answers, choice.step, end)
             finally:
                 arena.unlink()
@@ -286,18 +286,12 @@ class Salvage:
             exporter.close()
         return choice.step
 
-    def _opening(self, whole: Layout, arena: Path) -> dict[str, Any]:
+    def _opening(self, whole: Layout) -> dict[str, Any]:
         return {
             "directory": str(self.storage_directory),
             "max_to_keep": self.storage_keep,
-            "rank": 0,
-            "world": 1,
-            "coordinator": "",
             "layout": whole.to_json(),
-            "arena": str(arena),
             "chunk_bytes": CHUNK_BYTES,
-            "slot": 0,
-            "devices": 1,
         }
 
     def _bring(

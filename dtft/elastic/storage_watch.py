@@ -4,14 +4,15 @@ A network file system that hangs must not hold up the leader: it is looked at be
 event loop, and while it does not answer its last answer counts.
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
+from dtft.checkpoint.storage_steps import storage_steps
 from dtft.elastic.event_loop import Loop
-from dtft.elastic.journal import steps_seen
 
 PATIENCE_S = 1.0
 """Storage that answers later is silent; healthy storage takes milliseconds."""
@@ -25,7 +26,7 @@ class StorageWatch:
         directory: Path,
         loop: Loop,
         *,
-        list_steps: Callable[[Path], Iterable[int]] = steps_seen,
+        list_steps: Callable[[Path], Iterable[int]] = storage_steps,
     ) -> None:
         """Looks for the first time.
 
@@ -104,7 +105,8 @@ def newest_stored(directory: Path, limit_s: float = PATIENCE_S) -> int:
     found: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def look() -> None:
-        found.put(max(steps_seen(directory), default=0))
+        with contextlib.suppress(OSError):
+            found.put(max(storage_steps(directory), default=0))
 
     threading.Thread(target=look, daemon=True).start()
     try:

@@ -10,8 +10,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtft.checkpoint.storage_steps import storage_steps
 from dtft.elastic.host_memory import check_arena_directory
-from dtft.elastic.journal import storage_steps
 from dtft.elastic.store_address import StoreAddress
 from dtft.train import config as configs
 from dtft.train.experiment import Experiment

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.board import Phase
+from dtft.checkpoint.storage_steps import storage_steps
 from dtft.elastic.stopping import heard_signals
 from dtft.train import config as configs
 from dtft.train.devices_here import devices_of
@@ -250,10 +251,7 @@ class LocalRuntime:
 
     def _refuse_other_config(self) -> None:
         path = self.run_directory / "config.json"
-        checkpoints = self.run_directory / "checkpoints"
-        if not path.exists() or not checkpoints.exists():
-            return
-        if not any(entry.name.isdigit() for entry in checkpoints.iterdir()):
+        if not path.exists() or not storage_steps(self.run_directory / "checkpoints"):
             return
         saved = path.read_text()
         configs.refuse_other(saved, self._resolved, self.run_directory)

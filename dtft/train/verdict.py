@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dtft.elastic.journal import read_events, storage_steps
+from dtft.checkpoint.storage_steps import storage_steps
+from dtft.elastic.journal import read_events
 from dtft.elastic.strikes import STORE_AWAY_S, Strike, Striker
 from dtft.train import interruption_check, shares_check
 from dtft.train.experiment import Experiment

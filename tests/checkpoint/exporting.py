@@ -61,7 +61,6 @@ def opening(
         "world": 1,
         "coordinator": "",
         "layout": layout.to_json(),
-        "arena": str(arena),
         "slot": slot,
         "devices": len(layout.mesh.positions(slot)),
         "chunk_bytes": CHUNK,
@@ -69,11 +68,14 @@ def opening(
     }
 
 
-def saving(layout: Layout, slot: int, step: int, **changes: Any) -> dict[str, Any]:
+def saving(
+    tmp_path: Path, layout: Layout, slot: int, step: int, **changes: Any
+) -> dict[str, Any]:
     """The message that has the state of `opening` saved."""
     pieces, memory = layout.slices(slot), extent(layout, slot, state())
     parts = zip(pieces, offsets_of(pieces)[0], strict=True)
     digests = [chunk_digests(memory[o : o + p.nbytes], CHUNK).hex() for p, o in parts]
     here = places(layout, slot)
     message = {"op": "save", "step": step, "places": here, "items": {}}
+    message["memory"] = [str(tmp_path / f"arena-{slot}")]
     return message | {"digests": digests} | changes

@@ -31,7 +31,7 @@ def test_world_of_one_writes_every_bit(
     exporter, _ = exporters
     whole = layout(slots=(0, 0, 0, 0))
     exporter.send(**opening(tmp_path, whole, 0, 0))
-    exporter.send(**saving(whole, 0, 7, items={"position": 7}))
+    exporter.send(**saving(tmp_path, whole, 0, 7, items={"position": 7}))
     assert exporter.answer() == {"op": "open", "ok": True}
     answer = exporter.answer()
     assert answer["ok"] and answer["step"] == 7 and answer["seconds"] > 0
@@ -40,10 +40,10 @@ def test_world_of_one_writes_every_bit(
     assert all(same_bits(loaded[path], value) for path, value in state().items())
 
     for wrong in (places(whole, 0)[2:], places(whole, 0, place=2)):
-        exporter.send(**saving(whole, 0, 8, places=wrong))
+        exporter.send(**saving(tmp_path, whole, 0, 8, places=wrong))
         answer = exporter.answer()
         assert not answer["ok"] and "are not places of" in answer["error"]
-    exporter.send(**saving(whole, 0, 8))
+    exporter.send(**saving(tmp_path, whole, 0, 8))
     assert exporter.answer()["ok"]
     size = len(extent(whole, 0, state()))  # where the places begin that are used
     with open(tmp_path / "arena-0", "r+b") as arena:
@@ -51,7 +51,7 @@ def test_world_of_one_writes_every_bit(
         first = arena.read(1)
         arena.seek(size)
         arena.write(bytes([first[0] ^ 1]))  # of what was digested long before
-    exporter.send(**saving(whole, 0, 9))
+    exporter.send(**saving(tmp_path, whole, 0, 9))
     answer = exporter.answer()
     assert not answer["ok"] and "step 9 is corrupt in this host's" in answer["error"]
     assert whole.slices(0)[0].key in answer["error"]
@@ -68,7 +68,7 @@ def test_world_of_two_writes_one_checkpoint(
         exporter.send(**message | {"coordinator": f"localhost:{free_port}"})
         for step in (3, 4, 5):
             items = {"position": step}
-            exporter.send(**saving(layout(), rank, step, items=items))
+            exporter.send(**saving(tmp_path, layout(), rank, step, items=items))
     for exporter in exporters:
         answers = [exporter.answer() for _ in range(4)]
         assert all(answer["ok"] for answer in answers), answers
@@ -99,7 +99,7 @@ def test_what_does_not_open_is_answered_on_every_save(
 ) -> None:
     exporter, other = exporters
     exporter.send(**opening(tmp_path, layout(), 0, slot=0, world=1))
-    exporter.send(**saving(layout(), 0, 1))
+    exporter.send(**saving(tmp_path, layout(), 0, 1))
     assert "slots (0, 1) hold" in exporter.answer()["error"]
     answer = exporter.answer()
     assert not answer["ok"] and "slots (0, 1) hold" in answer["error"]
@@ -114,7 +114,7 @@ def test_a_save_beyond_its_limit_ends_the_process(
     exporter, _ = exporters
     exporter.send(**opening(tmp_path, layout(slots=(0,) * 4), 0, 0))
     assert exporter.answer()["ok"]
-    exporter.send(**saving(layout(slots=(0,) * 4), 0, 1, timeout_s=0))
+    exporter.send(**saving(tmp_path, layout(slots=(0,) * 4), 0, 1, timeout_s=0))
     answer = exporter.answer()
     assert not answer["ok"] and "TimeoutError" in answer["error"]
     assert exporter.process.wait(timeout=40) == 1

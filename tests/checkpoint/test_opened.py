@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 from dtft.checkpoint.opened import OpenedDirectory
 from dtft.checkpoint.storage import orbax_options
@@ -27,11 +28,11 @@ def test_what_was_given_up_gets_no_name(
         finalize(self, path)
 
     monkeypatch.setattr(ocp.StandardCheckpointHandler, "finalize", slow)
-    opened = OpenedDirectory(directory, orbax_options(3, 60, read_only=False))
-    args = ocp.args.Composite(
-        state=ocp.args.StandardSave({"w": jnp.ones(3, jnp.float32)}),
-        items=ocp.args.JsonSave({}),
-    )
+    opened = OpenedDirectory(epath.Path(directory), orbax_options(3, 60))
+    args = {
+        "state": ocp.args.StandardSave({"w": jnp.ones(3, jnp.float32)}),
+        "items": ocp.args.JsonSave({}),
+    }
     opened.save(1, args)
     manager = opened.manager
     assert written.wait(60)  # a writer would make the directory again

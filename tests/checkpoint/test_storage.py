@@ -70,8 +70,9 @@ def test_stock_orbax_reads_it(tmp_path: Path) -> None:
         target = {"params": {}, "opt": {"0": {}}, "rng": {}}
         for path, leaf in abstract().items():
             *parents, name = path.split("/")
-            if leaf.size:
-                reduce(dict.__getitem__, parents, target)[name] = leaf
+            reduce(dict.__getitem__, parents, target)[name] = (
+                leaf if leaf.size else None
+            )
         restored = manager.restore(
             manager.latest_step(),
             args=ocp.args.Composite(
@@ -81,7 +82,7 @@ def test_stock_orbax_reads_it(tmp_path: Path) -> None:
         )
     for path, leaf in to_paths(restored["state"]).items():
         assert same_bits(leaf, state()[path]), path
-    assert restored["items"]["items"]["position"] == 5
+    assert restored["items"]["position"] == 5
 
 
 def test_steps_are_listed_and_old_ones_dropped(tmp_path: Path) -> None:
@@ -131,7 +132,9 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
         load_numpy(tmp_path, 6)
 
 
-@pytest.mark.parametrize("damage", ["state/manifest.ocdbt", "items/metadata"])
+@pytest.mark.parametrize(
+    "damage", ["state/manifest.ocdbt", "items/metadata", "dtft/metadata"]
+)
 def test_an_unreadable_step_is_an_error_with_its_path(
     tmp_path: Path, damage: str
 ) -> None:

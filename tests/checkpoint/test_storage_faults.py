@@ -86,7 +86,6 @@ class Exporting(Process):
             world=1,
             coordinator="",
             layout=LAYOUT.to_json(),
-            arena=str(self.arena),
             slot=0,
             devices=1,
             chunk_bytes=MIB,
@@ -98,6 +97,7 @@ class Exporting(Process):
         parts = (memory[start : start + MIB] for start in range(0, 6 * MIB, MIB))
         digests = [chunk_digests(part, MIB).hex() for part in parts]
         fields |= {"places": "00" * 6, "digests": digests, "items": {}}
+        fields["memory"] = [str(self.arena)]
         self.send(op="save", step=step, **fields)
 
     def save(self, step: int) -> dict[str, Any]:

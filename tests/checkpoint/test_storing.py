@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from etils import epath
 
 from dtft.checkpoint import (
     ReplicatedCheckpointManager,
     ReplicatedOptions,
     StorageFailed,
 )
-from dtft.checkpoint.writer import StorageWriter
+from dtft.checkpoint.exporter_client import ExporterProcess
 from tests.checkpoint.managers import forget, memory_only
 
 Save = ocp.args.StandardSave
@@ -38,10 +37,10 @@ def state(step: int) -> dict[str, Any]:
 
 def halted(manager: Any) -> int:
     """Stops the exporter of a write under way; its process."""
-    writer = manager._work._storing._writer
-    until(lambda: writer._process is not None)
-    os.kill(writer._process.pid, signal.SIGSTOP)
-    return writer._process.pid
+    exporter = manager._work._storing._exporter
+    until(lambda: exporter._process is not None)
+    os.kill(exporter._process.pid, signal.SIGSTOP)
+    return exporter._process.pid
 
 
 @pytest.mark.timeout(180)
@@ -77,17 +76,36 @@ def test_close_writes_the_newest_step_before_what_waits(tmp_path: Path) -> None:
         manager.save(step, args=Save(state(step)))
     work: Any = manager._work
     written: list[int] = []
-    write = work._storing._writer.write
+    write = work._storing._write
 
-    def seen(done: Any, **fields: Any) -> None:
-        written.append(fields["step"])
-        write(done, **fields)
+    def seen(version: Any, going: Any) -> None:
+        written.append(version.step)
+        write(version, going)
 
-    work._storing._writer.write = seen
+    work._storing._write = seen
     os.kill(exporter, signal.SIGCONT)
     manager.close()
     assert written == [15]  # 10 would only be removed again
     assert ocp.utils.checkpoint_steps(tmp_path / "steps") == [15]
+
+
+@pytest.mark.timeout(180)
+def test_steps_whose_trees_differ_are_all_written(tmp_path: Path) -> None:
+    options = ReplicatedOptions(storage_interval_steps=1)
+    trees = {
+        1: ocp.args.Composite(model=Save(state(1))),
+        2: ocp.args.Composite(model=Save({"w": jnp.ones(3), "n": 2})),
+        3: ocp.args.Composite(data=ocp.args.JsonSave({"position": 3})),
+    }
+    with ReplicatedCheckpointManager(tmp_path / "steps", options=options) as manager:
+        for step, args in trees.items():
+            manager.save(step, args=args)
+            manager.wait_until_finished()
+    with ReplicatedCheckpointManager(tmp_path / "steps") as again:
+        found: dict[int, Any] = {step: again.restore(step) for step in trees}
+    assert found[1]["model"]["w"].tolist() == [1] * 8
+    assert found[2]["model"]["w"].tolist() == [1] * 3 and found[2]["model"]["n"] == 2
+    assert found[3]["data"] == {"position": 3}
 
 
 @pytest.mark.parametrize(
@@ -152,12 +170,13 @@ def test_the_users_error_is_seen_before_that_of_storage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [object(), {1, 2}])
 def test_whatever_ends_a_write_is_told(tmp_path: Path, step: Any) -> None:
-    told: list[str | None] = []
-    writer = StorageWriter(epath.Path(tmp_path), scored=False, timeout_s=9)
-    writer.write(told.append, step=step)
-    until(lambda: bool(told))
-    assert told[0] is not None and "not JSON serializable" in told[0]
-    writer.close()
+    told: list[dict[str, Any]] = []
+    opening = {"directory": str(tmp_path), "layout": "", "chunk_bytes": 64}
+    exporter = ExporterProcess(opening, lambda _, answer: told.append(answer))
+    exporter.save(lambda: {"step": step}, limit_s=9)
+    until(lambda: any("not JSON serializable" in it["error"] for it in told))
+    exporter.close()
+    until(lambda: "ended" in told[-1])
 
 
 @pytest.mark.timeout(180)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic.journal import read_events, storage_steps
+from dtft.checkpoint.storage_steps import storage_steps
+from dtft.elastic.journal import read_events
 from tests.drills.harness import drill
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]

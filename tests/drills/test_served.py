@@ -14,7 +14,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from dtft.elastic.journal import read_events, storage_steps
+from dtft.checkpoint.storage_steps import storage_steps
+from dtft.elastic.journal import read_events
 from dtft.train.host_flags import own_certificate
 from tests.drills.harness import dtft
 from tests.drills.serving import ServedJob

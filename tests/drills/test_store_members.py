@@ -21,8 +21,9 @@ import pytest
 
 from dtft.checkpoint.board import Board
 from dtft.checkpoint.compare import compare
+from dtft.checkpoint.storage_steps import storage_steps
 from dtft.elastic.interruptions import session
-from dtft.elastic.journal import read_events, storage_steps
+from dtft.elastic.journal import read_events
 from dtft.elastic.strikes import rate
 from dtft.train import leftovers
 from dtft.train.verdict import samples_exactly_once

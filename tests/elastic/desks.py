@@ -11,8 +11,9 @@ from typing import Any
 
 import msgpack
 
+from dtft.checkpoint.storage_steps import storage_steps
 from dtft.elastic.config import AgentConfig
-from dtft.elastic.journal import Journal, read_events, steps_seen
+from dtft.elastic.journal import Journal, read_events
 from dtft.elastic.leader import Leader
 from dtft.elastic.membership import Membership
 from dtft.elastic.memory_store import MemoryStore
@@ -85,7 +86,7 @@ class LeaderDesk:
         directory: Path,
         record: HostRecord,
         *,
-        list_steps: Callable[[Path], Iterable[int]] = steps_seen,
+        list_steps: Callable[[Path], Iterable[int]] = storage_steps,
         **changes: Any,
     ) -> None:
         """The leader is to be on the host of `record`; `changes` are of its config."""

@@ -63,7 +63,7 @@ class Storage:
             self._scheduler.after(self.rng.uniform(0, 0.5), then)
 
     def list_steps(self, directory: Path) -> list[int]:
-        """As `steps_seen`; hangs while storage does."""
+        """As `storage_steps`; hangs while storage does."""
         del directory
         if self.hung:
             raise Blocked(self.when_well)

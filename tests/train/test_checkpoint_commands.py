@@ -93,7 +93,7 @@ def test_export_is_read_by_stock_orbax(run: Run, storage: Path, tmp_path: Path) 
             ),
         )
     assert same_bits(restored["state"]["params"]["w"], state()["params/w"])
-    assert restored["items"]["items"]["position"] == 480
+    assert restored["items"]["position"] == 480
     code, _, error = run("export", storage, "--step", "5", "--to", target)
     assert code == 2 and "has step 5 already" in error
 
@@ -146,7 +146,7 @@ def test_the_directory_of_one_step_is_named_as_what_it_is(
 
 
 def test_damage_inside_a_step_is_one_clear_error(run: Run, storage: Path) -> None:
-    (storage / "9" / "items" / "metadata").write_text("{")
+    (storage / "9" / "dtft" / "metadata").write_text("{")
     code, _, error = run("show", storage)
     assert code == 2 and f"{storage}/9 exists but cannot be read" in error
     assert error.count("\n") == 1
