@@ -147,7 +147,10 @@ def _without_command(given: list[str]) -> NoReturn:
         told = [_listed(last, COMMANDS[name]) for last, name in shown]
         about = "Distributed training that outlives its hosts. Also: dtft --version."
         kinds = functools.reduce(operator.or_, told)
-        listed = Annotated[kinds, tyro.conf.arg(help="One of:")]  # no docstring: fast
+        about_kinds = tyro.conf.arg(
+            help="One of:"
+        )  # faster than to look for a docstring
+        listed: Any = Annotated[kinds, about_kinds]
         tyro.cli(listed, args=["--help"], prog=prefix, description=about)
     names = list(dict.fromkeys(name.split()[0] for name in known))
     close = difflib.get_close_matches(words[0], names, 1) if words else []
