@@ -1,21 +1,259 @@
 """The commands as they are typed: what reaches the code behind them."""
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dtft import __version__
-from dtft.cli import main
+from dtft.cli import main, read
+from dtft.train.commands import COMMANDS
+
+
+def code_of(words: list[str]) -> int:
+    """The exit code of a command, whoever ends it."""
+    try:
+        return main(words)
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        return ended.code
+
+
+def values(command: Any) -> dict[str, Any]:
+    """The values of all flags that were given, by the names of their fields."""
+    found: dict[str, Any] = {}
+    for field in fields(command):
+        value = getattr(command, field.name)
+        if is_dataclass(value):
+            found |= values(value)
+        elif value is not False and value not in ("", None, ()):
+            found[field.name] = value
+    return found
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"dtft {__version__}\n"
+
+
+STORE = (
+    "--store s:1,[::1]:2 --store-ca a --store-cert b --store-key c --store-user u "
+    "--store-password-file p --store-prefix /x --store-private --job j --secret-file F"
+)
+STORE_VALUES = {
+    "store": "s:1,[::1]:2",
+    "store_ca": "a",
+    "store_cert": "b",
+    "store_key": "c",
+    "store_user": "u",
+    "store_password_file": "p",
+    "store_prefix": "/x",
+    "store_private": True,
+    "name": "j",
+    "secret_file": "F",
+}
+HOST = "--domain-file f --tls-cert c --tls-key k --nixl"
+HOST_VALUES = {"domain_file": "f", "tls_cert": "c", "tls_key": "k", "nixl": True}
+PLACE = "--host-name h --domain power=p1,rack=r7 --bind 10.0.0.1:0"
+PLACE_VALUES = {
+    "host_name": "h",
+    "domain": "power=p1,rack=r7",
+    "bind": "10.0.0.1:0",
+}
+SIZES = "--hosts 3 --run-dir r --min-replicas 0"
+SIZES_VALUES = {"hosts": 3, "run_dir": "r", "min_replicas": 0}
+
+
+@pytest.mark.parametrize(
+    ("line", "told", "rest"),
+    [
+        ("train X --run-dir r --seed 1", {"config": "X", "run_dir": "r"}, "--seed 1"),
+        ("train --run-dir=r X", {"config": "X", "run_dir": "r"}, ""),
+        (
+            "config X --optim.b1=-1e-3 --k -2",
+            {"config": "X"},
+            "--optim.b1=-1e-3 --k -2",
+        ),
+        (
+            f"launch {SIZES} X --spares 2 --tls {HOST} --a.b 4 8",
+            {"config": "X", "spares": 2, "tls": True, **SIZES_VALUES, **HOST_VALUES},
+            "--a.b 4 8",
+        ),
+        (
+            f"agent X {SIZES} {STORE} {PLACE} {HOST} --log.every 5",
+            {"config": "X"}
+            | {**SIZES_VALUES, **STORE_VALUES, **PLACE_VALUES, **HOST_VALUES},
+            "--log.every 5",
+        ),
+        (
+            f"agent --hosts 3 --run-dir r {STORE} --serve-only {PLACE} {HOST} "
+            "--copies 3 --timeouts.lease 2",
+            {"hosts": 3, "run_dir": "r"}
+            | {**STORE_VALUES, **PLACE_VALUES, **HOST_VALUES},
+            "--copies 3 --timeouts.lease 2",
+        ),
+        (
+            f"drill X {SIZES} {HOST} --spares 1 --fault a:1@2 --fault=b@3:pair "
+            "--host-memory h=4 --host-memory g=2 --deadline -5 --rejoin -1.5 --seed -3 "
+            "--control c --json j",
+            {
+                **{"config": "X", "spares": 1, "fault": ("a:1@2", "b@3:pair")},
+                **{"host_memory": ("h=4", "g=2"), "deadline": -5.0, "rejoin": -1.5},
+                **{"seed": -3, "control": "c", "json": "j"},
+                **SIZES_VALUES,
+                **HOST_VALUES,
+            },
+            "",
+        ),
+        (
+            "bench X --hosts 3 --run-dir r --rounds 5 --json j --seed 1",
+            {"config": "X", "hosts": 3, "run_dir": "r", "rounds": 5, "json": "j"},
+            "--seed 1",
+        ),
+        ("bench transport --json j --rounds 5", {"json": "j"}, "--rounds 5"),
+        (
+            f"scale {STORE} --replicas 4 --timeout 9 --json",
+            {"replicas": 4, "timeout": 9.0, "json": True, **STORE_VALUES},
+            "",
+        ),
+        (
+            "plan X --cluster 8xH100 --pin tensor=8 --pin zero=3 --html h --json j "
+            "--what-if --calibration c --trial 2 --seed 1",
+            {
+                **{"config": "X", "cluster": "8xH100", "html": "h", "json": "j"},
+                **{"pin": ("tensor=8", "zero=3"), "what_if": True, "trial": 2},
+                "calibration": "c",
+            },
+            "--seed 1",
+        ),
+        ("plan X --verify", {"config": "X", "verify": 4}, ""),
+        ("plan X --verify --seed 1", {"config": "X", "verify": 4}, "--seed 1"),
+        ("plan --verify X --json j", {"config": "X", "verify": 4, "json": "j"}, ""),
+        ("plan --verify 3 X --json j", {"config": "X", "verify": 3, "json": "j"}, ""),
+        ("plan X --verify=3", {"config": "X", "verify": 3}, ""),
+        (
+            "plan predict r.csv --cluster a100 --out o.csv",
+            {"rows": "r.csv", "cluster": "a100", "out": "o.csv"},
+            "",
+        ),
+        (
+            "calibrate --out o --from f --runs a b c --devices 2",
+            {"out": "o", "given": "f", "runs": ("a", "b", "c"), "devices": 2},
+            "",
+        ),
+        ("checkpoint ls D --json", {"directory": "D", "json": True}, ""),
+        (f"checkpoint ls {STORE}", STORE_VALUES, ""),
+        ("checkpoint show D --step 3", {"directory": "D", "step": 3}, ""),
+        ("checkpoint verify --step 3 D", {"directory": "D", "step": 3}, ""),
+        (
+            "checkpoint export D --step 4 --to x",
+            {"directory": "D", "step": 4, "to": "x"},
+            "",
+        ),
+        ("checkpoint odds --hosts 64 --copies 3", {"hosts": 64, "copies": 3}, ""),
+    ],
+)
+def test_every_flag_is_read_and_the_rest_is_left(
+    line: str, told: dict[str, Any], rest: str
+) -> None:
+    command, words = read(line.split())
+    defaults = {"spares": 0, "bind": "127.0.0.1:0", "timeout": 600.0, "copies": 2}
+    defaults |= {"deadline": 600.0, "rounds": 3, "verify": 0, "trial": 0, "seed": 0}
+    assert {**defaults, **told} == {**defaults, **values(command)}
+    assert words == rest.split()
+
+
+def test_every_line_of_the_readme_is_read() -> None:
+    """What stands behind four spaces or more says what the command is for."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^ {4}(?:\S+=\S+ +)?dtft (.*)$", readme, re.MULTILINE)
+    assert len(lines) > 12
+    for line in lines:
+        command, _ = read(re.split(r" {4,}", line)[0].split())
+        assert type(command) in COMMANDS.values(), line
+
+
+def test_help_is_printed_without_jax_or_configs() -> None:
+    code = (
+        "import sys; from dtft.cli import main\n"
+        "for line in sys.argv[1:]:\n"
+        "    try: main([*line.split(), '--help'])\n"
+        "    except SystemExit as ended: assert ended.code == 0, line\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    lines = ["", "checkpoint", *COMMANDS]
+    command = [sys.executable, "-c", code, *lines]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(f"usage: dtft {line}".rstrip() in done.stdout for line in lines)
+    assert not set(done.stderr.split()) & {"jax", "flax", "dtft.train.experiment"}
+
+
+def test_the_list_of_commands_has_all_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert code_of(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"• {name} " in shown for name in COMMANDS)
+    assert "dtft --version" in shown
+
+
+def test_help_after_a_config_has_the_configs_keys_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert code_of(["launch", "digits_cnn", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--spares" in shown and "--optim.learning-rate" in shown
+    assert code_of(["bench", "transport", "-h"]) == 0
+    assert "--num-slices" in capsys.readouterr().out
+    assert code_of(["train", "digit_cnn", "--help"]) == 2
+    shown = capsys.readouterr()
+    assert "--run-dir" in shown.out and "Did you mean digits_cnn?" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("line", "texts"),
+    [
+        ("", ["no command", "train, config, launch"]),
+        ("lauch digits_cnn", ["dtft lauch", "Did you mean launch?"]),
+        ("checkpoint lss", ["dtft checkpoint lss", "Did you mean ls?", "verify"]),
+        ("checkpoint", ["no command", "ls, show, verify, export, odds"]),
+        ("launch", ["CONFIG"]),
+        ("launch digits_cnn --hosts x", ["--hosts", "'x'", "int"]),
+        ("launch digits_cnn --spares -1", ["--spares -1", "0 or more"]),
+        ("launch digits_cnn --min-replicas -1", ["--min-replicas -1", "0 or more"]),
+        ("plan digits_cnn --trial -1", ["--trial -1", "0 or more"]),
+        ("launch digits_cnn --spares", ["--spares", "Missing value"]),
+        ("launch digits_cnn --hots 3", ["--hots", "--cluster.hosts"]),
+        ("train digits_cnn stray", ["'stray'"]),
+        ("agent digits_cnn", ["--job", "--store"]),
+        (
+            "scale --job j --store s:1 --replicas 2 --timout 3",
+            ["--timout", "--timeout"],
+        ),
+        (
+            "scale --job j --store s:1 --replicas 2 --model.channels 1",
+            ["--model.chann"],
+        ),
+        ("calibrate --fast", ["--fast", "dtft calibrate --help"]),
+        ("checkpoint ls d --jsn", ["--jsn", "--json"]),
+        ("calibrate --runs", ["--runs names no file"]),
+        ("plan predict r.csv --out o", ["--cluster"]),
+    ],
+)
+def test_a_wrong_line_ends_with_2_and_says_what_is_wrong(
+    line: str, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(line.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "Traceback" not in shown.err
+    told = " ".join(re.sub("[│|]", " ", shown.err).split())  # lines are broken
+    assert all(text in told for text in texts), told
 
 
 def test_odds_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +265,7 @@ def test_odds_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_transport_bench_refuses_what_it_would_ignore(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "transport", option, "3"]) == 2
+    assert code_of(["bench", "transport", option, "3"]) == 2
     shown = capsys.readouterr().err
     assert option in shown and "Traceback" not in shown
 
@@ -35,9 +273,7 @@ def test_the_transport_bench_refuses_what_it_would_ignore(
 def test_the_transport_bench_refuses_no_rounds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "transport", "--rounds", "0"])
-    assert ended.value.code == 2
+    assert code_of(["bench", "transport", "--rounds", "0"]) == 2
     assert "rounds=0 is not positive" in capsys.readouterr().err
 
 
@@ -74,9 +310,7 @@ def test_an_agent_that_only_serves_refuses_what_it_would_ignore(
 def test_the_help_of_an_agent_that_only_serves_explains_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["agent", "--serve-only", "--help"])
-    assert ended.value.code == 0
+    assert code_of(["agent", "--serve-only", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "ReplicatedCheckpointManager" in shown and "CONFIG" not in shown
     assert "--min-replicas" not in shown
@@ -123,20 +357,18 @@ def test_wrong_input_of_a_launch_is_one_clear_error(
     words: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    try:
-        code = main(["launch", "digits_cnn", *words, "--run-dir", str(run)])
-    except SystemExit as ended:
-        code = ended.code
+    code = code_of(["launch", "digits_cnn", *words, "--run-dir", str(run)])
     shown = capsys.readouterr().err
     assert code == 2 and hint in shown and "Traceback" not in shown
     assert not run.exists()
 
 
-def test_a_reader_that_has_seen_enough_ends_a_command_quietly() -> None:
+@pytest.mark.parametrize("words", [["config", "digits_cnn"], ["drill", "--help"]])
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "dtft.cli", "config", "digits_cnn"],
+        [sys.executable, "-m", "dtft.cli", *words],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,11 +11,10 @@ import logging
 import os
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.board import Board
 from dtft.elastic.agent import Agent
@@ -35,24 +34,30 @@ from dtft.train.experiment import CheckpointConfig, Experiment
 from dtft.train.fitting import check, row_parts
 from dtft.train.job_options import (
     host_name,
-    load_experiment,
     prepare_run,
     read_secret,
     store_address,
 )
 
+if TYPE_CHECKING:
+    from dtft.train.commands import Agent as AgentOptions
+
 CACHE = "DTFT_COMPILATION_CACHE"
 """Environment variable: the directory of XLA's compilation cache."""
 
 
-def run_agent(options: Namespace, overrides: list[str]) -> int:
+def run_agent(options: "AgentOptions", words: list[str]) -> int:
     """Runs the agent of one host, and its trainers, until the job ends.
+
+    Args:
+        options: CONFIG, job and host.
+        words: keys of the config, as they were typed.
 
     Raises:
         ValueError: wrong input, or etcd cannot be reached.
     """
     log_to_stderr()
-    config = _agent_config(options, overrides)
+    config = _agent_config(options, words)
     committed: list[int] = []
 
     def leaving() -> None:
@@ -60,7 +65,7 @@ def run_agent(options: Namespace, overrides: list[str]) -> int:
             board = Board(config.memory_directory / "board")
             committed.append(board.get("committed"))
 
-    outcome = run_at(store_address(options), partial(Agent, config), leaving)
+    outcome = run_at(store_address(options.job), partial(Agent, config), leaving)
     stored = newest_stored(config.storage_directory)
     if not outcome:
         newest = max(committed, default=0)
@@ -130,18 +135,19 @@ def _complain(line: str) -> None:
         print(f"dtft: error: {line}", file=sys.stderr, flush=True)
 
 
-def _agent_config(options: Namespace, overrides: list[str]) -> AgentConfig:
-    experiment = load_experiment(options, overrides)
+def _agent_config(options: "AgentOptions", words: list[str]) -> AgentConfig:
+    overrides = [*words, *options.run_flags.keys()]
+    experiment = configs.load(options.config, overrides, "dtft agent")
     check(experiment)
     check_arena_directory(Path(experiment.checkpoint.arena_directory))
-    address = store_address(options)
-    secret = read_secret(options)
-    host = host_name(options)
-    flags = host_flags.settings(options, host)
+    address = store_address(options.job)
+    secret = read_secret(options.job)
+    host = host_name(options.place)
+    flags = host_flags.settings(options.host, options.place, host)
     directory, extra = prepare_run(experiment)
     arguments = [options.config, *overrides, *extra]
     return AgentConfig(
-        job=options.job,
+        job=options.job.name,
         host=host,
         store=str(address),
         secret=secret,
@@ -154,7 +160,7 @@ def _agent_config(options: Namespace, overrides: list[str]) -> AgentConfig:
         },
         run_directory=directory,
         config_digest=_digest(experiment),
-        bind=options.bind,
+        bind=options.place.bind,
         timeouts=experiment.timeouts,
         **_checkpoint_settings(experiment.checkpoint),
         last_step=experiment.stop.steps,

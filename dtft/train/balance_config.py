@@ -6,7 +6,9 @@ jax imports at module level. What follows from a measurement is decided in
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from tyro.conf import arg
 
 from dtft.planner.balance import Policy, Rules
 
@@ -15,7 +17,9 @@ from dtft.planner.balance import Policy, Rules
 class BalanceConfig:
     """Uneven shares of the batch, learned while training."""
 
-    policy: Literal["off", "proportional", "exact"] = "off"
+    policy: Annotated[
+        Literal["off", "proportional", "exact"], arg(aliases=("--balance",))
+    ] = "off"
     """`off`: equal rows for all. `exact`: the shares that end first, changed only for
     a gain above the noise. `proportional`: weights follow waits; it need not settle."""
     microbatches: int = 0

@@ -9,25 +9,36 @@ import json
 import os
 import shutil
 import tempfile
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dtft.checkpoint.interval import Automatic
 from dtft.elastic.launch import LocalCluster
 from dtft.train.experiment import Experiment
-from dtft.train.job_options import cluster_options
+from dtft.train.job_options import cluster_options, for_clusters
+
+if TYPE_CHECKING:
+    from dtft.train.commands import Bench
 
 DEADLINE_S = 600.0
 
 
-def bench(experiment: Experiment, options: Namespace, overrides: list[str]) -> int:
-    """Prints the figures; 1 if a run failed."""
+def bench(options: "Bench", words: list[str]) -> int:
+    """Prints the figures; 1 if a run failed.
+
+    Args:
+        options: CONFIG and rounds.
+        words: keys of the config, as they were typed.
+
+    Raises:
+        ValueError: wrong input.
+    """
+    experiment, overrides = for_clusters(options, words, "dtft bench")
     steps = experiment.stop.steps
-    free = _without(overrides, ("interval", "stall_budget", "max_interval"))
     runs = {
-        "off": [options.config, *free, *tier_off(steps)],
+        "off": [options.config, *overrides, *tier_off(steps)],
         "on": [options.config, *overrides, "--checkpoint.storage_interval", "0"],
     }
     seen = measure(experiment, runs, options.rounds)
@@ -40,28 +51,14 @@ def bench(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
 
 
 def tier_off(steps: int) -> list[str]:
-    """Overrides with which only the last step is kept: the memory tier off."""
-    interval = ["--checkpoint.interval", str(steps)]
-    return [*interval, "--checkpoint.storage_interval", "0"]
+    """Overrides with which only the last step is kept: the memory tier off.
 
-
-def _without(overrides: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Overrides but those of some of the checkpoint's fields, values included.
-
-    >>> _without(["--checkpoint.interval", "2", "--seed", "1"], ("interval",))
-    ['--seed', '1']
-    >>> _without(["--seed=1", "--checkpoint.interval=auto"], ("interval",))
-    ['--seed=1']
+    They come last, so that they count whatever else the overrides say of the interval.
     """
-    kept: list[str] = []
-    drop = False
-    for word in overrides:
-        if word.startswith("--"):
-            key = word.partition("=")[0].replace("-", "_")
-            drop = key in [f"__checkpoint.{name}" for name in names]
-        if not drop:
-            kept.append(word)
-    return kept
+    allowed = ["--checkpoint.stall_budget", str(Automatic.budget)]
+    allowed += ["--checkpoint.max_interval", str(Automatic.maximum)]
+    interval = ["--checkpoint.interval", str(steps)]
+    return [*interval, *allowed, "--checkpoint.storage_interval", "0"]
 
 
 def measure(

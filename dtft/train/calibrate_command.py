@@ -5,9 +5,8 @@ really took. Must not know what is measured (`calibrate`). Sets no target.
 """
 
 import time
-from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtft.planner.calibration import Calibration
 from dtft.planner.past_runs import PastRun, learn, read_log
@@ -15,11 +14,14 @@ from dtft.train.calibrate import measure
 from dtft.train.devices_here import keep_cpu_memory, make_cpu_devices
 from dtft.train.out_files import check_writable, read_text
 
+if TYPE_CHECKING:
+    from dtft.train.commands import Calibrate
+
 _MOST = 256
 """CPU devices that are made: each has a thread of its own."""
 
 
-def run(options: Namespace) -> int:
+def run(options: "Calibrate") -> int:
     """Runs the command.
 
     Raises:
@@ -27,7 +29,9 @@ def run(options: Namespace) -> int:
             is no calibration or no log of runs.
     """
     check_writable("--out", options.out)
-    runs = [run for path in options.runs for run in _runs(Path(path))]
+    if options.runs == ():
+        raise ValueError("--runs names no file. Give plan_times.jsonl of past runs.")
+    runs = [run for path in options.runs or () for run in _runs(Path(path))]
     begin = time.perf_counter()
     found = Calibration.read(options.given) if options.given else _measured(options)
     learnt = learn(found, runs)
@@ -43,7 +47,7 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _measured(options: Namespace) -> Calibration:
+def _measured(options: "Calibrate") -> Calibration:
     keep_cpu_memory(large=True)  # as trainers with a plan do
     return measure(_devices(options.devices))
 

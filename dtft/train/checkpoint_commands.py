@@ -6,12 +6,11 @@ and `elastic.inspect_job` do.
 """
 
 import contextlib
-import functools
 import json
 import logging
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,43 +27,69 @@ from dtft.train.checkpoint_text import (
 
 if TYPE_CHECKING:
     from dtft.elastic.inspect_job import JobState, Observer
+    from dtft.train.commands import CheckpointFlags, JobFlags
 
 Printed = tuple[Record, list[str], int]
 """The record, the lines for people, the exit code."""
 
 
-def run(options: Namespace, secret: Callable[[], bytes]) -> int:
-    """Runs one command; `secret` reads the job's secret file.
+def ls(source: "CheckpointFlags") -> int:
+    """`dtft checkpoint ls`: what there is.
 
     Raises:
         ValueError: wrong input, no such job, or another secret.
         FileNotFoundError: no such directory.
     """
-    on_job = bool(options.store or options.job)
-    if on_job == bool(options.directory) or (
-        on_job and not (options.job and options.store)
-    ):
+    return _answer(source, _ls_directory, _ls_job)
+
+
+def show(source: "CheckpointFlags", step: int | None) -> int:
+    """`dtft checkpoint show`: what a step consists of; as `ls`."""
+    on_job = partial(_show_job, step=step)
+    return _answer(source, partial(_show_directory, step=step), on_job)
+
+
+def verify(source: "CheckpointFlags", step: int | None) -> int:
+    """`dtft checkpoint verify`: whether everything can be read; as `ls`."""
+    return _answer(source, partial(_verify_directory, step=step), _verify_job)
+
+
+def export(source: "CheckpointFlags", step: int | None, to: str) -> int:
+    """`dtft checkpoint export`: writes a step elsewhere; as `ls`."""
+    on_directory = partial(_export_directory, step=step, to=to)
+    return _answer(source, on_directory, partial(_export_job, step=step, to=to))
+
+
+def _answer(
+    source: "CheckpointFlags",
+    on_directory: Callable[[Path], Printed],
+    on_job: "Callable[[Observer], Printed]",
+) -> int:
+    """Prints what is found in a directory or in a live job; the exit code."""
+    job = source.job
+    is_live = bool(job.store or job.name)
+    if is_live == bool(source.directory) or (is_live and not (job.name and job.store)):
         raise ValueError(
             "give either DIR (a storage or run directory), or both --store HOST:PORT "
             "and --job NAME (with --secret-file FILE) for a live job."
         )
-    if on_job:
-        with _observer(options, secret()) as observer:
-            record, lines, code = _ON_JOB[options.action](options, observer)
+    if is_live:
+        with _observer(job) as observer:
+            record, lines, code = on_job(observer)
     else:
-        directory = inspect_storage.checkpoints_in(options.directory)
         try:
-            record, lines, code = _ON_DIRECTORY[options.action](options, directory)
+            found = on_directory(inspect_storage.checkpoints_in(source.directory))
         except RuntimeError as error:  # the step is damaged; its text says which
             raise ValueError(str(error)) from error
-    print(json.dumps(record, indent=1) if options.json else "\n".join(lines))
+        record, lines, code = found
+    print(json.dumps(record, indent=1) if source.json else "\n".join(lines))
     return code
 
 
 # ------------------------------------------------------------- a storage directory
 
 
-def _ls_directory(options: Namespace, directory: Path) -> Printed:
+def _ls_directory(directory: Path) -> Printed:
     steps, unfinished = inspect_storage.list_steps(directory)
     record = {
         "directory": str(directory),
@@ -74,9 +99,9 @@ def _ls_directory(options: Namespace, directory: Path) -> Printed:
     return record, storage_lines(record), 0
 
 
-def _show_directory(options: Namespace, directory: Path) -> Printed:
+def _show_directory(directory: Path, *, step: int | None) -> Printed:
     _use_cpu()
-    step = inspect_storage.pick(directory, options.step)
+    step = inspect_storage.pick(directory, step)
     leaves, items = inspect_storage.describe(directory, step)
     record = {
         "directory": str(directory),
@@ -96,46 +121,47 @@ def _show_directory(options: Namespace, directory: Path) -> Printed:
     return record, lines, 0
 
 
-def _verify_directory(options: Namespace, directory: Path) -> Printed:
+def _verify_directory(directory: Path, *, step: int | None) -> Printed:
     _use_cpu()
     steps = [found.step for found in inspect_storage.list_steps(directory)[0]]
-    if options.step in steps:
-        steps = [options.step]  # also a torn one, which is then said
-    elif options.step is not None or not steps:
-        steps = [inspect_storage.pick(directory, options.step)]
+    if step in steps:
+        steps = [step]  # also a torn one, which is then said
+    elif step is not None or not steps:
+        steps = [inspect_storage.pick(directory, step)]
     found = inspect_storage.verify(directory, steps)
     record = {"directory": str(directory), "problems": found}
     lines = [
-        f"step {step}: {text or 'every leaf is right'}" for step, text in found.items()
+        f"step {number}: {text or 'every leaf is right'}"
+        for number, text in found.items()
     ]
     return record, lines, int(any(found.values()))
 
 
-def _export_directory(options: Namespace, directory: Path) -> Printed:
-    if not options.to:
+def _export_directory(directory: Path, *, step: int | None, to: str) -> Printed:
+    if not to:
         raise ValueError("--to DIR is missing: where shall the step be copied to?")
     _use_cpu()
-    step = inspect_storage.pick(directory, options.step)
-    written = inspect_storage.copy(directory, step, Path(options.to))
-    record = {"step": step, "directory": options.to, "num_bytes": written}
-    return record, [f"step {step} copied to {options.to} ({size_text(written)})"], 0
+    step = inspect_storage.pick(directory, step)
+    written = inspect_storage.copy(directory, step, Path(to))
+    record = {"step": step, "directory": to, "num_bytes": written}
+    return record, [f"step {step} copied to {to} ({size_text(written)})"], 0
 
 
 # --------------------------------------------------------------------- a live job
 
 
-def _ls_job(options: Namespace, observer: "Observer") -> Printed:
+def _ls_job(observer: "Observer") -> Printed:
     state = observer.look()
     record = job_record(state)
     directory = Path(state.storage_directory or "/nonexistent")
     record["storage"] = None
     if directory.is_dir():
-        record["storage"] = _ls_directory(options, directory)[0]
+        record["storage"] = _ls_directory(directory)[0]
     return record, job_lines(record), 0
 
 
-def _show_job(options: Namespace, observer: "Observer") -> Printed:
-    commit = _chosen(observer.look(), options.step)
+def _show_job(observer: "Observer", *, step: int | None) -> Printed:
+    commit = _chosen(observer.look(), step)
     record = {
         "step": commit.step,
         "health": commit.state,
@@ -167,14 +193,14 @@ def _chosen(state: "JobState", step: int | None) -> CommitHealth:
     return state.commits[0] if step is None else found[step]
 
 
-def _verify_job(options: Namespace, observer: "Observer") -> Printed:
+def _verify_job(observer: "Observer") -> Printed:
     record = job_record(observer.look(verify=True))
     lines, well = verify_lines(record)
     return record, lines, int(not well)
 
 
-def _export_job(options: Namespace, observer: "Observer") -> Printed:
-    if options.to or options.step is not None:
+def _export_job(observer: "Observer", *, step: int | None, to: str) -> Printed:
+    if to or step is not None:
         raise ValueError(
             "--to and --step are for DIR: a live job writes its newest commit to its "
             "own storage directory. Copy it from there with `dtft checkpoint export "
@@ -187,17 +213,18 @@ def _export_job(options: Namespace, observer: "Observer") -> Printed:
 
 
 @contextlib.contextmanager
-def _observer(options: Namespace, secret: bytes) -> "Iterator[Observer]":
+def _observer(job: "JobFlags") -> "Iterator[Observer]":
     from dtft.elastic.etcd import EtcdStore
     from dtft.elastic.inspect_job import Observer
     from dtft.elastic.store import StoreUnavailable
-    from dtft.train.job_options import store_address
+    from dtft.train.job_options import read_secret, store_address
 
-    store = EtcdStore(store_address(options))
+    address, secret = store_address(job), read_secret(job)
+    store = EtcdStore(address)
     try:
-        yield Observer(store, options.store, options.job, secret)
+        yield Observer(store, job.store, job.name, secret)
     except StoreUnavailable as error:
-        raise ValueError(f"--store {options.store}: {error}") from error
+        raise ValueError(f"--store {job.store}: {error}") from error
     except RuntimeError as error:
         raise ValueError(str(error)) from error
     finally:
@@ -209,7 +236,7 @@ def _use_cpu() -> None:
     import jax
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells what is no news
-    sys.unraisablehook = functools.partial(_without_echoes, sys.unraisablehook)
+    sys.unraisablehook = partial(_without_echoes, sys.unraisablehook)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)
 
@@ -222,17 +249,3 @@ def _without_echoes(shown: Callable[[Any], Any], unraisable: Any) -> None:
     """
     if str(unraisable.exc_value) != "Event loop is closed":
         shown(unraisable)
-
-
-_ON_DIRECTORY: dict[str, Callable[[Namespace, Path], Printed]] = {
-    "ls": _ls_directory,
-    "show": _show_directory,
-    "verify": _verify_directory,
-    "export": _export_directory,
-}
-_ON_JOB: "dict[str, Callable[[Namespace, Observer], Printed]]" = {
-    "ls": _ls_job,
-    "show": _show_job,
-    "verify": _verify_job,
-    "export": _export_job,
-}

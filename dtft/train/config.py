@@ -13,9 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dtft.train.experiment import Experiment, MeshConfig, PipelineConfig
+import tyro
+
+from dtft.train.balance_config import BalanceConfig
+from dtft.train.experiment import Experiment, MeshConfig, PipelineConfig, PlanFlag
 from dtft.train.fitting import check
-from dtft.train.overrides import checked, given
+from dtft.train.overrides import unknown
 
 SCHEMA = 1
 """Number of the JSON form; raised when old readers would misread it."""
@@ -77,39 +80,40 @@ def refuse(error: Exception) -> NoReturn:
 
 
 def parse(config: str, overrides: Sequence[str], prog: str = "dtft") -> Experiment:
-    """As `load`, but raises.
+    """As `load`, but raises what does not concern a single value.
 
     Raises:
-        ConfigError: no such config, no such key, a value that is not allowed, or no
+        ConfigError: no such config, no such key, values that do not go together, or no
             data where it should be.
+        SystemExit: a value that is not allowed; what is, was printed.
     """
-    import tyro
-
     default = _default(find(config))
     try:
-        arguments = checked(default, overrides)
-        experiment = tyro.cli(
+        experiment, rest = tyro.cli(
             Experiment,
-            default=_for_plan(default, arguments),
-            args=arguments,
+            default=_for_plan(default, overrides, prog),
+            args=overrides,
             prog=prog,
             config=(tyro.conf.FlagConversionOff,),
+            return_unknown_args=True,
         )
-        _refuse_idle(experiment, arguments)
+        if rest:
+            raise ValueError(unknown(default, rest))
+        _refuse_idle(default.balance, experiment.balance)
         experiment.data.check()
         return experiment
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _refuse_idle(experiment: Experiment, arguments: Sequence[str]) -> None:
-    """Refuses settings of a balance that is off: whoever types one wants it."""
+def _refuse_idle(before: BalanceConfig, balance: BalanceConfig) -> None:
+    """Refuses to change a balance that is off: whoever changes it wants it on."""
     idle = [
-        f"{flag} {value}"
-        for flag, value in given(arguments)
-        if flag.startswith("--balance.") and flag != "--balance.policy"
+        f"--balance.{name} {value}"
+        for name, value in vars(balance).items()
+        if name != "policy" and value != getattr(before, name)
     ]
-    if idle and experiment.balance.policy == "off":
+    if idle and balance.policy == "off":
         raise ValueError(
             f"{idle[0]} says nothing with balance.policy=off. Nothing was started. Add "
             "--balance exact, or leave it out."
@@ -229,15 +233,23 @@ def refuse_other(saved: str, now: str, where: str | Path) -> None:
         )
 
 
-def _for_plan(default: Experiment, arguments: Sequence[str]) -> Experiment:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What decides which mesh a config begins with."""
+
+    plan: PlanFlag = ""
+
+
+def _for_plan(default: Experiment, overrides: Sequence[str], prog: str) -> Experiment:
     """The config without its own mesh, where a plan is asked for in the place of it.
 
     A mesh that is asked for beside it stays, and is refused with the plan.
     """
-    flags = list(given(arguments))
-    asked = [value for flag, value in flags if flag == "--plan"]
-    own = any(flag.startswith(("--mesh.", "--pipeline.")) for flag, _ in flags)
-    if own or not asked or not asked[-1]:
+    asked, rest = tyro.cli(
+        _Asked, args=overrides, prog=prog, add_help=False, return_unknown_args=True
+    )
+    own = any(word.startswith(("--mesh.", "--pipeline.")) for word in rest)
+    if own or not asked.plan:
         return default
     return dataclasses.replace(default, mesh=MeshConfig(), pipeline=PipelineConfig())
 

@@ -11,12 +11,11 @@ import os
 import shlex
 import shutil
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtft.elastic import namespaces
 from dtft.elastic.faults import Fault, check_together, parse_fault
@@ -24,10 +23,13 @@ from dtft.elastic.launch import ClusterOptions, HostPlace, LocalCluster
 from dtft.elastic.namespaces import HostNamespaces
 from dtft.elastic.strikes import Striker
 from dtft.train import config as configs
-from dtft.train import leftovers
+from dtft.train import host_flags, leftovers
 from dtft.train.experiment import Experiment
-from dtft.train.job_options import cluster_options
+from dtft.train.job_options import cluster_options, for_clusters
 from dtft.train.verdict import judge, say
+
+if TYPE_CHECKING:
+    from dtft.train.commands import Drill
 
 DEADLINE_S = 600.0
 FAIL_AT = "DTFT_FAIL_AT"
@@ -45,12 +47,18 @@ class Ran:
     left_behind: list[str]
 
 
-def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> int:
+def drill(options: "Drill", words: list[str]) -> int:
     """Runs the drill; 0 if the faulted run is as good as the undisturbed one.
 
+    Args:
+        options: CONFIG, faults, and what the clusters are told.
+        words: keys of the config, as they were typed.
+
     Raises:
-        ValueError: a fault cannot be read.
+        ValueError: wrong input, such as a fault that cannot be read.
     """
+    experiment, overrides = for_clusters(options, words, "dtft drill")
+    overrides += host_flags.handed_on(options.host)
     logging.getLogger("absl").setLevel(logging.ERROR)
     faults = _faults(experiment, options)
     namespaces.sweep()
@@ -87,7 +95,7 @@ def drill(experiment: Experiment, options: Namespace, overrides: list[str]) -> i
     return 0 if record["ok"] else 1
 
 
-def _faults(experiment: Experiment, options: Namespace) -> list[Fault]:
+def _faults(experiment: Experiment, options: "Drill") -> list[Fault]:
     hosts = experiment.cluster.hosts
     if any(text.startswith("scale:") for text in options.fault):
         hosts += options.spares  # the job may grow over them
@@ -105,7 +113,7 @@ def _faults(experiment: Experiment, options: Namespace) -> list[Fault]:
     return faults
 
 
-def _memory_limits(options: Namespace) -> dict[str, int]:
+def _memory_limits(options: "Drill") -> dict[str, int]:
     """MiB of memory of the hosts that --host-memory names.
 
     Raises:
@@ -170,7 +178,7 @@ def _run(
     directory: Path,
     spares: int,
     faults: Sequence[Fault],
-    options: Namespace,
+    options: "Drill",
 ) -> Ran:
     _fresh(directory)
     arguments = [*arguments, "--log.run_dir", str(directory)]
@@ -228,7 +236,7 @@ def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _network(
-    settings: ClusterOptions, faults: Sequence[Fault], options: Namespace
+    settings: ClusterOptions, faults: Sequence[Fault], options: "Drill"
 ) -> Iterator[HostNamespaces | None]:
     """The namespaces of all hosts, if one of them is to be cut off."""
     if not any(fault.kind == "cut" for fault in faults):

@@ -5,7 +5,9 @@ devices, files or processes, and must stay free of jax imports at module level.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from tyro.conf import arg
 
 from dtft.checkpoint.cadence import Cadence
 from dtft.checkpoint.interval import Automatic
@@ -15,6 +17,9 @@ from dtft.train.balance_config import BalanceConfig
 from dtft.train.datasets import DataConfig
 from dtft.train.optimizers import OptimConfig
 from dtft.train.pipeline_config import PipelineConfig
+
+PlanFlag = Annotated[str, arg(aliases=("--mesh",))]
+"""The text of `plan`: `--mesh auto` and `--mesh FILE` say it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +236,7 @@ class Experiment:
     `--mesh` with such a text means, and `plan`."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """How rows pass through the stages of a mesh with `stage`."""
-    plan: str = ""
+    plan: PlanFlag = ""
     """Instead of `mesh`: `auto` for the best plan that the planner finds, or the path
     of a plan file (`dtft plan --json`). Decided once, and recorded in checkpoints;
     for another number of devices `auto` is decided again. A running job grows only onto

@@ -5,52 +5,53 @@ started. Must not start anything itself.
 """
 
 import subprocess
-from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.domains import parse_file, parse_label
 from dtft.checkpoint.stream import check_tls
 from dtft.checkpoint.wire import Tls
 
-PATHS = ("domain_file", "tls_cert", "tls_key")
-"""Flags that `launch` and `drill` hand on to every agent; each names a file."""
+if TYPE_CHECKING:
+    from dtft.train.commands import HostFlags, PlaceFlags
 
 
-def handed_on(options: Namespace) -> list[str]:
+def handed_on(flags: "HostFlags") -> list[str]:
     """The flags of a cluster's agents, with paths that hold from anywhere.
 
     Raises:
         ValueError: a file cannot be read, or says what cannot be.
     """
-    flags: list[str] = []
-    for name in PATHS:
-        if given := getattr(options, name, None):
-            flags += [f"--{name.replace('_', '-')}", str(Path(given).resolve())]
-    if options.domain_file:
-        _domains_in(options.domain_file)
-    tls_of(options)
-    return flags + ["--nixl"] * options.nixl
+    paths = {
+        "--domain-file": flags.domain_file,
+        "--tls-cert": flags.tls_cert,
+        "--tls-key": flags.tls_key,
+    }
+    if flags.domain_file:
+        _domains_in(flags.domain_file)
+    tls_of(flags)
+    words = [(flag, str(Path(path).resolve())) for flag, path in paths.items() if path]
+    return [word for pair in words for word in pair] + ["--nixl"] * flags.nixl
 
 
-def tls_of(options: Namespace) -> Tls | None:
+def tls_of(flags: "HostFlags") -> Tls | None:
     """The certificate of --tls-cert and --tls-key, read once to see that it is good.
 
     Raises:
         ValueError: one of them is missing, or they cannot be read or used together.
     """
-    if not options.tls_cert and not options.tls_key:
+    if not flags.tls_cert and not flags.tls_key:
         return None
-    if options.nixl:
+    if flags.nixl:
         raise ValueError(
             "--nixl reads memory past TLS, unencrypted: give either --nixl or "
             "--tls-cert and --tls-key."
         )
-    if not options.tls_cert or not options.tls_key:
+    if not flags.tls_cert or not flags.tls_key:
         raise ValueError(
             "--tls-cert FILE and --tls-key FILE belong together: give both, or neither."
         )
-    tls = Tls(certificate=Path(options.tls_cert), key=Path(options.tls_key))
+    tls = Tls(certificate=Path(flags.tls_cert), key=Path(flags.tls_key))
     try:
         check_tls(tls)
     except ValueError as error:
@@ -58,7 +59,7 @@ def tls_of(options: Namespace) -> Tls | None:
     return tls
 
 
-def own_certificate(options: Namespace, directory: Path) -> list[str]:
+def own_certificate(flags: "HostFlags", directory: Path) -> list[str]:
     """For --tls: flags that name a certificate made for this run, which signs itself.
 
     It keeps what travels between hosts from being read on the way. Who is at the other
@@ -67,9 +68,7 @@ def own_certificate(options: Namespace, directory: Path) -> list[str]:
     Raises:
         ValueError: --tls-cert is given too, or `openssl` cannot make one.
     """
-    if not options.tls:
-        return []
-    if options.tls_cert or options.nixl:
+    if flags.tls_cert or flags.nixl:
         raise ValueError("give only one of --nixl, --tls, --tls-cert with --tls-key.")
     tls = Tls(certificate=directory / "tls.cert.pem", key=directory / "tls.key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "3650"]
@@ -85,32 +84,32 @@ def own_certificate(options: Namespace, directory: Path) -> list[str]:
     return ["--tls-cert", str(tls.certificate), "--tls-key", str(tls.key)]
 
 
-def settings(options: Namespace, host: str) -> dict[str, Any]:
+def settings(flags: "HostFlags", place: "PlaceFlags", host: str) -> dict[str, Any]:
     """The fields of one host's `AgentConfig` that the flags decide.
 
     Raises:
         ValueError: a flag or a file says what cannot be.
     """
     return {
-        "domain": domain_of(options, host),
-        "tls": tls_of(options),
-        "nixl": options.nixl,
+        "domain": domain_of(flags, place, host),
+        "tls": tls_of(flags),
+        "nixl": flags.nixl,
     }
 
 
-def domain_of(options: Namespace, host: str) -> str:
+def domain_of(flags: "HostFlags", place: "PlaceFlags", host: str) -> str:
     """The label of a host's failure domains, from --domain or --domain-file.
 
     Raises:
         ValueError: both are given, the label cannot be read, or the file lacks it.
     """
-    if options.domain and options.domain_file:
+    if place.domain and flags.domain_file:
         raise ValueError("give either --domain or --domain-file, not both.")
-    if options.domain_file:
-        domains = _domains_in(options.domain_file)
+    if flags.domain_file:
+        domains = _domains_in(flags.domain_file)
         if domains.levels and host not in domains.names:
             raise ValueError(
-                f"--domain-file {options.domain_file}: it has no line for this host, "
+                f"--domain-file {flags.domain_file}: it has no line for this host, "
                 f"{host}. Add one, or give --host-name one of its names."
             )
         found = dict(
@@ -118,7 +117,7 @@ def domain_of(options: Namespace, host: str) -> str:
         )
     else:
         try:
-            found = parse_label(options.domain or "")
+            found = parse_label(place.domain)
         except ValueError as error:
             raise ValueError(f"--domain: {error}") from error
     return ",".join(f"{level}={name}" for level, name in found.items())

@@ -1,44 +1,55 @@
 """What several commands read from their flags: experiment, run directory, secret.
 
-Turns parsed arguments into values, refuses what cannot be, and makes the run directory.
-Must not start anything: which command is running is not known here.
+Turns flags into values, refuses what cannot be, and makes the run directory.
 """
 
 import os
+import signal
 import socket
-from argparse import Namespace
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtft.checkpoint.storage_steps import storage_steps
-from dtft.elastic.host_memory import check_arena_directory
+from dtft.elastic.host_memory import check_arena_directory, check_name
+from dtft.elastic.stopping import heard_signals
 from dtft.elastic.store_address import StoreAddress
 from dtft.train import config as configs
 from dtft.train.experiment import Experiment
+from dtft.train.fitting import check
 from dtft.train.run_directory import make_run_directory, with_run_dir
 
 if TYPE_CHECKING:
     from dtft.elastic.launch import ClusterOptions
+    from dtft.train.commands import Bench, Drill, JobFlags, PlaceFlags
 
 
-def load_experiment(options: Namespace, overrides: list[str]) -> Experiment:
-    """The experiment of the command line.
+def for_clusters(
+    command: "Drill | Bench", words: list[str], prog: str
+) -> tuple[Experiment, list[str]]:
+    """The experiment, and the overrides for clusters with run directories of their own.
+
+    SIGTERM and SIGHUP unwind like an error, so that clusters are closed and their
+    memory freed.
 
     Args:
-        options: what the command's parser knows.
-        overrides: the rest. The flags that stand for fields of the config are added to
-            it, so that it makes the same experiment in another process.
+        command: CONFIG and sizes.
+        words: keys of the config, as they were typed.
+        prog: the command, for the help text.
 
     Raises:
-        ValueError: there is no such config, or a value is not allowed.
+        ValueError: wrong input.
     """
-    if getattr(options, "hosts", None) is not None:
-        overrides += ["--cluster.hosts", str(options.hosts)]
-    if getattr(options, "run_dir", None):
-        overrides += ["--log.run_dir", options.run_dir]
-    if getattr(options, "min_replicas", None) is not None:
-        overrides += ["--cluster.min_replicas", str(options.min_replicas)]
-    return configs.load(options.config, overrides, f"dtft {options.command}")
+    overrides = [*words, *command.run_flags.keys()]
+    experiment = configs.load(command.config, overrides, prog)
+    check(experiment)
+    for number in heard_signals():
+        if number != signal.SIGINT:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    cluster = experiment.cluster
+    sizes = ["--cluster.hosts", str(cluster.hosts)]
+    sizes += ["--cluster.min_replicas", str(cluster.min_replicas)]
+    return experiment, [*words, *sizes]
 
 
 def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
@@ -57,36 +68,45 @@ def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:
     return directory, ["--log.run_dir", str(directory)]
 
 
-def store_address(options: Namespace) -> StoreAddress:
+def store_address(job: "JobFlags") -> StoreAddress:
     """The etcd of --store and of the flags that begin with --store-.
 
     Raises:
-        ValueError: a flag has a value that is not allowed, or lacks its partner.
+        ValueError: a flag has a value that is not allowed, or lacks its partner; or no
+            job can have this name.
     """
+    check_name("--job", job.name)
     return StoreAddress.parse(
-        options.store,
-        ca=options.store_ca,
-        certificate=options.store_cert,
-        key=options.store_key,
-        user=options.store_user,
-        password_file=options.store_password_file,
-        prefix=options.store_prefix,
-        private=options.store_private,
+        job.store,
+        ca=job.store_ca,
+        certificate=job.store_cert,
+        key=job.store_key,
+        user=job.store_user,
+        password_file=job.store_password_file,
+        prefix=job.store_prefix,
+        private=job.store_private,
     )
 
 
-def host_name(options: Namespace) -> str:
-    """--host-name, or a name that no other process has."""
-    return options.host_name or f"{socket.gethostname()}-{os.getpid()}"
+def host_name(place: "PlaceFlags") -> str:
+    """--host-name, or a name that no other process has.
+
+    Raises:
+        ValueError: no host can have this name.
+    """
+    if place.host_name is None:
+        return f"{socket.gethostname()}-{os.getpid()}"
+    check_name("--host-name", place.host_name)
+    return place.host_name
 
 
-def read_secret(options: Namespace) -> bytes:
+def read_secret(job: "JobFlags") -> bytes:
     """The job's secret, from --secret-file or DTFT_SECRET_FILE.
 
     Raises:
         ValueError: neither is given, or the file cannot be read or is too short.
     """
-    name = options.secret_file or os.environ.get("DTFT_SECRET_FILE", "")
+    name = job.secret_file or os.environ.get("DTFT_SECRET_FILE", "")
     if not name:
         raise ValueError(
             "no job secret: give --secret-file FILE or set DTFT_SECRET_FILE; any file "

@@ -6,10 +6,9 @@ cluster that is elsewhere needs none of its devices.
 """
 
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -27,15 +26,18 @@ from dtft.train.plan_verify import verified
 from dtft.train.planning import RunnablePlan
 from dtft.train.verify_words import first_fitting, sections
 
+if TYPE_CHECKING:
+    from dtft.train.commands import Plan
 
-def run(options: Namespace, experiment: Experiment) -> int:
+
+def run(options: "Plan", experiment: Experiment) -> int:
     """Runs the command.
 
     Raises:
         ValueError: a config that cannot be planned, pins that cannot be met, an unknown
             cluster; or nothing fits, predicted or compiled.
     """
-    calibration = options.calibration
+    calibration = options.calibration or None
     if options.cluster is None:
         calibration = calibration or experiment.calibration or None
     _check_flags(options, calibration)
@@ -57,7 +59,7 @@ def run(options: Namespace, experiment: Experiment) -> int:
     return 0
 
 
-def _check_flags(options: Namespace, calibration: str | None) -> None:
+def _check_flags(options: "Plan", calibration: str | None) -> None:
     if options.trial and options.verify:
         raise ValueError(
             f"--trial {options.trial} and --verify {options.verify}: what is run here "
@@ -76,7 +78,7 @@ def _check_flags(options: Namespace, calibration: str | None) -> None:
 
 
 def _checked(
-    found: RunnablePlan, asked: Asked, options: Namespace
+    found: RunnablePlan, asked: Asked, options: "Plan"
 ) -> tuple[RunnablePlan, tuple[Section, ...]]:
     """The plan that a trial or the compiler prefers, and what is said of that."""
     decision = found.decision

@@ -4,7 +4,6 @@ Reads and writes the files and prints a summary. Must not know how a row is pred
 `planner.row_prediction` decides.
 """
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +13,10 @@ from dtft.train.out_files import check_apart, check_writable, read_text
 if TYPE_CHECKING:
     from dtft.planner.row_prediction import RowPrediction
     from dtft.planner.row_table import Table
+    from dtft.train.commands import Predict
 
 
-def run(options: Namespace) -> int:
+def run(options: "Predict") -> int:
     """Runs the command.
 
     Raises:

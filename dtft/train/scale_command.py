@@ -7,13 +7,15 @@ not have this size, or there is no such job. Must not know how a job is scaled:
 
 import json
 import sys
-from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.tables import size_text
 
+if TYPE_CHECKING:
+    from dtft.train.commands import Scale
 
-def run(options: Namespace, secret: bytes) -> int:
+
+def run(options: "Scale") -> int:
     """Runs the command.
 
     Raises:
@@ -24,25 +26,27 @@ def run(options: Namespace, secret: bytes) -> int:
     from dtft.elastic.inspect_job import Observer
     from dtft.elastic.scale_job import scale
     from dtft.elastic.store import StoreUnavailable
-    from dtft.train.job_options import store_address
+    from dtft.train.job_options import read_secret, store_address
 
     if options.replicas < 1 or options.timeout <= 0:
         raise ValueError(
             f"--replicas {options.replicas}, --timeout {options.timeout:g}: both are "
             "above 0. Give the number of replicas that shall train, and seconds."
         )
-    store = EtcdStore(store_address(options))
+    job = options.job
+    address, secret = store_address(job), read_secret(job)
+    store = EtcdStore(address)
     try:
-        observer = Observer(store, options.store, options.job, secret)
+        observer = Observer(store, job.store, job.name, secret)
         found = scale(observer, options.replicas, options.timeout)
     except StoreUnavailable as error:
-        raise ValueError(f"--store {options.store}: {error}") from error
+        raise ValueError(f"--store {job.store}: {error}") from error
     except RuntimeError as error:
         print(f"dtft: error: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
         store.close()
-    print(json.dumps(found) if options.json else line(options.job, found))
+    print(json.dumps(found) if options.json else line(job.name, found))
     return 0
 
 

@@ -5,8 +5,8 @@ does.
 """
 
 import dataclasses
-from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -15,70 +15,77 @@ from dtft.elastic.host_memory import check_arena_directory
 from dtft.elastic.serve import ServeConfig, ServingHost, base_config
 from dtft.train import host_flags
 from dtft.train.agent_command import log_to_stderr, run_at
-from dtft.train.job_options import host_name, store_address
+from dtft.train.job_options import host_name, read_secret, store_address
 
-_ONLY = "`dtft agent --serve-only` trains nothing"
+if TYPE_CHECKING:
+    from dtft.train.commands import Serve
+
+_PROG = "dtft agent --serve-only"
+_ONLY = f"`{_PROG}` trains nothing"
 
 
-def serve(options: Namespace, overrides: list[str], secret: bytes) -> int:
+def serve(options: "Serve", words: list[str]) -> int:
     """Runs the agent of one host until it is told to end.
+
+    Args:
+        options: job and host.
+        words: fields of `ServeConfig`, as they were typed.
 
     Raises:
         ValueError: a flag does not fit, or the host may not take part.
     """
     log_to_stderr()
-    config = _agent_config(options, overrides, secret)
+    config = _agent_config(options, words)
     check_arena_directory(config.arena_directory)
     (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
-    address = store_address(options)
+    address = store_address(options.job)
     run_at(address, lambda store: ServingHost(config, store, options.hosts))
     return 0
 
 
-def _agent_config(
-    options: Namespace, overrides: list[str], secret: bytes
-) -> AgentConfig:
-    address = store_address(options)
+def _agent_config(options: "Serve", words: list[str]) -> AgentConfig:
+    address = store_address(options.job)
+    secret = read_secret(options.job)
     if options.hosts is not None and options.hosts < 2:
         raise ValueError(
             f"--hosts {options.hosts}: a job of several hosts has 2 or more. A process "
             "of its own needs no agent. Leave --hosts out to take any number."
         )
-    serving = _serve_config(overrides)
-    host = host_name(options)
+    serving = _serve_config(words)
+    directory = options.run_dir or Path("runs") / options.job.name
+    host = host_name(options.place)
     return dataclasses.replace(
         base_config(
             serving,
-            job=options.job,
+            job=options.job.name,
             host=host,
             store=str(address),
             secret=secret,
         ),
-        bind=options.bind,
-        run_directory=Path(options.run_dir or Path("runs") / options.job).resolve(),
-        **host_flags.settings(options, host),
+        bind=options.place.bind,
+        run_directory=Path(directory).resolve(),
+        **host_flags.settings(options.host, options.place, host),
     )
 
 
-def _serve_config(overrides: list[str]) -> ServeConfig:
-    known = ("copies", "arena_directory", "timeouts.")
-    for word in overrides:
+def _serve_config(words: list[str]) -> ServeConfig:
+    config, unknown = tyro.cli(
+        ServeConfig, args=words, prog=_PROG, return_unknown_args=True
+    )
+    for word in unknown:
         name = word.removeprefix("--").replace("-", "_").partition("=")[0]
         if not word.startswith("--"):
-            continue
+            raise ValueError(
+                f"CONFIG {word}: {_ONLY}, so it has no CONFIG. Leave it out, or leave "
+                "--serve-only out."
+            )
         if name in ("share", "checkpoint.share"):
             raise ValueError(
                 f"{word}: a process that is restarted takes its state from its own "
                 "agent, which therefore keeps all of its slices. Leave it out."
             )
-        if not name.startswith(known):
-            raise ValueError(
-                f"{word}: {_ONLY}. Allowed beside the flags in its --help: --copies, "
-                "--arena_directory, --timeouts.NAME. Leave it out."
-            )
-    if overrides and not overrides[0].startswith("--"):
         raise ValueError(
-            f"CONFIG {overrides[0]}: {_ONLY}, so it has no CONFIG. Leave it out, or "
-            "leave --serve-only out."
+            f"{word}: {_ONLY}. Allowed beside the flags in its --help: --copies, "
+            "--arena_directory, --timeouts.NAME. Leave it out."
         )
-    return tyro.cli(ServeConfig, args=overrides, prog="dtft agent --serve-only")
+    return config

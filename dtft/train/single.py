@@ -32,11 +32,13 @@ def train(config: str, overrides: Sequence[str]) -> int:
     Returns:
         The exit code: 0 done or stopped by a signal, 1 failed, 2 wrong input.
     """
-    experiment = with_run_dir(configs.load(config, overrides, "dtft train"))
+    asked = configs.load(config, overrides, "dtft train")
+    experiment = with_run_dir(asked)
     from dtft.train.loop import run
     from dtft.train.stop import NonFinite
 
-    resume = resume_command("train", config, overrides, experiment)
+    made = "" if asked.log.run_dir else experiment.log.run_dir
+    resume = resume_command(config, overrides, made)
     runtime: LocalRuntime | None = None
     try:
         with only_run_in(Path(experiment.log.run_dir)):
@@ -56,15 +58,19 @@ def train(config: str, overrides: Sequence[str]) -> int:
     return 0
 
 
-def resume_command(
-    verb: str, config: str, overrides: Sequence[str], experiment: Experiment
-) -> str:
-    """What to type to continue: the same command, with its run directory."""
-    words = ["dtft", verb, config, *overrides]
-    keys = [word.partition("=")[0].replace("-", "_") for word in overrides]
-    if "__log.run_dir" not in keys:
-        words += ["--log.run_dir", experiment.log.run_dir]
-    return shlex.join(words)
+def resume_command(config: str, overrides: Sequence[str], made: str) -> str:
+    """What to type to continue: the same command, with its run directory.
+
+    Args:
+        config: path or name.
+        overrides: keys of the config, as they were typed.
+        made: the run directory, if neither config nor overrides name one; else empty.
+
+    >>> resume_command("x", ["--seed", "1"], "runs/x-1")
+    'dtft train x --seed 1 --log.run_dir runs/x-1'
+    """
+    words = ["--log.run_dir", made] if made else []
+    return shlex.join(["dtft", "train", config, *overrides, *words])
 
 
 class UnreadableCheckpoint(RuntimeError):

@@ -4,7 +4,6 @@ The user's script is `stock_job.py`; real etcd, agents, processes, gloo.
 """
 
 import json
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from dtft.checkpoint.storage_steps import storage_steps
 from dtft.elastic.journal import read_events
+from dtft.train.commands import HostFlags
 from dtft.train.host_flags import own_certificate
 from tests.drills.harness import dtft
 from tests.drills.serving import ServedJob
@@ -122,7 +122,7 @@ def readable(directory: Path, step: int) -> None:
 def test_memory_serves_other_shardings_after_a_host_was_lost(job: ServedJob) -> None:
     """Three processes by rows become three by columns, in another order; over TLS,
     and with racks, of which two hosts share one."""
-    tls = own_certificate(Namespace(tls=True, tls_cert=None, nixl=False), job.directory)
+    tls = own_certificate(HostFlags(), job.directory)
     racks = {"host-0": "r0", "host-1": "r0", "host-2": "r1", "spare": "r0"}
     for name, rack in racks.items():
         job.start_agent(name, *tls, "--domain", f"rack={rack}")

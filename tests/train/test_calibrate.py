@@ -199,7 +199,6 @@ def test_sizes_are_those_of_the_reference(sizes: Sizes) -> None:
         (["--devices", "0"], "--devices 0: Allowed: 1 to 256"),
         (["--devices", "1000000"], "--devices 1000000: Allowed: 1 to 256"),
         (["--devices", "9"], "this machine has 8. Allowed: 1 to 8"),
-        (["--fast"], "unknown arguments: --fast. See `dtft calibrate --help`"),
         (["--out", "/nothing/there.json"], "/nothing"),
         (["--from", "/nothing/there.json"], "calibration /nothing/there.json cannot"),
         (["--runs", "/nothing/there.jsonl"], "--runs /nothing/there.jsonl"),

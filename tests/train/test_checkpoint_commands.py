@@ -229,7 +229,6 @@ def test_a_step_of_several_items_is_shown_and_every_one_is_verified(
         (("ls", "/tmp", "--job", "j"), "give either DIR"),
         (("ls", "--store", "s:1"), "both --store HOST:PORT and --job"),
         (("ls", "--job", "j"), "both --store HOST:PORT and --job"),
-        (("ls", "/tmp", "--colour"), "unknown arguments: --colour"),
     ],
 )
 def test_wrong_input_is_one_clear_error(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtft.models.base import CNNConfig, ModelConfig
+from dtft.train.bench import tier_off
 from dtft.train.config import (
     _FORMER_NAMES,
     ConfigError,
@@ -149,6 +150,12 @@ def test_settings_of_a_balance_that_is_off_are_refused() -> None:
     assert parse("digits_cnn", ["--balance", "off"]).balance.policy == "off"
 
 
+def test_a_bench_without_the_tier_takes_any_interval_of_the_one_with_it() -> None:
+    typed = ["--checkpoint.interval=auto", "--checkpoint.stall_budget", "0.05"]
+    checkpoint = parse("digits_cnn", [*typed, *tier_off(7)]).checkpoint
+    assert checkpoint == CheckpointConfig(interval=7, storage_interval=0)
+
+
 def test_overrides_reach_the_subclass() -> None:
     arguments = ["--optim.b2", "0.99", "--model.channels", "4", "8", "--log.every=5"]
     experiment = parse("digits_cnn", [*arguments, "--log.tensorboard", "False"])
@@ -174,20 +181,23 @@ def test_unknown_key_gets_one_error_and_a_hint(key: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "told"),
     [
-        (["--mesh.stage", "2.5"], "--mesh.stage 2.5 is no whole number. Nothing"),
-        (["--seed=x"], "--seed x is no whole number. Nothing"),
-        (["--optim.learning-rate", "fast"], "--optim.learning-rate fast is no number"),
-        (["--checkpoint.interval", "2.5"], "2.5 is no whole number and none of auto."),
-        (["--balance", "x"], "--balance x is none of off, proportional, exact (bal"),
+        (["--mesh.stage", "2.5"], ["--mesh.stage", "2.5", "int"]),
+        (["--seed=x"], ["--seed", "'x'", "int"]),
+        (["--optim.learning-rate", "fast"], ["--optim.learning-rate", "fast", "float"]),
+        (["--checkpoint.interval", "2.5"], ["--checkpoint.interval", "2.5", "auto"]),
+        (["--balance", "x"], ["--balance", "'x'", "off", "proportional", "exact"]),
+        (["--plan"], ["--plan", "Missing value"]),
     ],
 )
-def test_values_that_cannot_be_read_are_said_as_typed(
-    arguments: list[str], text: str
+def test_what_is_no_value_is_named_with_what_is_allowed(
+    arguments: list[str], told: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=re.escape(text)):
+    with pytest.raises(SystemExit) as ended:
         parse("digits_cnn", arguments)
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and all(text in shown for text in told), shown
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,6 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, free_port):
         (["--replicas", "3"], f"--store 127.0.0.1:{free_port}"),
         (["--replicas", "0"], "--replicas 0"),
         (["--replicas", "3", "--timeout", "0"], "--timeout 0"),
-        (["--replicas", "3", "--model.channels", "1"], "unknown arguments"),
         (["--replicas", "3", "--secret-file", "/none"], "--secret-file /none"),
     ):
         assert main([*asked, *more]) == 2
