@@ -124,10 +124,10 @@ def plan_of(
 
 def candidate_of(one: Model, plan: Plan, target: str, name: str) -> Candidate:
     """The program that would run the plan."""
-    if one.own_step is not None:
-        return verifying.of_step(
-            plan, one.own_step, one.own_state, one.batch, target=target, name=name
-        )
-    return verifying.of_loss(
-        plan, one.loss, one.optimizer, one.params, one.batch, target=target, name=name
+    given = (
+        {"loss": one.loss, "optimizer": one.optimizer, "params": one.params}
+        if one.own_step is None
+        else {"step": one.own_step, "state": one.own_state}
     )
+    given = {**given, "batch": one.batch}
+    return verifying.candidate_of(plan, given, target=target, name=name)

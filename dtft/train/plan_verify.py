@@ -17,7 +17,7 @@ from dtft.planner.compiling import Candidate, compile_all
 from dtft.planner.deciding import Decision, decide, next_best
 from dtft.planner.plan import Plan
 from dtft.planner.verify import Compiled, Failure, Verdict, gate
-from dtft.train import verifying
+from dtft.train.verifying import candidate_of
 
 NUM = 4
 """Plans that are compiled, if nothing else is asked for."""
@@ -100,7 +100,7 @@ def _compiled(
 
     def lowered() -> Iterator[Candidate]:
         for number, one in enumerate(known):
-            yield _candidate(one.plan, asked, target, str(number))
+            yield candidate_of(one.plan, asked, target=target, name=str(number))
 
     left = max(0.0, end - time.monotonic())
     coming = [(target, math.prod(one.plan.mesh.values())) for one in known]
@@ -115,13 +115,6 @@ def _compiled(
         )
         for one, result in zip(known, results, strict=True)
     )
-
-
-def _candidate(
-    plan: Plan, asked: Mapping[str, Any], target: str, name: str
-) -> Candidate:
-    make = verifying.of_step if "step" in asked else verifying.of_loss
-    return make(plan, **asked, target=target, name=name)
 
 
 def _excess(found: Sequence[Verified]) -> float:
