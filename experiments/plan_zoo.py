@@ -25,7 +25,7 @@ from dtft.planner.pricing import Prices  # noqa: E402
 from dtft.planner.question import Question  # noqa: E402
 from dtft.planner.search import Search  # noqa: E402
 from dtft.planner.space import Choices, Space  # noqa: E402
-from dtft.train import verifying  # noqa: E402
+from dtft.train import plan_verify  # noqa: E402
 from tests.planner.zoo import MODELS  # noqa: E402
 from tests.planner.zoo_parts import Model  # noqa: E402
 
@@ -130,4 +130,4 @@ def candidate_of(one: Model, plan: Plan, target: str, name: str) -> Candidate:
         else {"step": one.own_step, "state": one.own_state}
     )
     given = {**given, "batch": one.batch}
-    return verifying.candidate_of(plan, given, target=target, name=name)
+    return plan_verify.candidate_of(plan, given, target=target, name=name)

@@ -26,7 +26,7 @@ from dtft.planner.question import Question, of_loss, of_step
 from dtft.planner.search import Search
 from dtft.planner.space import Choices
 from dtft.planner.verify import agreements
-from dtft.train.verifying import candidate_of
+from dtft.train.plan_verify import candidate_of
 from tests.planner.zoo_parts import ADAM, array, ints
 
 CLUSTER = Cluster.parse("8xH100")

@@ -11,8 +11,8 @@ from dtft.planner.deciding import Decision, decide
 from dtft.planner.question import of_loss
 from dtft.planner.verify import Compiled, compare
 from dtft.planner.why_not import why_not
+from dtft.train.plan_verify import candidate_of
 from dtft.train.planned_step import make_step
-from dtft.train.verifying import candidate_of
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import Model
 

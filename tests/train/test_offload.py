@@ -12,8 +12,8 @@ from dtft.planner import gpu_targets
 from dtft.planner.compiling import compile_all
 from dtft.planner.plan import Knobs, Plan
 from dtft.planner.verify import Compiled, gate
+from dtft.train.plan_verify import candidate_of
 from dtft.train.planned_step import make_step
-from dtft.train.verifying import candidate_of
 from tests.train.plans import layers_batch, layers_loss, layers_params, plan_of
 
 OPTIMIZER = optax.adam(0.1)

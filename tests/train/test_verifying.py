@@ -11,8 +11,8 @@ from dtft._jax_internals import compile_module
 from dtft.planner.compiling import Candidate
 from dtft.planner.hlo_collectives import collectives
 from dtft.planner.plan import Knobs, Plan, Prediction, Spec
+from dtft.train.plan_verify import candidate_of
 from dtft.train.planned_step import jit_plan, make_step
-from dtft.train.verifying import candidate_of
 
 MESH = {"fsdp": 4, "tensor": 2}
 UP: Spec = (("fsdp",), ("tensor",))
