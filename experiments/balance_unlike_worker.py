@@ -33,9 +33,10 @@ from dtft.train.datasets import CharsConfig
 from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.measuring import agreed
 from dtft.train.optimizers import MaxAdaBeliefConfig
+from dtft.train.probing import Probe
 from dtft.train.shared_feed import SharedFeed
 from dtft.train.step import make_mesh
-from dtft.train.uneven import UnevenProgram
+from dtft.train.uneven import load_balanced_step, shared_by
 from experiments import worlds
 from experiments.quotas import Quota
 
@@ -95,11 +96,12 @@ class Host:
         self.rank, self.task, self.num_compiled = rank, task, 0
         trained = experiment()
         mesh = make_mesh(MeshConfig(), jax.devices())
-        self.program = UnevenProgram(trained, mesh)
+        self.program = load_balanced_step(trained, mesh)
+        self.probe = Probe(self.program)
         self.source = make_datasets(trained.data, 0).train
         self.config = trained.balance
         self.names = tuple(f"host-{index}" for index in range(len(task.quotas)))
-        self.work: Microbatches = self.program.sharing.work
+        self.work: Microbatches = shared_by(self.program).sharing.work
         self.state = self.program.init()
         self.search(self.balancer("warm-up", "exact"), rounds=1)
         self.steps_per_s(self.work.by_weight(np.ones(len(self.names))).tolist())
@@ -118,6 +120,7 @@ class Host:
             self.names,
             BalanceLog(folder, {}, self.names, leading=self.rank == 0, say=_say),
             step=0,
+            timing=self.probe,
         )
 
     def search(

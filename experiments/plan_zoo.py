@@ -25,7 +25,7 @@ from dtft.planner.pricing import Prices  # noqa: E402
 from dtft.planner.question import Question  # noqa: E402
 from dtft.planner.search import Search  # noqa: E402
 from dtft.planner.space import Choices, Space  # noqa: E402
-from dtft.train import verifying  # noqa: E402
+from dtft.train import plan_verify  # noqa: E402
 from tests.planner.zoo import MODELS  # noqa: E402
 from tests.planner.zoo_parts import Model  # noqa: E402
 
@@ -124,10 +124,10 @@ def plan_of(
 
 def candidate_of(one: Model, plan: Plan, target: str, name: str) -> Candidate:
     """The program that would run the plan."""
-    if one.own_step is not None:
-        return verifying.of_step(
-            plan, one.own_step, one.own_state, one.batch, target=target, name=name
-        )
-    return verifying.of_loss(
-        plan, one.loss, one.optimizer, one.params, one.batch, target=target, name=name
+    given = (
+        {"loss": one.loss, "optimizer": one.optimizer, "params": one.params}
+        if one.own_step is None
+        else {"step": one.own_step, "state": one.own_state}
     )
+    given = {**given, "batch": one.batch}
+    return plan_verify.candidate_of(plan, given, target=target, name=name)

@@ -11,11 +11,11 @@ from dtft._lazy import attributes
 if TYPE_CHECKING:
     from dtft.train.placed import make_placed_step as make_placed_step
     from dtft.train.placed_placement import nodes_of_scopes as nodes_of_scopes
+    from dtft.train.planned_step import jit_plan as jit_plan
     from dtft.train.planned_step import make_step as make_step
-    from dtft.train.planning import jit_plan as jit_plan
 
 _PUBLIC = {
-    "jit_plan": "planning",
+    "jit_plan": "planned_step",
     "make_placed_step": "placed",
     "make_step": "planned_step",
     "nodes_of_scopes": "placed_placement",

@@ -8,7 +8,7 @@ Must not know hosts beyond their names, nor how a step is run or timed.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,11 +20,12 @@ from dtft.train.balance_log import BalanceLog, Cost
 from dtft.train.balance_record import Begin
 from dtft.train.data import Source
 from dtft.train.experiment import Experiment
-from dtft.train.probing import Probe, Timed
+from dtft.train.functional_model import Metrics, State
+from dtft.train.probing import Probe, Timed, gathered, own_replicas
 from dtft.train.runtime import Items, Runtime
 from dtft.train.shared_feed import SharedFeed
-from dtft.train.step import Arrays, Metrics, State
-from dtft.train.uneven import UnevenProgram
+from dtft.train.step import Arrays, TrainStep
+from dtft.train.uneven import shared_by
 
 
 class Timing(Protocol):
@@ -44,11 +45,11 @@ class Timing(Protocol):
 
 
 class Balancer:
-    """Runs the steps of a program, and shares their batches."""
+    """Runs the steps of `uneven.load_balanced_step`, and shares their batches."""
 
     def __init__(
         self,
-        program: UnevenProgram,
+        train_step: TrainStep,
         source: Source,
         config: BalanceConfig,
         begin: Begin,
@@ -59,17 +60,18 @@ class Balancer:
         timing: Timing | None = None,
     ) -> None:
         """Continues from `step` with the shares of `begin`."""
-        self._program, self._config, self._names = program, config, names
+        self._train_step, self._config, self._names = train_step, config, names
         self._balance, self._log, self._step = begin.balance, log, step
-        self._timing, self._prepared = timing or Probe(program), False
-        self.feed = SharedFeed(source, program, begin.balance.division.tolist())
+        self._num_own = len(own_replicas(train_step.mesh))
+        self._timing, self._prepared = timing or Probe(train_step), False
+        self.feed = SharedFeed(source, train_step, begin.balance.division.tolist())
         """The batches of the steps that it runs."""
         self.items: Items = balance_record.to_items(begin.balance, names)
         """What a checkpoint of the newest step records."""
         self._timed: list[Timed] = []
         self._free: tuple[int, float] | None = None
         self._untimed_s: float | None = None
-        log.began(step, begin, program.sharing)
+        log.began(step, begin, shared_by(train_step).sharing)
 
     @property
     def balance(self) -> Balance[Counts]:
@@ -90,7 +92,7 @@ class Balancer:
         """
         self._timing.prepare(batch)
         for columns in (self._config.probes, len(self._names)):
-            self._program.gathered(np.zeros((len(self._program.own_replicas), columns)))
+            self._told(np.zeros((self._num_own, columns)))
         self._prepared = True
         state, metrics = self._next(state, batch)
         if self._free is None:
@@ -99,7 +101,7 @@ class Balancer:
 
     def _next(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         if not self._config.is_probe(self._step):
-            return self._program.step(state, batch)
+            return self._train_step.step(state, batch)
         state, metrics, timed = self._timing.step(state, batch)
         if self._free is not None and not self._timed:
             after, at = self._free
@@ -114,8 +116,8 @@ class Balancer:
     def _end_round(self) -> None:
         before, busy_s = self._balance, self._gathered()
         after = before.after(busy_s)
-        told = np.tile(after.division, (len(self._program.own_replicas), 1))
-        agreed = self._program.gathered(told)[0, 0].astype(np.int64)
+        told = np.tile(after.division, (self._num_own, 1))
+        agreed = self._told(told)[0, 0].astype(np.int64)
         self._balance = replace(after, division=agreed)
         self._log.round(self._step, before, self._balance, busy_s, self._cost())
         self.items = balance_record.to_items(self._balance, self._names)
@@ -127,12 +129,16 @@ class Balancer:
 
         After a restart the round that was interrupted has fewer timed steps.
         """
-        own = np.full((len(self._program.own_replicas), self._config.probes), np.nan)
+        own = np.full((self._num_own, self._config.probes), np.nan)
         for column, timed in enumerate(self._timed):
             own[:, column] = timed.busy_s
         # A replica of several hosts is done when the last of them is.
-        busy_s = self._program.gathered(own).max(1).T.astype(float)
+        busy_s = self._told(own).max(1).T.astype(float)
         return busy_s[: len(self._timed)]
+
+    def _told(self, own: np.ndarray) -> np.ndarray:
+        """What all processes know, of a row for each of this one's replicas."""
+        return gathered(self._train_step.mesh, own)
 
     def _cost(self) -> Cost:
         first, last = self._timed[0], self._timed[-1]
@@ -147,7 +153,7 @@ class Balancer:
 def balancer_of(
     experiment: Experiment,
     runtime: Runtime,
-    program: Any,
+    train_step: TrainStep,
     source: Source,
     items: Items,
 ) -> Balancer | None:
@@ -156,27 +162,29 @@ def balancer_of(
     Args:
         experiment: its field `balance` says how.
         runtime: joined; names the hosts.
-        program: an `UnevenProgram`, where it is not off.
+        train_step: of `uneven.load_balanced_step`, where it is not off.
         source: the training data.
         items: of the checkpoint that the run continues from; empty at the very start.
     """
     config = experiment.balance
     if config.policy == "off":
         return None
-    assert isinstance(program, UnevenProgram)
     names = balance_record.node_names(
         [
             [runtime.hosts[device.process_index] for device in devices.flat]
-            for devices in program.mesh.devices
+            for devices in train_step.mesh.devices
         ]
     )
     epoch = {"generation": runtime.generation, "attempt": runtime.attempt}
     return Balancer(
-        program,
+        train_step,
         source,
         config,
         balance_record.begin(
-            config.rules(config.policy), program.sharing.work, names, items
+            config.rules(config.policy),
+            shared_by(train_step).sharing.work,
+            names,
+            items,
         ),
         names,
         BalanceLog(runtime.run_directory, epoch, names, leading=runtime.is_leading),

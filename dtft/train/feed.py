@@ -13,7 +13,8 @@ import numpy as np
 
 from dtft.checkpoint.board import Phase
 from dtft.train.data import Source, rows
-from dtft.train.step import Arrays, Program, State
+from dtft.train.functional_model import State
+from dtft.train.step import Arrays, TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +56,13 @@ class Prepared:
 class Feed(Prepared):
     """Batches in equal parts."""
 
-    def __init__(self, source: Source, program: Program, global_batch: int) -> None:
+    def __init__(
+        self, source: Source, train_step: TrainStep, global_batch: int
+    ) -> None:
         """Reads nothing yet."""
         super().__init__()
         self._source, self._global_batch = source, global_batch
-        self._sharding = program.batch_sharding
+        self._sharding = train_step.batch_sharding
         self._width = self._sharding.shard_shape((global_batch,))[0]
         self._parts = local_parts(self._sharding, global_batch)
         self._ahead: tuple[int, Any] | None = None
@@ -164,7 +167,7 @@ def _nobody(phase: Phase) -> None:
 
 
 def evaluate(
-    program: Program,
+    train_step: TrainStep,
     state: State,
     source: Source,
     global_batch: int,
@@ -176,17 +179,17 @@ def evaluate(
     All processes call it together. The last batch is padded, its padding weighs 0.
     `entered` is told the phase of each batch; the first one's step is compiled.
     """
-    starts, _ = local_parts(program.batch_sharding, global_batch)
-    width = program.batch_sharding.shard_shape((global_batch,))[0]
+    starts, _ = local_parts(train_step.batch_sharding, global_batch)
+    width = train_step.batch_sharding.shard_shape((global_batch,))[0]
     totals: dict[str, float] = {}
     phase: Phase = "compile"
     for first in range(0, source.num_samples, global_batch):
         entered("evaluate")
         parts = {s: _padded(source, first + s, width) for s in starts}
-        arrays = place(parts, program.batch_sharding, global_batch)
+        arrays = place(parts, train_step.batch_sharding, global_batch)
         weight_B = arrays.pop("weight")
         entered(phase)
-        on_devices = program.sums(state, arrays, weight_B)
+        on_devices = train_step.sums(state, arrays, weight_B)
         entered("evaluate")
         phase = "evaluate"
         sums = jax.device_get(on_devices)

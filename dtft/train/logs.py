@@ -18,7 +18,7 @@ from dtft.train import plan_times
 from dtft.train.disk import Disk
 from dtft.train.experiment import Experiment
 from dtft.train.runtime import Runtime
-from dtft.train.step import Program
+from dtft.train.step import TrainStep
 
 Record = tuple[int, dict[str, float]]
 """A step and its metrics."""
@@ -28,10 +28,16 @@ class RunLog:
     """Everything one process writes during a run. A context manager."""
 
     def __init__(
-        self, experiment: Experiment, runtime: Runtime, program: Program, *, start: int
+        self,
+        experiment: Experiment,
+        runtime: Runtime,
+        train_step: TrainStep,
+        *,
+        start: int,
     ) -> None:
         """Opens nothing yet; `start` is the step that the run continues from."""
-        self._experiment, self._runtime, self._program = experiment, runtime, program
+        self._experiment, self._runtime = experiment, runtime
+        self._train_step = train_step
         self._start = self._timed_step = start
         self._timed_at = self._began = time.monotonic()
         self._leading = runtime.is_leading
@@ -52,7 +58,9 @@ class RunLog:
             if runtime.choice is not None:
                 path, text = runtime.run_directory / "plan.json", runtime.choice.text
                 self._disk.attempt(lambda: _replace(path, text))
-            for line in banner(self._experiment, runtime, self._program, self._start):
+            for line in banner(
+                self._experiment, runtime, self._train_step, self._start
+            ):
                 print(line, flush=True)
             if sys.stdout.isatty():
                 self._bar = _Bar(self._start, self._experiment.stop.steps)
@@ -134,7 +142,7 @@ class RunLog:
         choice, path = self._runtime.choice, self._runtime.run_directory
         if choice is None or not choice.is_predicted or not self._step_s:
             return
-        run = plan_times.past_run(choice.plan, self._program.mesh, self._step_s)
+        run = plan_times.past_run(choice.plan, self._train_step.mesh, self._step_s)
         if run is not None:
             self._disk.attempt(lambda: plan_times.append(path / plan_times.FILE, run))
 
@@ -215,10 +223,10 @@ def log_line(
 
 
 def banner(
-    experiment: Experiment, runtime: Runtime, program: Program, start: int
+    experiment: Experiment, runtime: Runtime, train_step: TrainStep, start: int
 ) -> list[str]:
     """The lines printed before the first step."""
-    mesh = program.mesh
+    mesh = train_step.mesh
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
     kind = mesh.devices.flat[0].device_kind
     packages = ", ".join(f"{name} {number}" for name, number in versions().items())
@@ -229,8 +237,8 @@ def banner(
         f"  slots {runtime.num_slots}, devices {mesh.size} ({kind}), mesh {sizes}, "
         f"global batch {experiment.data.global_batch}",
         *planned,
-        f"  {program.num_parameters:,} parameters, "
-        f"{program.state_bytes_per_device / 2**20:.2f} MiB of state per device",
+        f"  {train_step.num_parameters:,} parameters, "
+        f"{train_step.state_bytes_per_device / 2**20:.2f} MiB of state per device",
         f"  run directory {runtime.run_directory}, {begin}",
         f"  resume with: {runtime.resume_command}",
     ]

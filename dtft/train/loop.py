@@ -2,7 +2,7 @@
 
 Decides when a step is dispatched, checked, saved and logged. Everything that differs
 between one process and a cluster is behind the Runtime; everything that depends on a
-model is behind the Program. Must not know hosts, sockets or files.
+model is behind the TrainStep. Must not know hosts, sockets or files.
 """
 
 import contextlib
@@ -14,19 +14,19 @@ import jax
 import numpy as np
 
 from dtft.checkpoint.board import Phase
-from dtft.train import pipelined
 from dtft.train.balancing import balancer_of
 from dtft.train.config import ConfigError
 from dtft.train.data import make_datasets
 from dtft.train.experiment import Experiment
 from dtft.train.feed import Feed, evaluate
+from dtft.train.functional_model import Metrics, State
 from dtft.train.logs import Record, RunLog
-from dtft.train.pipelined_program import PipelinedProgram
-from dtft.train.planned_program import PlannedProgram
+from dtft.train.pipelined import AXIS, pipelined_step
+from dtft.train.planned_program import planned_train_step
 from dtft.train.runtime import Items, Runtime
-from dtft.train.step import Metrics, Program, State
+from dtft.train.step import TrainStep, sharded_step
 from dtft.train.stop import Plateau, observe
-from dtft.train.uneven import UnevenProgram
+from dtft.train.uneven import load_balanced_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +47,20 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
     Raises:
         NonFinite: the loss became NaN or infinite.
     """
-    program = program_of(experiment, runtime)
+    train_step = train_step_of(experiment, runtime)
     data = make_datasets(experiment.data, experiment.seed)
-    restored = runtime.restore(program.abstract_state)
+    restored = runtime.restore(train_step.abstract_state)
     items = restored[1] if restored else {}
-    balancer = balancer_of(experiment, runtime, program, data.train, items)
+    balancer = balancer_of(experiment, runtime, train_step, data.train, items)
     if balancer is None:
-        feed = Feed(data.train, program, experiment.data.global_batch)
-        run_step = program.step
+        feed = Feed(data.train, train_step, experiment.data.global_batch)
+        run_step = train_step.step
     else:
         feed, run_step = balancer.feed, balancer.step
     watch = Watch(experiment, data.identity, items, runtime.should_save)
     if restored is None:
         runtime.entered("compile", watch.start)
-    state, step = restored[0] if restored else program.init(), watch.start
+    state, step = restored[0] if restored else train_step.init(), watch.start
     phase: Phase = "compile"  # the first call of a jitted step traces and compiles
     asked_to_stop = False
     planned = runtime.choice.items if runtime.choice else {}
@@ -71,7 +71,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
 
     with (
         contextlib.closing(feed),
-        RunLog(experiment, runtime, program, start=step) as log,
+        RunLog(experiment, runtime, train_step, start=step) as log,
     ):
         while not (watch.ended(step) or asked_to_stop):
             step += 1
@@ -106,7 +106,7 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
         if summary["completed"]:
             batch_size = experiment.data.global_batch
             test = evaluate(
-                *(program, state, data.test, batch_size),
+                *(train_step, state, data.test, batch_size),
                 entered=lambda phase: runtime.entered(phase, step),
             )
             summary |= {f"test_{name}": value for name, value in test.items()}
@@ -116,16 +116,16 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
     return Result(step=step, state=state, summary=summary)
 
 
-def program_of(experiment: Experiment, runtime: Runtime) -> Program:
-    """What is run: as planned, or by the config's mesh, in uneven shares or stages."""
+def train_step_of(experiment: Experiment, runtime: Runtime) -> TrainStep:
+    """The step: as planned, or by the config's mesh, in uneven shares or stages."""
     mesh = runtime.mesh(experiment)
     if runtime.choice is not None:
-        return PlannedProgram(experiment, mesh, runtime.choice.plan)
+        return planned_train_step(experiment, mesh, runtime.choice.plan)
     if experiment.balance.policy != "off":
-        return UnevenProgram(experiment, mesh)
-    if mesh.shape[pipelined.AXIS] > 1:
-        return PipelinedProgram(experiment, mesh)
-    return Program(experiment, mesh)
+        return load_balanced_step(experiment, mesh)
+    if mesh.shape[AXIS] > 1:
+        return pipelined_step(experiment, mesh)
+    return sharded_step(experiment, mesh)
 
 
 class Watch:

@@ -1,14 +1,21 @@
-"""The schedule of a pipeline: which stage has which layers, and works on what when.
+"""A pipeline: which stage has which layers, works on what when, and the step of that.
 
 One program for all stages (SPMD): at every tick each stage applies one chunk of its
-layers to one microbatch and hands the result to the next stage (`ppermute`). JAX's
-transpose of that is the backward pass: the same ticks the other way round. For the
-inside of a `jax.shard_map` over the axis `stage`. Must not know models, optimizers or
-where the state is.
+layers to one microbatch and hands the result to the next stage (`ppermute`), inside of
+a `jax.shard_map` over the axis `stage`. JAX's transpose of that is the backward pass:
+the same ticks the other way round.
+
+What is logged and the update are those of every `TrainStep`, but layers are stacked
+[stages, chunks, layers of a chunk, ...] and divided over `stage`, each with its
+optimizer state. Before and after the layers `stage` is one more axis that divides the
+data: parameters there rest divided over it and are gathered for use, and the rows that
+leave the last stage are shared out, so that no stage waits for another's loss. Must not
+know hosts, checkpoints or the loop.
 
 Legend: S stages, C chunks of a stage, L layers of a chunk, M microbatches, B rows.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +23,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dtft.models.base import EqualLayers, ModelConfig
+from dtft.train.experiment import Experiment, MeshConfig
+from dtft.train.fitting import check_stages
+from dtft.train.functional_model import (
+    FunctionalModel,
+    Metrics,
+    State,
+    functional,
+    in_mode,
+)
+from dtft.train.step import BATCH_AXES, Parallelism, TrainStep, gradients_of, spec_of
 
 AXIS = "stage"
+_ENDS = (AXIS, "fsdp")
+"""Axes over which parameters before and after the layers rest divided."""
 Layer = Callable[[Any, jax.Array], jax.Array]
 """`(its parameters, rows) -> rows`."""
 
@@ -190,3 +213,156 @@ def _routes(pipeline: Pipeline) -> list[tuple[int, int]]:
     """Who sends to whom: to the next; with several rounds the last to the first."""
     routes = [(stage, stage + 1) for stage in range(pipeline.stages - 1)]
     return routes + ([(pipeline.stages - 1, 0)] if pipeline.chunks > 1 else [])
+
+
+def pipelined_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
+    """The step of an experiment on a mesh with stages.
+
+    Args:
+        experiment: what is to run.
+        mesh: of `step.make_mesh`, with several stages.
+
+    Raises:
+        ValueError: something of the experiment does not go together with stages, or
+            the model's layers are not equal, or not all it has.
+    """
+    check_stages(experiment, MeshConfig(**mesh.shape))
+    layers = experiment.model.layers
+    assert layers is not None  # was checked
+    stages = mesh.shape[AXIS]
+    pipeline = Pipeline(
+        stages=stages,
+        microbatches=experiment.pipeline.microbatches,
+        layers=experiment.pipeline.chunks(stages, layers.count),
+    )
+    model = in_stages(experiment.model, experiment.seed, pipeline, mesh)
+
+    def parallelize(abstract: State) -> Parallelism:
+        return Parallelism(
+            state=_state_sharding(abstract, mesh, layers.name),
+            gradients=gradients_of(model),
+            evaluated=model,
+        )
+
+    return TrainStep(experiment.optim, model, mesh, parallelize)
+
+
+def in_stages(
+    config: ModelConfig, seed: int, pipeline: Pipeline, mesh: Mesh
+) -> FunctionalModel:
+    """A model's functions, with its equal layers stacked and divided over stages.
+
+    Args:
+        config: of a model with `layers`.
+        seed: of its parameters at step 0.
+        pipeline: the schedule.
+        mesh: has the stages.
+
+    Raises:
+        ValueError: its layers are not equal, or not all it has; or it keeps arrays
+            that microbatches would change.
+    """
+    layers = config.layers
+    assert layers is not None
+    whole = functional(config, seed)  # refuses what no step can run
+    ends_graph, layer_graph = _graphs(config, seed, layers)
+
+    def stacked(read: State) -> State:
+        params = dict(read["params"])
+        each = params[layers.name]
+        in_order = [each[number] for number in sorted(each)]
+        params[layers.name] = stack(pipeline, in_order)
+        return {**read, "params": params}
+
+    def on_a_stage(
+        layers_SCL: Any, ends: Any, batch: dict[str, jax.Array], training: bool
+    ) -> Metrics:
+        """Losses and metrics of the rows that this stage is given at the end."""
+
+        def layer(params: Any, rows: jax.Array) -> jax.Array:
+            return in_mode(nnx.merge(layer_graph, params), training=training)(rows)
+
+        # Marked as different on each device before anything is computed: gradients are
+        # then added up over the data axes once, after all ticks, not at each of them.
+        layers_CL = jax.tree.map(lambda leaf: leaf[0], _varying(layers_SCL, BATCH_AXES))
+        ends = _varying(ends, (*BATCH_AXES, AXIS))
+        batch = _varying(batch, (AXIS,))
+        model = in_mode(nnx.merge(ends_graph, ends), training=training)
+        rows_B = config.before_layers(model, batch)
+        rows_B = through_layers(pipeline, layer, layers_CL, rows_B)
+        rows_B = shared_out(pipeline, rows_B)
+        batch = {name: own_part(pipeline, it) for name, it in batch.items()}
+        losses, metrics = config.after_layers(model, rows_B, batch)
+        return {"loss": losses, **metrics}
+
+    def losses(
+        read: State, batch: dict[str, jax.Array], training: bool
+    ) -> tuple[Metrics, Any]:
+        ends = dict(read["params"])
+        layers_SCL = ends.pop(layers.name)
+        ran = jax.shard_map(
+            functools.partial(on_a_stage, training=training),
+            mesh=mesh,
+            in_specs=(PartitionSpec(AXIS), PartitionSpec(), PartitionSpec(BATCH_AXES)),
+            out_specs=PartitionSpec((*BATCH_AXES, AXIS)),
+        )
+        return ran(layers_SCL, ends, batch), read["statistics"]
+
+    abstract = jax.eval_shape(stacked, whole.abstract)
+    numbers = sum(it.size for it in jax.tree.leaves(abstract["params"][layers.name]))
+    places = pipeline.places_SCL.size
+    return FunctionalModel(
+        init=lambda: stacked(whole.init()),
+        losses=losses,
+        abstract=abstract,
+        num_padding=numbers // places * (places - layers.count),
+    )
+
+
+def _graphs(config: ModelConfig, seed: int, layers: EqualLayers) -> tuple[Any, Any]:
+    """What beside arrays a model without its layers consists of, and one layer.
+
+    Raises:
+        ValueError: as `in_stages`.
+    """
+    model = nnx.eval_shape(lambda: config.build(nnx.Rngs(seed)))
+    graphs = [nnx.split(layer) for layer in getattr(model, layers.name)]
+    kinds = {(graph, _shapes(params)) for graph, params in graphs}
+    kind = type(config).__name__
+    if len(kinds) != 1 or len(graphs) != layers.count:
+        raise ValueError(
+            f"model {kind}: its {len(graphs)} {layers.name} are not the "
+            f"{layers.count} equal layers that its config names. Allowed: "
+            "layers of one class, with parameters of the same shapes. Set "
+            "--mesh.stage 1."
+        )
+    if jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
+        raise ValueError(
+            f"model {kind} keeps running statistics, which microbatches would "
+            "change one after another. Allowed: models without. Set --mesh.stage 1."
+        )
+    setattr(model, layers.name, nnx.List([]))
+    return nnx.split(model)[0], graphs[0][0]
+
+
+def _state_sharding(abstract: State, mesh: Mesh, layers: str) -> State:
+    """A NamedSharding per leaf; those of the layers are divided over `stage`."""
+    fsdp, stages = mesh.shape["fsdp"], mesh.shape[AXIS]
+
+    def of(path: Any, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        if any(getattr(key, "key", None) == layers for key in path):
+            spec = (AXIS, None, None, *spec_of(leaf.shape[3:], fsdp, 1))
+        else:
+            parts = spec_of(leaf.shape, fsdp * stages, 1)
+            spec = (_ENDS if part == "fsdp" else part for part in parts)
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree_util.tree_map_with_path(of, abstract)
+
+
+def _varying(tree: Any, axes: tuple[str, ...]) -> Any:
+    return jax.tree.map(lambda leaf: lax.pcast(leaf, axes, to="varying"), tree)
+
+
+def _shapes(params: Any) -> tuple[Any, ...]:
+    return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(params))

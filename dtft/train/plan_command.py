@@ -22,9 +22,8 @@ from dtft.train.experiment import Experiment
 from dtft.train.out_files import check_apart, check_writable
 from dtft.train.plan_entry import plan
 from dtft.train.plan_question import Asked, asked_of
-from dtft.train.plan_verify import verified
+from dtft.train.plan_verify import first_fitting, sections, verified
 from dtft.train.planning import RunnablePlan
-from dtft.train.verify_words import first_fitting, sections
 
 if TYPE_CHECKING:
     from dtft.train.commands import Plan

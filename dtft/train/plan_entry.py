@@ -18,9 +18,8 @@ from dtft.planner.pins import PINS, meant
 from dtft.planner.question import Question, of_loss, of_step
 from dtft.train import trial as trials
 from dtft.train.plan_arguments import Step, checked_loss, checked_step, entry_of
-from dtft.train.plan_verify import verified
+from dtft.train.plan_verify import first_fitting, verified
 from dtft.train.planning import RunnablePlan
-from dtft.train.verify_words import first_fitting
 
 
 def plan(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from dtft.train.data import make_datasets
-from dtft.train.experiment import Experiment, MeshConfig
-from dtft.train.step import Program, State, make_mesh
+from dtft.train.experiment import Experiment
+from dtft.train.functional_model import functional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,28 +43,16 @@ def asked_of(experiment: Experiment) -> Asked:
             "optim.sync: replicas that exchange moments themselves have a mesh of "
             "their own kind, which no plan describes. Leave --plan out."
         )
-    program = _Bare(experiment, make_mesh(MeshConfig(), jax.devices()[:1]))
-    plain = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-        program.abstract_state,
-    )
+    model = functional(experiment.model, experiment.seed)
     statistics = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), plain["statistics"]
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), model.abstract["statistics"]
     )
     return Asked(
-        loss=lambda params, batch: program.mean_loss(params, statistics, batch),
+        loss=lambda params, batch: model.mean_loss(params, statistics, batch),
         optimizer=experiment.optim.build(None),
-        params=plain["params"],
+        params=model.abstract["params"],
         batch=_abstract_batch(experiment),
     )
-
-
-class _Bare(Program):
-    """A program without shardings of its own."""
-
-    def _whole(self, read: State, *, training: bool) -> State:
-        del training
-        return read
 
 
 def _abstract_batch(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,8 +1,9 @@
 """Verifies plans: compiles the best few for the cluster's devices, none of which exist.
 
-Where none of them fits as compiled, plans that need less are looked for. Which of them
-is taken, and what is said of it, is in `verify_words`. Must not know how plans are
-found, or how programs are compiled (`dtft.planner.compiling`).
+The programs are those that `make_step` and `jit_plan` would run, lowered for devices
+that this machine need not have. Where none of them fits as compiled, plans that need
+less are looked for. The fastest that fits is taken; tables say what was found. Must not
+know how plans are found, or how programs are compiled (`dtft.planner.compiling`).
 """
 
 import math
@@ -11,13 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtft.planner import gpu_targets
+from jax.sharding import AbstractMesh, AxisType
+
+from dtft.planner import gpu_targets, wording
 from dtft.planner.cluster import Cluster
-from dtft.planner.compiling import Candidate, compile_all
+from dtft.planner.compiling import Candidate, candidate, compile_all, platform_of
 from dtft.planner.deciding import Decision, decide, next_best
+from dtft.planner.explain import knobs_text
 from dtft.planner.plan import Plan
-from dtft.planner.verify import Compiled, Failure, Verdict, gate
-from dtft.train import verifying
+from dtft.planner.uncollected import uncollected
+from dtft.planner.verify import Compiled, Failure, Verdict, compare, gate
+from dtft.planner.wording import Section, percent, size
+from dtft.train.planned_step import step_of
 
 NUM = 4
 """Plans that are compiled, if nothing else is asked for."""
@@ -100,7 +106,7 @@ def _compiled(
 
     def lowered() -> Iterator[Candidate]:
         for number, one in enumerate(known):
-            yield _candidate(one.plan, asked, target, str(number))
+            yield candidate_of(one.plan, asked, target=target, name=str(number))
 
     left = max(0.0, end - time.monotonic())
     coming = [(target, math.prod(one.plan.mesh.values())) for one in known]
@@ -117,11 +123,30 @@ def _compiled(
     )
 
 
-def _candidate(
-    plan: Plan, asked: Mapping[str, Any], target: str, name: str
+@uncollected()
+def candidate_of(
+    plan: Plan, given: Mapping[str, Any], *, target: str = "cpu", name: str = ""
 ) -> Candidate:
-    make = verifying.of_step if "step" in asked else verifying.of_loss
-    return make(plan, **asked, target=target, name=name)
+    """The step that `make_step` or `jit_plan` would run, lowered.
+
+    Args:
+        plan: of what is given.
+        given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
+            `optimizer`, `params`, `batch`. Arrays may be ShapeDtypeStructs.
+        target: `cpu`, or the GPU to compile for.
+        name: what the candidate is called in results.
+
+    Raises:
+        ValueError: the plan is not of what is given, or cannot be run on such devices.
+    """
+    platform, sizes = platform_of(target), tuple(plan.mesh.values())
+    # A mesh without devices: enough for shardings and for lowering.
+    mesh = AbstractMesh(
+        sizes, tuple(plan.mesh), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+    step, start = step_of(plan, given, mesh, platform)
+    lowered = step.trace(start, given["batch"]).lower(lowering_platforms=(platform,))
+    return candidate(lowered, mesh=plan.mesh, target=target, name=name)
 
 
 def _excess(found: Sequence[Verified]) -> float:
@@ -193,3 +218,119 @@ def target_of(decision: Decision) -> str:
     """What programs are compiled for: the cluster's GPU if that is possible here."""
     name = decision.cluster.uniform.device.name
     return name if name in gpu_targets.TARGETS and gpu_targets.installed() else "cpu"
+
+
+def first_fitting(found: Sequence[Verified]) -> Verified:
+    """The fastest plan that fits as compiled.
+
+    Raises:
+        ValueError: none does; says by how much, and what would make it fit.
+    """
+    for one in found:
+        if one.verdict.fits:
+            return one
+    compiled = [one for one in found if one.needed_bytes is not None]
+    if not compiled:
+        reasons = {one.verdict.reason for one in found}
+        raise ValueError(
+            f"none of the {len(found)} best plans could be verified: "
+            f"{'; '.join(sorted(reasons))}. Verify fewer, or none."
+        )
+    raise ValueError(_unfit(compiled))
+
+
+def _unfit(found: Sequence[Verified]) -> str:
+    """Says what the leanest of the compiled programs lacks, and what would help."""
+    leanest = min(found, key=lambda one: one.verdict.needed_bytes)
+    plan, verdict = leanest.decision.plan, leanest.verdict
+    has, over = plan.capacity_bytes, verdict.needed_bytes - verdict.capacity_bytes
+    there = math.prod(plan.mesh.values())
+    devices = math.ceil(there * (leanest.needed_bytes or 0) / (has * (1 - RESERVE)))
+    return (
+        f"the model does not fit on {plan.cluster}: of the {len(found)} plans that "
+        f"were compiled the leanest ({wording.mesh(plan.mesh)}, "
+        f"{knobs_text(plan.knobs)}) needs "
+        f"{size(verdict.needed_bytes)} on each device, {size(over)} more than "
+        f"the {size(has)} there are. What would help: about {max(devices, there + 1)} "
+        f"devices of this type instead of {there}, a smaller batch, or devices with "
+        f"{size(verdict.needed_bytes)}."
+    )
+
+
+def sections(found: Sequence[Verified]) -> tuple[Section, ...]:
+    """What was compiled, and the collectives of the plan that is taken."""
+    columns = ("mesh", "knobs", "compiled for", "predicted", "compiled", "verdict")
+    chosen = next((one for one in found if one.verdict.fits), None)
+    memory = Section(
+        title="Verified: memory of a device",
+        columns=columns,
+        rows=tuple(_row(one) for one in found),
+        notes=tuple(_notes(found, chosen)),
+    )
+    return (memory,) if chosen is None else (memory, _collectives(chosen))
+
+
+def _notes(found: Sequence[Verified], chosen: Verified | None) -> Iterator[str]:
+    """What became of the plan that was predicted best, if another one is taken."""
+    compiled = [one for one in found if one.needed_bytes is not None]
+    if compiled and not any(
+        isinstance(one.compiled, Compiled) and one.compiled.exact_memory
+        for one in compiled
+    ):
+        yield (
+            "compiled for CPU: what goes in and out of a step; activations and buffers "
+            "are those predicted"
+        )
+    if chosen is None or chosen is found[0]:
+        return
+    before = list(found).index(chosen)
+    plan, first = chosen.decision.plan, found[0].decision.plan
+    more = plan.prediction.step_s - first.prediction.step_s
+    yield (
+        f"{before} faster {'plan' if before == 1 else 'plans'} did not fit as "
+        f"compiled; {wording.mesh(plan.mesh)} ({knobs_text(plan.knobs)}) is taken, "
+        "predicted "
+        f"{wording.signed(wording.seconds(more))} per step"
+    )
+    if chosen.held_back:
+        yield (
+            "those that were compiled first needed up to "
+            f"{percent(chosen.held_back)} more than predicted; so much is kept free"
+        )
+
+
+def _row(one: Verified) -> tuple[str, ...]:
+    plan, needs = one.decision.plan, one.needed_bytes
+    target = one.compiled.target if isinstance(one.compiled, Compiled) else "-"
+    verdict = "fits" if one.verdict.fits else one.verdict.reason
+    return (
+        wording.mesh(plan.mesh),
+        knobs_text(plan.knobs),
+        target,
+        size(one.predicted_bytes),
+        "-" if needs is None else size(needs),
+        verdict,
+    )
+
+
+def _collectives(one: Verified) -> Section:
+    """Bytes of a step predicted and found, by kind and axes."""
+    if not isinstance(one.compiled, Compiled):
+        return Section(title="Verified: collectives", notes=("nothing was compiled",))
+    rows = tuple(
+        (
+            each.kind,
+            wording.axes(each.axes),
+            size(each.predicted_bytes),
+            size(each.found_bytes),
+            percent(each.difference) if each.found_bytes else "not there",
+            ", ".join(each.exceptions),
+        )
+        for each in compare(one.decision.plan, one.compiled)
+    )
+    return Section(
+        title="Verified: collectives of the plan, bytes of a step",
+        columns=("kind", "axes", "predicted", "compiled", "difference", ""),
+        rows=rows,
+        notes=() if rows else ("none, as predicted",),
+    )

@@ -1,8 +1,8 @@
-"""The program of an experiment that runs as a plan says.
+"""The step of an experiment that runs as a plan says.
 
-The state, the model and what is logged are those of `step.Program`; where arrays are,
-and how gradients are computed and applied, is the plan's. Decides nothing that the plan
-decides; must not know how it was found, hosts, checkpoints or the loop.
+Where arrays are, and how gradients are computed and applied, is the plan's. Decides
+nothing that the plan decides; must not know how it was found, hosts, checkpoints or the
+loop.
 """
 
 import math
@@ -15,13 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.planner.capabilities import check_runnable
 from dtft.planner.plan import Plan, Spec
 from dtft.train.experiment import Experiment
+from dtft.train.functional_model import FunctionalModel, Metrics, State, functional
 from dtft.train.plan_shardings import mesh_of, sharding_tree
 from dtft.train.planned_update import Update
-from dtft.train.step import AXES, Metrics, Program, State
+from dtft.train.step import AXES, Gradients, Means, Parallelism, TrainStep
 
 
 def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
-    """The plan's mesh, with axes of size 1 for those that every program names.
+    """The plan's mesh, with axes of size 1 for those that every step names.
 
     Args:
         plan: of `plan_choice.choose`.
@@ -34,65 +35,65 @@ def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
     return mesh_of(sizes, devices[: math.prod(sizes.values())])
 
 
-class PlannedProgram(Program):
-    """Init, step and evaluation of an experiment as planned."""
+def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainStep:
+    """The step of an experiment as planned.
 
-    def __init__(self, experiment: Experiment, mesh: Mesh, plan: Plan) -> None:
-        """Traces the model; allocates nothing.
+    Args:
+        experiment: model, optimizer and seed.
+        mesh: of `planned_mesh`.
+        plan: of `plan_question.asked_of(experiment)`.
 
-        Args:
-            experiment: model, optimizer and seed.
-            mesh: of `planned_mesh`.
-            plan: of `plan_question.asked_of(experiment)`.
-
-        Raises:
-            ValueError: the plan cannot be run here, or was made for another state.
-        """
-        check_runnable(plan, "loss", mesh.devices.flat[0].platform)
-        if experiment.optim.reduces_itself:
-            raise ValueError(
-                "optim.sync: replicas that exchange moments themselves have a mesh of "
-                "their own kind, which no plan describes. Leave --plan out."
-            )
-        experiment.optim.check_mesh(mesh.shape["tensor"])
-        self.plan: Plan | None = plan
-        self._planned = plan
-        self._rows = PartitionSpec(rows_of(plan))
-        super().__init__(experiment, mesh)
-
-    def _shardings(self, abstract: State) -> State:
-        plan, mesh = self._planned, self.mesh
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        opt_state = abstract["opt_state"]
-        self._update = Update.of(plan, mesh, abstract["params"], opt_state)
-        return {
-            **jax.tree.map(lambda _: everywhere, abstract),
-            "params": self._update.of_params,
-            "opt_state": self._update.of_optimizer(opt_state),
-        }
-
-    def _whole(self, read: State, *, training: bool) -> State:
-        if training:  # the update gathers each parameter where it is used
-            return read
-        return {**read, "params": self._update.gathered(read["params"])}
-
-    def _descend(
-        self, state: State, batch: dict[str, jax.Array]
-    ) -> tuple[State, Metrics, Any]:
-        def loss(
-            params: Any, batch: Any, statistics: Any
-        ) -> tuple[jax.Array, tuple[Metrics, Any]]:
-            return self.mean_loss(params, statistics, batch)
-
-        of_batch = sharding_tree("batch", batch, self._planned.batch, self.mesh)
-        batch = jax.lax.with_sharding_constraint(batch, of_batch)
-        gradients_of = self._update.gradients(loss, None, state["statistics"])
-        (_, (metrics, statistics)), gradients = gradients_of(state["params"], batch)
-        params, opt_state = self._update.apply(
-            self._optimizer, gradients, state["opt_state"], state["params"]
+    Raises:
+        ValueError: the plan cannot be run here, or was made for another state.
+    """
+    check_runnable(plan, "loss", mesh.devices.flat[0].platform)
+    if experiment.optim.reduces_itself:
+        raise ValueError(
+            "optim.sync: replicas that exchange moments themselves have a mesh of "
+            "their own kind, which no plan describes. Leave --plan out."
         )
-        parts = {"params": params, "statistics": statistics, "opt_state": opt_state}
-        return parts, metrics, gradients
+    experiment.optim.check_mesh(mesh.shape["tensor"])
+    rows, model = rows_of(plan), functional(experiment.model, experiment.seed)
+
+    def parallelize(abstract: State) -> Parallelism:
+        params, opt_state = abstract["params"], abstract["opt_state"]
+        update = Update.of(plan, mesh, params, opt_state)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+
+        def whole(read: State) -> State:
+            return {**read, "params": update.gathered(read["params"])}
+
+        return Parallelism(
+            state={
+                **jax.tree.map(lambda _: everywhere, abstract),
+                "params": update.of_params,
+                "opt_state": update.of_optimizer(opt_state),
+            },
+            rows=rows,
+            gradients=_gradients_of(model, update),
+            apply=update.apply,
+            evaluated=model.reading(whole),
+        )
+
+    return TrainStep(experiment.optim, model, mesh, parallelize)
+
+
+def _gradients_of(model: FunctionalModel, update: Update) -> Gradients:
+    """A plan's gradients; parameters are gathered where they are used."""
+
+    def loss(
+        params: Any, batch: Any, statistics: Any
+    ) -> tuple[jax.Array, tuple[Metrics, Any]]:
+        return model.mean_loss(params, statistics, batch)
+
+    def means(state: State, batch: dict[str, jax.Array]) -> Means:
+        of_batch = sharding_tree("batch", batch, update.plan.batch, update.mesh)
+        batch = jax.lax.with_sharding_constraint(batch, of_batch)
+        found = update.gradients(loss, None, state["statistics"])
+        (_, (metrics, statistics)), gradients = found(state["params"], batch)
+        return {"gradients": gradients, "statistics": statistics, "metrics": metrics}
+
+    return means
 
 
 def rows_of(plan: Plan) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
-"""The step of a plan: from a loss, an optimizer and a plan to a compiled update.
+"""The step of a plan, compiled: of a user's own step, or of a loss and an optimizer.
 
-`make_step` puts the plan's knobs into the program: gradients accumulated over
-microbatches, parts of the loss computed again, optimizer state, gradients or parameters
-divided. Decides nothing that the plan decides; must not know models, data or loops.
+`jit_plan` gives a user's step the plan's shardings and constraints. `make_step` makes
+a step of a loss and an optimizer and puts the plan's knobs into it: gradients
+accumulated over microbatches, parts of the loss computed again, optimizer state,
+gradients or parameters divided. Decides nothing that the plan decides; must not know
+models, data or loops.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,64 +18,101 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.planner.capabilities import check_runnable
 from dtft.planner.plan import Plan
 from dtft.train.accumulate import Loss, Weight
-from dtft.train.plan_arguments import check_function, check_optimizer, check_plan
+from dtft.train.constrained import constrained
+from dtft.train.plan_arguments import (
+    Step,
+    check_function,
+    check_optimizer,
+    check_plan,
+    check_result,
+)
 from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
 from dtft.train.planned_update import Update
 
-State = dict[str, Any]
-"""`{"params": ..., "opt_state": ...}`."""
+State = Any
+"""Entry step: the user's. Entry loss: `{"params": ..., "opt_state": ...}`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
-    """A plan's step. `state = step.init(params)`, then `step.step(state, batch)`."""
+class PlannedStep:
+    """A plan's step, compiled on first use for each kind of state and batch.
+
+    `state = step.init(start)`, then `state, result = step(state, batch)`. `start` is
+    what was planned: the parameters, or the whole state for a step of the user's own.
+    """
 
     plan: Plan
     """What is run."""
     mesh: Mesh
     """The plan's mesh over the devices."""
-    _loss: Callable[..., Any]
-    _optimizer: optax.GradientTransformation
-    _weight: Weight | None
+    _begin: Callable[[Any], State] | None
+    """From what was planned to the state at step 0; None: that is the state."""
+    _shardings: Callable[[State], Any]
+    """From a state to a NamedSharding per leaf."""
+    _function: Callable[[State, Any], Step]
+    """From an abstract state and batch to what is jitted."""
+    _of_result: NamedSharding | None
+    """Of what a step returns beside the state; None: as the compiler likes."""
     _compiled: dict[Any, Any] = field(default_factory=dict)
 
-    def init(self, params: Any) -> State:
-        """The state at step 0, each device with its part; `params` stay usable."""
-
-        def make(params: Any) -> State:
-            with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
-                return {"params": params, "opt_state": self._optimizer.init(params)}
-
-        return jax.jit(make, out_shardings=self.state_shardings(params))(params)
-
-    def step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """One optimizer step. `state` is donated: it cannot be used afterwards.
+    def __call__(self, state: State, batch: Any) -> tuple[State, Any]:
+        """One step. `state` is donated: it cannot be used afterwards.
 
         Returns:
-            The state, and what the loss returned for the whole batch.
+            The state, and what the step (the loss, for the whole batch) returned.
 
         Raises:
             ValueError: state or batch are not those of the plan; names the path.
         """
-        return self._jitted(state, batch)(state, batch)
+        known = len(self._compiled)
+        jitted = self._jitted(state, batch)
+        if len(self._compiled) > known:
+            state = self.place(state)
+        return jitted(state, batch)
 
-    def lower(self, params: Any, batch: Any) -> jax.stages.Lowered:
-        """The step for such parameters and batches, to be compiled without being run.
+    step = __call__
 
-        Args:
-            params: arrays or ShapeDtypeStructs.
-            batch: arrays or ShapeDtypeStructs.
-        """
-        state = self._abstract(params)
-        return self._jitted(state, batch).lower(state, batch)
+    def init(self, start: Any) -> State:
+        """The state at step 0, each device with its part.
 
-    def state_shardings(self, params: Any) -> State:
-        """A NamedSharding for every leaf of the state that `params` begin.
+        Parameters stay usable; a state of the user's own as far as it had to be moved.
 
         Raises:
             ValueError: names the path that does not fit the plan.
         """
-        return self._state_shardings(self._abstract(params))
+        if self._begin is None:
+            return self.place(start)
+        return jax.jit(self._begin, out_shardings=self.state_shardings(start))(start)
+
+    def place(self, state: State) -> State:
+        """The state, such as a restored one, with each device's part on it.
+
+        Raises:
+            ValueError: names the path that does not fit the plan.
+        """
+        return jax.device_put(state, self._shardings(state))
+
+    def lower(self, start: Any, batch: Any) -> jax.stages.Lowered:
+        """The step, to be compiled without being run.
+
+        Args:
+            start: parameters or state as for `init`, arrays or ShapeDtypeStructs.
+            batch: arrays or ShapeDtypeStructs.
+        """
+        return self.trace(start, batch).lower()
+
+    def trace(self, start: Any, batch: Any) -> jax.stages.Traced:
+        """As `lower`, not lowered yet, such as for a platform that is not here."""
+        state, batch = self._abstract(start), jax.eval_shape(lambda it: it, batch)
+        return self._jitted(state, batch).trace(state, batch)
+
+    def state_shardings(self, start: Any) -> Any:
+        """A NamedSharding for every leaf of the state that `start` begins.
+
+        Raises:
+            ValueError: names the path that does not fit the plan.
+        """
+        return self._shardings(self._abstract(start))
 
     def batch_shardings(self, batch: Any) -> Any:
         """A NamedSharding for every leaf of a batch.
@@ -83,55 +122,23 @@ class Step:
         """
         return sharding_tree("batch", batch, self.plan.batch, self.mesh)
 
-    def _abstract(self, params: Any) -> State:
-        with jax.numpy_dtype_promotion("standard"):
-            opt_state = jax.eval_shape(self._optimizer.init, params)
-        like = jax.eval_shape(lambda tree: tree, params)
-        return {"params": like, "opt_state": opt_state}
-
-    def _state_shardings(self, state: State) -> State:
-        plan, mesh = self.plan, self.mesh
-        update = Update.of(plan, mesh, state["params"], state["opt_state"])
-        return {
-            "params": update.of_params,
-            "opt_state": update.of_optimizer(state["opt_state"]),
-        }
+    def _abstract(self, start: Any) -> State:
+        return jax.eval_shape(self._begin or (lambda state: state), start)
 
     def _jitted(self, state: State, batch: Any) -> Any:
-        if not (isinstance(state, dict) and state.keys() == {"params", "opt_state"}):
-            raise ValueError(
-                f"state is {_kind(state)}. Allowed: what init(params) or the step "
-                "before returned, a dict of params and opt_state."
-            )
         key = signature((state, batch))
         if key not in self._compiled:
             self._compiled[key] = self._jit(state, batch)
         return self._compiled[key]
 
     def _jit(self, state: State, batch: Any) -> Any:
-        of_state = self._state_shardings(state)
+        of_state, of_batch = self._shardings(state), self.batch_shardings(batch)
         return jax.jit(
-            self._update(state),
+            self._function(state, batch),
             donate_argnums=0,
-            in_shardings=(of_state, self.batch_shardings(batch)),
-            out_shardings=(of_state, NamedSharding(self.mesh, PartitionSpec())),
+            in_shardings=(of_state, of_batch),
+            out_shardings=(of_state, self._of_result),
         )
-
-    def _update(self, like: State) -> Callable[[State, Any], tuple[State, Any]]:
-        """The step as a plain function of state and batch."""
-        planned = Update.of(self.plan, self.mesh, like["params"], like["opt_state"])
-        gradients_of = planned.gradients(_with_aux(self._loss), self._weight)
-
-        def update(state: State, batch: Any) -> tuple[State, Any]:
-            params = state["params"]
-            (value, aux), gradients = gradients_of(params, batch)
-            after, opt_state = planned.apply(
-                self._optimizer, gradients, state["opt_state"], params
-            )
-            result = (value, aux["aux"]) if aux else value
-            return {"params": after, "opt_state": opt_state}, result
-
-        return update
 
 
 def make_step(
@@ -141,7 +148,7 @@ def make_step(
     *,
     weight: Weight | None = None,
     devices: Sequence[Any] | None = None,
-) -> Step:
+) -> PlannedStep:
     """The training step that a plan of `dtft.plan(loss=...)` describes.
 
     Microbatches: rows of the batch (dim 0 of every array) in equal parts, each device
@@ -176,13 +183,130 @@ def make_step(
     check_plan(plan)
     mesh = mesh_of(plan.mesh, devices)
     check_runnable(plan, "loss", mesh.devices.flat[0].platform)
-    return Step(plan=plan, mesh=mesh, _loss=loss, _optimizer=optimizer, _weight=weight)
+    return _of_loss(plan, mesh, loss, optimizer, weight)
 
 
-def _kind(state: Any) -> str:
+def jit_plan(
+    plan: Plan, step: Step, *, devices: Sequence[Any] | None = None
+) -> PlannedStep:
+    """The user's step as a plan of `dtft.plan(step=...)` says.
+
+    State and batch have the plan's shardings, values inside the step its constraints;
+    the mathematics is the step's own.
+
+    Args:
+        plan: made for this step and these shapes.
+        step: `(state, batch) -> (state, anything)`; jitted or not.
+        devices: in mesh order; by default as many as it needs of those JAX has.
+
+    Raises:
+        ValueError: the plan is of another entry point, has a knob that cannot be run
+            here, or needs another number of devices.
+    """
+    check_plan(plan)
+    check_function("step", step)
+    mesh = mesh_of(plan.mesh, devices)
+    check_runnable(plan, "step", mesh.devices.flat[0].platform)
+    return _of_step(plan, mesh, step)
+
+
+def step_of(
+    plan: Plan, given: Mapping[str, Any], mesh: Any, platform: str
+) -> tuple[PlannedStep, Any]:
+    """The step of a plan for what was asked, and what it starts from.
+
+    Args:
+        plan: of this question.
+        given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
+            `optimizer`, `params`, `batch`.
+        mesh: of the plan; without devices it is enough for lowering.
+        platform: of the devices.
+
+    Raises:
+        ValueError: the plan is of another entry point, or cannot be run on such
+            devices.
+    """
+    if "step" in given:
+        check_runnable(plan, "step", platform)
+        return _of_step(plan, mesh, given["step"]), given["state"]
+    check_runnable(plan, "loss", platform)
+    step = _of_loss(plan, mesh, given["loss"], given["optimizer"], None)
+    return step, given["params"]
+
+
+def _of_step(plan: Plan, mesh: Mesh, step: Step) -> PlannedStep:
+    def function(state: State, batch: Any) -> Step:
+        check_result(jax.eval_shape(step, state, batch), state)
+        return constrained(step, plan.constraints, mesh)
+
+    return PlannedStep(
+        plan=plan,
+        mesh=mesh,
+        _begin=None,
+        _shardings=lambda state: sharding_tree("state", state, plan.state, mesh),
+        _function=function,
+        _of_result=None,
+    )
+
+
+def _of_loss(
+    plan: Plan,
+    mesh: Mesh,
+    loss: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    weight: Weight | None,
+) -> PlannedStep:
+    def begin(params: Any) -> State:
+        with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
+            return {"params": params, "opt_state": optimizer.init(params)}
+
+    def update_of(state: State) -> Update:
+        _check_state(state)
+        return Update.of(plan, mesh, state["params"], state["opt_state"])
+
+    def shardings(state: State) -> Any:
+        update = update_of(state)
+        return {
+            "params": update.of_params,
+            "opt_state": update.of_optimizer(state["opt_state"]),
+        }
+
+    def function(like: State, batch: Any) -> Step:
+        del batch
+        planned = update_of(like)
+        gradients_of = planned.gradients(_with_aux(loss), weight)
+
+        def update(state: State, batch: Any) -> tuple[State, Any]:
+            params = state["params"]
+            (value, aux), gradients = gradients_of(params, batch)
+            after, opt_state = planned.apply(
+                optimizer, gradients, state["opt_state"], params
+            )
+            result = (value, aux["aux"]) if aux else value
+            return {"params": after, "opt_state": opt_state}, result
+
+        return update
+
+    return PlannedStep(
+        plan=plan,
+        mesh=mesh,
+        _begin=begin,
+        _shardings=shardings,
+        _function=function,
+        _of_result=NamedSharding(mesh, PartitionSpec()),
+    )
+
+
+def _check_state(state: State) -> None:
+    if isinstance(state, dict) and state.keys() == {"params", "opt_state"}:
+        return
+    kind = f"a {type(state).__name__}"
     if isinstance(state, dict):
-        return f"a dict of {', '.join(map(str, state)) or 'nothing'}"
-    return f"a {type(state).__name__}"
+        kind = f"a dict of {', '.join(map(str, state)) or 'nothing'}"
+    raise ValueError(
+        f"state is {kind}. Allowed: what init(params) or the step "
+        "before returned, a dict of params and opt_state."
+    )
 
 
 def _with_aux(loss: Callable[..., Any]) -> Loss:

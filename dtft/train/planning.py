@@ -1,9 +1,8 @@
 """Plans that can be run, and asked why: their values with what JAX needs of them.
 
 `dtft.planner` decides and never runs anything; this is its other half: meshes and
-NamedSharding trees of a plan, and the user's own step compiled as planned. Must not
-know how a plan is found (`plan_entry` asks), or losses and optimizers (`planned_step`
-does).
+NamedSharding trees of a plan, and what the planner says of it. Must not know how a plan
+is found (`plan_entry` asks), or what its step consists of (`planned_step` does).
 """
 
 import dataclasses
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from dtft.checkpoint import tree
@@ -26,15 +24,14 @@ from dtft.planner import (
     wording,
 )
 from dtft.planner.axis_rules import AxisRules, axis_rules
-from dtft.planner.capabilities import check_runnable
 from dtft.planner.deciding import Decision
 from dtft.planner.lints import Lint
 from dtft.planner.plan import Plan
 from dtft.planner.wording import Section
-from dtft.train.constrained import constrained
 from dtft.train.logical_names import logical_names
-from dtft.train.plan_arguments import Step, check_function, check_plan, check_result
-from dtft.train.plan_shardings import mesh_of, sharding_tree, signature
+from dtft.train.plan_arguments import Step, check_plan
+from dtft.train.plan_shardings import mesh_of, sharding_tree
+from dtft.train.planned_step import PlannedStep, jit_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,94 +169,10 @@ class RunnablePlan(Plan):
         }
         return axis_rules(self.state, names, shapes)
 
-    def jit(self, step: Step, devices: Sequence[Any] | None = None) -> "PlannedStep":
+    def jit(self, step: Step, devices: Sequence[Any] | None = None) -> PlannedStep:
         """As `jit_plan`."""
         return jit_plan(self, step, devices=devices)
 
 
 def _values(plan: Plan) -> dict[str, Any]:
     return {part.name: getattr(plan, part.name) for part in dataclasses.fields(Plan)}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlannedStep:
-    """A user's step, compiled on first use for each kind of state and batch."""
-
-    plan: RunnablePlan
-    """What it runs as."""
-    mesh: Mesh
-    """The plan's mesh over the devices."""
-    _step: Step
-    _compiled: dict[Any, Any] = field(default_factory=dict)
-
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """One step. `state` is donated: it cannot be used afterwards.
-
-        Raises:
-            ValueError: state or batch are not those of the plan; names the path.
-        """
-        known = len(self._compiled)
-        jitted = self._jitted(state, batch)
-        if len(self._compiled) > known:
-            state = self.place(state)
-        return jitted(state, batch)
-
-    def place(self, state: Any) -> Any:
-        """The state with each device's part on it.
-
-        Raises:
-            ValueError: names the path that does not fit the plan.
-        """
-        return jax.device_put(
-            state, sharding_tree("state", state, self.plan.state, self.mesh)
-        )
-
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """The step for such states and batches, to be compiled without being run.
-
-        Args:
-            state: arrays or ShapeDtypeStructs.
-            batch: arrays or ShapeDtypeStructs.
-        """
-        return self._jitted(state, batch).lower(state, batch)
-
-    def _jitted(self, state: Any, batch: Any) -> Any:
-        key = signature((state, batch))
-        if key not in self._compiled:
-            self._compiled[key] = self._jit(state, batch)
-        return self._compiled[key]
-
-    def _jit(self, state: Any, batch: Any) -> Any:
-        of_state, of_batch = self.plan.shardings(self.mesh, state, batch)
-        check_result(jax.eval_shape(self._step, state, batch), state)
-        return jax.jit(
-            constrained(self._step, self.plan.constraints, self.mesh),
-            donate_argnums=0,
-            in_shardings=(of_state, of_batch),
-            out_shardings=(of_state, None),
-        )
-
-
-def jit_plan(
-    plan: Plan, step: Step, *, devices: Sequence[Any] | None = None
-) -> PlannedStep:
-    """The user's step as a plan of `dtft.plan(step=...)` says.
-
-    State and batch have the plan's shardings, values inside the step its constraints;
-    the mathematics is the step's own.
-
-    Args:
-        plan: made for this step and these shapes.
-        step: `(state, batch) -> (state, anything)`; jitted or not.
-        devices: in mesh order; by default as many as it needs of those JAX has.
-
-    Raises:
-        ValueError: the plan is of another entry point, has a knob that cannot be run
-            here, or needs another number of devices.
-    """
-    check_plan(plan)
-    check_function("step", step)
-    runnable = RunnablePlan.of(plan)
-    mesh = runnable.make_mesh(devices)
-    check_runnable(plan, "step", mesh.devices.flat[0].platform)
-    return PlannedStep(plan=runnable, mesh=mesh, _step=step)

@@ -12,8 +12,8 @@ import jax
 
 from dtft.checkpoint.board import Phase
 from dtft.train.experiment import Experiment
+from dtft.train.functional_model import State
 from dtft.train.plan_choice import Choice
-from dtft.train.step import State
 
 Items = dict[str, Any]
 """What a checkpoint holds beside arrays, as JSON: `step`, `position` (the number of

@@ -13,22 +13,23 @@ import numpy as np
 from dtft.train.data import Source
 from dtft.train.feed import Batch, Prepared, local_parts, place
 from dtft.train.sharing import COUNTS, Sharing
-from dtft.train.uneven import UnevenProgram
+from dtft.train.step import TrainStep
+from dtft.train.uneven import shared_by
 
 
 class SharedFeed(Prepared):
-    """Makes batches for an `UnevenProgram`.
+    """Makes batches for a step of `uneven.load_balanced_step`.
 
-    Rows beyond a replica's share are zeros, which the program does not read.
+    Rows beyond a replica's share are zeros, which the step does not read.
     """
 
     def __init__(
-        self, source: Source, program: UnevenProgram, counts: Sequence[int]
+        self, source: Source, train_step: TrainStep, counts: Sequence[int]
     ) -> None:
         """Reads nothing yet; `counts` are the shares of the first batch."""
         super().__init__()
-        self._source, self._sharding = source, program.batch_sharding
-        self._shared: Sharing = program.sharing
+        self._source, self._sharding = source, train_step.batch_sharding
+        self._shared: Sharing = shared_by(train_step).sharing
         self.share(counts)
 
     def share(self, counts: Sequence[int]) -> None:

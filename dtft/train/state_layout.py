@@ -9,7 +9,7 @@ import jax
 
 from dtft.checkpoint import tree, typed_keys
 from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.train.step import State
+from dtft.train.functional_model import State
 
 
 def layout_of(

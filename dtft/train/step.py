@@ -1,37 +1,48 @@
-"""The jitted training step, the state it works on, and where each part of it lives.
+"""The training step of an experiment: init, step and evaluation, compiled for a mesh.
 
-Decides the shardings from the mesh alone and compiles init, step and evaluation; what
-runs a plan (`planned_program`) builds on it. The state is a pure pytree `{"params",
-"statistics", "opt_state", "step"}`; `statistics` are the running means of normalization
-layers, empty (so without leaves) for models that have none. Must not know hosts, slots,
-checkpoints or the loop.
+What differs between the ways to run a step is a value, `Parallelism`: where each part
+of the state is, which function computes gradients and which applies them. Here is the
+one of a config's mesh without stages; others are in `pipelined` (stages), `uneven`
+(load balancing) and `planned_program` (a plan).
+
+The state is a pure pytree `{"params", "statistics", "opt_state", "step"}`; `statistics`
+are the running means of normalization layers, empty (so without leaves) for models that
+have none. Must not know hosts, slots, checkpoints or the loop.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint import tree
-from dtft.planner.plan import Plan
 from dtft.train import replicas
 from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.fitting import resolve_mesh
+from dtft.train.functional_model import (
+    READ,
+    FunctionalModel,
+    Metrics,
+    State,
+    functional,
+)
+from dtft.train.optimizers import OptimConfig
 
-State = dict[str, Any]
-Metrics = dict[str, jax.Array]
 Arrays = Mapping[str, jax.Array | np.ndarray]
 """Global arrays by name; numpy arrays are divided by the jitted call."""
+Means = dict[str, Any]
+"""`gradients`, `statistics` and `metrics` of a step's batch."""
+Gradients = Callable[[State, dict[str, jax.Array]], Means]
+"""From a state and a batch to the means over the batch."""
+Apply = Callable[[optax.GradientTransformation, Any, Any, Any], tuple[Any, Any]]
+"""`(optimizer, gradients, opt_state, params) -> (params, opt_state)`."""
 AXES = ("replica", "stage", "fsdp", "tensor")
 BATCH_AXES = ("replica", "fsdp")
-_READ = ("params", "statistics")
-"""The parts of the state that the model reads."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
@@ -78,65 +89,106 @@ def state_sharding(abstract: Any, mesh: Mesh) -> Any:
     return replicas.shardings(abstract, mesh, of)
 
 
-class Program:
+def apply_gradients(
+    optimizer: optax.GradientTransformation, gradients: Any, opt_state: Any, params: Any
+) -> tuple[Any, Any]:
+    """The parameters and optimizer state after an update."""
+    with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+
+def gradients_of(model: FunctionalModel) -> Gradients:
+    """The gradients of a whole batch, reduced where the partitioner finds best."""
+    gradient = jax.grad(model.mean_loss, has_aux=True)
+
+    def means(state: State, batch: dict[str, jax.Array]) -> Means:
+        gradients, (metrics, statistics) = gradient(
+            state["params"], state["statistics"], batch
+        )
+        return {"gradients": gradients, "statistics": statistics, "metrics": metrics}
+
+    return means
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parallelism:
+    """How a step runs on a mesh."""
+
+    state: State
+    """A NamedSharding for every leaf of the state."""
+    rows: tuple[str, ...] = BATCH_AXES
+    """Mesh axes that divide the rows of a batch."""
+    gradients: Gradients
+    """The forward and backward pass, and the reduction over the batch."""
+    apply: Apply = apply_gradients
+    """The optimizer's update."""
+    evaluated: FunctionalModel
+    """The model as evaluation computes it."""
+
+
+class TrainStep:
     """Init, step and evaluation of an experiment on a mesh, compiled on first use."""
 
-    def __init__(self, experiment: Experiment, mesh: Mesh) -> None:
-        """Traces the model; allocates nothing."""
+    def __init__(
+        self,
+        optim: OptimConfig,
+        model: FunctionalModel,
+        mesh: Mesh,
+        parallelize: Callable[[State], Parallelism],
+    ) -> None:
+        """Traces the state at step 0; allocates nothing.
+
+        Args:
+            optim: the optimizer and its learning rate.
+            model: its `init` gives the parameters as the state has them.
+            mesh: has the axes of `AXES`, and others if `parallelize` uses them.
+            parallelize: from the abstract state to how the step runs on the mesh.
+
+        Raises:
+            ValueError: the optimizer cannot run on this mesh.
+        """
         self.mesh = mesh
-        self._seed, self._model = experiment.seed, experiment.model
-        self._optim = experiment.optim
-        own = replicas.AXIS if self._optim.reduces_itself else None
-        self._optimizer = self._optim.build(own)
-        self._learning_rate = experiment.optim.learning_rate_at()
-        self._graph = self._trace_model()
-        one = jax.eval_shape(self._init_replica)
-        self._plain = {name: one[name] for name in _READ}
-        abstract = jax.eval_shape(self._init)
-        shardings = self._shardings(abstract)
-        step = self._step
-        if self._optim.reduces_itself:
-            step = replicas.over(step, self._optim, mesh, abstract)
+        self._optim, self._model = optim, model
+        own = replicas.AXIS if optim.reduces_itself else None
+        self._optimizer = optim.build(own)
+        self._learning_rate = optim.learning_rate_at()
+        abstract = jax.eval_shape(self._first_state)
+        how = parallelize(abstract)
+        self.gradients: Gradients = how.gradients
+        """From a state and a batch to their means; to be traced."""
+        self._apply, self._evaluated = how.apply, how.evaluated
         self.abstract_state: State = jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
             abstract,
-            shardings,
+            how.state,
         )
         """Shapes, dtypes and shardings of the state."""
-        self.batch_sharding = NamedSharding(mesh, self._rows)
+        self.batch_sharding = NamedSharding(mesh, PartitionSpec(how.rows))
         """How every array of a batch is divided."""
-        read = {name: shardings[name] for name in _READ}
-        self._gathered = jax.tree.map(
-            lambda s: NamedSharding(mesh, _without(s.spec, "fsdp")),
-            state_sharding(self._plain, mesh),
-        )
+        step = self._next_state
+        if optim.reduces_itself:
+            step = replicas.over(step, optim, mesh, abstract)
+        read = {name: how.state[name] for name in READ}
         everywhere = NamedSharding(mesh, PartitionSpec())
-        self._compiled_init = jax.jit(self._init, out_shardings=shardings)
-        self._compiled_step = jax.jit(
+        self._init = jax.jit(self._first_state, out_shardings=how.state)
+        self._step = jax.jit(
             step,
             donate_argnums=0,
-            in_shardings=(shardings, self.batch_sharding),
-            out_shardings=(shardings, everywhere),
+            in_shardings=(how.state, self.batch_sharding),
+            out_shardings=(how.state, everywhere),
         )
-        self._compiled_sums = jax.jit(
-            self._sums,
+        self._sums = jax.jit(
+            self._sums_of_batch,
             in_shardings=(read, *(self.batch_sharding,) * 2),
             out_shardings=everywhere,
         )
 
-    plan: Plan | None = None
-    """What it runs as; None for what the config's own mesh says."""
-    _rows = PartitionSpec(BATCH_AXES)
-    """How the rows of a batch are divided."""
-
-    def _shardings(self, abstract: State) -> State:
-        """A NamedSharding for every leaf of the state."""
-        return state_sharding(abstract, self.mesh)
-
     @property
     def num_parameters(self) -> int:
         """Number of trained numbers."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self._plain["params"]))
+        leaves = jax.tree.leaves(self._model.abstract["params"])
+        return sum(leaf.size for leaf in leaves) - self._model.num_padding
 
     @property
     def state_bytes_per_device(self) -> int:
@@ -150,120 +202,100 @@ class Program:
 
     def init(self) -> State:
         """The state at step 0; each device makes its own part."""
-        return self._compiled_init()
+        return self._init()
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         """One optimizer step. `state` is donated: it cannot be used afterwards."""
-        return self._compiled_step(state, dict(batch))
+        return self._step(state, dict(batch))
 
     def sums(self, state: State, batch: Arrays, weight_B: jax.Array) -> Metrics:
         """Weighted sums over the batch of the loss and of each metric.
 
         The model runs in evaluation mode: with its running statistics.
         """
-        read = {name: state[name] for name in _READ}
-        return self._compiled_sums(read, dict(batch), weight_B)
+        read = {name: state[name] for name in READ}
+        return self._sums(read, dict(batch), weight_B)
 
-    def _trace_model(self) -> Any:
-        model = nnx.eval_shape(lambda: self._model.build(nnx.Rngs(self._seed)))
-        graph, _, _, rest = nnx.split(model, nnx.Param, nnx.BatchStat, ...)
-        others = tree.to_paths(nnx.to_pure_dict(rest))
-        if others:
-            raise ValueError(
-                f"model {type(self._model).__name__} keeps {', '.join(others)} beside "
-                "its parameters. Allowed: nnx.Param, and nnx.BatchStat for running "
-                "statistics. Remove layers with random state, such as dropout."
-            )
-        return graph
+    def lower(self, batch: Any) -> jax.stages.Lowered:
+        """The step for such a batch, to be compiled without being run.
 
-    def _init(self) -> State:
-        return replicas.lift(
-            self._init_replica(), self._optim, self.mesh.shape[replicas.AXIS]
+        Args:
+            batch: arrays or ShapeDtypeStructs.
+        """
+        return self._step.lower(self.abstract_state, dict(batch))
+
+    def update(self, state: State, means: Means) -> tuple[State, Metrics]:
+        """The next state and all metrics, from what `gradients` gave; to be traced."""
+        gradients, metrics = means["gradients"], means["metrics"]
+        params, opt_state = self._apply(
+            self._optimizer, gradients, state["opt_state"], state["params"]
         )
-
-    def _init_replica(self) -> State:
-        model = self._model.build(nnx.Rngs(self._seed))
-        params = self._arranged(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-        with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
-            opt_state = self._optimizer.init(params)
-        return {
-            "params": params,
-            "statistics": nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)),
-            "opt_state": opt_state,
-            "step": jnp.zeros([], jnp.int32),
-        }
-
-    def _arranged(self, params: Any) -> Any:
-        """The model's parameters as the state has them."""
-        return params
-
-    def _losses(
-        self, read: State, batch: dict[str, jax.Array], *, training: bool
-    ) -> tuple[Metrics, Any]:
-        whole = self._whole(read, training=training)
-        model = nnx.merge(self._graph, whole["params"], whole["statistics"])
-        (model.train if training else model.eval)()
-        losses, metrics = self._model.loss(model, batch)
-        statistics = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
-        return {"loss": losses, **metrics}, statistics
-
-    def _whole(self, read: State, *, training: bool) -> State:
-        # FSDP: parameters are gathered over `fsdp` where they are used. Left to itself
-        # the partitioner of jax 0.10.2 on CPU returned wrong gradients on a mesh with
-        # replica, fsdp and tensor all 2 (test_step.py compares them).
-        del training
-        return jax.lax.with_sharding_constraint(read, replicas.here(self._gathered))
-
-    def mean_loss(
-        self, params: Any, statistics: Any, batch: dict[str, jax.Array]
-    ) -> tuple[jax.Array, tuple[Metrics, Any]]:
-        """What is differentiated: the mean over the batch, metrics, new statistics."""
-        read = {"params": params, "statistics": statistics}
-        values, statistics = self._losses(read, batch, training=True)
-        means = {name: jnp.mean(value) for name, value in values.items()}
-        return means["loss"], (means, statistics)
-
-    def _descend(
-        self, state: State, batch: dict[str, jax.Array]
-    ) -> tuple[State, Metrics, Any]:
-        """Params, statistics and optimizer state after a step; metrics; gradients."""
-        gradients, (metrics, statistics) = jax.grad(self.mean_loss, has_aux=True)(
-            state["params"], state["statistics"], batch
-        )
-        return self._updated(state, gradients, statistics), metrics, gradients
-
-    def _updated(self, state: State, gradients: Any, statistics: Any) -> State:
-        """What the optimizer makes of a gradient, beside the new statistics."""
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = self._optimizer.update(
-                gradients, state["opt_state"], state["params"]
-            )
-            params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "statistics": statistics, "opt_state": opt_state}
-
-    def _step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
-        return self._after(state, *self._descend(state, batch))
-
-    def _after(
-        self, state: State, parts: State, metrics: Metrics, gradients: Any
-    ) -> tuple[State, Metrics]:
-        """The next state and all metrics, from what `_descend` found."""
         with jax.numpy_dtype_promotion("standard"):
             metrics["grad_norm"] = optax.tree.norm(gradients)
         rate = jnp.asarray(self._learning_rate(state["step"]), jnp.float32)
-        after = {**parts, "step": state["step"] + 1}
+        after = {
+            "params": params,
+            "statistics": means["statistics"],
+            "opt_state": opt_state,
+            "step": state["step"] + 1,
+        }
         return after, {**metrics, "learning_rate": rate}
 
-    def _sums(
+    def _next_state(
+        self, state: State, batch: dict[str, jax.Array]
+    ) -> tuple[State, Metrics]:
+        return self.update(state, self.gradients(state, batch))
+
+    def _first_state(self) -> State:
+        read = self._model.init()
+        with jax.numpy_dtype_promotion("standard"):
+            opt_state = self._optimizer.init(read["params"])
+        state = {**read, "opt_state": opt_state, "step": jnp.zeros([], jnp.int32)}
+        return replicas.lift(state, self._optim, self.mesh.shape[replicas.AXIS])
+
+    def _sums_of_batch(
         self, read: State, batch: dict[str, jax.Array], weight_B: jax.Array
     ) -> Metrics:
-        def total(values: jax.Array) -> jax.Array:
-            values_B = jnp.mean(values.reshape(values.shape[0], -1), axis=1)
-            return jnp.sum(values_B * weight_B)
-
         read = {**read, "params": replicas.evaluated(read["params"])}
-        values, _ = self._losses(read, batch, training=False)
-        return {name: total(value) for name, value in values.items()}
+        return self._evaluated.sums(read, batch, weight_B)
+
+
+def sharded_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
+    """The step of an experiment on a mesh without stages.
+
+    Args:
+        experiment: what is to run.
+        mesh: of `make_mesh`.
+
+    Raises:
+        ValueError: the model or the optimizer cannot run on this mesh.
+    """
+    model = gathering(functional(experiment.model, experiment.seed), mesh)
+
+    def parallelize(abstract: State) -> Parallelism:
+        return Parallelism(
+            state=state_sharding(abstract, mesh),
+            gradients=gradients_of(model),
+            evaluated=model,
+        )
+
+    return TrainStep(experiment.optim, model, mesh, parallelize)
+
+
+def gathering(model: FunctionalModel, mesh: Mesh) -> FunctionalModel:
+    """A model whose arrays rest as `state_sharding` says, and are gathered for use.
+
+    FSDP: over `fsdp`, where they are used. Left to itself the partitioner of jax 0.10.2
+    on CPU returned wrong gradients on a mesh with replica, fsdp and tensor all 2
+    (test_step.py compares them).
+    """
+    whole = jax.tree.map(
+        lambda s: NamedSharding(mesh, _without(s.spec, "fsdp")),
+        state_sharding(model.abstract, mesh),
+    )
+    return model.reading(
+        lambda read: jax.lax.with_sharding_constraint(read, replicas.here(whole))
+    )
 
 
 def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:

@@ -9,7 +9,7 @@ how plans are found.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -25,8 +25,8 @@ from dtft.planner.explain import knobs_text
 from dtft.planner.plan import Plan
 from dtft.planner.wording import Section
 from dtft.train.measuring import agreed
-from dtft.train.planned_step import make_step
-from dtft.train.planning import jit_plan
+from dtft.train.plan_shardings import mesh_of
+from dtft.train.planned_step import step_of
 
 ROUNDS = 5
 """Turns of each plan; the median counts."""
@@ -59,23 +59,16 @@ class Runner:
             given: `step`, `state`, `batch`; or `loss`, `optimizer`, `params`, `batch`,
                 as for `dtft.plan`. Shapes are filled with numbers.
         """
-        self.plan, self._given, self._state = plan, given, None
-        if plan.entry == "step":
-            planned = jit_plan(plan, given["step"])
-            state, batch = given["state"], given["batch"]
-            _, shardings = planned.plan.shardings(planned.mesh, state, batch)
-            self._step: Callable[[Any, Any], Any] = planned
-            self._begin = lambda: planned.place(_filled(state))
-        else:
-            made = make_step(given["loss"], given["optimizer"], plan)
-            shardings = made.batch_shardings(given["batch"])
-            self._step = made.step
-            self._begin = lambda: made.init(_filled(given["params"]))
+        self.plan, self._state = plan, None
+        mesh = mesh_of(plan.mesh)
+        platform = mesh.devices.flat[0].platform
+        self._step, self._start = step_of(plan, given, mesh, platform)
+        shardings = self._step.batch_shardings(given["batch"])
         self._batch = jax.tree.map(_placed, _filled(given["batch"]), shardings)
 
     def start(self) -> None:
         """Makes the state, and runs a step that is not timed; compiles if needed."""
-        self._state = self._begin()
+        self._state = self._step.init(_filled(self._start))
         self.step_s(1)
 
     def stop(self) -> None:

@@ -4,12 +4,12 @@ The numbers are data: one compiled step serves all shares. A replica adds up gra
 metrics and statistics over its microbatches in a `while` loop, manual over the
 `replica` axis; then the sums are reduced and divided by the number of microbatches, so
 that the result is that of equal shares up to rounding: all microbatches have as many
-rows, and a loss is a mean over rows, whatever a model makes of the tokens of one. The
-same in three programs, up to the reduction, the reduction, and the update, is what a
-probe times. Must not know which rows there are, how shares are found, or hosts (pattern
-and traps: reference/planner.md, section 8).
+rows, and a loss is a mean over rows, whatever a model makes of the tokens of one. Must
+not know which rows there are, how shares are found, or hosts (pattern and traps:
+reference/planner.md, section 8).
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,19 +19,19 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.train.experiment import Experiment
+from dtft.train.functional_model import FunctionalModel, State, functional
 from dtft.train.replicas import AXIS
 from dtft.train.sharing import COUNTS, Sharing, sharing_of
-from dtft.train.step import Arrays, Metrics, Program, State, state_sharding
+from dtft.train.step import Means, Parallelism, TrainStep, gathering, state_sharding
 
 Sums = dict[str, Any]
 """Of each replica over its microbatches, with a leading replica dim: `gradients`,
 `statistics`, `metrics`, and how many microbatches they are (`count`)."""
-Means = dict[str, Any]
-"""`gradients`, `statistics` and `metrics` of a step's batch."""
 
 
-class UnevenProgram(Program):
-    """As `Program`, for batches with room for uneven shares.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedGradients:
+    """Gradients of batches with room for uneven shares.
 
     The arrays of a batch have `sharing.room` rows for each replica, of which the first
     `rows_each * counts[replica]` count; the counts are the array `sharing.COUNTS`.
@@ -39,105 +39,16 @@ class UnevenProgram(Program):
     shares.
     """
 
-    def __init__(self, experiment: Experiment, mesh: Mesh) -> None:
-        """Traces the model; allocates nothing.
+    model: FunctionalModel
+    mesh: Mesh
+    sharing: Sharing
+    """How a batch is cut, and how much of it a replica has room for."""
 
-        Raises:
-            ValueError: the batch cannot be shared on this mesh.
-        """
-        batch = experiment.data.global_batch
-        self.sharing: Sharing = sharing_of(experiment.balance, batch, mesh.shape)
-        super().__init__(experiment, mesh)
-        sums, means = self._sums_shardings(), self._means_shardings()
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
-        self._jitted_local = jax.jit(
-            self._local,
-            in_shardings=(shardings, self.batch_sharding),
-            out_shardings=sums,
-        )
-        self._jitted_means = jax.jit(
-            self._means, in_shardings=(sums,), out_shardings=means
-        )
-        self._jitted_update = jax.jit(
-            self._update,
-            donate_argnums=0,
-            in_shardings=(shardings, means),
-            out_shardings=(shardings, everywhere),
-        )
-        self._gather = jax.jit(lambda rows: rows, out_shardings=everywhere)
-        self._apart: tuple[Any, Any, Any] | None = None
+    def __call__(self, state: State, batch: dict[str, jax.Array]) -> Means:
+        """The means over all microbatches of the step."""
+        return self.means(self.local(state, batch))
 
-    def compile_apart(self, batch: Arrays) -> None:
-        """Compiles `local`, `means` and `update`, once: calls of them only run."""
-        if self._apart is None:
-            state = self.abstract_state
-            local = self._jitted_local.lower(state, dict(batch)).compile()
-            means = self._jitted_means.lower(_given_by(local)).compile()
-            update = self._jitted_update.lower(state, _given_by(means)).compile()
-            self._apart = local, means, update
-
-    def local(self, state: State, batch: Arrays) -> Sums:
-        """What each replica does by itself; `compile_apart` comes first."""
-        assert self._apart is not None
-        return self._apart[0](state, dict(batch))
-
-    def means(self, sums: Sums) -> Means:
-        """The reduction: all replicas take part."""
-        assert self._apart is not None
-        return self._apart[1](sums)
-
-    def update(self, state: State, means: Means) -> tuple[State, Metrics]:
-        """The rest of the step, each replica by itself. `state` is donated."""
-        assert self._apart is not None
-        return self._apart[2](state, means)
-
-    def gathered(self, values: np.ndarray) -> np.ndarray:
-        """What all processes know of their replicas; they call it together.
-
-        Args:
-            values: a row for each of this process's replicas, `[replicas here, n]`.
-
-        Returns:
-            `[replicas, devices of a replica, n]`: devices of one replica may be of
-            several processes.
-        """
-        mesh = self.mesh
-        each = mesh.size // mesh.shape[AXIS]
-        place = {replica: row for row, replica in enumerate(self.own_replicas)}
-
-        def row(index: Any) -> np.ndarray:
-            replica = (index[0].start or 0) // each
-            return np.asarray(values[place[replica]], np.float32)[None]
-
-        found = self._gather(
-            jax.make_array_from_callback(
-                (mesh.size, values.shape[1]),
-                NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
-                row,
-            )
-        )
-        return np.asarray(found).reshape(-1, each, values.shape[1])
-
-    @property
-    def own_replicas(self) -> tuple[int, ...]:
-        """The replicas of which this process has devices."""
-        here = jax.process_index()
-        return tuple(
-            replica
-            for replica, devices in enumerate(self.mesh.devices)
-            if any(device.process_index == here for device in devices.flat)
-        )
-
-    def _step(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
-        return self._update(state, self._means(self._local(state, batch)))
-
-    def _update(self, state: State, means: Means) -> tuple[State, Metrics]:
-        gradients = means["gradients"]
-        parts = self._updated(state, gradients, means["statistics"])
-        return self._after(state, parts, means["metrics"], gradients)
-
-    def _local(self, state: State, batch: dict[str, jax.Array]) -> Sums:
+    def local(self, state: State, batch: dict[str, jax.Array]) -> Sums:
         """Sums of each replica; no replica waits for another."""
         rows = {name: array for name, array in batch.items() if name != COUNTS}
         divided = PartitionSpec(AXIS)
@@ -149,6 +60,52 @@ class UnevenProgram(Program):
             out_specs=divided,
         )(state["params"], state["statistics"], rows, batch[COUNTS])
 
+    def means(self, sums: Sums) -> Means:
+        """The reduction over all microbatches of the step: all replicas take part."""
+
+        is_whole = self.mesh.size == self.mesh.shape[AXIS]
+
+        def mean(sums: Sums) -> Means:
+            own = jax.tree.map(lambda leaf: leaf[0], sums)
+            # Joined arrays whose dims are divided over `tensor` would be moved first.
+            total = _added_joined(own) if is_whole else lax.psum(own, AXIS)
+            count = total.pop("count")
+            return jax.tree.map(lambda leaf: leaf / count.astype(leaf.dtype), total)
+
+        return jax.shard_map(
+            mean,
+            mesh=self.mesh,
+            axis_names={AXIS},
+            in_specs=PartitionSpec(AXIS),
+            out_specs=PartitionSpec(),
+        )(sums)
+
+    @property
+    def of_sums(self) -> Any:
+        """A NamedSharding for every leaf of what `local` returns."""
+        own = state_sharding(self.model.abstract, self.mesh)
+
+        def rows(sharding: NamedSharding) -> NamedSharding:
+            return NamedSharding(self.mesh, PartitionSpec(AXIS, *sharding.spec))
+
+        by_replica = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        return {
+            "gradients": jax.tree.map(rows, own["params"]),
+            "statistics": jax.tree.map(rows, own["statistics"]),
+            "metrics": by_replica,
+            "count": by_replica,
+        }
+
+    @property
+    def of_means(self) -> Any:
+        """A NamedSharding for every leaf of what `means` returns."""
+        own = state_sharding(self.model.abstract, self.mesh)
+        return {
+            "gradients": own["params"],
+            "statistics": own["statistics"],
+            "metrics": NamedSharding(self.mesh, PartitionSpec()),
+        }
+
     def _own_sums(
         self, params: Any, statistics: Any, rows: Any, counts: jax.Array
     ) -> Sums:
@@ -156,7 +113,7 @@ class UnevenProgram(Program):
         # their own. Without the mark jax would add up over the replicas in the loop,
         # where those with fewer microbatches do not come any more.
         params, statistics = _varying((params, statistics))
-        gradient = jax.grad(self.mean_loss, has_aux=True)
+        gradient = jax.grad(self.model.mean_loss, has_aux=True)
         each = self.sharing.rows_each
 
         def one(index: jax.Array) -> Sums:
@@ -177,58 +134,34 @@ class UnevenProgram(Program):
         sums["count"] = counts[0].astype(jnp.float32)
         return jax.tree.map(lambda leaf: leaf[None], sums)
 
-    def _means(self, sums: Sums) -> Means:
-        """Over all microbatches of the step."""
 
-        is_whole = self.mesh.size == self.mesh.shape[AXIS]
+def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
+    """The step of an experiment whose replicas take uneven shares of a batch.
 
-        def mean(sums: Sums) -> Means:
-            own = jax.tree.map(lambda leaf: leaf[0], sums)
-            # Joined arrays whose dims are divided over `tensor` would be moved first.
-            total = _added_joined(own) if is_whole else lax.psum(own, AXIS)
-            count = total.pop("count")
-            return jax.tree.map(lambda leaf: leaf / count.astype(leaf.dtype), total)
+    Args:
+        experiment: what is to run.
+        mesh: of `step.make_mesh`.
 
-        return jax.shard_map(
-            mean,
-            mesh=self.mesh,
-            axis_names={AXIS},
-            in_specs=PartitionSpec(AXIS),
-            out_specs=PartitionSpec(),
-        )(sums)
+    Raises:
+        ValueError: the batch cannot be shared on this mesh.
+    """
+    batch = experiment.data.global_batch
+    sharing = sharing_of(experiment.balance, batch, mesh.shape)
+    model = gathering(functional(experiment.model, experiment.seed), mesh)
+    gradients = SharedGradients(model=model, mesh=mesh, sharing=sharing)
 
-    def _sums_shardings(self) -> Any:
-        own = state_sharding(self._plain, self.mesh)
+    def parallelize(abstract: State) -> Parallelism:
+        return Parallelism(
+            state=state_sharding(abstract, mesh), gradients=gradients, evaluated=model
+        )
 
-        def rows(sharding: NamedSharding) -> NamedSharding:
-            return NamedSharding(self.mesh, PartitionSpec(AXIS, *sharding.spec))
-
-        by_replica = NamedSharding(self.mesh, PartitionSpec(AXIS))
-        return {
-            "gradients": jax.tree.map(rows, own["params"]),
-            "statistics": jax.tree.map(rows, own["statistics"]),
-            "metrics": by_replica,
-            "count": by_replica,
-        }
-
-    def _means_shardings(self) -> Any:
-        own = state_sharding(self._plain, self.mesh)
-        return {
-            "gradients": own["params"],
-            "statistics": own["statistics"],
-            "metrics": NamedSharding(self.mesh, PartitionSpec()),
-        }
+    return TrainStep(experiment.optim, model, mesh, parallelize)
 
 
-def _given_by(compiled: Any) -> Any:
-    """What a compiled program returns, as the next one is compiled for it."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding
-        ),
-        compiled.out_info,
-        compiled.output_shardings,
-    )
+def shared_by(train_step: TrainStep) -> SharedGradients:
+    """The gradients of a step of `load_balanced_step`."""
+    assert isinstance(train_step.gradients, SharedGradients)
+    return train_step.gradients
 
 
 def _added_joined(tree: Any) -> Any:

@@ -26,7 +26,7 @@ from dtft.planner.question import Question, of_loss, of_step
 from dtft.planner.search import Search
 from dtft.planner.space import Choices
 from dtft.planner.verify import agreements
-from dtft.train import verifying
+from dtft.train.plan_verify import candidate_of
 from tests.planner.zoo_parts import ADAM, array, ints
 
 CLUSTER = Cluster.parse("8xH100")
@@ -117,7 +117,8 @@ def differences(plan: Plan, candidate: Candidate) -> dict[Any, tuple[int, int]]:
 def test_a_loss_communicates_as_planned(name: str) -> None:
     loss, params, batch, pins = CASES[name]
     plan = plan_of(of_loss(loss, ADAM, params, batch), pins)
-    candidate = verifying.of_loss(plan, loss, ADAM, params, batch)
+    given = {"loss": loss, "optimizer": ADAM, "params": params, "batch": batch}
+    candidate = candidate_of(plan, given)
     assert plan.collectives
     assert differences(plan, candidate) == {}
 
@@ -139,6 +140,7 @@ def test_a_users_step_communicates_as_planned() -> None:
 
     pins = {"replica": 2, "fsdp": 4, "zero": 3}
     plan = plan_of(of_step(step, params, batch), pins)
-    candidate = verifying.of_step(plan, step, params, batch)
+    given = {"step": step, "state": params, "batch": batch}
+    candidate = candidate_of(plan, given)
     assert plan.collectives
     assert differences(plan, candidate) == {}

@@ -12,18 +12,17 @@ import pytest
 
 from dtft.planner.balance import Balance, Rules
 from dtft.planner.load_shares import Microbatches
-from dtft.train import loop
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.balance_log import BalanceLog, Cost, round_line
 from dtft.train.balance_record import Begin, begin, node_names, to_items
 from dtft.train.balancing import Balancer
 from dtft.train.data import make_datasets
 from dtft.train.experiment import Experiment, MeshConfig, StopConfig
-from dtft.train.loop import run
+from dtft.train.loop import run, train_step_of
 from dtft.train.probing import Probe, Timed
 from dtft.train.sharing import COUNTS
-from dtft.train.step import make_mesh
-from dtft.train.uneven import UnevenProgram
+from dtft.train.step import TrainStep, make_mesh
+from dtft.train.uneven import load_balanced_step, shared_by
 from tests.train.helpers import MemoryRuntime, as_bytes, compilations, tiny
 
 BALANCE = BalanceConfig(policy="exact", microbatches=16, every=3, probes=2)
@@ -37,9 +36,7 @@ NAMES = ("a", "b", "c", "d")
 class Unlike:
     """Times of replicas with known speeds, beside real steps."""
 
-    def __init__(
-        self, program: UnevenProgram, speeds: Sequence[float] = SPEEDS
-    ) -> None:
+    def __init__(self, program: TrainStep, speeds: Sequence[float] = SPEEDS) -> None:
         self._program, self._speeds = program, np.asarray(speeds)
         self._random = np.random.default_rng(0)
 
@@ -65,14 +62,15 @@ class Job:
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
         mesh = make_mesh(MeshConfig(replica=4), jax.devices()[:4])
-        self.program = UnevenProgram(experiment, mesh)
+        self.program = load_balanced_step(experiment, mesh)
+        self.work = shared_by(self.program).sharing.work
         self.source = make_datasets(experiment.data, 0).train
         self.folder = folder
 
     def balancer(
         self, items: dict[str, Any], names: Sequence[str] = NAMES, **options: Any
     ) -> Balancer:
-        made: Begin = begin(EXACT, self.program.sharing.work, names, items)
+        made: Begin = begin(EXACT, self.work, names, items)
         log = BalanceLog(self.folder, {}, names, leading=True)
         return Balancer(
             *(self.program, self.source, options.get("config", BALANCE)),
@@ -140,7 +138,7 @@ def test_shares_of_an_older_commit_are_replayed_without_what_was_learned(
     first = job.balancer({})
     job.run(first, job.program.init(), range(1, 8))
     older = {name: it for name, it in first.items["balance"].items() if name != "tried"}
-    made = begin(EXACT, job.program.sharing.work, NAMES, {"balance": older})
+    made = begin(EXACT, job.work, NAMES, {"balance": older})
     assert made.is_recorded and made.unknown == NAMES
     assert made.balance.division.tolist() == older["shares"]
 
@@ -270,7 +268,5 @@ def test_the_loop_balances_records_and_resumes(tmp_path: Path) -> None:
     began = [it for it in _records(tmp_path) if it["event"] == "begin"]
     assert [it["step"] for it in began] == [0, 4]
     assert began[1]["shares"] == items["balance"]["shares"] and began[1]["recorded"]
-    assert isinstance(
-        loop.program_of(experiment, MemoryRuntime(tmp_path, num_devices=4)),
-        UnevenProgram,
-    )
+    balanced = train_step_of(experiment, MemoryRuntime(tmp_path, num_devices=4))
+    assert shared_by(balanced).sharing.num_replicas == 4

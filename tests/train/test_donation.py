@@ -20,13 +20,13 @@ from dtft.train.config import load
 from dtft.train.data import make_datasets
 from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.optimizers import AdamWConfig, OptimConfig
-from dtft.train.step import Program, make_mesh
+from dtft.train.step import TrainStep, make_mesh, sharded_step
 from tests.aot import gpu, hlo
 
 
-def _compile(experiment: Experiment, mesh: Mesh) -> tuple[str, Program]:
+def _compile(experiment: Experiment, mesh: Mesh) -> tuple[str, TrainStep]:
     """The text of the compiled step, and what it is of."""
-    program = Program(experiment, mesh)
+    program = sharded_step(experiment, mesh)
     columns = make_datasets(experiment.data, experiment.seed).train.batch([0])
     batch = {
         name: jax.ShapeDtypeStruct(
@@ -35,8 +35,7 @@ def _compile(experiment: Experiment, mesh: Mesh) -> tuple[str, Program]:
         for name, column in columns.items()
         if name != "id"
     }
-    step = program._compiled_step.lower(program.abstract_state, batch)
-    return step.compile().as_text() or "", program
+    return program.lower(batch).compile().as_text() or "", program
 
 
 def _leaf_copies(compiled: str, abstract: Any) -> int:

@@ -11,7 +11,7 @@ from dtft.planner.deciding import Decision, decide
 from dtft.planner.question import of_loss
 from dtft.planner.verify import Compiled, compare
 from dtft.planner.why_not import why_not
-from dtft.train import verifying
+from dtft.train.plan_verify import candidate_of
 from dtft.train.planned_step import make_step
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import Model
@@ -46,9 +46,13 @@ def test_each_device_has_the_weights_of_its_own_experts(found: Decision) -> None
 def test_tokens_are_exchanged_twice_forward_and_twice_backward(
     model: Model, found: Decision
 ) -> None:
-    lowered = verifying.of_loss(
-        found.plan, model.loss, model.optimizer, model.params, model.batch
-    )
+    given = {
+        "loss": model.loss,
+        "optimizer": model.optimizer,
+        "params": model.params,
+        "batch": model.batch,
+    }
+    lowered = candidate_of(found.plan, given)
     (compiled,) = compile_all([lowered], deadline_s=150.0)
     assert isinstance(compiled, Compiled)
     sent = {(one.kind, one.axes): one for one in compare(found.plan, compiled)}

@@ -19,8 +19,7 @@ from dtft.planner.hlo_collectives import collectives
 from dtft.planner.hlo_groups import Groups, groups_of
 from dtft.planner.pins import PINS
 from dtft.planner.plan import Knobs
-from dtft.train.planned_step import make_step
-from dtft.train.planning import jit_plan
+from dtft.train.planned_step import jit_plan, make_step
 from tests.aot.hlo import aliases
 from tests.planner.zoo import MODELS
 from tests.train.plans import (

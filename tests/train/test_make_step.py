@@ -16,7 +16,7 @@ from dtft.planner.cluster import Cluster
 from dtft.planner.deciding import decide
 from dtft.planner.plan import Knobs
 from dtft.planner.question import of_loss
-from dtft.train.planned_step import Step, make_step
+from dtft.train.planned_step import PlannedStep, make_step
 from tests.train.plans import (
     layers_batch,
     layers_loss,
@@ -36,13 +36,13 @@ def step_of(
     optimizer: optax.GradientTransformation,
     mesh: Mapping[str, int],
     knobs: Knobs,
-) -> Step:
+) -> PlannedStep:
     plan = plan_of(layers_params(), layers_batch(), optimizer, mesh, knobs)
     devices = jax.devices()[: int(np.prod(list(mesh.values())))]
     return make_step(loss, optimizer, plan, weight=num_tokens, devices=devices)
 
 
-def run(step: Step, num_steps: int = 2) -> tuple[Any, list[float]]:
+def run(step: PlannedStep, num_steps: int = 2) -> tuple[Any, list[float]]:
     state, losses = step.init(layers_params()), []
     for _ in range(num_steps):
         state, loss = step.step(state, layers_batch())
@@ -121,6 +121,20 @@ def test_parameters_stay_usable_and_the_state_is_donated() -> None:
     after, _ = step.step(state, layers_batch())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, after)))
+
+
+def test_a_restored_state_is_placed_and_goes_on() -> None:
+    step = step_of(layers_loss, ADAMW, {"replica": 4}, Knobs(zero=1))
+    state, _ = step(step.init(layers_params()), layers_batch())
+    restored = jax.device_get(state)
+    expected, loss = step.step(state, layers_batch())
+    again = step_of(layers_loss, ADAMW, {"replica": 4}, Knobs(zero=1))
+    placed = again.place(restored)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, placed)
+    assert shardings == step.state_shardings(layers_params())
+    found, again_loss = again(restored, layers_batch())
+    assert float(loss) == float(again_loss)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_it_returns_what_the_loss_returns() -> None:

@@ -12,7 +12,7 @@ from dtft.planner import gpu_targets
 from dtft.planner.compiling import compile_all
 from dtft.planner.plan import Knobs, Plan
 from dtft.planner.verify import Compiled, gate
-from dtft.train import verifying
+from dtft.train.plan_verify import candidate_of
 from dtft.train.planned_step import make_step
 from tests.train.plans import layers_batch, layers_loss, layers_params, plan_of
 
@@ -48,12 +48,13 @@ def test_training_is_the_same_bit_for_bit() -> None:
 def test_a_program_for_a_gpu_has_it_in_host_memory() -> None:
     if not gpu_targets.installed():
         pytest.skip("needs XLA's GPU compiler: `make test` installs it")
-    params, batch = layers_params(), layers_batch()
-    like = jax.eval_shape(lambda tree: tree, batch)
-    candidates = (
-        verifying.of_loss(plan, layers_loss, OPTIMIZER, params, like, target="h100")
-        for plan in plans()
-    )
+    given = {
+        "loss": layers_loss,
+        "optimizer": OPTIMIZER,
+        "params": layers_params(),
+        "batch": jax.eval_shape(layers_batch),
+    }
+    candidates = (candidate_of(plan, given, target="h100") for plan in plans())
     there, away = compile_all(candidates, deadline_s=150.0)
     assert isinstance(there, Compiled) and isinstance(away, Compiled)
     # Arguments are counted wherever they are: `verify.gate` takes these off again.

@@ -22,7 +22,7 @@ from dtft.train.data import make_datasets
 from dtft.train.datasets import CharsConfig
 from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.feed import Feed
-from dtft.train.loop import program_of
+from dtft.train.loop import train_step_of
 from dtft.train.optimizers import SGDConfig
 from dtft.train.pipeline_config import PipelineConfig
 from dtft.train.pipelined import (
@@ -33,7 +33,6 @@ from dtft.train.pipelined import (
     stack,
     through_layers,
 )
-from dtft.train.pipelined_program import PipelinedProgram
 from dtft.train.state_layout import layout_of
 from tests.train.helpers import MemoryRuntime, tiny
 
@@ -195,8 +194,7 @@ def _in_a_row(pipeline: Pipeline, params: Any) -> Any:
 
 def test_a_step_is_that_of_the_undivided_model(tmp_path: Path) -> None:
     experiment = _experiment(tmp_path, model=_RowConfig())
-    program = program_of(experiment, MemoryRuntime(tmp_path, num_devices=8))
-    assert isinstance(program, PipelinedProgram)
+    program = train_step_of(experiment, MemoryRuntime(tmp_path, num_devices=8))
     pipeline = Pipeline(stages=2, microbatches=2, layers=(1, 2))
     feed = Feed(make_datasets(experiment.data, 0).train, program, 16)
     batch = feed.take(1).arrays
@@ -220,8 +218,7 @@ def test_a_step_is_that_of_the_undivided_model(tmp_path: Path) -> None:
     sums = jax.device_get(program.sums(state, batch, weight_B))
     for name, values in each.items():
         np.testing.assert_allclose(sums[name], values.mean(1) @ WEIGHT_B, 1e-5)
-    lowered = program._compiled_step.lower(program.abstract_state, batch)
-    step = lowered.compile()
+    step = program.lower(batch).compile()
     state, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["loss"], mean, 1e-5)
     norm = np.sqrt(sum(np.sum(g * g) for g in jax.tree.leaves(gradient)))
@@ -248,7 +245,7 @@ def _check_what_is_sent(text: str, pipeline: Pipeline) -> None:
 
 def test_a_stage_holds_its_own_layers_and_their_optimizer_state(tmp_path: Path) -> None:
     experiment = _experiment(tmp_path, mesh=MeshConfig(replica=2, stage=2))
-    program = program_of(experiment, MemoryRuntime(tmp_path, num_devices=4))
+    program = train_step_of(experiment, MemoryRuntime(tmp_path, num_devices=4))
     layout = layout_of(program.abstract_state, [0], "{}")
     layout = replace(layout, mesh=replace(layout.mesh, slots=(0, 1, 2, 3)))
     first, second, third, fourth = (
@@ -292,4 +289,4 @@ def test_layers_that_are_not_equal_are_refused(
     model = kind(context=8, width=8, num_layers=3, num_heads=2)
     experiment = _experiment(tmp_path, model=model, pipeline=PipelineConfig())
     with pytest.raises(ValueError, match=f"{kind.__name__}: its 3 blocks are not the"):
-        program_of(experiment, MemoryRuntime(tmp_path, num_devices=8))
+        train_step_of(experiment, MemoryRuntime(tmp_path, num_devices=8))

@@ -19,12 +19,12 @@ from dtft.planner.plan import Knobs, Plan
 from dtft.planner.question import Question, of_loss
 from dtft.train.config import ConfigError
 from dtft.train.experiment import Experiment, MeshConfig
-from dtft.train.loop import program_of, run
+from dtft.train.loop import run, train_step_of
 from dtft.train.plan_choice import Choice, choose
 from dtft.train.plan_question import asked_of
 from dtft.train.plan_shardings import mesh_of
 from dtft.train.plan_times import past_run
-from dtft.train.planned_program import PlannedProgram, planned_mesh
+from dtft.train.planned_program import planned_mesh
 from dtft.train.single import LocalRuntime
 from tests.train.helpers import MemoryRuntime, tiny
 from tests.train.plans import plan_of
@@ -283,10 +283,11 @@ def test_a_run_writes_its_plan_and_what_a_step_took(
     longer = replace(experiment, stop=replace(experiment.stop, steps=8))
     runtime = LocalRuntime(longer)
     assert first.step == 6
-    program = program_of(longer, runtime)
-    assert isinstance(program, PlannedProgram)
-    assert program.plan is not None
-    assert program.plan.knobs == Knobs(zero=1)
+    state = train_step_of(longer, runtime).abstract_state
+    assert runtime.choice is not None
+    assert runtime.choice.plan.knobs == Knobs(zero=1)
+    moments = jax.tree.leaves(state["opt_state"])
+    assert any("replica" in leaf.sharding.spec for leaf in moments)  # as it says
 
 
 def _question(experiment: Experiment) -> Question:

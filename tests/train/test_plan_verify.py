@@ -17,8 +17,13 @@ from dtft.planner.deciding import Decision, decide, next_best
 from dtft.planner.plan import Collective
 from dtft.planner.question import of_loss
 from dtft.planner.verify import Compiled, Failure, Memory, gate
-from dtft.train.plan_verify import Verified, leaner, verified
-from dtft.train.verify_words import first_fitting, sections
+from dtft.train.plan_verify import (
+    Verified,
+    first_fitting,
+    leaner,
+    sections,
+    verified,
+)
 from tests.planner import reading
 from tests.planner.deciding_zoo import question, with_memory
 

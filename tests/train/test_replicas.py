@@ -23,7 +23,7 @@ from dtft.train.loop import run
 from dtft.train.optimizers import AdamWConfig, MaxAdaBeliefConfig
 from dtft.train.single import LocalRuntime, UnreadableCheckpoint
 from dtft.train.state_layout import layout_of
-from dtft.train.step import Program, make_mesh
+from dtft.train.step import TrainStep, make_mesh, sharded_step
 from dtft.train.sync_config import SyncConfig
 from tests.train.helpers import as_bytes, tiny
 
@@ -36,9 +36,9 @@ def _experiment(tmp_path: Path, sync: SyncConfig, **changes: Any) -> Any:
     return tiny(tmp_path, optim=optim, **changes)
 
 
-def _train(experiment: Any, mesh: MeshConfig, steps: int) -> tuple[Program, Any, Any]:
+def _train(experiment: Any, mesh: MeshConfig, steps: int) -> tuple[TrainStep, Any, Any]:
     count = mesh.replica * mesh.fsdp
-    program = Program(experiment, make_mesh(mesh, jax.devices()[:count]))
+    program = sharded_step(experiment, make_mesh(mesh, jax.devices()[:count]))
     feed = Feed(make_datasets(experiment.data, 0).train, program, 16)
     state, metrics = program.init(), {}
     for step in range(1, steps + 1):
@@ -50,7 +50,7 @@ def _copies(array: jax.Array) -> int:
     return len({np.asarray(s.data).tobytes() for s in array.addressable_shards})
 
 
-def _by_hand(experiment: Any, program: Program, steps: int) -> tuple[Any, list[Any]]:
+def _by_hand(experiment: Any, program: TrainStep, steps: int) -> tuple[Any, list[Any]]:
     """The patent's flow, one replica after the other on one device."""
     model, phases = experiment.model, max_belief_phases()
     graph = nnx.split(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))), nnx.Param)[0]
@@ -89,13 +89,17 @@ def _by_hand(experiment: Any, program: Program, steps: int) -> tuple[Any, list[A
 
 
 @pytest.fixture(scope="module", name="two")
-def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, Any, Any]:
+def two_replicas(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[TrainStep, Any, Any]:
     """After three steps."""
     experiment = _experiment(tmp_path_factory.mktemp("two"), OPERANDS)
     return _train(experiment, MeshConfig(replica=2), 3)
 
 
-def test_it_is_the_patents_flow(tmp_path: Path, two: tuple[Program, Any, Any]) -> None:
+def test_it_is_the_patents_flow(
+    tmp_path: Path, two: tuple[TrainStep, Any, Any]
+) -> None:
     program, state, metrics = two
     params, states = _by_hand(_experiment(tmp_path, OPERANDS), program, 3)
     jax.tree.map(
@@ -119,7 +123,7 @@ def test_it_is_the_patents_flow(tmp_path: Path, two: tuple[Program, Any, Any]) -
 
 
 def test_fsdp_inside_a_replica_changes_nothing_but_rounding(
-    tmp_path: Path, two: tuple[Program, Any, Any]
+    tmp_path: Path, two: tuple[TrainStep, Any, Any]
 ) -> None:
     experiment = _experiment(tmp_path, OPERANDS)
     _, whole, first = two
@@ -141,7 +145,7 @@ def test_layout_has_a_slice_per_replica_and_every_slice_gets_a_copy(
 ) -> None:
     mesh = MeshConfig(replica=3)
     experiment = _experiment(tmp_path, OPERANDS)
-    program = Program(experiment, make_mesh(mesh, jax.devices()[:3]))
+    program = sharded_step(experiment, make_mesh(mesh, jax.devices()[:3]))
     layout = layout_of(program.abstract_state, [0], "{}")
     leaf = next(leaf for leaf in layout.leaves if leaf.path == ROW)
     assert leaf.shape == (3, 16, 10) and leaf.spec == (("replica",),)
@@ -233,7 +237,7 @@ def test_what_cannot_communicate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mesh\.tensor=2"):
         check(experiment, hosts=4, devices_per_host=1)
     with pytest.raises(ValueError, match=r"mesh\.tensor=2"):
-        Program(experiment, make_mesh(mesh, jax.devices()[:4]))
+        sharded_step(experiment, make_mesh(mesh, jax.devices()[:4]))
 
 
 def test_a_checkpoint_belongs_to_what_is_exchanged(tmp_path: Path) -> None:

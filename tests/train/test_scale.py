@@ -14,7 +14,7 @@ from dtft.train.balance_config import BalanceConfig
 from dtft.train.experiment import ClusterConfig, Experiment, MeshConfig
 from dtft.train.fitting import check, scaled_mesh
 from dtft.train.state_layout import layout_of
-from dtft.train.step import Program, make_mesh
+from dtft.train.step import make_mesh, sharded_step
 from tests.train.helpers import tiny
 
 LIMITS = SizeLimits(global_batch=24, batch_axes=("replica", "fsdp"))
@@ -30,7 +30,7 @@ def announced(experiment: Experiment, slots: int, per_host: int = 1) -> Layout:
     as the devices of all of them."""
     devices = jax.devices()[: slots * per_host]
     mesh = make_mesh(scaled_mesh(experiment, slots, per_host), devices)
-    layout = layout_of(Program(experiment, mesh).abstract_state, [0], "{}")
+    layout = layout_of(sharded_step(experiment, mesh).abstract_state, [0], "{}")
     places = tuple(at // per_host for at in range(len(devices)))
     return replace(layout, mesh=replace(layout.mesh, slots=places))
 

@@ -10,7 +10,7 @@ import pytest
 from dtft.models.base import CNNConfig
 from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.shampoo import ShampooConfig
-from dtft.train.step import Program, make_mesh
+from dtft.train.step import make_mesh, sharded_step
 from tests.train import helpers
 
 SMALL = CNNConfig(channels=(4,), hidden=8)
@@ -22,7 +22,7 @@ def tiny(tmp_path: Path, **changes: Any) -> Experiment:
 
 
 def _trained(experiment: Experiment, num_devices: int, steps: int = 3) -> Any:
-    program = Program(
+    program = sharded_step(
         experiment, make_mesh(experiment.mesh, jax.devices()[:num_devices])
     )
     generator = np.random.default_rng(0)

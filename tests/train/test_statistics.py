@@ -19,7 +19,7 @@ from dtft.train.loop import run
 from dtft.train.optimizers import MaxAdaBeliefConfig, SGDConfig
 from dtft.train.single import LocalRuntime
 from dtft.train.state_layout import layout_of
-from dtft.train.step import Program, make_mesh
+from dtft.train.step import make_mesh, sharded_step
 from tests.train.helpers import as_bytes, tiny
 from tests.train.pictures import make_folder
 
@@ -55,7 +55,7 @@ def test_learns_the_colours_and_storage_has_it_all(
     losses = _losses(tmp_path)
     assert np.mean(losses[-3:]) < 0.6 * losses[0]
     assert result.summary["test_loss"] < 0.9 * np.log(3)
-    abstract = Program(
+    abstract = sharded_step(
         experiment, make_mesh(MeshConfig(), jax.devices()[:1])
     ).abstract_state
     restored = LocalRuntime(experiment).restore(abstract)
@@ -68,7 +68,7 @@ def test_statistics_are_those_of_the_global_batch(tmp_path: Path, folder: Path) 
     experiment = _experiment(tmp_path, folder, optim=SGDConfig(learning_rate=0.1))
     ends = []
     for number, sizes in ((1, MeshConfig()), (4, MeshConfig(fsdp=2))):
-        program = Program(experiment, make_mesh(sizes, jax.devices()[:number]))
+        program = sharded_step(experiment, make_mesh(sizes, jax.devices()[:number]))
         train = make_datasets(experiment.data, 0).train
         batch = Feed(train, program, 8).take(1)
         ends.append(jax.device_get(program.step(program.init(), batch.arrays)))
@@ -79,7 +79,7 @@ def test_evaluation_reads_them_and_changes_nothing(
     tmp_path: Path, folder: Path
 ) -> None:
     experiment = _experiment(tmp_path, folder)
-    program = Program(experiment, make_mesh(MeshConfig(), jax.devices()[:1]))
+    program = sharded_step(experiment, make_mesh(MeshConfig(), jax.devices()[:1]))
     test = make_datasets(experiment.data, 0).test
     state = program.init()
     before = as_bytes(state)
@@ -94,11 +94,11 @@ def test_evaluation_reads_them_and_changes_nothing(
 
 def test_layout_names_them(tmp_path: Path, folder: Path) -> None:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    state = Program(_experiment(tmp_path, folder), mesh).abstract_state
+    state = sharded_step(_experiment(tmp_path, folder), mesh).abstract_state
     paths = [leaf.path for leaf in layout_of(state, [0], "{}").leaves]
     assert "statistics/stem/norm/mean" in paths
     assert not jax.tree.leaves(
-        Program(tiny(tmp_path), mesh).abstract_state["statistics"]
+        sharded_step(tiny(tmp_path), mesh).abstract_state["statistics"]
     )
 
 
@@ -116,4 +116,4 @@ class _DroppingConfig(ModelConfig):
 def test_random_state_is_refused(tmp_path: Path) -> None:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with pytest.raises(ValueError, match="drop/rngs.* Remove layers with random state"):
-        Program(tiny(tmp_path, model=_DroppingConfig()), mesh)
+        sharded_step(tiny(tmp_path, model=_DroppingConfig()), mesh)

@@ -22,20 +22,20 @@ from dtft.train.optimizers import (
 )
 from dtft.train.schedule_config import ScheduleConfig
 from dtft.train.state_layout import layout_of
-from dtft.train.step import Program, make_mesh, spec_of
+from dtft.train.step import TrainStep, make_mesh, sharded_step, spec_of
 from tests.train.helpers import as_bytes, tiny
 
 _COSINE = ScheduleConfig(kind="warmup_cosine", warmup_steps=2, decay_steps=9)
 
 
-def _program(tmp_path: Path, devices: int, mesh: MeshConfig) -> Program:
+def _program(tmp_path: Path, devices: int, mesh: MeshConfig) -> TrainStep:
     experiment = tiny(
         tmp_path,
         mesh=mesh,
         model=TransformerConfig(context=8, width=16, num_layers=1, num_heads=2),
         data=CharsConfig(global_batch=8, context=8),
     )
-    return Program(experiment, make_mesh(mesh, jax.devices()[:devices]))
+    return sharded_step(experiment, make_mesh(mesh, jax.devices()[:devices]))
 
 
 @given(
@@ -79,7 +79,7 @@ def test_init_is_the_same_on_every_mesh(
 def _after_a_step(tmp_path: Path, devices: int, mesh: MeshConfig) -> Any:
     """Parameters less the gradient."""
     experiment = tiny(tmp_path, optim=SGDConfig(learning_rate=1.0, momentum=0.0))
-    program = Program(experiment, make_mesh(mesh, jax.devices()[:devices]))
+    program = sharded_step(experiment, make_mesh(mesh, jax.devices()[:devices]))
     train = make_datasets(experiment.data, 0).train
     batch = Feed(train, program, 16).take(1)
     state, _ = program.step(program.init(), batch.arrays)
@@ -128,9 +128,9 @@ def test_options_do_not_change_the_state(
     tmp_path: Path, optim: type[OptimConfig]
 ) -> None:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    plain = Program(tiny(tmp_path, optim=optim()), mesh).abstract_state
+    plain = sharded_step(tiny(tmp_path, optim=optim()), mesh).abstract_state
     full = optim(clip=1.0, weight_decay=0.1, schedule=_COSINE, guard=10.0)
-    program = Program(tiny(tmp_path, optim=full), mesh)
+    program = sharded_step(tiny(tmp_path, optim=full), mesh)
     assert program.abstract_state == plain
     batch = {
         "image": jax.numpy.ones((16, 8, 8, 1)),

@@ -21,10 +21,11 @@ from dtft.train.datasets import CharsConfig
 from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.feed import Feed
 from dtft.train.optimizers import MaxAdaBeliefConfig, SGDConfig
+from dtft.train.probing import Probe, gathered, own_replicas
 from dtft.train.shared_feed import SharedFeed
-from dtft.train.step import Arrays, Program, make_mesh
+from dtft.train.step import Arrays, make_mesh, sharded_step
 from dtft.train.sync_config import SyncConfig
-from dtft.train.uneven import UnevenProgram
+from dtft.train.uneven import load_balanced_step
 from tests.train.helpers import as_bytes, compilations, tiny
 
 BALANCE = BalanceConfig(policy="exact", microbatches=8, most=6)
@@ -33,12 +34,12 @@ UNEVEN = [(6, 1, 1, 0), (0, 3, 4, 1), (0, 0, 2, 6)]
 
 
 class Trained:
-    """An uneven program on four replicas, and its batches."""
+    """A load-balanced step on four replicas, and its batches."""
 
     def __init__(self, experiment: Experiment, mesh: MeshConfig) -> None:
         devices = jax.devices()[: mesh.replica * mesh.tensor]
         self.experiment = experiment
-        self.program = UnevenProgram(experiment, make_mesh(mesh, devices))
+        self.program = load_balanced_step(experiment, make_mesh(mesh, devices))
         self.source = make_datasets(experiment.data, 0).train
         self.feed = SharedFeed(self.source, self.program, EVEN)
 
@@ -58,7 +59,8 @@ class Trained:
     @cached_property
     def undivided(self) -> Any:
         """The state after the ordinary step on one device."""
-        program = Program(self.experiment, make_mesh(MeshConfig(), jax.devices()[:1]))
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+        program = sharded_step(self.experiment, mesh)
         batch = Feed(self.source, program, self.experiment.data.global_batch).take(1)
         return program.step(program.init(), batch.arrays)[0]
 
@@ -131,19 +133,21 @@ def test_layers_that_normalize_see_the_same_microbatches(tmp_path: Path) -> None
 
 
 def test_the_three_programs_of_a_probe_are_the_step(trained: Trained) -> None:
-    program = trained.program
+    probe = Probe(trained.program)
+    probe.prepare(trained.batch(EVEN))
     for counts in (EVEN, *UNEVEN):
         batch = trained.batch(counts)
-        program.compile_apart(batch)
-        begin = program.init()
-        apart = program.update(begin, program.means(program.local(begin, batch)))
-        assert as_bytes(apart) == as_bytes(trained.after(counts))
+        with compilations() as found:
+            probe.prepare(batch)
+        state, metrics, timed = probe.step(trained.program.init(), batch)
+        assert as_bytes((state, metrics)) == as_bytes(trained.after(counts))
+        assert not found and len(timed.busy_s) == 4 and min(timed.busy_s) > 0
 
 
 def test_replicas_meet_once_and_only_after_their_loops(trained: Trained) -> None:
-    trained.program.compile_apart(trained.batch(EVEN))
-    assert trained.program._apart is not None
-    local, means, update = (it.as_text() for it in trained.program._apart)
+    probe = Probe(trained.program)
+    probe.prepare(trained.batch(EVEN))
+    local, means, update = (it.as_text() for it in probe.programs)
     collective = r" (all-|reduce-scatter|collective-)[a-z-]*\("
     assert re.findall(collective, means) == ["all-"]
     assert not re.findall(collective, local + update)
@@ -151,8 +155,8 @@ def test_replicas_meet_once_and_only_after_their_loops(trained: Trained) -> None
 
 def test_all_processes_learn_what_each_knows(trained: Trained) -> None:
     values = np.arange(12.0).reshape(4, 3)
-    assert trained.program.own_replicas == (0, 1, 2, 3)
-    found = trained.program.gathered(values)
+    assert own_replicas(trained.program.mesh) == (0, 1, 2, 3)
+    found = gathered(trained.program.mesh, values)
     np.testing.assert_array_equal(found, values[:, None])
 
 
@@ -160,7 +164,7 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     experiment = _experiment(tmp_path)
     mesh = make_mesh(MeshConfig(replica=2, fsdp=2), jax.devices()[:4])
     with pytest.raises(ValueError, match="mesh.fsdp=2"):
-        UnevenProgram(experiment, mesh)
+        load_balanced_step(experiment, mesh)
     optim = MaxAdaBeliefConfig(sync=SyncConfig(moments="operands"))
     with pytest.raises(ValueError, match=r"optim\.sync"):
         replace(experiment, optim=optim)

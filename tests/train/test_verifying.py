@@ -11,9 +11,8 @@ from dtft._jax_internals import compile_module
 from dtft.planner.compiling import Candidate
 from dtft.planner.hlo_collectives import collectives
 from dtft.planner.plan import Knobs, Plan, Prediction, Spec
-from dtft.train import verifying
-from dtft.train.planned_step import make_step
-from dtft.train.planning import jit_plan
+from dtft.train.plan_verify import candidate_of
+from dtft.train.planned_step import jit_plan, make_step
 
 MESH = {"fsdp": 4, "tensor": 2}
 UP: Spec = (("fsdp",), ("tensor",))
@@ -33,6 +32,10 @@ def _loss(params: Any, batch: Any) -> jax.Array:
 def _step(params: Any, batch: Any) -> Any:
     loss, gradients = jax.value_and_grad(_loss)(params, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+LOSS = {"loss": _loss, "optimizer": optax.sgd(0.1), "params": PARAMS, "batch": BATCH}
+STEP = {"step": _step, "state": PARAMS, "batch": BATCH}
 
 
 def _plan(entry: Any) -> Plan:
@@ -56,7 +59,7 @@ def _of(candidate: Candidate) -> Any:
 
 def test_a_loss_is_verified_as_make_step_runs_it() -> None:
     plan = _plan("loss")
-    candidate = verifying.of_loss(plan, _loss, optax.sgd(0.1), PARAMS, BATCH)
+    candidate = candidate_of(plan, LOSS)
     lowered = make_step(_loss, optax.sgd(0.1), plan).lower(PARAMS, BATCH)
     found = _of(candidate)
     assert found == collectives(lowered.compile().as_text() or "", MESH)
@@ -66,7 +69,7 @@ def test_a_loss_is_verified_as_make_step_runs_it() -> None:
 
 def test_a_users_step_is_verified_as_jit_plan_runs_it() -> None:
     plan = _plan("step")
-    candidate = verifying.of_step(plan, _step, PARAMS, BATCH, name="mine")
+    candidate = candidate_of(plan, STEP, name="mine")
     lowered = jit_plan(plan, _step).lower(PARAMS, BATCH)
     assert candidate.name == "mine" and candidate.mesh == MESH
     assert _of(candidate) == collectives(lowered.compile().as_text() or "", MESH)
@@ -74,6 +77,6 @@ def test_a_users_step_is_verified_as_jit_plan_runs_it() -> None:
 
 def test_a_plan_of_the_other_entry_point_is_refused() -> None:
     with pytest.raises(ValueError, match="plan.entry='step'"):
-        verifying.of_loss(_plan("step"), _loss, optax.sgd(0.1), PARAMS, BATCH)
+        candidate_of(_plan("step"), LOSS)
     with pytest.raises(ValueError, match="target='v100'"):
-        verifying.of_step(_plan("step"), _step, PARAMS, BATCH, target="v100")
+        candidate_of(_plan("step"), STEP, target="v100")
