@@ -2,13 +2,13 @@
 
 Decides which settings are allowed and which steps are measured. Pure; must stay free of
 jax imports at module level. What follows from a measurement is decided in
-`dtft.planner.balance`.
+`dtft.balance`.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from dtft.planner.balance import Policy, Rules
+from dtft.balance import Policy, Rules
 
 
 @dataclass(frozen=True, kw_only=True)

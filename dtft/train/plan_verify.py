@@ -2,7 +2,7 @@
 
 Where none of them fits as compiled, plans that need less are looked for. Which of them
 is taken, and what is said of it, is in `verify_words`. Must not know how plans are
-found, or how programs are compiled (`dtft.planner.compiling`).
+found, or how programs are compiled (`dtft.planner.aot.compile`).
 """
 
 import math
@@ -11,12 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtft.planner import gpu_targets
+from dtft.planner.aot import (
+    GPU_TARGETS,
+    Candidate,
+    Compiled,
+    Failure,
+    Verdict,
+    compile_all,
+    gate,
+    is_gpu_compiler_installed,
+)
 from dtft.planner.cluster import Cluster
-from dtft.planner.compiling import Candidate, compile_all
-from dtft.planner.deciding import Decision, decide, next_best
 from dtft.planner.plan import Plan
-from dtft.planner.verify import Compiled, Failure, Verdict, gate
+from dtft.planner.search import Decision, decide, next_best
 from dtft.train import verifying
 
 NUM = 4
@@ -192,4 +199,4 @@ def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision
 def target_of(decision: Decision) -> str:
     """What programs are compiled for: the cluster's GPU if that is possible here."""
     name = decision.cluster.uniform.device.name
-    return name if name in gpu_targets.TARGETS and gpu_targets.installed() else "cpu"
+    return name if name in GPU_TARGETS and is_gpu_compiler_installed() else "cpu"

@@ -15,21 +15,22 @@ import jax
 from jax.sharding import Mesh
 
 from dtft.checkpoint import tree
-from dtft.planner import (
-    comparing,
-    explain,
-    lints,
-    pin_prices,
-    report,
+from dtft.planner import wording
+from dtft.planner.plan import Plan
+from dtft.planner.report import (
+    AxisRules,
+    Lint,
+    axis_rules,
+    diff,
+    find_lints,
+    lint_section,
+    pin_section,
+    plan_sections,
+    report_html,
     sensitivity,
     why_not,
-    wording,
 )
-from dtft.planner.axis_rules import AxisRules, axis_rules
-from dtft.planner.capabilities import check_runnable
-from dtft.planner.deciding import Decision
-from dtft.planner.lints import Lint
-from dtft.planner.plan import Plan
+from dtft.planner.search import Decision, check_runnable
 from dtft.planner.wording import Section
 from dtft.train.constrained import constrained
 from dtft.train.logical_names import logical_names
@@ -72,11 +73,11 @@ class RunnablePlan(Plan):
 
     def sections(self) -> tuple[Section, ...]:
         """The parts of `explain()`, for other ways to show them."""
-        parts = explain.sections(self)
+        parts = plan_sections(self)
         if self.decision is None:
             return parts
-        priced = pin_prices.section(self.decision)
-        return (*parts, *priced, report.lint_section(self.lints()))
+        priced = pin_section(self.decision)
+        return (*parts, *priced, lint_section(self.lints()))
 
     def diff(self, other: Plan) -> str:
         """What another plan does otherwise, and what that costs or saves.
@@ -85,7 +86,7 @@ class RunnablePlan(Plan):
             ValueError: `other` is no plan.
         """
         check_plan(other, "other")
-        return comparing.diff(self, other)
+        return diff(self, other)
 
     def why_not(self, **pins: Any) -> str:
         """What other knobs, such as `tensor=8`, would cost; or why they cannot be.
@@ -93,7 +94,7 @@ class RunnablePlan(Plan):
         Raises:
             ValueError: no knob is named, or the plan was read from a file.
         """
-        return why_not.why_not(self._decision("why_not"), **pins)
+        return why_not(self._decision("why_not"), **pins)
 
     def sensitivity(self) -> str:
         """What faster links, more memory or more hosts would change; plans again.
@@ -101,7 +102,7 @@ class RunnablePlan(Plan):
         Raises:
             ValueError: the plan was read from a file.
         """
-        return sensitivity.sensitivity(self._decision("sensitivity"))
+        return sensitivity(self._decision("sensitivity"))
 
     def lints(self) -> tuple[Lint, ...]:
         """Sizes, arrays and batches that cost what a small change would save.
@@ -109,11 +110,11 @@ class RunnablePlan(Plan):
         Raises:
             ValueError: the plan was read from a file.
         """
-        return lints.lints(self._decision("lints"))
+        return find_lints(self._decision("lints"))
 
     def html(self) -> str:
         """A report with pictures, in one file that needs nothing else."""
-        return report.html(self, self.decision)
+        return report_html(self, self.decision)
 
     def _decision(self, name: str) -> Decision:
         if self.decision is None:

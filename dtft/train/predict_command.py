@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from dtft.train.out_files import check_apart, check_writable, read_text
 
 if TYPE_CHECKING:
-    from dtft.planner.row_prediction import RowPrediction
-    from dtft.planner.row_table import Table
+    from dtft.planner.transformer import RowPrediction, Table
 
 
 def run(options: Namespace) -> int:
@@ -24,7 +23,7 @@ def run(options: Namespace) -> int:
             such table, no folder for the result, or a result that would take the place
             of what is read.
     """
-    from dtft.planner.row_prediction import predict_table
+    from dtft.planner.transformer import predict_table
 
     check_writable("--out", options.out)
     files = {"ROWS.csv": options.rows, "--cluster": options.cluster}

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from dtft.planner import wording
-from dtft.planner.explain import knobs_text
-from dtft.planner.verify import Compiled, compare
+from dtft.planner.aot import Compiled, compare
+from dtft.planner.report import knobs_text
 from dtft.planner.wording import Section, percent, size
 from dtft.train.plan_verify import RESERVE, Verified
 

@@ -1,6 +1,6 @@
 """Plans as programs to verify: lowered for devices that this machine need not have.
 
-The other half of `dtft.planner.compiling`: that compiles candidates, this makes them of
+The other half of `dtft.planner.aot`: that compiles candidates, this makes them of
 plans, with the same code that will run the plan. Compiles and decides nothing.
 """
 
@@ -11,10 +11,10 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType
 
-from dtft.planner.capabilities import check_runnable
-from dtft.planner.compiling import Candidate, candidate, platform_of
+from dtft.planner.aot import Candidate, candidate, platform_of
+from dtft.planner.gc_pause import gc_paused
 from dtft.planner.plan import Plan
-from dtft.planner.uncollected import uncollected
+from dtft.planner.search import check_runnable
 from dtft.train.planned_step import Step
 from dtft.train.planning import PlannedStep, RunnablePlan
 
@@ -67,7 +67,7 @@ def of_step(
     return _candidate(planned, state, batch, target, name)
 
 
-@uncollected()
+@gc_paused()
 def _candidate(
     step: Step | PlannedStep, state: Any, batch: Any, target: str, name: str
 ) -> Candidate:

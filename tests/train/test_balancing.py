@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from dtft.planner.balance import Balance, Rules
-from dtft.planner.load_shares import Microbatches
+from dtft.balance.balance import Balance, Rules
+from dtft.balance.work import Microbatches
 from dtft.train import loop
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.balance_log import BalanceLog, Cost, round_line

@@ -13,12 +13,17 @@ import optax
 import pytest
 
 import dtft
-from dtft.planner.capabilities import CAPABILITIES, Capabilities
-from dtft.planner.hlo import Operation, Program, parse
-from dtft.planner.hlo_collectives import collectives
-from dtft.planner.hlo_groups import Groups, groups_of
-from dtft.planner.pins import PINS
+from dtft.planner.aot.hlo import (
+    Groups,
+    Operation,
+    Program,
+    collectives,
+    groups_of,
+    parse,
+)
 from dtft.planner.plan import Knobs
+from dtft.planner.search.pins import PINS
+from dtft.planner.search.space import CAPABILITIES, Capabilities
 from dtft.train.planned_step import make_step
 from dtft.train.planning import jit_plan
 from tests.aot.hlo import aliases
@@ -290,7 +295,7 @@ def test_an_opaque_step_gets_shardings_constraints_and_donation() -> None:
 
 
 def first_product(state: Any, batch: Any) -> int:
-    from dtft.planner.jaxprs import operators
+    from dtft.planner.ir.jaxprs import operators
 
     program = jax.make_jaxpr(opaque)(state, batch)
     names = [eqn.primitive.name for eqn in operators(program.jaxpr)]

@@ -12,11 +12,11 @@ import pytest
 
 import dtft
 from dtft.planner import wording
-from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import Decision, decide, next_best
+from dtft.planner.aot.check import Compiled, Failure, Memory, gate
+from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Collective
-from dtft.planner.question import of_loss
-from dtft.planner.verify import Compiled, Failure, Memory, gate
+from dtft.planner.search.decision import Decision, decide, next_best
+from dtft.planner.workload import of_loss
 from dtft.train.plan_verify import Verified, leaner, verified
 from dtft.train.verify_words import first_fitting, sections
 from tests.planner import reading

@@ -8,9 +8,10 @@ import optax
 import pytest
 
 from dtft._jax_internals import compile_module
-from dtft.planner.compiling import Candidate
-from dtft.planner.hlo_collectives import collectives
-from dtft.planner.plan import Knobs, Plan, Prediction, Spec
+from dtft.planner.aot.compile import Candidate
+from dtft.planner.aot.hlo import collectives
+from dtft.planner.plan import Knobs, Plan, Prediction
+from dtft.planner.types import Spec
 from dtft.train import verifying
 from dtft.train.planned_step import make_step
 from dtft.train.planning import jit_plan
