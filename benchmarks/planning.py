@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import optax
 
 from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import decide
-from dtft.planner.question import of_loss
+from dtft.planner.search import decide
+from dtft.planner.workload import of_loss
 from dtft.train.plan_verify import target_of, verified
 
 Params = dict[str, Any]

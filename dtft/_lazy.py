@@ -17,7 +17,8 @@ def attributes(
 
     Args:
         package: its name.
-        modules: public name to the module of the package that has it.
+        modules: public name to the module that has it: of the package, or another one
+            by its full name ("dtft...").
     """
 
     def load(name: str) -> Any:
@@ -26,7 +27,9 @@ def attributes(
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}. It has: {known}."
             )
-        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        module = modules[name]
+        own = module if module.startswith("dtft.") else f"{package}.{module}"
+        return getattr(importlib.import_module(own), name)
 
     def names() -> list[str]:
         there = vars(sys.modules[package])

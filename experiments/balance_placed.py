@@ -2,7 +2,7 @@
 
 Three processes are the nodes of a pipeline (1F1B): each runs its part of one model and
 gets a part of a core (cgroup v1 `cpu.cfs_quota_us`, period 10 ms). Rounds of steps
-measure how long each node works and waits; `dtft.planner.balance` divides the model
+measure how long each node works and waits; `dtft.balance` divides the model
 anew, state moves, and training goes on. Then the first node is slowed, and it starts
 over. Done twice: once whole layers are divided (`Layers`), once operators, each where
 `place` has it by the weights found (`Operators`). In the end contiguous
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from dtft.planner.balance import Balance, Rules
+from dtft.balance import Balance, Rules
 from experiments.balance_placed_beside import result, splits_beside, undivided
 from experiments.balance_placed_nodes import Nodes, Tasks, started, step_s
 from experiments.balance_placed_report import show

@@ -11,13 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dtft.planner.balance import Work
-from dtft.planner.catalog import device_type
-from dtft.planner.cluster import Cluster, Level, Pool
-from dtft.planner.layer_work import Layers
-from dtft.planner.links import Curve, Link
-from dtft.planner.placement import PricedTasks
-from dtft.planner.placement_work import Operators
+from dtft.balance import Layers, Operators, Work
+from dtft.placement import PricedTasks
+from dtft.planner.cluster import Cluster, Curve, Level, Link, Pool, device_type
 from experiments.balance_placed_worker import (
     HIDDEN,
     MICROBATCHES,

@@ -73,7 +73,7 @@ def make_optimizer() -> Any:
 
 def traced_loss() -> Any:
     """The loss of one microbatch, as the planner sees it."""
-    from dtft.planner.trace import trace
+    from dtft.planner.ir import trace
 
     part = {name: rows[: ROWS // MICROBATCHES] for name, rows in make_batch().items()}
     return trace(loss, make_params(), part)
@@ -92,7 +92,7 @@ def nodes_of_layers(counts: Sequence[int]) -> tuple[int, ...]:
 
 def make_step(form: Form, devices: Sequence[Any]) -> Any:
     """The placed step of a division."""
-    from dtft.planner.placement_result import Placement
+    from dtft.placement import Placement
     from dtft.train.placed import make_placed_step
 
     is_placement = isinstance(form, str)

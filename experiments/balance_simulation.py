@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtft.planner.balance import Balance, Rules
-from dtft.planner.load_shares import Counts, Microbatches, allocate, makespan
+from dtft.balance import Balance, Counts, Microbatches, Rules, allocate, makespan
 from experiments import report
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Run:
     ratio: float
     """Seconds of a step over the best integer shares'."""
     violated: bool
-    """`exact`: the guarantee of `dtft.planner.balance` does not hold."""
+    """`exact`: the guarantee of `dtft.balance` does not hold."""
 
 
 @dataclass(frozen=True, kw_only=True)

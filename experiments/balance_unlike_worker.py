@@ -20,10 +20,8 @@ import jax
 import jax.monitoring
 import numpy as np
 
+from dtft.balance import Microbatches, Policy, Speeds, allocate
 from dtft.models.base import TransformerConfig
-from dtft.planner.balance import Policy
-from dtft.planner.load_shares import Microbatches, allocate
-from dtft.planner.tried import Speeds
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.balance_log import BalanceLog
 from dtft.train.balance_record import begin

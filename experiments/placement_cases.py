@@ -10,14 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dtft.planner.list_schedule import schedule
-from dtft.planner.nodes import Nodes
-from dtft.planner.placement import place_tasks
-from dtft.planner.placement_result import Placement
-from dtft.planner.placing import Order, Search
-from dtft.planner.problem import Problem
-from dtft.planner.ranks import TAKEN, as_they_come, by_rank
-from dtft.planner.tasks import Passed, Tasks
+from dtft.placement import (
+    TAKEN,
+    Nodes,
+    Order,
+    Passed,
+    Placement,
+    Problem,
+    Search,
+    Tasks,
+    as_they_come,
+    by_rank,
+    place_tasks,
+    schedule,
+)
 
 KINDS = ("one pass", "forward and backward", "8 microbatches")
 RULES = ("placed", "without moves", "program's order, no moves", "best baseline")

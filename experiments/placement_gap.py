@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dtft.planner.nodes import Nodes
-from dtft.planner.placing import find
-from dtft.planner.problem import Problem
+from dtft.placement import Nodes, Problem, find_placement
 from experiments import report
 from experiments.placement_cases import (
     KINDS,
@@ -86,7 +84,7 @@ def large_seconds() -> float:
     """Seconds to place 2,000 random tasks on 16 nodes of unlike speed."""
     tasks = random_tasks(np.random.default_rng(0), 2000, 16)
     nodes = Nodes.joined(np.full(16, 1e12), latency_s=0.05, bandwidth=1e6)
-    return _median_s(lambda: find(Problem(tasks, nodes)))
+    return _median_s(lambda: find_placement(Problem(tasks, nodes)))
 
 
 def program_seconds() -> float:
@@ -94,8 +92,8 @@ def program_seconds() -> float:
     import jax
     import jax.numpy as jnp
 
-    from dtft.planner.placement import place
-    from dtft.planner.trace import trace
+    from dtft.placement import place
+    from dtft.planner.ir import trace
 
     def towers(weights: list[jax.Array], x: jax.Array) -> jax.Array:
         one, other = x, x

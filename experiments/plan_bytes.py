@@ -19,10 +19,16 @@ jax.config.update("jax_platforms", "cpu")
 import plan_zoo  # noqa: E402
 import report  # noqa: E402
 
+from dtft.planner.aot import (  # noqa: E402  # noqa: E402
+    Agreement,
+    Candidate,
+    Compiled,
+    Failure,
+    compare,
+    compile_all,
+)
 from dtft.planner.cluster import Cluster  # noqa: E402
-from dtft.planner.compiling import Candidate, compile_all  # noqa: E402
 from dtft.planner.plan import Plan  # noqa: E402
-from dtft.planner.verify import Agreement, Compiled, Failure, compare  # noqa: E402
 
 MESHES: tuple[Mapping[str, int], ...] = (
     {"replica": 8},

@@ -5,7 +5,7 @@ packages of the extra `aot`). An error is (predicted - assigned) / assigned, wit
 reserve. A plan that says less than the reserve below what is assigned would be called
 fitting on a device of some size although it is not: those are `could mislead`. For
 `false fits` every configuration has a device of 0.5 to 1.5 times what is assigned; what
-the gate of `dtft.planner.verify` leaves of them is beside it.
+the gate of `dtft.planner.aot.check` leaves of them is beside it.
 
 Compiling takes a quarter of an hour and more, so what was found is kept in
 `results/plan_memory_programs.json` with the plan it is of, what `tensor` divides among
@@ -32,12 +32,16 @@ import report  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from plan_memory_cases import Case, cases  # noqa: E402
 
-from dtft.planner import gpu_targets  # noqa: E402
+from dtft.planner.aot import (  # noqa: E402
+    Compiled,
+    Memory,
+    compile_all,  # noqa: E402
+    gate,
+    gpu_target,  # noqa: E402
+)
 from dtft.planner.cluster import Cluster  # noqa: E402
-from dtft.planner.compiling import compile_all  # noqa: E402
 from dtft.planner.memory import RESERVE  # noqa: E402
 from dtft.planner.plan import Plan  # noqa: E402
-from dtft.planner.verify import Compiled, Memory, gate  # noqa: E402
 
 TARGET = "h100"
 COUNT, SEED = 200, 0
@@ -267,7 +271,7 @@ def write(found: Sequence[Row], failed: Sequence[str]) -> None:
     ]
     header = ["configurations", "number", "median error", "90 %", "lowest", "highest"]
     header += ["could mislead", "false fits", "refused", "after the gate"]
-    limit = 0.8 * gpu_targets.target(TARGET).memory_bytes / GIB
+    limit = 0.8 * gpu_target(TARGET).memory_bytes / GIB
     report.write(
         "plan_memory",
         title="Memory per device: the plan and XLA's GPU compiler",

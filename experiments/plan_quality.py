@@ -34,7 +34,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import report  # noqa: E402
 import worlds  # noqa: E402
 
-from dtft.planner.row_fitting import concordance  # noqa: E402
+from dtft.planner.transformer import concordance  # noqa: E402
 
 APART = 0.05
 """Measured further apart, a pair counts."""

@@ -23,11 +23,11 @@ if int(sys.argv[2]) == 1:
 import jax  # noqa: E402
 import worlds  # noqa: E402
 
-from dtft.planner.calibration import Calibration, apply  # noqa: E402
 from dtft.planner.cluster import Cluster  # noqa: E402
-from dtft.planner.deciding import Decision, decide, next_best  # noqa: E402
+from dtft.planner.cost import Calibration, apply_calibration  # noqa: E402
 from dtft.planner.plan import Plan  # noqa: E402
-from dtft.planner.question import of_loss  # noqa: E402
+from dtft.planner.search import Decision, decide, next_best  # noqa: E402
+from dtft.planner.workload import of_loss  # noqa: E402
 from dtft.train.calibrate import measure  # noqa: E402
 from dtft.train.heap import keep_freed  # noqa: E402
 from dtft.train.trial import Runner, in_turns  # noqa: E402
@@ -76,7 +76,7 @@ def of_model(name: str, calibration: Calibration) -> dict[str, Any]:
     }  # fmt: skip
     asked = of_loss(**given)
     catalog = Cluster.from_devices(jax.devices())
-    cluster = apply(catalog, calibration)
+    cluster = apply_calibration(catalog, calibration)
     chosen = decide(asked, cluster, whole=True).plan
     found = _plans(decide(asked, cluster, ONE_PASS, whole=True))
     found.setdefault(_name(chosen), chosen)

@@ -15,16 +15,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the models are the tests' own
 
-from dtft.planner import decided, question  # noqa: E402
+from dtft.planner.search import as_plan  # noqa: E402
+from dtft.planner import workload  # noqa: E402
 from dtft.planner.cluster import Cluster, Pool  # noqa: E402
-from dtft.planner.compiling import Candidate  # noqa: E402
-from dtft.planner.enumeration import enumerate_space  # noqa: E402
-from dtft.planner.partition import Division  # noqa: E402
+from dtft.planner.aot import Candidate  # noqa: E402
+from dtft.planner.search import enumerate_space  # noqa: E402
+from dtft.planner.spmd import Division  # noqa: E402
 from dtft.planner.plan import Plan  # noqa: E402
-from dtft.planner.pricing import Prices  # noqa: E402
-from dtft.planner.question import Question  # noqa: E402
+from dtft.planner.search import Prices  # noqa: E402
+from dtft.planner.workload import Question  # noqa: E402
 from dtft.planner.search import Search  # noqa: E402
-from dtft.planner.space import Choices, Space  # noqa: E402
+from dtft.planner.search import Choices, Space  # noqa: E402
 from dtft.train import plan_verify  # noqa: E402
 from tests.planner.zoo import MODELS  # noqa: E402
 from tests.planner.zoo_parts import Model  # noqa: E402
@@ -58,8 +59,8 @@ def model(name: str) -> Model:
 def question_of(one: Model) -> Question:
     """What is asked of the planner: the loss, or where there is one the user's step."""
     if one.own_step is not None:
-        return question.of_step(one.own_step, one.own_state, one.batch)
-    return question.of_loss(one.loss, one.optimizer, one.params, one.batch)
+        return workload.of_step(one.own_step, one.own_state, one.batch)
+    return workload.of_loss(one.loss, one.optimizer, one.params, one.batch)
 
 
 class _Laid(Search):
@@ -119,7 +120,7 @@ def plan_of(
     best = int(priced.ranking[0])
     axes = priced.division_of(best).axes
     divided = sorted(dim for dim, names in axes.items() if "tensor" in names)
-    return decided.write(search, priced, best, cluster), divided
+    return as_plan(search, priced, best, cluster), divided
 
 
 def candidate_of(one: Model, plan: Plan, target: str, name: str) -> Candidate:

@@ -15,15 +15,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from dtft.planner.row_fitting import judge
-from dtft.planner.row_scales import (
+from dtft.planner.transformer import (
     BIGSCIENCE,
     LLM_FOUNDRY_H100,
     SPREADS,
     Scales,
     elsewhere,
+    judge,
+    memory,
 )
-from dtft.planner.transformer_memory import memory
 from experiments import report
 from experiments.public_studies import (
     CATALOG,

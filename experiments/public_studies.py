@@ -9,18 +9,24 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dtft.planner.row_fitting import (
+from dtft.planner.transformer import (
+    BIGSCIENCE,
+    SPREADS,
+    Candidate,
     Fit,
     Judgement,
+    Scales,
+    StepCost,
+    elsewhere,
     fit,
     judge,
     leave_one_out,
+    pool_of,
     regret,
+    search,
+    stack,
+    step_cost,
 )
-from dtft.planner.row_prediction import pool_of
-from dtft.planner.row_scales import BIGSCIENCE, SPREADS, Scales, elsewhere
-from dtft.planner.row_search import Candidate, search
-from dtft.planner.rows import StepCost, stack, step_cost
 from experiments.published_rows import (
     ANOMALY,
     Published,

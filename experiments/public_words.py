@@ -14,9 +14,7 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from dtft.planner.row_fitting import Judgement
-from dtft.planner.row_scales import Scales
-from dtft.planner.row_search import Candidate
+from dtft.planner.transformer import Candidate, Judgement, Scales
 from experiments.public_studies import seconds_of
 from experiments.published_rows import Published
 

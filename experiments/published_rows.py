@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtft.planner.row_table import Habits, Row, Table
-from dtft.planner.transformer import Layout, Shape
+from dtft.planner.transformer import Habits, Layout, Row, Shape, Table
 
 DATA = Path(__file__).parent / "data"
 JEAN_ZAY, SELENE = "jean-zay", "selene"

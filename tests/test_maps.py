@@ -10,7 +10,6 @@ ROOT = Path(__file__).parents[1]
 MAPPED = (
     "dtft/checkpoint",
     "dtft/elastic",
-    "dtft/planner",
     "dtft/train",
     "experiments",
 )

@@ -8,7 +8,25 @@ import dtft
 from tests.test_layers import DEPENDENCIES, imported_by
 
 
-@pytest.mark.parametrize("package", ["dtft", "dtft.planner", "dtft.train"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        "dtft",
+        "dtft.balance",
+        "dtft.placement",
+        "dtft.planner",
+        "dtft.planner.aot",
+        "dtft.planner.cluster",
+        "dtft.planner.cost",
+        "dtft.planner.ir",
+        "dtft.planner.memory",
+        "dtft.planner.report",
+        "dtft.planner.search",
+        "dtft.planner.spmd",
+        "dtft.planner.transformer",
+        "dtft.train",
+    ],
+)
 def test_every_public_name_is_there(package: str) -> None:
     module = importlib.import_module(package)
     assert all(getattr(module, name) is not None for name in module.__all__)

@@ -1,6 +1,6 @@
 """Plain arguments that are something else than they may be: refused early, by name.
 
-Decides what numbers and words may be. Must not know what they are for.
+Each check raises a ValueError that names the argument and what is allowed.
 """
 
 import math

@@ -1,27 +1,16 @@
 """The plan: which mesh and shardings, which knobs, what they are predicted to cost.
 
-Values only, with their JSON form. Decides nothing; must not know how a plan is found
-(`search`), explained (`explain`) or run (`dtft.train`).
+Values only, with their JSON form.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dtft.planner import versioned
-from dtft.planner.meshes import AXES
+from dtft.planner import serialization
+from dtft.planner.types import AXES, Remat, Schedule, Spec
 
 SCHEMA = 1
-
-Spec = tuple[tuple[str, ...], ...]
-"""For each array dim the mesh axes that divide it, major first; as many as dims."""
-
-Remat = Literal["none", "dots", "full"]
-"""What of the forward pass is kept: all; the results of matmuls; block inputs only."""
-
-Schedule = Literal["1f1b", "gpipe", "circular"]
-"""In which order stages of a pipeline take microbatches: forward and backward in turn;
-all forward, then all backward; the same, going round as often as there are chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +152,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON, versioned; equal plans give equal text."""
-        return versioned.write(self, SCHEMA)
+        return serialization.write_versioned(self, SCHEMA)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -173,7 +162,7 @@ class Plan:
             ValueError: no JSON, another version, or not a plan: names the field that
                 is none of a plan's, and what is allowed.
         """
-        return versioned.read(
+        return serialization.read_versioned(
             text,
             Plan,
             name="plan",

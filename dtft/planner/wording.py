@@ -1,6 +1,6 @@
 """Numbers and tables in words: what everything that explains a plan is written with.
 
-Pure text. Must not know plans; whoever has the numbers decides which of them are shown.
+Whoever has the numbers decides which of them are shown.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

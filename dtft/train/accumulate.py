@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from dtft.checkpoint import tree
-from dtft.planner.plan import Spec
+from dtft.planner.types import Spec
 from dtft.train.plan_shardings import partition_spec
 
 Loss = Callable[[Any, Any], tuple[jax.Array, Any]]

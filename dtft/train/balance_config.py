@@ -2,7 +2,7 @@
 
 Decides which settings are allowed and which steps are measured. Pure; must stay free of
 jax imports at module level. What follows from a measurement is decided in
-`dtft.planner.balance`.
+`dtft.balance`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from dtft.planner.balance import Policy, Rules
+from dtft.balance import Policy, Rules
 
 
 @dataclass(frozen=True, kw_only=True)

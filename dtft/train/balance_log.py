@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dtft.planner.balance import Balance
-from dtft.planner.load_shares import Counts, waits
+from dtft.balance import Balance, Counts, waits
 from dtft.train.balance_record import Begin
 from dtft.train.disk import Disk
 from dtft.train.sharing import Sharing

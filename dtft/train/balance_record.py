@@ -12,10 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dtft.planner.balance import Balance, Rules
-from dtft.planner.load_shares import Counts, Microbatches
-from dtft.planner.tried import Tried
-from dtft.planner.unit_times import UnitTimes
+from dtft.balance import Balance, Counts, Microbatches, Rules, Tried, UnitTimes
 
 ITEM = "balance"
 """Its name among what a checkpoint holds beside arrays."""

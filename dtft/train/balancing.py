@@ -2,7 +2,7 @@
 
 Which steps are timed follows from their numbers, so all processes time the same ones;
 the times of all are gathered, and the first process's judgement holds for all: other
-processors may round otherwise. What a judgement is, `dtft.planner.balance` decides.
+processors may round otherwise. What a judgement is, `dtft.balance` decides.
 Must not know hosts beyond their names, nor how a step is run or timed.
 """
 
@@ -12,8 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dtft.planner.balance import Balance
-from dtft.planner.load_shares import Counts
+from dtft.balance import Balance, Counts
 from dtft.train import balance_record
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.balance_log import BalanceLog, Cost

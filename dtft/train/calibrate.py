@@ -1,7 +1,7 @@
 """Measures the devices at hand in under a minute, and what that says of them.
 
 Which are in `calibrate_sizes`, how it is measured in `measuring`, `measuring_links` and
-`measuring_images`, what it means in `planner.calibration_fit` and `meeting_fit`. Must
+`measuring_images`, what it means in `planner.calibration_fit` and `fit_meeting`. Must
 not know files or commands (`calibrate_command`).
 """
 
@@ -13,8 +13,11 @@ from typing import Any
 
 import jax
 
-from dtft.planner.calibration import Calibration, link_key
-from dtft.planner.calibration_fit import (
+from dtft.planner.cluster import Cluster, CollectiveKind, DeviceType, Level, Link
+from dtft.planner.cost import (
+    AheadTime,
+    BehindTime,
+    Calibration,
     CollectiveTime,
     ConvolutionTime,
     ElementTime,
@@ -22,17 +25,17 @@ from dtft.planner.calibration_fit import (
     MatmulTime,
     MemoryTime,
     OverlapTime,
+    fit_ahead,
     fit_convolutions,
     fit_elements,
     fit_link,
     fit_matmuls,
+    fit_meeting,
     fit_memory,
     fit_overlap,
     fit_peak,
+    link_key,
 )
-from dtft.planner.cluster import Cluster, DeviceType, Level, Link
-from dtft.planner.links import CollectiveKind
-from dtft.planner.meeting_fit import AheadTime, BehindTime, fit_ahead, fit_meeting
 from dtft.train import measuring, measuring_images, measuring_links
 from dtft.train.calibrate_sizes import ACCELERATOR, CPU, Sizes
 

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.planner.calibration import Calibration
-from dtft.planner.past_runs import PastRun, learn, read_log
+from dtft.planner.cost import Calibration, PastRun, learn, read_log
 from dtft.train.calibrate import measure
 from dtft.train.devices_here import keep_cpu_memory, make_cpu_devices
 from dtft.train.out_files import check_writable, read_text

@@ -6,7 +6,7 @@ Values only; must not know how anything is measured.
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from dtft.planner.links import CollectiveKind
+from dtft.planner.cluster import CollectiveKind
 from dtft.train.measuring import Pace
 
 _LONG = Pace(budget_s=0.08, repeats=3)

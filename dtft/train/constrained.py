@@ -1,7 +1,7 @@
 """Makes a function keep the shardings that a plan gives to values inside it.
 
 The function's program is rebuilt with a sharding constraint after each operator that
-the plan names by number (numbered as in `dtft.planner.jaxprs`); nested programs stay
+the plan names by number (numbered as in `dtft.planner.ir.jaxprs`); nested programs stay
 nested, so loops, rematerialized parts and custom derivatives mean what they meant.
 Decides no sharding; must not know optimizers, losses or plans.
 """
@@ -14,8 +14,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
-from dtft.planner.jaxprs import CALLS, is_var, traced, with_bodies
-from dtft.planner.plan import Spec
+from dtft.planner.ir import CALLS, is_var, traced, with_bodies
+from dtft.planner.types import Spec
 from dtft.train.plan_shardings import partition_spec
 
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")

@@ -17,9 +17,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import Mesh, NamedSharding
 
 from dtft._jax_internals import scan_arguments
-from dtft.planner.graph import item_bits
-from dtft.planner.jaxprs import REMAT, is_var, with_bodies
-from dtft.planner.plan import Spec
+from dtft.planner.ir import REMAT, is_var, item_bits, with_bodies
+from dtft.planner.types import Spec
 from dtft.train.constrained import constraint, insertable
 from dtft.train.plan_shardings import partition_spec
 

@@ -10,9 +10,8 @@ from typing import Any, get_args
 import jax
 from jax.extend.core import JaxprEqn, Literal
 
-from dtft.planner.cluster import Cluster
-from dtft.planner.device import Platform
-from dtft.planner.jaxprs import operators, traced
+from dtft.planner.cluster import Cluster, Platform
+from dtft.planner.ir import operators, traced
 
 _PLATFORMS = tuple(name for name in get_args(Platform) if name != "other")
 
@@ -28,7 +27,8 @@ def lacking(
         platforms: JAX's names of them, or a cluster, whose types have them.
 
     Returns:
-        Platform to numbers of operators (as in `trace.trace`), empty ones left out.
+        Platform to numbers of operators (as in `dtft.planner.trace`), empty
+        ones left out.
 
     Raises:
         ValueError: a platform that JAX does not lower for.
@@ -46,7 +46,7 @@ def lacking(
     if unknown := [platform for platform in platforms if platform not in _PLATFORMS]:
         raise ValueError(
             f"platforms has {unknown[0]!r}. Allowed: a cluster "
-            "(dtft.planner.cluster.Cluster.parse(...)), or some of "
+            "(dtft.planner.Cluster.parse(...)), or some of "
             f"{', '.join(_PLATFORMS)}; what else there is, is registered in Kernels."
         )
     found = {}

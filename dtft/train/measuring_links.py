@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from dtft.planner.links import CollectiveKind
+from dtft.planner.cluster import CollectiveKind
 from dtft.train.measuring import Body, Pace, Timed, make_loop, timed
 
 _COMPUTED = (256, 512), (512, 512)

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import optax
 
-from dtft.planner.jaxprs import traced
-from dtft.planner.placement_result import Placement
+from dtft.placement import Placement
+from dtft.planner.ir import traced
 from dtft.train.accumulate import Weight
 from dtft.train.placed_arguments import (
     check_given,
@@ -62,8 +62,8 @@ def make_placed_step(
         optimizer: an optax transformation.
         params: arrays or shapes.
         batch: arrays or shapes of a whole batch, rows in dim 0.
-        nodes: of each operator of `loss`, numbered as in `dtft.planner.jaxprs`; or a
-            placement of it (`dtft.planner.placement.place`).
+        nodes: of each operator of `loss`, numbered as in `dtft.planner.ir.jaxprs`; or a
+            placement of it (`dtft.placement.place`).
         devices: of each node, by number, or of a placement's by name, type or
             platform, as pins of `place` name them; nodes may share one.
         microbatches: parts of the batch that go through the nodes one after another.

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from dtft.planner.jaxprs import is_var
+from dtft.planner.ir import is_var
 from dtft.train.placed_cut import Cut
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from dtft.planner.jaxprs import REMAT, bodies, is_var, operators
+from dtft.planner.ir import REMAT, bodies, is_var, operators
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "call"})
 """Calls that mean the same when their body stands in their place. Rules of derivatives
@@ -85,8 +85,8 @@ def cut(
     take longest.
 
     Args:
-        program: as `dtft.planner.jaxprs.traced` returns it.
-        nodes: of each operator, numbered as in `dtft.planner.jaxprs.operators`.
+        program: as `dtft.planner.ir.traced` returns it.
+        nodes: of each operator, numbered as in `dtft.planner.ir.operators`.
         seconds: that each operator takes; by default all are equal.
 
     Raises:

@@ -1,15 +1,14 @@
 """What a placement says, in the terms of a placed step.
 
-Reads a placement of `dtft.planner.placement`: seconds of each operator, the device that
+Reads a placement of `dtft.placement`: seconds of each operator, the device that
 a table gives to each node, when segments should begin. Decides nothing.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dtft.planner.graph import Graph
-from dtft.planner.kernels import words_of_platform
-from dtft.planner.placement_result import Placement
+from dtft.placement import Placement, words_of_platform
+from dtft.planner.ir import Graph
 from dtft.train.placed_arguments import check_nodes, node_numbers, operator_seconds
 from dtft.train.placed_calls import Task
 from dtft.train.placed_cut import Cut
@@ -57,7 +56,7 @@ def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
     of the scopes goes with the one before it, the first ones with the first scope.
 
     Args:
-        graph: of the loss (`dtft.planner.trace.trace`).
+        graph: of the loss (`dtft.planner.trace`).
         table: scope to node.
 
     Raises:
@@ -69,7 +68,7 @@ def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
     ...         with jax.named_scope(name):
     ...             x = jnp.sin(x) + 1
     ...     return jnp.sum(x)
-    >>> from dtft.planner.trace import trace
+    >>> from dtft.planner.ir.tracing import trace
     >>> nodes_of_scopes(trace(loss, jax.ShapeDtypeStruct((2,), "f4")), {"high": 1,
     ...     "low": 0})
     (0, 0, 1, 1, 1)

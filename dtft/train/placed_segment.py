@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from dtft.planner.jaxprs import is_var
+from dtft.planner.ir import is_var
 from dtft.train.placed_calls import EACH, Key
 from dtft.train.placed_cut import Segment
 

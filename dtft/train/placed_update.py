@@ -15,7 +15,7 @@ import jax
 import optax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from dtft.planner.jaxprs import CALLS, bodies, is_var, operators, traced
+from dtft.planner.ir import CALLS, bodies, is_var, operators, traced
 from dtft.train.placed_calls import Call, Calls, Key, sends, usable
 from dtft.train.placed_cut import INLINED, Cut, Segment, cut
 

@@ -6,11 +6,11 @@ Knows too whether a plan is of a config. Must not know how plans are recorded or
 from collections.abc import Sequence
 from typing import Any
 
-from dtft.planner.calibration import Calibration, apply
 from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import decide
+from dtft.planner.cost import Calibration, apply_calibration
 from dtft.planner.plan import Plan
-from dtft.planner.question import Question, of_loss
+from dtft.planner.search import decide
+from dtft.planner.workload import Question, of_loss
 from dtft.train.experiment import Experiment
 from dtft.train.plan_question import asked_of
 
@@ -28,7 +28,7 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     """
     cluster = Cluster.from_devices(devices)
     if experiment.calibration:
-        cluster = apply(cluster, Calibration.read(experiment.calibration))
+        cluster = apply_calibration(cluster, Calibration.read(experiment.calibration))
     processes = {device.process_index for device in devices}
     return decide(_question(experiment), cluster, whole=len(processes) > 1).plan
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from dtft.planner import report, wording
+from dtft.planner import wording
 from dtft.planner.cluster import Cluster
-from dtft.planner.pins import COUNTS, PINS, meant
+from dtft.planner.report import report_html, report_text
+from dtft.planner.search import COUNTS, PINS, did_you_mean
 from dtft.planner.wording import Section
 from dtft.train import trial
 from dtft.train.devices_here import devices_of
@@ -54,7 +55,7 @@ def run(options: "Plan", experiment: Experiment) -> int:
     if options.json:
         _write(options.json, found.to_json())
     if options.html:
-        _write(options.html, report.html(found, found.decision, checked))
+        _write(options.html, report_html(found, found.decision, checked))
     return 0
 
 
@@ -171,7 +172,7 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
             )
         if name not in PINS:
             raise ValueError(
-                f"--pin {text}: {name} is not a knob.{meant(name)} Allowed: "
+                f"--pin {text}: {name} is not a knob.{did_you_mean(name)} Allowed: "
                 f"{', '.join(PINS)}."
             )
         if name in found:
@@ -200,6 +201,6 @@ def show(found: RunnablePlan, checked: Sequence[Section]) -> None:
     """
     parts = (*found.sections(), *checked)
     if sys.stdout.isatty():
-        report.show(parts, Console())
+        report_text(parts, Console())
     else:
         print(wording.text(parts))

@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import optax
 
-from dtft.planner.calibration import Calibration, apply
 from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import decide
-from dtft.planner.pins import PINS, meant
-from dtft.planner.question import Question, of_loss, of_step
+from dtft.planner.cost import Calibration, apply_calibration
+from dtft.planner.search import PINS, decide, did_you_mean
+from dtft.planner.workload import Question, of_loss, of_step
 from dtft.train import trial as trials
 from dtft.train.plan_arguments import Step, checked_loss, checked_step, entry_of
 from dtft.train.plan_verify import first_fitting, verified
@@ -85,7 +84,7 @@ def plan(
     question = _question(given)
     where = _cluster(cluster)
     if calibration is not None:
-        where = apply(where, _calibration(calibration))
+        where = apply_calibration(where, _calibration(calibration))
     whole = _of_this_job(where)
     decision = decide(question, where, pins, what_if=what_if, whole=whole)
     if trial:
@@ -99,10 +98,10 @@ def plan(
 def _check_knobs(pins: Mapping[str, Any], trial: Any, verify: Any) -> None:
     if unknown := [name for name in pins if name not in PINS]:
         raise ValueError(
-            f"{unknown[0]}= is neither an argument nor a knob.{meant(unknown[0])} "
-            f"Knobs: {', '.join(PINS)}; arguments: step, state, batch, or loss, "
-            "optimizer, params, batch; and cluster, calibration, what_if, trial, "
-            "verify."
+            f"{unknown[0]}= is neither an argument nor a knob."
+            f"{did_you_mean(unknown[0])} Knobs: {', '.join(PINS)}; arguments: step, "
+            "state, batch, or loss, optimizer, params, batch; and cluster, "
+            "calibration, what_if, trial, verify."
         )
     for name, number in (("trial", trial), ("verify", verify)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:

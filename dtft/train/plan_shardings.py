@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dtft.checkpoint import tree
-from dtft.planner.plan import Spec
+from dtft.planner.types import Spec
 
 
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:

@@ -1,7 +1,7 @@
 """The calibration log: what a plan was predicted to take, and what a step took.
 
 A planned run adds a line to `plan_times.jsonl` of its run directory, from which the
-planner's cost model is fitted (`dtft.planner.past_runs`). Decides nothing; must not
+planner's cost model is fitted (`dtft.planner.cost.learn`). Decides nothing; must not
 know how a plan is found.
 """
 
@@ -12,9 +12,8 @@ from statistics import median
 import jax
 from jax.sharding import Mesh
 
-from dtft.planner.calibration import link_key
 from dtft.planner.cluster import Cluster
-from dtft.planner.past_runs import PastRun
+from dtft.planner.cost import PastRun, link_key
 from dtft.planner.plan import Plan
 
 FILE = "plan_times.jsonl"

@@ -3,7 +3,7 @@
 The programs are those that `make_step` and `jit_plan` would run, lowered for devices
 that this machine need not have. Where none of them fits as compiled, plans that need
 less are looked for. The fastest that fits is taken; tables say what was found. Must not
-know how plans are found, or how programs are compiled (`dtft.planner.compiling`).
+know how plans are found, or how programs are compiled (`dtft.planner.aot.compile`).
 """
 
 import math
@@ -14,14 +14,25 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
-from dtft.planner import gpu_targets, wording
+from dtft.planner.aot import GPU_TARGETS
+from dtft.planner.aot import is_gpu_compiler_installed
+from dtft.planner import wording
 from dtft.planner.cluster import Cluster
-from dtft.planner.compiling import Candidate, candidate, compile_all, platform_of
-from dtft.planner.deciding import Decision, decide, next_best
-from dtft.planner.explain import knobs_text
+from dtft.planner.aot import Candidate
+from dtft.planner.aot import candidate
+from dtft.planner.aot import compile_all
+from dtft.planner.aot import platform_of
+from dtft.planner.search import Decision
+from dtft.planner.search import decide
+from dtft.planner.search import next_best
+from dtft.planner.report import knobs_text
 from dtft.planner.plan import Plan
-from dtft.planner.uncollected import uncollected
-from dtft.planner.verify import Compiled, Failure, Verdict, compare, gate
+from dtft.planner.gc_pause import gc_paused
+from dtft.planner.aot import Compiled
+from dtft.planner.aot import Failure
+from dtft.planner.aot import Verdict
+from dtft.planner.aot import compare
+from dtft.planner.aot import gate
 from dtft.planner.wording import Section, percent, size
 from dtft.train.planned_step import step_of
 
@@ -123,7 +134,7 @@ def _compiled(
     )
 
 
-@uncollected()
+@gc_paused()
 def candidate_of(
     plan: Plan, given: Mapping[str, Any], *, target: str = "cpu", name: str = ""
 ) -> Candidate:
@@ -217,7 +228,7 @@ def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision
 def target_of(decision: Decision) -> str:
     """What programs are compiled for: the cluster's GPU if that is possible here."""
     name = decision.cluster.uniform.device.name
-    return name if name in gpu_targets.TARGETS and gpu_targets.installed() else "cpu"
+    return name if name in GPU_TARGETS and is_gpu_compiler_installed() else "cpu"
 
 
 def first_fitting(found: Sequence[Verified]) -> Verified:

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.planner.capabilities import check_runnable
-from dtft.planner.plan import Plan, Spec
+from dtft.planner.plan import Plan
+from dtft.planner.search import check_runnable
+from dtft.planner.types import Spec
 from dtft.train.experiment import Experiment
 from dtft.train.functional_model import FunctionalModel, Metrics, State, functional
 from dtft.train.plan_shardings import mesh_of, sharding_tree

@@ -15,8 +15,8 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.planner.capabilities import check_runnable
 from dtft.planner.plan import Plan
+from dtft.planner.search import check_runnable
 from dtft.train.accumulate import Loss, Weight
 from dtft.train.constrained import constrained
 from dtft.train.plan_arguments import (
@@ -157,7 +157,7 @@ def make_step(
     number. Gradients are added up in their own dtype; what the loss returns beside its
     value must then be floating-point means, too.
 
-    Rematerialization: by block, see `dtft.planner.remat`.
+    Rematerialization: by block, see `dtft.planner.ir.remat`.
 
     ZeRO: 1 updates each parameter where its optimizer state is, 2 keeps gradients
     divided alike, 3 gathers parameters over `fsdp` where they are used, in the backward

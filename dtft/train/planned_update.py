@@ -16,9 +16,9 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh
 
 from dtft.checkpoint import tree
-from dtft.planner.jaxprs import traced
-from dtft.planner.plan import Plan, Spec
-from dtft.planner.remat import POLICIES, rematerialized
+from dtft.planner.ir import POLICIES, rematerialized, traced
+from dtft.planner.plan import Plan
+from dtft.planner.types import Spec
 from dtft.train.accumulate import Loss, Weight, accumulated, parts_of
 from dtft.train.constrained import insert
 from dtft.train.gathered import Gathering, gathered

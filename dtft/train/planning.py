@@ -13,19 +13,19 @@ from typing import Any
 from jax.sharding import Mesh
 
 from dtft.checkpoint import tree
-from dtft.planner import (
-    comparing,
-    explain,
-    lints,
-    pin_prices,
-    report,
-    sensitivity,
-    why_not,
-    wording,
-)
-from dtft.planner.axis_rules import AxisRules, axis_rules
-from dtft.planner.deciding import Decision
-from dtft.planner.lints import Lint
+from dtft.planner.report import diff
+from dtft.planner.report import plan_sections
+from dtft.planner.report import find_lints
+from dtft.planner.report import pin_section
+from dtft.planner.report import lint_section
+from dtft.planner.report import report_html
+from dtft.planner.report import sensitivity
+from dtft.planner.report import why_not
+from dtft.planner import wording
+from dtft.planner.report import AxisRules
+from dtft.planner.report import axis_rules
+from dtft.planner.search import Decision
+from dtft.planner.report import Lint
 from dtft.planner.plan import Plan
 from dtft.planner.wording import Section
 from dtft.train.logical_names import logical_names
@@ -69,11 +69,11 @@ class RunnablePlan(Plan):
 
     def sections(self) -> tuple[Section, ...]:
         """The parts of `explain()`, for other ways to show them."""
-        parts = explain.sections(self)
+        parts = plan_sections(self)
         if self.decision is None:
             return parts
-        priced = pin_prices.section(self.decision)
-        return (*parts, *priced, report.lint_section(self.lints()))
+        priced = pin_section(self.decision)
+        return (*parts, *priced, lint_section(self.lints()))
 
     def diff(self, other: Plan) -> str:
         """What another plan does otherwise, and what that costs or saves.
@@ -82,7 +82,7 @@ class RunnablePlan(Plan):
             ValueError: `other` is no plan.
         """
         check_plan(other, "other")
-        return comparing.diff(self, other)
+        return diff(self, other)
 
     def why_not(self, **pins: Any) -> str:
         """What other knobs, such as `tensor=8`, would cost; or why they cannot be.
@@ -90,7 +90,7 @@ class RunnablePlan(Plan):
         Raises:
             ValueError: no knob is named, or the plan was read from a file.
         """
-        return why_not.why_not(self._decision("why_not"), **pins)
+        return why_not(self._decision("why_not"), **pins)
 
     def sensitivity(self) -> str:
         """What faster links, more memory or more hosts would change; plans again.
@@ -98,7 +98,7 @@ class RunnablePlan(Plan):
         Raises:
             ValueError: the plan was read from a file.
         """
-        return sensitivity.sensitivity(self._decision("sensitivity"))
+        return sensitivity(self._decision("sensitivity"))
 
     def lints(self) -> tuple[Lint, ...]:
         """Sizes, arrays and batches that cost what a small change would save.
@@ -106,11 +106,11 @@ class RunnablePlan(Plan):
         Raises:
             ValueError: the plan was read from a file.
         """
-        return lints.lints(self._decision("lints"))
+        return find_lints(self._decision("lints"))
 
     def html(self) -> str:
         """A report with pictures, in one file that needs nothing else."""
-        return report.html(self, self.decision)
+        return report_html(self, self.decision)
 
     def _decision(self, name: str) -> Decision:
         if self.decision is None:

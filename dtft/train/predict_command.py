@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from dtft.train.out_files import check_apart, check_writable, read_text
 
 if TYPE_CHECKING:
-    from dtft.planner.row_prediction import RowPrediction
-    from dtft.planner.row_table import Table
+    from dtft.planner.transformer import RowPrediction
+    from dtft.planner.transformer import Table
     from dtft.train.commands import Predict
 
 
@@ -24,7 +24,7 @@ def run(options: "Predict") -> int:
             such table, no folder for the result, or a result that would take the place
             of what is read.
     """
-    from dtft.planner.row_prediction import predict_table
+    from dtft.planner.transformer import predict_table
 
     check_writable("--out", options.out)
     files = {"ROWS.csv": options.rows, "--cluster": options.cluster}

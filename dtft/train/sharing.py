@@ -9,7 +9,7 @@ shares are what they are; must stay free of jax imports at module level.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dtft.planner.load_shares import Microbatches
+from dtft.balance import Microbatches
 from dtft.train.balance_config import BalanceConfig
 
 COUNTS = "microbatch_counts"
@@ -38,7 +38,7 @@ class Sharing:
 
     @property
     def work(self) -> Microbatches:
-        """What is divided, to `dtft.planner.balance`. Every replica keeps at least one
+        """What is divided, to `dtft.balance`. Every replica keeps at least one
         microbatch: without one it could not be measured again."""
         return Microbatches(
             num_nodes=self.num_replicas,

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtft.planner import wording
-from dtft.planner.capabilities import PLATFORMS
-from dtft.planner.deciding import Decision, next_best
-from dtft.planner.explain import knobs_text
 from dtft.planner.plan import Plan
+from dtft.planner.report import knobs_text
+from dtft.planner.search import PLATFORMS, Decision, next_best
 from dtft.planner.wording import Section
 from dtft.train.measuring import agreed
 from dtft.train.plan_shardings import mesh_of

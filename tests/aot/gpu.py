@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
-from dtft.planner import gpu_targets
+from dtft.planner.aot import gpu_targets
 
 
 @cache
 def devices(count: int) -> Sequence[Any]:
     """`count` H200s of one host, to compile for; skips the test if that cannot be."""
     try:
-        return gpu_targets.devices(gpu_targets.target("h200"), count, per_host=count)
+        return gpu_targets.fake_gpus(
+            gpu_targets.gpu_target("h200"), count, per_host=count
+        )
     except ImportError as error:
         pytest.skip(f"{error} `make test` does.")
 

@@ -7,7 +7,7 @@ one kernel. Must not know JAX or a backend.
 import re
 from collections import Counter
 
-from dtft.planner.hlo import Operation, Program
+from dtft.planner.aot.hlo import Operation, Program
 
 _COLLECTIVES = (
     "all-reduce",

@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from dtft._jax_internals import compile_module
-from dtft.planner.compiling import Candidate, compile_all, lower
-from dtft.planner.hlo_collectives import CompiledCollective, collectives
-from dtft.planner.verify import Compiled, Failure
+from dtft.planner.aot.check import Compiled, Failure
+from dtft.planner.aot.compile import Candidate, compile_all, lower
+from dtft.planner.aot.hlo import CompiledCollective, collectives
 from tests.aot import gpu
 
 F32 = jnp.float32

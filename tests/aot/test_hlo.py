@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtft.planner.hlo import parse
+from dtft.planner.aot.hlo import parse
 from tests.aot.hlo import aliases, bytes_moved, collectives, copies, kernels
 
 TEXT = """\

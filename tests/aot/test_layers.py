@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dtft.planner.hlo import Program, parse
+from dtft.planner.aot.hlo import Program, parse
 from tests.aot import gpu, hlo
 
 gradients = pytest.importorskip("dtft.collectives.gradients")

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dtft.optim import max_adabelief
-from dtft.planner.hlo import Program, parse
+from dtft.planner.aot.hlo import Program, parse
 from tests.aot import gpu, hlo
 
 Shapes = tuple[tuple[int, ...], ...]

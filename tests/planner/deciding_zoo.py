@@ -3,9 +3,9 @@
 from dataclasses import replace
 from functools import cache
 
-from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import Decision, decide
-from dtft.planner.question import Question, of_loss
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.search.decision import Decision, decide
+from dtft.planner.workload import Question, of_loss
 from tests.planner.zoo import MODELS
 
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dtft.planner.partition import Division
-from dtft.planner.question import of_loss
+from dtft.planner.spmd.partitioner import Division
+from dtft.planner.workload import of_loss
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import ADAM, array, ints
 

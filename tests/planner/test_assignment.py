@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.planner.assignment import Assignment, solve, solve_each
-from dtft.planner.elimination import eliminate, elimination_order
-from dtft.planner.factors import Factor, Problem
-from dtft.planner.pruning import prune
+from dtft.planner.search.elimination import (
+    Factor,
+    Problem,
+    eliminate,
+    elimination_order,
+)
+from dtft.planner.search.solver import Assignment, prune, solve, solve_each
 
 
 def brute_force(problem: Problem) -> tuple[tuple[int, ...], float]:

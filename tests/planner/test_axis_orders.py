@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.planner.axis_orders import extents, undominated_orders
+from dtft.planner.cost.mesh_topology import extents, undominated_orders
 
 AXES = ("replica", "fsdp", "sequence", "tensor")
 

@@ -11,7 +11,7 @@ from flax.core import spmd
 from jax.sharding import PartitionSpec
 
 import dtft
-from dtft.planner.axis_rules import axis_rules
+from dtft.planner.report.logical_axes import axis_rules
 
 WIDTH, HIDDEN = 2048, 8192  # shapes only: no array of these is made
 INIT = nnx.initializers.normal()

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.planner.blocks import Blocks, find
-from dtft.planner.graph import Graph
-from dtft.planner.trace import trace
+from dtft.planner.ir.graph import Graph
+from dtft.planner.ir.repeats import Blocks, find_repeats
+from dtft.planner.ir.tracing import trace
 from tests.planner.zoo import gpt, mlp
 
 
@@ -29,7 +29,7 @@ def traced(layers: int, hidden: Sequence[int] = ()) -> tuple[Graph, Blocks]:
     sizes = hidden or [32] * layers
     weights = [(array(8, size), array(size, 8)) for size in sizes]
     graph = trace(jax.grad(lambda w, x: jnp.sum(residual(x, w))), weights, array(4, 8))
-    return graph, find(graph)
+    return graph, find_repeats(graph)
 
 
 def classes(graph: Graph, found: Blocks, path: str) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ def test_equal_widths_in_a_row_alternate() -> None:
     """Column and row parallel layers differ, though all are of one shape."""
     model = mlp(widths=(64, 64, 64, 64, 64, 64, 64, 64, 64))
     graph = trace(model.loss, model.params, model.batch)
-    found = find(graph)
+    found = find_repeats(graph)
     kernels = [classes(graph, found, f"0/{i}/kernel") for i in range(1, 7)]
     assert len(set(kernels)) == 2
     assert kernels[0] == kernels[0::2][-1] == kernels[1][::-1]
@@ -73,7 +73,7 @@ def test_projections_side_by_side_are_no_layers() -> None:
         return [jnp.tanh(x @ w) for w in weights]
 
     graph = trace(heads, array(4, 8), [array(8, 16)] * 3)
-    found = find(graph)
+    found = find_repeats(graph)
     assert not found.repeats
     assert len({classes(graph, found, f"1/{i}")[1] for i in range(3)}) == 3
 
@@ -93,7 +93,7 @@ def test_a_deep_gpt_has_as_many_classes_as_a_shallow_one(entry: str) -> None:
         model = gpt(layers=layers, width=64, heads=4, vocabulary=128, time=32)
         args = (model.params if entry == "loss" else model.state), model.batch
         graph = trace(getattr(model, entry), *args)
-        found.append((graph, find(graph)))
+        found.append((graph, find_repeats(graph)))
     (_, shallow), (graph, deep) = found
     assert len(set(shallow.operators)) == len(set(deep.operators))
     assert len(set(shallow.dims)) == len(set(deep.dims))
@@ -106,4 +106,4 @@ def test_a_deep_gpt_has_as_many_classes_as_a_shallow_one(entry: str) -> None:
 
 def test_a_program_without_operators_has_no_blocks() -> None:
     graph = trace(lambda x: x, array(4))
-    assert find(graph) == Blocks(dims=(0,), operators=(), repeats=())
+    assert find_repeats(graph) == Blocks(dims=(0,), operators=(), repeats=())

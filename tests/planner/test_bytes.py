@@ -15,17 +15,19 @@ import pytest
 from jax import lax
 
 from dtft._jax_internals import compile_module
-from dtft.planner import decided
-from dtft.planner.cluster import Cluster
-from dtft.planner.compile_worker import _CPU_OPTIONS
-from dtft.planner.compiling import Candidate
-from dtft.planner.enumeration import enumerate_space
-from dtft.planner.hlo_collectives import collectives
+from dtft.planner.search import write_plan
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.aot.worker import _CPU_OPTIONS
+from dtft.planner.aot.compile import Candidate
+from dtft.planner.search.enumerate import enumerate_space
+from dtft.planner.aot.hlo import collectives
 from dtft.planner.plan import Plan
-from dtft.planner.question import Question, of_loss, of_step
-from dtft.planner.search import Search
-from dtft.planner.space import Choices
-from dtft.planner.verify import agreements
+from dtft.planner.workload import Question
+from dtft.planner.workload import of_loss
+from dtft.planner.workload import of_step
+from dtft.planner.search.search import Search
+from dtft.planner.search.space import Choices
+from dtft.planner.aot.check import agreements
 from dtft.train.plan_verify import candidate_of
 from tests.planner.zoo_parts import ADAM, array, ints
 
@@ -98,7 +100,7 @@ def plan_of(question: Question, pins: Mapping[str, int]) -> Plan:
     )
     search = Search(question, CLUSTER.uniform, scatters=False)
     priced = search.price(space)
-    return decided.write(search, priced, int(priced.ranking[0]), CLUSTER)
+    return write_plan.as_plan(search, priced, int(priced.ranking[0]), CLUSTER)
 
 
 def differences(plan: Plan, candidate: Candidate) -> dict[Any, tuple[int, int]]:

@@ -7,16 +7,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtft.planner import cluster_file
-from dtft.planner.accuracy import CATALOG
-from dtft.planner.calibration import Calibration, apply, link_key
-from dtft.planner.calibration_fit import (
+from dtft.planner.cluster import topology
+from dtft.planner.cluster.catalog import device_type, link
+from dtft.planner.cluster.hardware import CATALOG, CollectiveKind, Curve, Efficiency
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.cost.calibration import (
+    Calibration,
+    PastRun,
+    apply_calibration,
+    fit_terms,
+    learn,
+    link_key,
+    read_log,
+)
+from dtft.planner.cost.collectives import collective_s
+from dtft.planner.cost.compute import added_s, matmul_s, memory_s
+from dtft.planner.cost.fitting import (
     CollectiveTime,
     ConvolutionTime,
     ElementTime,
     MatmulTime,
     MemoryTime,
     OverlapTime,
+    fit,
     fit_convolutions,
     fit_elements,
     fit_link,
@@ -25,14 +38,7 @@ from dtft.planner.calibration_fit import (
     fit_overlap,
     fit_peak,
 )
-from dtft.planner.catalog import device_type, link
-from dtft.planner.cluster import Cluster, Curve
-from dtft.planner.collective_cost import Group, collective_s
-from dtft.planner.compute_cost import added_s, matmul_s, memory_s
-from dtft.planner.device import Efficiency
-from dtft.planner.links import CollectiveKind
-from dtft.planner.past_runs import PastRun, fit_terms, learn, read_log
-from dtft.planner.scalar_fit import fit
+from dtft.planner.cost.mesh_topology import Group
 
 KINDS: tuple[CollectiveKind, ...] = (
     "all_reduce",
@@ -287,27 +293,27 @@ def calibration(**changes: object) -> Calibration:
 
 
 def test_a_calibration_replaces_what_was_measured_and_nothing_else() -> None:
-    cluster = apply(H100, calibration())
+    cluster = apply_calibration(H100, calibration())
     pool = cluster.uniform
     assert pool.device.efficiency.e0 == 0.7 and pool.device.peak("bfloat16") == 9e14
     assert pool.levels[0].link.curve.bandwidth == 3e11
     assert pool.levels[1] == H100.uniform.levels[1]
     assert pool.device.memory_bytes == H100.uniform.device.memory_bytes
     assert cluster.fingerprint != H100.fingerprint
-    mixed = apply(Cluster.parse("8xh100+8xa100"), calibration())
+    mixed = apply_calibration(Cluster.parse("8xh100+8xa100"), calibration())
     assert mixed.pools[0].device.efficiency.e0 == 0.7
     assert mixed.pools[1] == Cluster.parse("8xa100").uniform
-    assert apply(Cluster.parse("h100"), calibration()).uniform.levels == ()
-    kept = cluster_file.from_text(cluster.to_json())
+    assert apply_calibration(Cluster.parse("h100"), calibration()).uniform.levels == ()
+    kept = topology.cluster_from_text(cluster.to_json())
     assert kept.uniform.trust == pool.trust
 
 
 def test_a_calibration_is_not_carried_elsewhere() -> None:
     with pytest.raises(ValueError, match="is of h100, the cluster 8xa100 has a100"):
-        apply(Cluster.parse("8xa100"), calibration())
+        apply_calibration(Cluster.parse("8xa100"), calibration())
     other = calibration(links={"NVLink 1 GB/s": link("nvlink-4")})
     with pytest.raises(ValueError, match="Never carry a calibration to another fabric"):
-        apply(H100, other)
+        apply_calibration(H100, other)
 
 
 def test_a_calibration_of_before_is_read() -> None:
@@ -371,7 +377,7 @@ def test_the_source_and_the_interval_say_what_supports_them() -> None:
     terms = {"compute": 2.0, "collectives": 1.0, "launch": 0.1}
     wide = CATALOG.interval_s(terms)
     trusts = [
-        apply(H100, made).uniform.trust
+        apply_calibration(H100, made).uniform.trust
         for made in (
             calibration(),
             calibration(num_runs=9, residuals={"runs": 0.02}, scales={"compute": 1.1}),
@@ -438,7 +444,7 @@ def test_only_runs_of_the_same_cluster_and_software_are_learnt_from() -> None:
     assert learnt == learn(calibration(), own)
     assert learnt.num_runs == 10 and learnt.level == 2
     assert learn(calibration(), foreign) == calibration()
-    trust = apply(H100, learnt).uniform.trust
+    trust = apply_calibration(H100, learnt).uniform.trust
     assert trust.scale("compute") == pytest.approx(1.3, rel=0.1)
     assert trust.scale("launch") == 1
 

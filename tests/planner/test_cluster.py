@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from dtft.planner import catalog
-from dtft.planner.catalog_devices import ALIASES, DEVICES
-from dtft.planner.catalog_links import LINKS
-from dtft.planner.cluster import Cluster, Curve, DeviceType, Level, Link, Pool
-from dtft.planner.cluster_file import from_text
+from dtft.planner.cluster import catalog
+from dtft.planner.cluster.catalog import ALIASES, DEVICES, LINKS
+from dtft.planner.cluster.hardware import Curve, DeviceType, Link
+from dtft.planner.cluster.topology import Cluster, Level, Pool, cluster_from_text
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_a_yaml_file(tmp_path: Path) -> None:
     assert second.host_link == catalog.link("pcie-4")
     assert third.device.efficiency.e0 == 0.5
     assert third.device.kernels == {"convolution"}
-    assert from_text(cluster.to_json()) == cluster
+    assert cluster_from_text(cluster.to_json()) == cluster
 
 
 @pytest.mark.parametrize(
@@ -279,10 +278,10 @@ def test_what_meeting_takes_may_stand_in_a_file() -> None:
         "{pools: [{device: a100, levels: [{size: 4, link: {kind: Ethernet, latency_s: "
         "1e-5, bandwidth: 1e9, meeting: {2: 1e-3, '4': 2e-3}}}]}]}"
     )
-    link = from_text(text).uniform.levels[0].link
+    link = cluster_from_text(text).uniform.levels[0].link
     assert link.meeting == {2: 1e-3, 4: 2e-3}
     with pytest.raises(ValueError, match=r"meeting.2='slow' is no number"):
-        from_text(text.replace("1e-3,", "slow,"))
+        cluster_from_text(text.replace("1e-3,", "slow,"))
 
 
 def test_what_computing_hides_may_stand_in_a_file() -> None:
@@ -290,9 +289,9 @@ def test_what_computing_hides_may_stand_in_a_file() -> None:
         "{pools: [{device: a100, levels: [{size: 4, link: {kind: Ethernet, latency_s: "
         "1e-5, bandwidth: 1e9, ahead: {2: 0.5}}}]}]}"
     )
-    assert from_text(text).uniform.levels[0].link.ahead == {2: 0.5}
+    assert cluster_from_text(text).uniform.levels[0].link.ahead == {2: 0.5}
     with pytest.raises(ValueError, match=r"ahead=\{2: 1.5\} of a Ethernet link"):
-        from_text(text.replace("0.5", "1.5"))
+        cluster_from_text(text.replace("0.5", "1.5"))
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:

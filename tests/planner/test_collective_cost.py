@@ -10,19 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.axis_layout import _counted, members
-from dtft.planner.catalog import link
-from dtft.planner.cluster import Cluster, Curve, Level, Link, Pool
-from dtft.planner.collective_cost import (
-    Algorithm,
-    Group,
-    Groups,
-    collective_s,
-    collectives_s,
-    group_of,
-)
-from dtft.planner.links import CollectiveKind
-from dtft.planner.meshes import divisors
+from dtft.planner.cluster.catalog import link
+from dtft.planner.cluster.hardware import CollectiveKind, Curve, Link
+from dtft.planner.cluster.topology import Cluster, Level, Pool
+from dtft.planner.cost.collectives import Algorithm, collective_s, collectives_s
+from dtft.planner.cost.mesh_topology import Group, Groups, _counted, group_of, members
+from dtft.planner.search.meshes import divisors
 
 KINDS = get_args(CollectiveKind)
 FAST = Link(

@@ -5,15 +5,15 @@ import numpy as np
 import optax
 import pytest
 
-from dtft.planner.cluster import Cluster
-from dtft.planner.collective_cost import collective_s, group_of
-from dtft.planner.columns import Columns, Total
-from dtft.planner.combining import Bundle
-from dtft.planner.deciding import decide
-from dtft.planner.hlo_collectives import collectives
+from dtft.planner.aot.hlo import collectives
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.cost.collectives import collective_s
+from dtft.planner.cost.mesh_topology import group_of
 from dtft.planner.plan import Plan
-from dtft.planner.question import of_loss
-from dtft.planner.rates import Rates
+from dtft.planner.search.decision import decide
+from dtft.planner.search.price_table import Columns, Rates, Total
+from dtft.planner.spmd.collective_combiner import Bundle
+from dtft.planner.workload import of_loss
 from dtft.train.planned_step import make_step
 from tests.planner.chain import BATCH, LAYERS, PARAMS, WIDTH, loss
 

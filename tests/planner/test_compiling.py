@@ -18,9 +18,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dtft.planner import compile_child, compile_worker, gpu_targets
-from dtft.planner.compiling import Candidate, compile_all, lower, place
-from dtft.planner.verify import Compiled, Failure
+from dtft.planner.aot import gpu_targets, worker
+from dtft.planner.aot.check import Compiled, Failure
+from dtft.planner.aot.compile import Candidate, compile_all, lower, place
 
 F32 = jnp.float32
 DEADLINE_S = 150.0
@@ -188,7 +188,7 @@ def test_trips_of_a_loop_in_a_loop_are_multiplied(
 
 
 def test_the_gpu_compiler_scatters_and_keeps_bfloat16() -> None:
-    if not gpu_targets.installed():
+    if not gpu_targets.is_gpu_compiler_installed():
         pytest.skip(f"no GPU compiler: {gpu_targets.INSTALL}")
 
     def step(w_DF: Any, x_BD: Any) -> Any:
@@ -227,7 +227,7 @@ def _children() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children()
-        if compile_worker.__name__ in _words_of(child)
+        if worker.__name__ in _words_of(child)
     ]
 
 
@@ -292,7 +292,7 @@ def test_an_error_of_the_caller_ends_the_child() -> None:
 
 ABANDON = """
 import os, sys
-from dtft.planner.compiling import Candidate, compile_all
+from dtft.planner.aot.compile import Candidate, compile_all
 
 def candidates():
     yield Candidate(name="", mesh={"a": 2}, target="cpu", module=b"")
@@ -320,16 +320,16 @@ def test_without_the_gpu_compiler_it_is_said_how_to_install_it(
 ) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert not gpu_targets.installed()
+    assert not gpu_targets.is_gpu_compiler_installed()
     with pytest.raises(ImportError, match=r"dtft\[aot\]"):
-        gpu_targets.load()
+        gpu_targets.load_gpu_compiler()
 
 
 def test_a_child_keeps_what_its_parent_told_the_c_library() -> None:
     def tunables(known: str) -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GLIBC_TUNABLES", known)
-            return compile_child.environment(2)["GLIBC_TUNABLES"]
+            return worker.environment(2)["GLIBC_TUNABLES"]
 
     assert tunables("") == "glibc.malloc.hugetlb=1"
     assert tunables("glibc.malloc.tcache_count=1") == (

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.catalog import device_type
-from dtft.planner.compute_cost import (
+from dtft.planner.cluster.catalog import device_type
+from dtft.planner.cluster.hardware import DeviceType, Efficiency
+from dtft.planner.cost.compute import (
     added_s,
     launch_s,
     matmul_s,
@@ -16,7 +17,6 @@ from dtft.planner.compute_cost import (
     shape_factor,
     unfused_s,
 )
-from dtft.planner.device import DeviceType, Efficiency
 
 A100 = device_type("a100")
 PLAIN = DeviceType(

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dtft.planner.experts import arrays_of_experts
-from dtft.planner.question import Question, of_loss
+from dtft.planner.workload import Question, arrays_of_experts, of_loss
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import ADAM, array
 

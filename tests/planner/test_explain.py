@@ -10,11 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner import comparing, explain, glossary, mesh_text
-from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import decide
-from dtft.planner.plan import Knobs, Plan, Remat
-from dtft.planner.priced import MEMORY, TERMS
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.plan import Knobs, Plan
+from dtft.planner.report import compare, text
+from dtft.planner.report.text import (
+    alternatives,
+    bound,
+    collectives,
+    explain,
+    little,
+    mesh_sections,
+    tied,
+    tied_text,
+)
+from dtft.planner.search.decision import decide
+from dtft.planner.search.ranking import MEMORY, TERMS
+from dtft.planner.types import Remat
 from dtft.train.planning import RunnablePlan
 from tests.planner import reading
 from tests.planner.deciding_zoo import decision, mlp
@@ -41,7 +52,7 @@ def near_share(value: float) -> object:
 
 
 def test_every_term_is_there_with_its_seconds_and_share(plan: Plan) -> None:
-    rows = reading.rows(explain.explain(plan), "Step time")
+    rows = reading.rows(explain(plan), "Step time")
     for name, value in plan.prediction.terms.items():
         assert reading.value(rows[name][0]) == near(value)
         assert reading.value(rows[name][1]) == near_share(
@@ -51,7 +62,7 @@ def test_every_term_is_there_with_its_seconds_and_share(plan: Plan) -> None:
 
 
 def test_memory_is_there_by_term_against_the_capacity(plan: Plan) -> None:
-    rows = reading.rows(explain.explain(plan), "Memory of a device")
+    rows = reading.rows(explain(plan), "Memory of a device")
     expected = {**plan.memory, "needed": plan.memory_bytes}
     expected["capacity"] = plan.capacity_bytes
     assert rows.keys() == expected.keys()
@@ -63,7 +74,7 @@ def test_memory_is_there_by_term_against_the_capacity(plan: Plan) -> None:
 
 
 def test_the_summary_has_the_time_its_interval_and_what_is_left(plan: Plan) -> None:
-    title, step, constants, memory = explain.explain(plan).splitlines()[:4]
+    title, step, constants, memory = explain(plan).splitlines()[:4]
     assert all(f"{axis}={size}" in title for axis, size in plan.mesh.items())
     assert f"zero={plan.knobs.zero}" in title
     found = plan.prediction
@@ -78,7 +89,7 @@ def test_the_summary_has_the_time_its_interval_and_what_is_left(plan: Plan) -> N
 
 
 def test_collectives_are_listed_largest_first_and_add_up(plan: Plan) -> None:
-    section = explain.collectives(plan.collectives, num_listed=3)
+    section = collectives(plan.collectives, num_listed=3)
     *listed, total = section.rows or [("all", "", "", "", "0 B", "0 s", "")]
     listed = listed[:3]
     ranked = sorted(plan.collectives, key=lambda c: -c.num_bytes * c.trips)
@@ -94,7 +105,7 @@ def test_collectives_are_listed_largest_first_and_add_up(plan: Plan) -> None:
 
 
 def test_the_bound_and_the_gap_to_it(plan: Plan) -> None:
-    (note,) = explain.bound(plan).notes
+    (note,) = bound(plan).notes
     step_s = plan.prediction.step_s
     numbers = reading.values(note.replace(plan.cluster, ""))
     assert numbers == [
@@ -104,7 +115,7 @@ def test_the_bound_and_the_gap_to_it(plan: Plan) -> None:
 
 
 def test_alternatives_are_ranked_and_every_baseline_is_named(plan: Plan) -> None:
-    section = explain.alternatives(plan)
+    section = alternatives(plan)
     names = {one.name for one in plan.alternatives if one.name}
     assert names <= {row[3] for row in section.rows}
     for row in section.rows:
@@ -122,18 +133,18 @@ def test_plans_within_the_interval_are_called_tied() -> None:
         for one in plan.alternatives[1:]
         if one.fits and one.step_s <= plan.prediction.high_s
     ]
-    assert list(explain.tied(plan)) == expected
-    assert explain.tied_text(plan).startswith(f"{len(expected)} of ")
+    assert list(tied(plan)) == expected
+    assert tied_text(plan).startswith(f"{len(expected)} of ")
 
 
 def test_a_plan_from_a_file_is_explained_alike() -> None:
     plan = decision().plan
-    assert explain.explain(Plan.from_json(plan.to_json())) == explain.explain(plan)
+    assert explain(Plan.from_json(plan.to_json())) == explain(plan)
 
 
 def test_a_difference_is_that_of_the_two_plans() -> None:
     plan, other = named("best"), named("mixed")
-    text = comparing.diff(plan, other)
+    text = compare.diff(plan, other)
     rows = reading.rows(text, "Step time")
     for name, value in plan.prediction.terms.items():
         there = other.prediction.terms[name]
@@ -148,7 +159,7 @@ def test_a_difference_is_that_of_the_two_plans() -> None:
 
 def test_collectives_of_two_plans_are_summed_by_kind_and_axes() -> None:
     plan, other = named("best"), named("mixed")
-    section = comparing.collectives(plan, other)
+    section = compare.collectives(plan, other)
     for kind, axes, here, there, more, took, _ in section.rows:
         sums = [
             (
@@ -173,7 +184,7 @@ def test_collectives_of_two_plans_are_summed_by_kind_and_axes() -> None:
 
 def test_layers_that_are_divided_alike_are_one_line() -> None:
     before, after = named("replica"), named("mixed")
-    section = comparing.shardings(before, after)
+    section = compare.shardings(before, after)
     assert any("blocks/*/" in row[0] and row[1] == "2" for row in section.rows)
     changed = sum(int(row[1]) for row in section.rows)
     trees = ("state", "optimizer", "batch")
@@ -187,40 +198,40 @@ def test_layers_that_are_divided_alike_are_one_line() -> None:
 
 def test_a_plan_differs_from_itself_in_nothing() -> None:
     plan = named("best")
-    text = comparing.diff(plan, plan)
+    text = compare.diff(plan, plan)
     assert "mesh and knobs are the same" in text
-    assert comparing.shardings(plan, plan).rows == ()
-    assert comparing.collectives(plan, plan, only_changed=True).rows == ()
+    assert compare.shardings(plan, plan).rows == ()
+    assert compare.collectives(plan, plan, only_changed=True).rows == ()
 
 
 def test_each_axis_says_where_it_lies_and_what_it_divides() -> None:
-    (section,) = mesh_text.sections(named("mixed"))
+    (section,) = mesh_sections(named("mixed"))
     rows = {row[0]: row[1:] for row in section.rows}
     assert rows["tensor"][:2] == ("2", "2 by InfiniBand")
     assert rows["fsdp"][:3] == ("4", "4 by NVLink", "100 %")
     assert rows["fsdp"][3].endswith("1 of 1 of batch")
-    (across,) = mesh_text.sections(named("replica"))
+    (across,) = mesh_sections(named("replica"))
     assert across.rows[0][2] == "4 by NVLink x 2 by InfiniBand"
-    assert mesh_text.sections(decision("h100").plan) == ()
+    assert mesh_sections(decision("h100").plan) == ()
 
 
 def test_what_sequence_divides_is_said() -> None:
     plan = decide(mlp(), Cluster.parse("2xcpu"), {"sequence": 2}).plan
     assert plan.batch["x"] == ((), ("sequence",))
-    (section,) = mesh_text.sections(plan)
+    (section,) = mesh_sections(plan)
     assert "the second dim of the batch's arrays" in section.notes[0]
-    (without,) = mesh_text.sections(named("replica"))
+    (without,) = mesh_sections(named("replica"))
     assert not without.notes
 
 
 def test_an_axis_that_divides_little_of_the_work_is_pointed_out() -> None:
     plan = named("mixed")
-    assert mesh_text.little(named("replica")) == ()
+    assert little(named("replica")) == ()
     axes = {**plan.axes, "tensor": replace(plan.axes["tensor"], work=0.1234)}
-    ((axis, text),) = mesh_text.little(replace(plan, axes=axes))
+    ((axis, text),) = little(replace(plan, axes=axes))
     assert axis == "tensor"
     assert text.startswith("tensor=2 divides 12.34 % of the work; the rest each of its")
-    assert text in explain.explain(replace(plan, axes=axes))
+    assert text in explain(replace(plan, axes=axes))
 
 
 def test_a_plan_of_before_there_were_axes_is_read() -> None:
@@ -228,18 +239,18 @@ def test_a_plan_of_before_there_were_axes_is_read() -> None:
     old = json.loads(plan.to_json())
     old.pop("axes")
     assert Plan.from_json(json.dumps(old)) == replace(plan, axes={})
-    assert "Mesh on the fabric" not in explain.explain(Plan.from_json(json.dumps(old)))
+    assert "Mesh on the fabric" not in explain(Plan.from_json(json.dumps(old)))
 
 
 def test_every_value_of_a_knob_has_a_sentence() -> None:
-    for zero in glossary.ZERO:
+    for zero in text.ZERO:
         knobs = Knobs(zero=zero, remat="dots", microbatches=4)  # pyright: ignore
-        first, again, parts = glossary.knobs_in_words(knobs)
+        first, again, parts = text.knobs_in_words(knobs)
         assert first.startswith(f"zero={zero}: ") and again.startswith("remat=dots: ")
         assert parts.startswith("microbatches=4: ")
-    assert set(glossary.TERMS) == {*TERMS, "step"}
-    assert set(glossary.MEMORY) == {*MEMORY, "needed", "capacity"}
-    assert set(glossary.REMAT) == set(get_args(Remat))
+    assert set(text.TERMS) == {*TERMS, "step"}
+    assert set(text.MEMORY) == {*MEMORY, "needed", "capacity"}
+    assert set(text.REMAT) == set(get_args(Remat))
 
 
 @pytest.mark.parametrize(

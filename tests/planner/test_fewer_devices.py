@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import decide
-from dtft.planner.fewer_devices import worthwhile
-from dtft.planner.lints import batch as batch_lints
-from dtft.planner.question import of_loss
-from dtft.planner.why_not import why_not
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.report.lints import batch as batch_lints
+from dtft.planner.report.replan import why_not
+from dtft.planner.search.decision import decide
+from dtft.planner.search.enumerate import worthwhile
+from dtft.planner.workload import of_loss
 from tests.planner import reading
 from tests.planner.deciding_zoo import mlp
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import primitives
 
-from dtft.planner import flops
-from dtft.planner.graph import Graph
-from dtft.planner.jaxprs import CALLS
-from dtft.planner.trace import trace
+from dtft.planner.ir import flops
+from dtft.planner.ir.graph import Graph
+from dtft.planner.ir.jaxprs import CALLS
+from dtft.planner.ir.tracing import trace
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import pytest
 
-from dtft.planner.catalog_devices import DEVICES
-from dtft.planner.cluster import Cluster, Pool
+from dtft.planner.cluster.catalog import DEVICES
+from dtft.planner.cluster.topology import Cluster, Pool
 
 
 @dataclass(frozen=True, kw_only=True)

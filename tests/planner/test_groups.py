@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from dtft.planner.amounts import Amount
-from dtft.planner.groups import Group
-from dtft.planner.partition import Division, work
-from dtft.planner.question import Question, of_loss
+from dtft.planner.ir.op_groups import Group
+from dtft.planner.spmd.partitioner import Amount, Division, work_of
+from dtft.planner.workload import Question, of_loss
 
 SIDE = 64
 
@@ -70,7 +69,7 @@ def test_a_convolution_has_the_channels_that_each_device_keeps() -> None:
     channels = graph.values[graph.inputs["params"]].dims[3]
     divided = Division(axes={channels: ("tensor",)}, alias=question.alias)
     found = [
-        work(graph, op, divided).sides
+        work_of(graph, op, divided).sides
         for op in graph.operators
         if op.kind == "convolution"
     ]
@@ -78,4 +77,4 @@ def test_a_convolution_has_the_channels_that_each_device_keeps() -> None:
     # The channels of the gradient of a kernel are the examples.
     assert found == [(columns, Amount(total=8)), (columns, Amount(total=4))]
     matmuls = [op for op in graph.operators if op.kind == "matmul"]
-    assert all(work(graph, op, divided).sides is None for op in matmuls)
+    assert all(work_of(graph, op, divided).sides is None for op in matmuls)

@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.hlo import parse
-from dtft.planner.hlo_collectives import CompiledCollective, collectives
-from dtft.planner.hlo_groups import Groups, axes_of, groups_of
+from dtft.planner.aot.hlo import (
+    CompiledCollective,
+    Groups,
+    axes_of,
+    collectives,
+    groups_of,
+    parse,
+)
 
 MESH = {"data": 4, "tensor": 2}
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from dtft.planner import blocks
-from dtft.planner.layers import Layers, find
-from dtft.planner.question import Question, of_loss
+from dtft.planner.ir.repeats import Layers, find_layers, find_repeats
+from dtft.planner.workload import Question, of_loss
 from tests.planner.zoo import MODELS
 
 SIZES = {"batch": 8, "time": 32, "width": 64, "layers": 6, "heads": 4}
@@ -17,8 +16,8 @@ def asked(name: str, **sizes: int) -> Question:
 
 def found(question: Question) -> Layers | None:
     graph = question.graph
-    repeats = blocks.find(graph).repeats
-    return find(graph, repeats, lambda operator: operator.flops * operator.trips)
+    repeats = find_repeats(graph).repeats
+    return find_layers(graph, repeats, lambda operator: operator.flops * operator.trips)
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt_scan"])

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from dtft.planner.graph import Graph
-from dtft.planner.linking import factor_groups
-from dtft.planner.trace import trace
+from dtft.planner.ir.dim_propagation import factor_groups
+from dtft.planner.ir.graph import Graph
+from dtft.planner.ir.tracing import trace
 
 
 def follow(fn: Callable[..., Any], *args: Any) -> tuple[Graph, list, list, set, set]:

@@ -5,11 +5,16 @@ import re
 
 import pytest
 
-from dtft.planner.cluster import Cluster
-from dtft.planner.compute_cost import matmul_s
-from dtft.planner.deciding import best_of
-from dtft.planner.lints import lints, products, replicated, undivided
-from dtft.planner.nearby import batches
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.cost.compute import matmul_s
+from dtft.planner.report.lints import (
+    batches,
+    find_lints,
+    products,
+    replicated,
+    undivided,
+)
+from dtft.planner.search.decision import best_of
 from tests.planner import reading
 from tests.planner.deciding_zoo import decision, mlp, question
 
@@ -74,7 +79,7 @@ def test_a_prime_batch_of_devices_that_repeat_work_has_a_price() -> None:
     model = mlp(batch=31, widths=(64, 128, 8))
     found = best_of(model, Cluster.parse("8xH100"), {"sequence": 1})
     assert found.idle
-    (text,) = (one.text for one in lints(found) if "do not divide" in one.text)
+    (text,) = (one.text for one in find_lints(found) if "do not divide" in one.text)
     assert "8 devices do not divide the batch of 31: they repeat work of each" in text
     assert "Nearest that they divide: 24 takes " in text and ", 32 takes " in text
 
@@ -82,7 +87,7 @@ def test_a_prime_batch_of_devices_that_repeat_work_has_a_price() -> None:
 def test_devices_that_a_batch_leaves_idle_have_a_price() -> None:
     model, spec = mlp(batch=4099, widths=(4096, 16_384, 4096)), "5x1xH100"
     found = best_of(model, Cluster.parse(spec), {"tensor": 1, "sequence": 1})
-    (text,) = (one.text for one in lints(found) if one.kind == "batch")
+    (text,) = (one.text for one in find_lints(found) if one.kind == "batch")
     assert "5 devices do not divide the batch of 4099: 1 of 5 devices are used" in text
     near = batches(found)
     assert [one.batch for one in near] == [4095, 4100]
@@ -93,7 +98,7 @@ def test_devices_that_a_batch_leaves_idle_have_a_price() -> None:
 
 def test_an_axis_that_divides_nothing() -> None:
     found = best_of(mlp(batch=7), Cluster.parse("5x1xH100"), {"tensor": 5})
-    (one,) = (one for one in lints(found) if one.kind == "repeated")
+    (one,) = (one for one in find_lints(found) if one.kind == "repeated")
     assert "tensor=5 divides no array" in one.text
 
 
@@ -101,5 +106,5 @@ def test_a_model_without_faults_has_no_lints_of_these_kinds() -> None:
     model = mlp(batch=65_536, widths=(2048, 8192, 2048))
     found = best_of(model, Cluster.parse("8xH100"), {"replica": 8})
     assert not {"batch", "repeated", "replicated", "alignment"} & set(
-        _kinds(lints(found))
+        _kinds(find_lints(found))
     )

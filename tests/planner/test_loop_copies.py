@@ -1,8 +1,7 @@
 """Stacks that loops read and write are counted: nothing in the program says so."""
 
-from dtft.planner.groups import CHEAP
-from dtft.planner.loop_copies import loop_copies
-from dtft.planner.question import of_loss
+from dtft.planner.ir.op_groups import CHEAP, loop_copies
+from dtft.planner.workload import of_loss
 from tests.planner.chain import BATCH, LAYERS, PARAMS, ROWS, WIDTH, loss
 from tests.planner.test_combining import OPTIMIZER
 

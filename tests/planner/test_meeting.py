@@ -12,18 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.axis_layout import Groups
-from dtft.planner.calibration import Calibration, link_key
-from dtft.planner.catalog import link
-from dtft.planner.cluster import Cluster
-from dtft.planner.collective_cost import Group, collective_s
-from dtft.planner.deciding import decide
-from dtft.planner.device import Efficiency
-from dtft.planner.links import Curve, Link
-from dtft.planner.meeting import hidden, hiddens, meeting_s, meetings_s
-from dtft.planner.meeting_fit import AheadTime, BehindTime, fit_ahead, fit_meeting
+from dtft.planner.cluster.catalog import link
+from dtft.planner.cluster.hardware import Curve, Efficiency, Link
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.cost.calibration import Calibration, link_key
+from dtft.planner.cost.collectives import (
+    collective_s,
+    hidden,
+    hiddens,
+    meeting_s,
+    meetings_s,
+)
+from dtft.planner.cost.fitting import AheadTime, BehindTime, fit_ahead, fit_meeting
+from dtft.planner.cost.mesh_topology import Group, Groups
 from dtft.planner.plan import Plan
-from dtft.planner.question import of_loss
+from dtft.planner.search.decision import decide
+from dtft.planner.workload import of_loss
 from tests.planner.chain import BATCH, LAYERS, PARAMS, loss
 
 PORT = Link(

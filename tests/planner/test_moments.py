@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dtft.planner.course import Course
-from dtft.planner.graph import Graph
-from dtft.planner.groups import region
-from dtft.planner.lifetimes import ROW
-from dtft.planner.memory import Timeline
-from dtft.planner.moments import Moments
-from dtft.planner.partition import MICRO, Division
-from dtft.planner.question import Question, of_loss
-from dtft.planner.run_order import scheduled
+from dtft.planner.ir.graph import Graph
+from dtft.planner.ir.op_groups import region
+from dtft.planner.memory.liveness import ROW
+from dtft.planner.memory.peak import Course, Moments, Timeline
+from dtft.planner.memory.schedule import scheduled
+from dtft.planner.spmd.partitioner import MICRO, Division
+from dtft.planner.workload import Question, of_loss
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import ADAM
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from dtft.planner import explain, wording
-from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import decide
-from dtft.planner.pin_prices import pin_prices, section
+from dtft.planner import wording
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.report import text
+from dtft.planner.report.replan import pin_prices, pin_section
+from dtft.planner.search.decision import decide
 from tests.planner.deciding_zoo import mlp
 
 CLUSTER = Cluster.parse("2x4xH100")
@@ -33,7 +34,7 @@ def test_each_pin_has_its_price_and_all_of_them_together() -> None:
 
 def test_the_table_has_the_numbers_it_explains() -> None:
     decision = decide(mlp(), CLUSTER, {"microbatches": 4})
-    (price,), (table,) = pin_prices(decision), section(decision)
+    (price,), (table,) = pin_prices(decision), pin_section(decision)
     ((pin, costs, share, without, step, _),) = table.rows
     assert pin == "microbatches=4"
     assert costs == wording.seconds(price.cost_s)
@@ -47,10 +48,10 @@ def test_a_pin_that_the_best_plan_has_anyway_costs_nothing() -> None:
     zero = free.plan.knobs.zero
     (price,) = pin_prices(decide(mlp(), CLUSTER, {"zero": zero}))
     assert price.cost_s == 0.0 and price.without == free.plan
-    (table,) = section(decide(mlp(), CLUSTER, {"zero": zero}))
+    (table,) = pin_section(decide(mlp(), CLUSTER, {"zero": zero}))
     assert table.rows[0][1] == "nothing"
 
 
 def test_without_pins_there_is_nothing_to_show() -> None:
     decision = decide(mlp(), CLUSTER)
-    assert section(decision) == () and explain.sections(decision.plan)
+    assert pin_section(decision) == () and text.plan_sections(decision.plan)

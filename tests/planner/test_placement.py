@@ -13,18 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.planner.cluster import Cluster
-from dtft.planner.cluster_file import from_text
-from dtft.planner.graph import Graph
-from dtft.planner.kernels import Kernels
-from dtft.planner.list_schedule import schedule
-from dtft.planner.nodes import Nodes
-from dtft.planner.placement import Placement, place, place_tasks
-from dtft.planner.problem import Problem
-from dtft.planner.ranks import as_they_come, by_rank
-from dtft.planner.task_graph import tasks_of
-from dtft.planner.tasks import Passed, Tasks
-from dtft.planner.trace import trace
+from dtft.placement.api import place, place_tasks
+from dtft.placement.kernels import Kernels
+from dtft.placement.list_scheduler import as_they_come, by_rank, schedule
+from dtft.placement.nodes import Nodes
+from dtft.placement.problem import Problem
+from dtft.placement.result import Placement
+from dtft.placement.tasks import Passed, Tasks, tasks_of
+from dtft.planner.cluster.topology import Cluster, cluster_from_text
+from dtft.planner.ir.graph import Graph
+from dtft.planner.ir.tracing import trace
 from experiments.placement_cases import Case
 
 LAB = """
@@ -70,7 +68,7 @@ def program() -> Graph:
 
 @pytest.fixture(scope="module")
 def lab() -> Cluster:
-    return from_text(LAB)
+    return cluster_from_text(LAB)
 
 
 def on(placement: Placement, name: str) -> str:
@@ -119,7 +117,7 @@ def test_only_nodes_that_have_a_kernel_run_an_operator(
         ({"weights": ["fast"] * 3}, r"weights=\['fast.*each of 3 nodes \(h100:0"),
         ({"weights": 1.0}, "weights=1.0. Allowed"),
         ({"cluster": None}, "cluster=None is no cluster, but a NoneType"),
-        ({"graph": len}, "Trace it first: dtft.planner.trace.trace"),
+        ({"graph": len}, "Trace it first: dtft.planner.trace"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(
@@ -137,7 +135,7 @@ def test_what_no_registry_has_is_not_there(program: Graph, lab: Cluster) -> None
     others = Cluster(pools=lab.pools[1:], between=lab.between)
     with pytest.raises(ValueError, match=r"no node has a kernel for dot_general.*fpga"):
         place(program, others)
-    bare = from_text(LAB.replace("      kernels: [activation]\n", ""))
+    bare = cluster_from_text(LAB.replace("      kernels: [activation]\n", ""))
     only = Cluster(pools=bare.pools[2:])
     with pytest.raises(ValueError, match="no node has a kernel for conv_general"):
         place(program, only)
@@ -266,7 +264,7 @@ def test_devices_that_share_a_port_wait_for_each_other() -> None:
     )
     ends = []
     for shared in ("1", "2"):
-        nodes = Nodes.of(from_text(text.replace("SHARED", shared)))
+        nodes = Nodes.of(cluster_from_text(text.replace("SHARED", shared)))
         ends.append(place_tasks(tasks, nodes).makespan_s)
     assert ends == [5.0, 8.0]
 
@@ -362,9 +360,9 @@ def test_misspelt_kernels_and_platforms_of_cluster_files_are_refused(
     program: Graph,
 ) -> None:
     with pytest.raises(ValueError, match="kernels of device 'fpga' has 'convv'"):
-        place(program, from_text(LAB.replace("[conv,", "[convv,")))
+        place(program, cluster_from_text(LAB.replace("[conv,", "[convv,")))
     with pytest.raises(ValueError, match="platform='fpga'. Allowed: cpu, cuda"):
-        from_text(LAB.replace("platform: other", "platform: fpga"))
+        cluster_from_text(LAB.replace("platform: other", "platform: fpga"))
 
 
 def test_weights_scale_the_load_that_a_node_is_given() -> None:

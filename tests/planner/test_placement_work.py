@@ -8,12 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dtft.planner.balance import Balance, Policy, Rules
-from dtft.planner.contiguous import split
-from dtft.planner.layer_work import Layers
-from dtft.planner.nodes import Nodes
-from dtft.planner.placement_work import Operators
-from dtft.planner.tasks import Passed, Tasks
+from dtft.balance.balance import Balance, Policy, Rules
+from dtft.balance.work import Layers, Operators
+from dtft.placement.heuristics import split
+from dtft.placement.nodes import Nodes
+from dtft.placement.tasks import Passed, Tasks
 
 
 def work(microbatches: int = 8) -> Operators:

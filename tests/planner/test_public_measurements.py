@@ -7,8 +7,8 @@ says so. All figures are deterministic.
 import numpy as np
 import pytest
 
-from dtft.planner.row_scales import BIGSCIENCE, LLM_FOUNDRY_H100, elsewhere
-from dtft.planner.transformer_memory import memory
+from dtft.planner.transformer.model import memory
+from dtft.planner.transformer.predict import BIGSCIENCE, LLM_FOUNDRY_H100, elsewhere
 from experiments.public_studies import (
     DEVICE_ONLY,
     TRANSFERS,

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from dtft.planner.cuts import best_cuts
-from dtft.planner.jaxprs import REMAT, bodies, operators
-from dtft.planner.remat import POLICIES, rematerialized
-from dtft.planner.trace import trace
+from dtft.planner.ir.jaxprs import REMAT, bodies, operators
+from dtft.planner.ir.remat import POLICIES, best_cuts, rematerialized
+from dtft.planner.ir.tracing import trace
 
 
 def peak(

@@ -10,8 +10,9 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from dtft.planner import drawing, explain, report
-from dtft.planner.lints import lints
+from dtft.planner.report import html_report
+from dtft.planner.report.lints import find_lints
+from dtft.planner.report.text import plan_sections
 from dtft.planner.wording import Section
 from tests.planner.deciding_zoo import decision
 
@@ -50,7 +51,7 @@ def _read(html: str) -> _Checked:
 @pytest.fixture(scope="module")
 def page() -> _Checked:
     found = decision(tensor=2, fsdp=4)
-    html = report.html(found.plan, found)
+    html = html_report.report_html(found.plan, found)
     for forbidden in ("http:", "https:", "<script", "src=", "<link", "@import", "url("):
         assert forbidden not in html
     return _read(html)
@@ -58,7 +59,7 @@ def page() -> _Checked:
 
 def test_it_has_the_numbers_of_the_explanation(page: _Checked) -> None:
     found = decision(tensor=2, fsdp=4)
-    for section in explain.sections(found.plan):
+    for section in plan_sections(found.plan):
         for row in section.rows:
             assert all(cell in page.text for cell in row if cell.strip(" #"))
 
@@ -77,25 +78,25 @@ def test_it_answers_for_every_baseline_and_lists_lints(page: _Checked) -> None:
     assert "Why not the baselines" in page.text
     names = {one.name for one in found.plan.alternatives if one.name}
     assert names <= set(page.text)
-    assert all(one.text in page.text for one in lints(found))
+    assert all(one.text in page.text for one in find_lints(found))
 
 
 def test_a_plan_from_a_file_has_a_report_too() -> None:
-    text = "".join(_read(report.html(decision().plan)).text)
+    text = "".join(_read(html_report.report_html(decision().plan)).text)
     assert "all terms" in text
     assert "What a small change would save" not in text
 
 
 def test_names_are_escaped() -> None:
     plan = replace(decision().plan, cluster="<b>&")
-    assert "&lt;b&gt;&amp;" in report.html(plan)
+    assert "&lt;b&gt;&amp;" in html_report.report_html(plan)
 
 
 def test_a_divided_array_has_its_cuts_and_one_part() -> None:
-    picture = drawing.divided((("a",), ("b",)), (8, 16), {"a": 2, "b": 4})
+    picture = html_report.divided((("a",), ("b",)), (8, 16), {"a": 2, "b": 4})
     assert picture.count('class="cut"') == 1 + 3
     assert picture.count('class="part"') == 1
-    words = drawing.divided((("a",), (), ()), (8, 4, 4), {"a": 2})
+    words = html_report.divided((("a",), (), ()), (8, 4, 4), {"a": 2})
     assert "dim 0 in 2" in words and 'class="cut"' not in words
 
 
@@ -107,21 +108,21 @@ def _numbers(tag: str, attributes: str) -> Iterator[dict[str, float]]:
 
 
 def test_a_bar_reaches_the_limit_where_the_terms_do() -> None:
-    bars = drawing.stacked([("full", {"x": 3.0, "y": 1.0})], 4.0, ["4"], "all")
+    bars = html_report.stacked([("full", {"x": 3.0, "y": 1.0})], 4.0, ["4"], "all")
     (line,) = _numbers("line", bars)
     first, second = _numbers("rect", bars)
     assert second["x"] == pytest.approx(first["x"] + first["width"], abs=0.2)
     assert line["x1"] == pytest.approx(second["x"] + second["width"], abs=0.2)
     (_, words) = _numbers("text", bars)
     assert words["x"] > line["x1"]
-    far = drawing.stacked([("small", {"x": 1.0})], 9.0, ["1"], "all")
+    far = html_report.stacked([("small", {"x": 1.0})], 9.0, ["1"], "all")
     assert "<line" not in far and "all: 9 times the longest bar" in far
 
 
 @pytest.mark.parametrize("pins", [{"tensor": 2, "fsdp": 4}, {"replica": 8}])
 def test_everything_is_drawn_within_its_picture(pins: dict[str, int]) -> None:
     found = decision(**pins)
-    html = report.html(found.plan, found)
+    html = html_report.report_html(found.plan, found)
     for picture in re.findall(r"<svg .*?</svg>", html):
         (size,) = _numbers("svg", picture)
         for box in _numbers("rect", picture):
@@ -140,14 +141,14 @@ def test_everything_is_drawn_within_its_picture(pins: dict[str, int]) -> None:
 def test_what_was_compiled_is_part_of_it() -> None:
     found = decision(tensor=2, fsdp=4)
     checked = Section(title="Verified", columns=("mesh",), rows=(("<a>",),))
-    assert "<h2>Verified</h2>" in report.html(found.plan, found, [checked])
+    assert "<h2>Verified</h2>" in html_report.report_html(found.plan, found, [checked])
 
 
 def test_the_terminal_shows_the_same_tables() -> None:
     found = decision(tensor=2, fsdp=4)
     written = io.StringIO()
-    report.show(explain.sections(found.plan), Console(file=written, width=250))
+    html_report.report_text(plan_sections(found.plan), Console(file=written, width=250))
     text = written.getvalue()
-    for section in explain.sections(found.plan):
+    for section in plan_sections(found.plan):
         for row in section.rows:
             assert all(cell in text for cell in row)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.row_fitting import (
+from dtft.planner.transformer.fitting import (
     concordance,
     fit,
     judge,

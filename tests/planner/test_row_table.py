@@ -5,8 +5,15 @@ from pathlib import Path
 import pytest
 
 from dtft.cli import main
-from dtft.planner.row_prediction import FITS, MEMORY, RATE, STEP, pool_of, predict_table
-from dtft.planner.row_table import REQUIRED, Habits, Table
+from dtft.planner.transformer.predict import (
+    FITS,
+    MEMORY,
+    RATE,
+    STEP,
+    pool_of,
+    predict_table,
+)
+from dtft.planner.transformer.table import REQUIRED, Habits, Table
 from experiments.published_rows import DATA
 
 TEXT = (DATA / "megatron_a100.csv").read_text()

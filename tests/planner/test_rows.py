@@ -7,12 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.row_prediction import pool_of
-from dtft.planner.row_scales import BIGSCIENCE, Scales, elsewhere, scales_of
-from dtft.planner.row_search import HEADROOM, layouts, search
-from dtft.planner.rows import STAGE_TERMS, STEP_TERMS, StepCost, stack, step_cost
-from dtft.planner.transformer import Layout, Recompute, Shape
-from dtft.planner.transformer_memory import memory
+from dtft.planner.transformer.fitting import HEADROOM, layouts, search
+from dtft.planner.transformer.model import Layout, Recompute, Shape, memory
+from dtft.planner.transformer.predict import (
+    BIGSCIENCE,
+    STAGE_TERMS,
+    STEP_TERMS,
+    Scales,
+    StepCost,
+    elsewhere,
+    pool_of,
+    scales_of,
+    stack,
+    step_cost,
+)
 
 SHAPE = Shape(hidden=4096, layers=32, heads=32, seq_len=2048, vocab=51200)
 LAYOUT = Layout(tp=4, pp=4, dp=4, micro_batch=2, global_batch=128)

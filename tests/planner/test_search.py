@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import decide
-from dtft.planner.enumeration import enumerate_space
-from dtft.planner.lints import lints
-from dtft.planner.priced import IDLE, MEMORY, TERMS
-from dtft.planner.question import Question, of_loss, of_step
-from dtft.planner.search import Search
-from dtft.planner.space import Choices
-from dtft.planner.why_not import why_not
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.report.lints import find_lints
+from dtft.planner.report.replan import why_not
+from dtft.planner.search.decision import decide
+from dtft.planner.search.enumerate import enumerate_space
+from dtft.planner.search.ranking import IDLE, MEMORY, TERMS
+from dtft.planner.search.search import Search
+from dtft.planner.search.space import Choices
+from dtft.planner.workload import Question, of_loss, of_step
 from tests.planner.zoo_parts import ADAM
 
 F32 = jnp.float32
@@ -80,7 +80,7 @@ def test_an_axis_that_divides_nothing_loses_if_it_is_not_far_faster(
     assert not found.idle[decision.at]
     ranked = found.worth_s[found.ranking][: found.fits.sum()]
     assert (ranked[1:] >= ranked[:-1] * (1 - 1e-8)).all()
-    assert "one device alone takes" in " ".join(map(str, lints(decision)))
+    assert "one device alone takes" in " ".join(map(str, find_lints(decision)))
     text = why_not(decision, tensor=8)
     assert "repeat the work of others" in text
 
@@ -93,7 +93,7 @@ def test_an_axis_that_divides_nothing_wins_where_sending_takes_far_longer(
     used = found.step_s[found.fits & ~found.idle].min()
     assert decision.plan.prediction.step_s < used / IDLE
     assert found.idle[decision.at]
-    assert "do the work of one" in " ".join(map(str, lints(decision)))
+    assert "do the work of one" in " ".join(map(str, find_lints(decision)))
 
 
 def test_data_parallel_gradients_are_summed_once(question) -> None:

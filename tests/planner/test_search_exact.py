@@ -17,25 +17,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dtft.planner.amounts import Work
-from dtft.planner.choosing import candidates
-from dtft.planner.cluster import Cluster, Pool
-from dtft.planner.collective_cost import collective_s, group_of
-from dtft.planner.compute_cost import added_s, launch_s
-from dtft.planner.cost import Speeds, computing_s, runs
-from dtft.planner.course import Course
-from dtft.planner.enumeration import enumerate_space
-from dtft.planner.groups import CHEAP
-from dtft.planner.links import CollectiveKind
-from dtft.planner.memory import RESERVE, Timeline
-from dtft.planner.meshes import divisors
-from dtft.planner.moments import Moments
-from dtft.planner.partition import MICRO, Division, work
-from dtft.planner.priced import IDLE, Priced
-from dtft.planner.question import Question, of_loss
-from dtft.planner.search import Search, memory_floor
-from dtft.planner.shards import further
-from dtft.planner.space import Choices
+from dtft.planner.cluster.hardware import CollectiveKind
+from dtft.planner.cluster.topology import Cluster, Pool
+from dtft.planner.cost.collectives import collective_s
+from dtft.planner.cost.compute import added_s, launch_s
+from dtft.planner.cost.mesh_topology import group_of
+from dtft.planner.cost.operator import Speeds, computing_s, runs
+from dtft.planner.ir.op_groups import CHEAP
+from dtft.planner.memory.peak import RESERVE, Course, Moments, Timeline
+from dtft.planner.search.enumerate import enumerate_space
+from dtft.planner.search.meshes import divisors
+from dtft.planner.search.ranking import IDLE, Priced
+from dtft.planner.search.search import Search, memory_floor
+from dtft.planner.search.space import Choices
+from dtft.planner.search.tensor_sharding import candidates
+from dtft.planner.spmd.partitioner import MICRO, Division, Work, work_of
+from dtft.planner.spmd.zero import further_division
+from dtft.planner.workload import Question, of_loss
 from tests.planner.zoo_parts import ADAM
 
 POOLS = ("4xH100", "2x2xV100", "2x2xA100", "4xv5e", "4xcpu")
@@ -212,7 +210,7 @@ class Everything:
             return self._known[key]
         if way not in self._works:
             division = replace(self.with_dims(way[1]), rest=rest)
-            self._works[way] = work(graph, group.operator, division)
+            self._works[way] = work_of(graph, group.operator, division)
         done, sizes = self._works[way], {**mesh, MICRO: parts}
         times = group.times * runs(done, sizes)
         speeds = Speeds(pool=self.pool, mesh=mesh)
@@ -267,7 +265,7 @@ class Everything:
         rest = NOTHING
         if zero >= 2:
             parameters = search.leaves("parameter", division, mesh, True)
-            rest = further(parameters, division, question.loop_dims)
+            rest = further_division(parameters, division, question.loop_dims)
         compute = sending = update = starts = 0.0
         together: dict[Joint, float] = defaultdict(float)
         idle = {axis for axis, size in mesh.items() if size > 1}

@@ -4,9 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from dtft.planner.cluster import Cluster, Pool
-from dtft.planner.deciding import Decision, best_of, decide
-from dtft.planner.sensitivity import Effect, effects, section
+from dtft.planner.cluster.topology import Cluster, Pool
+from dtft.planner.report.hardware_sensitivity import (
+    Effect,
+    effects,
+    sensitivity_section,
+)
+from dtft.planner.search.decision import Decision, best_of, decide
 from tests.planner import reading
 from tests.planner.deciding_zoo import mlp
 
@@ -20,7 +24,7 @@ def found() -> tuple[Decision, tuple[Effect, ...]]:
 @pytest.fixture(scope="module")
 def rows(found: tuple[Decision, tuple[Effect, ...]]) -> dict[str, tuple[str, ...]]:
     decision, changed = found
-    return {row[0]: row for row in section(decision.plan, changed).rows}
+    return {row[0]: row for row in sensitivity_section(decision.plan, changed).rows}
 
 
 def test_every_kind_of_resource_is_changed(rows: dict[str, tuple[str, ...]]) -> None:
@@ -65,7 +69,7 @@ def test_no_faster_part_makes_the_plan_slower(
 
 def test_what_has_no_plan_says_why() -> None:
     tight = decide(mlp(), Cluster.parse("4xH100"), {"replica": 4})
-    rows = section(tight.plan, effects(tight)).rows
+    rows = sensitivity_section(tight.plan, effects(tight)).rows
     halved = next(row for row in rows if row[0].startswith("half"))
     assert "4 does not divide 2 devices" in halved[-1]
 

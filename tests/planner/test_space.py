@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.planner.enumeration import enumerate_space
-from dtft.planner.meshes import AXES, divisors, factorisations, num_factorisations
 from dtft.planner.plan import Knobs
-from dtft.planner.space import REMATS, Choices, MemoryFloor, Space
+from dtft.planner.search.enumerate import enumerate_space
+from dtft.planner.search.meshes import divisors, factorisations, num_factorisations
+from dtft.planner.search.space import REMATS, Choices, MemoryFloor, Space
+from dtft.planner.types import AXES
 
 ANY = {axis: () for axis in AXES}
 DATA_TENSOR = {"replica": (), "fsdp": (), "tensor": (768, 12)}

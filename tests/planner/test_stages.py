@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.stages import in_flight, pipeline_s, transfers
+from dtft.planner.cost.pipeline import in_flight, pipeline_s, transfers
 
 
 def gpipe_order(stage: int, stages: int, batches: int) -> list[tuple[str, int]]:

@@ -10,17 +10,16 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from dtft.planner.amounts import MICRO
-from dtft.planner.cluster import Cluster
-from dtft.planner.cost import computing_s
-from dtft.planner.deciding import decide
-from dtft.planner.graph import Graph, Operator
-from dtft.planner.partition import Division, work
-from dtft.planner.patterns import instance
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.cost.operator import computing_s
+from dtft.planner.ir.graph import Graph, Operator
+from dtft.planner.ir.op_groups import strided
+from dtft.planner.ir.tracing import trace
 from dtft.planner.plan import Plan
-from dtft.planner.question import Question, of_loss
-from dtft.planner.strided import strided
-from dtft.planner.trace import trace
+from dtft.planner.search.decision import decide
+from dtft.planner.spmd.op_signature import instance
+from dtft.planner.spmd.partitioner import MICRO, Division, work_of
+from dtft.planner.workload import Question, of_loss
 from dtft.train.planned_step import make_step
 from tests.planner.zoo import MODELS
 
@@ -189,7 +188,7 @@ def test_only_an_axis_with_parts_along_what_is_summed_over_counts() -> None:
     axes = {examples: ("replica", MICRO), columns[-1]: ("tensor",)}
     division = Division(axes=axes, alias=question.alias)
     known = instance(question.graph, one, question.root)
-    done = work(question.graph, one, division)
+    done = work_of(question.graph, one, division)
     assert known.work(known.key(division)) == done
     assert done.turned_by == ("replica",)
 

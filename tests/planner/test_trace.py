@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from dtft.planner.graph import Graph
-from dtft.planner.trace import trace
+from dtft.planner.ir.graph import Graph
+from dtft.planner.ir.tracing import trace
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.transformer import (
+from dtft.planner.transformer.model import (
     RECOMPUTE,
     Layout,
     Recompute,
@@ -14,10 +14,8 @@ from dtft.planner.transformer import (
     Work,
     embedding_work,
     head_work,
-    layer_work,
-)
-from dtft.planner.transformer_memory import (
     kept_layers,
+    layer_work,
     memory,
     stage_memory,
     stage_parameters,

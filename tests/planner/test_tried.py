@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dtft.planner.balance import Balance
-from dtft.planner.layer_work import Layers
-from dtft.planner.load_shares import Counts, Microbatches, makespan
-from dtft.planner.step_times import StepTimes
-from dtft.planner.tried import MOST, Tried
+from dtft.balance.balance import Balance, StepTimes
+from dtft.balance.speed_estimator import MOST, Tried
+from dtft.balance.work import Counts, Layers, Microbatches, makespan
 
 Floats = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from dtft.planner.trace import trace
+from dtft.planner.ir.tracing import trace
 
 COMPARE: dict[str, Any] = {
     "lt": lambda i, n: i < n, "le": lambda i, n: i <= n,

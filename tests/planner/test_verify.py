@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.hlo_collectives import CompiledCollective
+from dtft.planner.aot.check import Compiled, Failure, Memory, compare, gate
+from dtft.planner.aot.hlo import CompiledCollective
 from dtft.planner.plan import Collective, Knobs, Plan, Prediction
-from dtft.planner.verify import Compiled, Failure, Memory, compare, gate
 
 GIB = 2**30
 

@@ -3,9 +3,9 @@
 import jax
 import optax
 
-from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import decide
-from dtft.planner.question import Question, of_step
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.search.decision import decide
+from dtft.planner.workload import Question, of_step
 from tests.planner.zoo import MODELS
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dtft.planner import explain
-from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import Decision, best_of, decide
-from dtft.planner.memory import RESERVE
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.memory.peak import RESERVE
 from dtft.planner.plan import Plan
-from dtft.planner.question import Question, of_loss
-from dtft.planner.why_not import why_not
+from dtft.planner.report import text
+from dtft.planner.report.replan import why_not
+from dtft.planner.search.decision import Decision, best_of, decide
+from dtft.planner.workload import Question, of_loss
 from tests.planner.deciding_zoo import with_memory
 from tests.planner.zoo import MODELS
 
@@ -58,7 +58,7 @@ def test_chunks_wait_less_and_send_more(question: Question) -> None:
     assert chunks.memory["activations"] >= plain.memory["activations"]
     taken = min(plain, chunks, key=lambda plan: plan.prediction.step_s)
     assert staged(question).plan.knobs == taken.knobs
-    assert "virtual_stages=2" in explain.explain(chunks)
+    assert "virtual_stages=2" in text.explain(chunks)
 
 
 def _sent(plan: Plan) -> int:
@@ -98,7 +98,7 @@ def test_state_goes_to_the_host_where_it_has_no_room(question: Question) -> None
     assert least < took < 1.2 * least
     relief = there.memory["optimizer"] - away.memory["optimizer"]
     assert 0 < relief < away.host_bytes
-    assert "rests in host memory" in explain.explain(away)
+    assert "rests in host memory" in text.explain(away)
     # Where only the state is too much the search finds it by itself.
     needed = there.memory_bytes - there.memory["reserve"] - relief / 2
     tight = with_memory("8xH100", round(needed / (1 - RESERVE)))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dtft.planner import comparing, reasons
-from dtft.planner.deciding import Decision, best_of, decide
-from dtft.planner.why_not import why_not
+from dtft.planner.report import compare
+from dtft.planner.report.replan import why_not
+from dtft.planner.search.decision import Decision, best_of, decide
 from tests.planner import reading
 from tests.planner.deciding_zoo import decision, question, with_memory
 
@@ -51,10 +51,9 @@ def test_one_line_says_which_terms_make_the_difference() -> None:
     assert said.startswith(f"{name} +")
     assert reading.value(said) == near(more[name])
     key = max(
-        (key for key in comparing.sent(other)),
+        (key for key in compare.sent(other)),
         key=lambda key: (
-            comparing.sent(other)[key][1]
-            - comparing.sent(found.plan).get(key, (0, 0.0))[1]
+            compare.sent(other)[key][1] - compare.sent(found.plan).get(key, (0, 0.0))[1]
         ),
     )
     assert f"({key[0]} over {' x '.join(key[1])}" in said
@@ -62,7 +61,7 @@ def test_one_line_says_which_terms_make_the_difference() -> None:
 
 def test_the_reasons_are_the_terms_that_differ() -> None:
     plan = decision().plan
-    assert reasons.slower(plan, plan) == "" and reasons.larger(plan, plan) == ""
+    assert compare.slower(plan, plan) == "" and compare.larger(plan, plan) == ""
     terms = {**plan.prediction.terms}
     terms["compute"] += 2.0
     terms["collectives"] -= 1.0
@@ -72,13 +71,13 @@ def test_the_reasons_are_the_terms_that_differ() -> None:
         knobs=replace(plan.knobs, remat="full"),
         memory={**plan.memory, "activations": plan.memory["activations"] + 2**20},
     )
-    assert reasons.slower(plan, other).startswith(
+    assert compare.slower(plan, other).startswith(
         "the difference: compute +2 s (remat=full instead of none); against it "
         "collectives -1 s"
     )
-    assert reasons.slower(other, plan).startswith("the difference: compute -2 s")
-    assert reasons.larger(plan, other).startswith("most of it: activations +1 MiB, ")
-    assert reasons.larger(other, plan) == ""
+    assert compare.slower(other, plan).startswith("the difference: compute -2 s")
+    assert compare.larger(plan, other).startswith("most of it: activations +1 MiB, ")
+    assert compare.larger(other, plan) == ""
 
 
 def test_what_does_not_fit_says_by_how_many_bytes() -> None:

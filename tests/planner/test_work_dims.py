@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dtft.planner.graph import Operator
-from dtft.planner.groups import region
-from dtft.planner.partition import Division, work
-from dtft.planner.question import Question, of_loss
+from dtft.planner.ir.graph import Operator
+from dtft.planner.ir.op_groups import region
+from dtft.planner.spmd.partitioner import Division, work_of
+from dtft.planner.workload import Question, of_loss
 from tests.planner.zoo_parts import ADAM
 
 WIDTH, HIDDEN, WORDS = 8, 32, 16
@@ -44,7 +44,7 @@ def everywhere() -> Division:
 def sent(operator: Operator) -> list[tuple[str, int]]:
     """Kinds and last dims of what is sent over `tensor`."""
     asked = question()
-    done = work(asked.graph, operator, everywhere())
+    done = work_of(asked.graph, operator, everywhere())
     return [
         (one.kind, round(one.amount.total / 64 / 4))
         for one in done.sent

@@ -5,10 +5,10 @@ import functools
 import jax
 import pytest
 
-from dtft.planner import blocks
-from dtft.planner.graph import Graph
-from dtft.planner.jaxprs import operators
-from dtft.planner.trace import trace
+from dtft.planner.ir import repeats
+from dtft.planner.ir.graph import Graph
+from dtft.planner.ir.jaxprs import operators
+from dtft.planner.ir.tracing import trace
 from tests.planner.zoo import MODELS
 from tests.planner.zoo_parts import Model
 
@@ -63,7 +63,7 @@ def test_a_step_is_traced_whole(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_layers_share_classes_and_no_array_has_one_twice(name: str) -> None:
     _, graph = step_of(name)
-    found = blocks.find(graph)
+    found = repeats.find_repeats(graph)
     for value in graph.values:
         assert len({found.dims[dim] for dim in value.dims}) == len(set(value.dims))
     for number, first in enumerate(found.operators):

@@ -11,7 +11,8 @@ import optax
 from jax import lax
 
 from dtft.checkpoint import tree
-from dtft.planner.plan import Knobs, Plan, Prediction, Spec
+from dtft.planner.plan import Knobs, Plan, Prediction
+from dtft.planner.types import Spec
 
 BATCH_AXES = ("replica", "fsdp")
 

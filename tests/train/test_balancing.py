@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from dtft.planner.balance import Balance, Rules
-from dtft.planner.load_shares import Microbatches
+from dtft.balance.balance import Balance
+from dtft.balance.balance import Rules
+from dtft.balance.work import Microbatches
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.balance_log import BalanceLog, Cost, round_line
 from dtft.train.balance_record import Begin, begin, node_names, to_items

@@ -15,10 +15,14 @@ from jax.sharding import PartitionSpec
 
 import dtft
 from dtft.cli import main
-from dtft.planner.calibration import Calibration, apply, link_key
-from dtft.planner.cluster import Cluster
-from dtft.planner.links import CollectiveKind
-from dtft.planner.past_runs import PastRun
+from dtft.planner.cluster.hardware import CollectiveKind
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.cost.calibration import (
+    Calibration,
+    PastRun,
+    apply_calibration,
+    link_key,
+)
 from dtft.train.calibrate import measure
 from dtft.train.calibrate_command import table
 from dtft.train.calibrate_sizes import ACCELERATOR, CPU, Sizes
@@ -64,7 +68,7 @@ def test_everything_is_measured(found: Calibration) -> None:
 
 def test_it_applies_to_the_devices_it_was_measured_on(found: Calibration) -> None:
     cluster = Cluster.from_devices(jax.devices()[:2])
-    pool = apply(cluster, Calibration.from_json(found.to_json())).uniform
+    pool = apply_calibration(cluster, Calibration.from_json(found.to_json())).uniform
     assert pool.device.source == found.source
     assert pool.levels[0].link == found.links[found.fabric[0]]
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from dtft.planner.jaxprs import CALLS, bodies, operators
-from dtft.planner.plan import Spec
+from dtft.planner.ir.jaxprs import CALLS, bodies, operators
+from dtft.planner.types import Spec
 from dtft.train.constrained import constrained
 from dtft.train.plan_shardings import mesh_of
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 
 from dtft.optim import max_adabelief
-from dtft.planner.hlo import parse
+from dtft.planner.aot.hlo import parse
 from dtft.train.config import load
 from dtft.train.data import make_datasets
 from dtft.train.experiment import Experiment, MeshConfig

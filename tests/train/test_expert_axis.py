@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dtft.planner.cluster import Cluster
-from dtft.planner.compiling import compile_all
-from dtft.planner.deciding import Decision, decide
-from dtft.planner.question import of_loss
-from dtft.planner.verify import Compiled, compare
-from dtft.planner.why_not import why_not
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.aot.compile import compile_all
+from dtft.planner.search.decision import Decision
+from dtft.planner.search.decision import decide
+from dtft.planner.workload import of_loss
+from dtft.planner.aot.check import Compiled
+from dtft.planner.aot.check import compare
+from dtft.planner.report.replan import why_not
 from dtft.train.plan_verify import candidate_of
 from dtft.train.planned_step import make_step
 from tests.planner.zoo import MODELS

@@ -13,11 +13,15 @@ import optax
 import pytest
 
 import dtft
-from dtft.planner.capabilities import CAPABILITIES, Capabilities
-from dtft.planner.hlo import Operation, Program, parse
-from dtft.planner.hlo_collectives import collectives
-from dtft.planner.hlo_groups import Groups, groups_of
-from dtft.planner.pins import PINS
+from dtft.planner.search.space import CAPABILITIES
+from dtft.planner.search.space import Capabilities
+from dtft.planner.aot.hlo import Operation
+from dtft.planner.aot.hlo import Program
+from dtft.planner.aot.hlo import parse
+from dtft.planner.aot.hlo import collectives
+from dtft.planner.aot.hlo import Groups
+from dtft.planner.aot.hlo import groups_of
+from dtft.planner.search.pins import PINS
 from dtft.planner.plan import Knobs
 from dtft.train.planned_step import jit_plan, make_step
 from tests.aot.hlo import aliases
@@ -289,7 +293,7 @@ def test_an_opaque_step_gets_shardings_constraints_and_donation() -> None:
 
 
 def first_product(state: Any, batch: Any) -> int:
-    from dtft.planner.jaxprs import operators
+    from dtft.planner.ir.jaxprs import operators
 
     program = jax.make_jaxpr(opaque)(state, batch)
     names = [eqn.primitive.name for eqn in operators(program.jaxpr)]

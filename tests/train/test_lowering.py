@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dtft.planner.cluster import Cluster
-from dtft.planner.kernels import Kernels
-from dtft.planner.placement import place
-from dtft.planner.trace import trace
+from dtft.placement.api import place
+from dtft.placement.kernels import Kernels
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.ir.tracing import trace
 from dtft.train.lowering import lacking
 
 

@@ -8,10 +8,11 @@ import optax
 import pytest
 
 from dtft.checkpoint import tree
-from dtft.planner import gpu_targets
-from dtft.planner.compiling import compile_all
+from dtft.planner.aot import gpu_targets
+from dtft.planner.aot.compile import compile_all
 from dtft.planner.plan import Knobs, Plan
-from dtft.planner.verify import Compiled, gate
+from dtft.planner.aot.check import Compiled
+from dtft.planner.aot.check import gate
 from dtft.train.plan_verify import candidate_of
 from dtft.train.planned_step import make_step
 from tests.train.plans import layers_batch, layers_loss, layers_params, plan_of
@@ -46,7 +47,7 @@ def test_training_is_the_same_bit_for_bit() -> None:
 
 @pytest.mark.timeout(180)  # a child imports JAX, on a busy machine too
 def test_a_program_for_a_gpu_has_it_in_host_memory() -> None:
-    if not gpu_targets.installed():
+    if not gpu_targets.is_gpu_compiler_installed():
         pytest.skip("needs XLA's GPU compiler: `make test` installs it")
     given = {
         "loss": layers_loss,

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from dtft.models.base import Batch, EqualLayers, ModelConfig, TransformerConfig
 from dtft.models.losses import classification
 from dtft.models.transformer import Transformer
-from dtft.planner.hlo_collectives import collectives
+from dtft.planner.aot.hlo import collectives
 from dtft.train.data import make_datasets
 from dtft.train.datasets import CharsConfig
 from dtft.train.experiment import Experiment, MeshConfig

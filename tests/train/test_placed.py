@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from dtft.planner.jaxprs import operators, traced
-from dtft.planner.placement import place
-from dtft.planner.trace import trace
+from dtft.placement.api import place
+from dtft.planner.ir.jaxprs import operators, traced
+from dtft.planner.ir.tracing import trace
 from dtft.train.placed import PlacedStep, make_placed_step
 from dtft.train.placed_calls import Key
 from dtft.train.placed_cut import cut

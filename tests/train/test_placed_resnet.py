@@ -11,11 +11,12 @@ import pytest
 from flax import nnx
 
 from dtft.models.base import ResNetConfig
-from dtft.planner.cluster import Cluster
-from dtft.planner.graph import Graph
-from dtft.planner.jaxprs import traced, uncut
-from dtft.planner.placement import Placement, place
-from dtft.planner.trace import trace
+from dtft.placement.api import place
+from dtft.placement.result import Placement
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.ir.graph import Graph
+from dtft.planner.ir.jaxprs import traced, uncut
+from dtft.planner.ir.tracing import trace
 from dtft.train.placed import PlacedStep, make_placed_step
 
 GPU, FPGA, ASIC = "h100", "fpga-u280", "asic-activation"

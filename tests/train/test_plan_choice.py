@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from dtft.checkpoint import tree
-from dtft.planner.cluster import Cluster
-from dtft.planner.deciding import decide
-from dtft.planner.past_runs import read_log
+from dtft.planner.cluster.topology import Cluster
+from dtft.planner.cost.calibration import read_log
 from dtft.planner.plan import Knobs, Plan
-from dtft.planner.question import Question, of_loss
+from dtft.planner.search.decision import decide
+from dtft.planner.workload import Question, of_loss
 from dtft.train.config import ConfigError
 from dtft.train.experiment import Experiment, MeshConfig
 from dtft.train.loop import run, train_step_of

@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 
 import dtft
 from dtft.elastic.processes import free_port
-from dtft.planner.cluster import Cluster
+from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Plan
 from dtft.train.plan_arguments import check_result
 from dtft.train.planning import RunnablePlan

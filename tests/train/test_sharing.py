@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.planner.balance import Rules
+from dtft.balance.balance import Rules
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.sharing import Sharing, sharing_of
 

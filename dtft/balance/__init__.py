@@ -1,0 +1,63 @@
+"""Load balancing: how load is divided anew between nodes, from measured seconds. Pure;
+decides only.
+
+* `balance`: `Balance`, one value per round: divide, train, measure, judge; the rules
+  for accepting a division.
+* `speed_estimator`: what a unit of load takes on each node, by the divisions tried so
+  far, and drift.
+* `work`: what can be divided: microbatches of replicas, operators of a placement,
+  layers of pipeline stages.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.balance.balance import Balance, Policy, Rules, Work
+    from dtft.balance.speed_estimator import Speeds, Tried, UnitTimes
+    from dtft.balance.work import (
+        Counts,
+        Layers,
+        Microbatches,
+        Operators,
+        allocate,
+        makespan,
+        waits,
+    )
+
+_PUBLIC = {
+    "Balance": "balance",
+    "Counts": "work",
+    "Layers": "work",
+    "Microbatches": "work",
+    "Operators": "work",
+    "Policy": "balance",
+    "Rules": "balance",
+    "Speeds": "speed_estimator",
+    "Tried": "speed_estimator",
+    "UnitTimes": "speed_estimator",
+    "Work": "balance",
+    "allocate": "work",
+    "makespan": "work",
+    "waits": "work",
+}
+
+__all__ = [
+    "Balance",
+    "Counts",
+    "Layers",
+    "Microbatches",
+    "Operators",
+    "Policy",
+    "Rules",
+    "Speeds",
+    "Tried",
+    "UnitTimes",
+    "Work",
+    "allocate",
+    "makespan",
+    "waits",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -1,0 +1,584 @@
+"""What load can be divided: microbatches of replicas, operators of a placement, layers
+of pipeline stages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dtft.placement import (
+    Nodes,
+    Order,
+    Placement,
+    PricedTasks,
+    Problem,
+    Search,
+    TaskGraph,
+    Tasks,
+    place_tasks,
+)
+from dtft.planner.arguments import check_whole, numbers
+
+# How many microbatches each node takes, so that the last ends as early as can be.
+#
+# Pure integer arithmetic over seconds per microbatch.
+
+
+Counts = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def allocate(
+    unit_s: ArrayLike,
+    total: int,
+    *,
+    fixed_s: ArrayLike | None = None,
+    cap: ArrayLike | None = None,
+    low: int = 1,
+) -> Counts:
+    """The shares that end first: they minimise `max(fixed_s + shares * unit_s)`.
+
+    Exact: handing out one microbatch after the other, each to the node that would end
+    first with it, is optimal for this objective; all but the last few are handed out at
+    once. Equal finishing times go to the earlier node, so that equal input gives equal
+    shares everywhere.
+
+    Args:
+        unit_s: Seconds per microbatch, `[n]`, each finite and above 0.
+        total: Microbatches of a step, over all nodes.
+        fixed_s: Seconds of each node whatever its share, `[n]`, 0 or more; None: 0.
+        cap: Most that each node can take, `[n]` (its memory); None: `total`.
+        low: Fewest that each node takes.
+
+    Returns:
+        `[n]` integers with sum `total`.
+
+    Raises:
+        ValueError: seconds that are none, or no shares keep to `low` and `cap`.
+
+    >>> allocate([1.0, 2.0, 4.0], 7)
+    array([4, 2, 1])
+    >>> allocate([1.0, 1.0, 8.0], 4, low=0)
+    array([2, 2, 0])
+    >>> allocate([1.0, 1.0], 8, fixed_s=[2.0, 0.0])
+    array([3, 5])
+    """
+    seconds = _checked_seconds(unit_s)
+    fixed = _checked_fixed(fixed_s, seconds.size)
+    check_whole("total", total, 0)
+    most = np.full(seconds.size, total) if cap is None else np.asarray(cap, np.int64)
+    _check_bounds(total, most, low, seconds.size)
+    shares = _before_makespan(seconds, fixed, total, most, low)
+    return _hand_out(shares, seconds, fixed, total, most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """A step's microbatches as something to divide (`balance.Work`)."""
+
+    num_nodes: int
+    total: int
+    cap: tuple[int, ...] | None = None
+    low: int = 1
+
+    def __post_init__(self) -> None:
+        check_whole("num_nodes", self.num_nodes, 1)
+        check_whole("total", self.total, 1)
+        most = [self.total] * self.num_nodes if self.cap is None else self.cap
+        _check_bounds(self.total, np.array(most), self.low, self.num_nodes)
+
+    def by_weight(self, weights: Floats) -> Counts:
+        """Shares in proportion to weights; a cap passes on what is above it."""
+        if self.cap is None:
+            return by_weight(weights, self.total, low=self.low)
+        return allocate(1 / np.asarray(weights), self.total, cap=self.cap, low=self.low)
+
+    def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
+        """The shares that end first."""
+        return allocate(unit_s, self.total, fixed_s=fixed_s, cap=self.cap, low=self.low)
+
+    def load(self, division: Counts) -> Floats:
+        """Microbatches of each node."""
+        return check_division(division, self.num_nodes, self.total).astype(float)
+
+    def seconds(
+        self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
+    ) -> float:
+        """Until the last node is done."""
+        shares = check_division(division, self.num_nodes, self.total)
+        return makespan(shares, unit_s, fixed_s)
+
+
+def check_division(division: ArrayLike, num_nodes: int, total: int) -> Counts:
+    """A division as an array; refuses one that does not divide all there is.
+
+    Raises:
+        ValueError: names what it has to add up to.
+
+    >>> check_division([2, 1], 2, 4)
+    Traceback (most recent call last):
+    ...
+    ValueError: division=[2, 1]. Allowed: a number for each of 2 nodes, 4 in all.
+    """
+    shares = np.asarray(division)
+    if shares.shape != (num_nodes,) or shares.sum() != total:
+        raise ValueError(
+            f"division={shares.tolist()!r:.80}. Allowed: a number for each of "
+            f"{num_nodes} nodes, {total} in all."
+        )
+    return shares
+
+
+def makespan(
+    shares: ArrayLike, unit_s: ArrayLike, fixed_s: ArrayLike | None = None
+) -> float:
+    """Seconds until the last node has worked through its share."""
+    fixed = np.zeros(()) if fixed_s is None else np.asarray(fixed_s, float)
+    return float(np.max(fixed + np.asarray(shares) * np.asarray(unit_s, float)))
+
+
+def waits(busy_s: ArrayLike) -> Floats:
+    """Seconds that each node waits for the slowest; the last dim is nodes."""
+    busy = np.asarray(busy_s, float)
+    return busy.max(-1, keepdims=True) - busy
+
+
+def even(total: int, num_nodes: int) -> Counts:
+    """Equal shares; the first nodes take what is left over.
+
+    >>> even(10, 4)
+    array([3, 3, 2, 2])
+    """
+    check_whole("num_nodes", num_nodes, 1)
+    return allocate(np.ones(num_nodes), total, low=0)
+
+
+def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
+    """Shares in proportion to weights, rounded by largest remainder, none below `low`.
+
+    >>> by_weight([2.0, 1.0, 1.0], 9)
+    array([5, 2, 2])
+    >>> by_weight([8.0, 8.0, 1.0], 4)
+    array([2, 1, 1])
+    """
+    parts = np.array(numbers("weights", weights, "each node"))
+    if not parts.any():
+        raise ValueError(
+            f"weights={parts.tolist()!r:.80}: none is above 0. Give a node one such as "
+            "1."
+        )
+    check_whole("total", total, 0)
+    _check_bounds(total, np.full(parts.size, total), low, parts.size)
+    ideal = parts / parts.sum() * total
+    shares = np.maximum(np.floor(ideal).astype(np.int64), low)
+    while (missing := total - int(shares.sum())) > 0:
+        shares[np.argsort(shares - ideal, kind="stable")[:missing]] += 1
+    while (surplus := int(shares.sum()) - total) > 0:
+        above = np.where(shares > low, ideal - shares, np.inf)
+        order = np.argsort(above, kind="stable")
+        shares[order[: min(surplus, int((shares > low).sum()))]] -= 1
+    return shares
+
+
+def _before_makespan(
+    seconds: Floats, fixed: Floats, total: int, most: Counts, low: int
+) -> Counts:
+    """What all are done with shortly before the best makespan: at most `total`."""
+    early, late = 0.0, float(fixed.max() + seconds.max() * total)
+    for _ in range(60):
+        middle = (early + late) / 2
+        if _done_by(middle - fixed, seconds, most, low).sum() >= total:
+            late = middle
+        else:
+            early = middle
+    return _done_by(early - fixed, seconds, most, low)
+
+
+def _done_by(left: Floats, seconds: Floats, most: Counts, low: int) -> Counts:
+    return np.clip(np.floor(left / seconds), low, most).astype(np.int64)
+
+
+def _hand_out(
+    shares: Counts, seconds: Floats, fixed: Floats, total: int, most: Counts
+) -> Counts:
+    """The rest, one by one, to the node that would end first with one more."""
+    while (missing := total - int(shares.sum())) > 0:
+        finish = np.where(shares < most, fixed + (shares + 1) * seconds, np.inf)
+        # No more than one each at a time: a node's second would come after its first.
+        first = np.argsort(finish, kind="stable")[:missing]
+        ends = fixed[first] + (shares[first] + 2) * seconds[first]
+        kept = finish[first] <= ends.min()
+        shares[first[kept]] += 1
+    return shares
+
+
+def _checked_seconds(unit_s: ArrayLike) -> Floats:
+    seconds = np.asarray(unit_s, float)
+    if seconds.ndim != 1 or not seconds.size:
+        raise ValueError(
+            f"unit_s has shape {seconds.shape}: one finite number per node is needed."
+        )
+    if not np.isfinite(seconds).all():
+        node = int(np.argmin(np.isfinite(seconds)))
+        raise ValueError(
+            f"unit_s[{node}] is {seconds[node]}: one finite number per node is needed. "
+            "Leave out nodes that were not measured."
+        )
+    if (seconds <= 0).any():
+        node = int(np.argmin(seconds))
+        raise ValueError(
+            f"unit_s[{node}] is {seconds[node]}: seconds per microbatch are above 0. "
+            "Measure this node again."
+        )
+    return seconds
+
+
+def _checked_fixed(fixed_s: ArrayLike | None, num_nodes: int) -> Floats:
+    if fixed_s is None:
+        return np.zeros(num_nodes)
+    fixed = np.asarray(fixed_s, float)
+    if fixed.shape != (num_nodes,) or not (np.isfinite(fixed) & (fixed >= 0)).all():
+        raise ValueError(
+            f"fixed_s is {fixed.tolist()!r:.80}. Allowed: a finite number of 0 or more "
+            f"for each of {num_nodes} nodes."
+        )
+    return fixed
+
+
+def _check_bounds(total: int, most: Counts, low: int, num_nodes: int) -> None:
+    check_whole("low", low, 0)
+    if low * num_nodes > total:
+        raise ValueError(
+            f"total is {total}: {num_nodes} nodes with at least {low} each need "
+            f"{low * num_nodes}. Use more microbatches, or low=0."
+        )
+    if most.shape != (num_nodes,):
+        raise ValueError(
+            f"cap is {_short(most)}. Allowed: a number for each of {num_nodes} nodes."
+        )
+    if (most < low).any():
+        raise ValueError(
+            f"cap is {_short(most)} and low is {low}: every node needs a cap of at "
+            "least low."
+        )
+    if most.sum() < total:
+        raise ValueError(
+            f"total is {total}, but all nodes together can take {most.sum()} "
+            f"(cap {_short(most)}). Use fewer microbatches or larger caps."
+        )
+
+
+def _short(values: Sequence[int] | Counts) -> str:
+    shown = [str(value) for value in values[:8]]
+    return "[" + ", ".join(shown) + (", ...]" if len(values) > 8 else "]")
+
+
+# Unequal layers over the stages of a pipeline on unlike nodes: which stage has which.
+#
+# The split of a row of layers that is exactly best for a 1F1B step: its seconds are (m
+# - 1) max t + sum t (`cost.pipeline_s`). Of all splits none of whose stages takes
+# longer than a limit the least sum is found by dynamic programming; the limit then goes
+# down to the next lower slowest stage, until no split keeps to it.
+
+
+_ARRAYS = ("layer_s", "state_bytes", "activation_bytes", "capacity_bytes")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layers:
+    """Layers of a step as something to divide (`balance.Work`); stage s is on node s.
+
+    A division is the number of layers of each stage, `[stages]`.
+    """
+
+    layer_s: Floats
+    """Seconds of each layer, forward and backward of one microbatch, by the cost model;
+    `[layers, stages]`, infinite where a node has no kernel for it."""
+    microbatches: int
+    """Of one step."""
+    low: int = 1
+    """Fewest layers of a stage; 0: a node may be left idle."""
+    state_bytes: Floats | None = None
+    """Of each layer's parameters, gradients and optimizer, `[layers]`."""
+    activation_bytes: Floats | None = None
+    """What each layer keeps of one microbatch for its backward, `[layers]`."""
+    capacity_bytes: Floats | None = None
+    """Of each node, `[stages]`."""
+
+    def __post_init__(self) -> None:
+        for name in _ARRAYS:
+            value = getattr(self, name)
+            if isinstance(value, list | tuple):
+                object.__setattr__(self, name, _array(value))
+        shape = np.shape(self.layer_s)
+        if len(shape) != 2:
+            raise ValueError(f"layer_s has shape {shape}. Allowed: [layers, stages].")
+        layers, stages = shape
+        self._check("layer_s", (layers, stages))
+        self._check("state_bytes", (layers,))
+        self._check("activation_bytes", (layers,))
+        self._check("capacity_bytes", (stages,))
+        check_whole("microbatches", self.microbatches, 1)
+        check_whole("low", self.low, 0)
+        if self.low * stages > layers:
+            raise ValueError(
+                f"low={self.low} with {layers} layers and {stages} stages. Allowed: "
+                f"at most {layers // stages}, so that each stage has as many."
+            )
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuses a field that is no array of a shape, of numbers of 0 or more."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        is_array = isinstance(value, np.ndarray) and value.shape == shape
+        if not is_array or not (value >= 0).all():
+            raise ValueError(
+                f"{name}={np.asarray(value).tolist()!r:.80}. Allowed: an array "
+                f"{list(shape)} of numbers of 0 or more."
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Stages."""
+        return self.layer_s.shape[1]
+
+    def by_weight(self, weights: Floats) -> Counts:
+        """The best split if each node is as fast as its weight says."""
+        each = f"each of {self.num_nodes} stages"
+        given = np.array(numbers("weights", weights, each))
+        with np.errstate(divide="ignore", over="ignore"):
+            return self.best(1 / given)
+
+    def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
+        """The split whose step is shortest if a nominal second takes `unit_s`.
+
+        Args:
+            unit_s: `[stages]`; infinite where one can have no layer.
+            fixed_s: what a stage that has layers needs more for a step, `[stages]`.
+
+        Raises:
+            ValueError: `unit_s` is no number above 0 for each stage, or no split keeps
+                to memory and kernels.
+        """
+        unit = np.asarray(unit_s, float)
+        if unit.shape != (self.num_nodes,) or not (unit > 0).all():
+            raise ValueError(
+                f"unit_s={unit.tolist()!r:.80}. Allowed: a number above 0 for each of "
+                f"{self.num_nodes} stages; infinite where one can have no layer."
+            )
+        costs = self._with(fixed_s, self._costs(unit))
+        best, best_s, limit = None, np.inf, np.inf
+        while (found := _least_sum(np.where(costs < limit, costs, np.inf))) is not None:
+            stage_s = _of_stages(costs, found)
+            limit = stage_s.max()
+            step_s = self._step_s(stage_s)
+            if step_s < best_s:
+                best, best_s = found, step_s
+        if best is None:
+            raise ValueError(
+                f"no split of {len(self.layer_s)} layers over {self.num_nodes} stages "
+                f"with at least {self.low} each fits into capacity_bytes="
+                f"{self.capacity_bytes} and has all kernels, with "
+                f"unit_s={unit.tolist()}. Use more stages or memory, or low=0."
+            )
+        return best
+
+    def load(self, division: Counts) -> Floats:
+        """Nominal seconds of each stage in a step."""
+        nominal = self._sums(np.ones(self.num_nodes))
+        counts = check_division(division, self.num_nodes, len(self.layer_s))
+        return self.microbatches * _of_stages(nominal, counts)
+
+    def seconds(
+        self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
+    ) -> float:
+        """Of a 1F1B step."""
+        sums = self._with(fixed_s, self._sums(np.asarray(unit_s, float)))
+        counts = check_division(division, self.num_nodes, len(self.layer_s))
+        return self._step_s(_of_stages(sums, counts))
+
+    def _step_s(self, stage_s: Floats) -> float:
+        return float((self.microbatches - 1) * stage_s.max() + stage_s.sum())
+
+    def _sums(self, unit_s: Floats) -> Floats:
+        """Seconds of layers `[start, stop)` on each stage, `[stages, start, stop]`."""
+        can = np.isfinite(self.layer_s) & np.isfinite(unit_s)
+        upto = _upto(np.where(can, self.layer_s, 0.0) * np.where(can, unit_s, 1.0))
+        lacking = _upto((~can).astype(float))
+        sums = upto[None, :] - upto[:, None]
+        sums = np.where(lacking[None, :] > lacking[:, None], np.inf, sums)
+        return np.moveaxis(sums, 2, 0)
+
+    def _with(self, fixed_s: Floats | None, sums: Floats) -> Floats:
+        """With a microbatch's part of what each stage with layers needs for a step."""
+        if fixed_s is None:
+            return sums
+        places = np.arange(len(self.layer_s) + 1)
+        has = (places[None, :] > places[:, None])[None]
+        each = np.asarray(fixed_s, float)[:, None, None] / self.microbatches
+        return sums + np.where(has, each, 0.0)
+
+    def _costs(self, unit_s: Floats) -> Floats:
+        """The same, infinite for what a stage may not have."""
+        costs = self._sums(unit_s)
+        places = np.arange(len(self.layer_s) + 1)
+        number = places[None, :] - places[:, None]
+        costs = np.where(number >= self.low, costs, np.inf)
+        if self.capacity_bytes is None:
+            return costs
+        stages = np.arange(self.num_nodes)
+        in_flight = np.minimum(self.microbatches, self.num_nodes - stages)
+        zeros = np.zeros(len(self.layer_s))
+        state = zeros if self.state_bytes is None else self.state_bytes
+        kept = zeros if self.activation_bytes is None else self.activation_bytes
+        held = _upto(state[:, None] + kept[:, None] * in_flight)
+        held = np.moveaxis(held[None, :] - held[:, None], 2, 0)
+        fits = held <= np.asarray(self.capacity_bytes, float)[:, None, None]
+        return np.where(fits, costs, np.inf)
+
+
+def _array(rows: Sequence[Any]) -> Any:
+    """Rows of numbers as an array; what is none stays, to be refused by name."""
+    try:
+        return np.array(rows, float)
+    except (TypeError, ValueError):
+        return rows
+
+
+def _upto(rows: Floats) -> Floats:
+    """Sums of the first 0, 1, ... rows."""
+    return np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
+
+
+def _of_stages(sums: Floats, division: Counts) -> Floats:
+    ends = np.cumsum(division)
+    return sums[np.arange(len(ends)), ends - division, ends]
+
+
+def _least_sum(costs: Floats) -> Counts | None:
+    """Layers of each stage that take least in all; None where there is no way."""
+    num_stages, num_places, _ = costs.shape
+    least = np.full(num_places, np.inf)
+    least[0] = 0.0
+    begins = np.zeros((num_stages, num_places), np.int64)
+    for stage in range(num_stages):
+        ways = least[:, None] + costs[stage]
+        begins[stage] = ways.argmin(axis=0)
+        least = ways.min(axis=0)
+    if np.isinf(least[-1]):
+        return None
+    counts, end = np.zeros(num_stages, np.int64), num_places - 1
+    for stage in reversed(range(num_stages)):
+        counts[stage] = end - begins[stage, end]
+        end = int(begins[stage, end])
+    return counts
+
+
+# The operators of a program as something to divide: a division is a placement.
+#
+# So that `balance.Balance` moves operators between nodes by what was measured. A unit
+# of load is a second by the cost model, and what a unit takes is how many times as long
+# the node really needed.
+
+
+TURNS = 3
+"""Further placements for what nodes need per step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Operators:
+    """Tasks of a step on unlike nodes (`balance.Work`)."""
+
+    tasks: Tasks
+    nodes: Nodes
+    made: TaskGraph | None = None
+    """What of a program the tasks are."""
+    order: Order = "rank"
+    microbatches: int = 1
+    moves: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        priced: PricedTasks,
+        *,
+        order: Order = "rank",
+        microbatches: int = 1,
+        moves: int | None = None,
+    ) -> "Operators":
+        """The tasks of a priced program; options as those of `place`."""
+        return cls(
+            tasks=priced.tasks,
+            nodes=priced.nodes,
+            made=priced.made,
+            order=order,
+            microbatches=microbatches,
+            moves=moves,
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes it is divided between."""
+        return self.nodes.num
+
+    def by_weight(self, weights: Floats) -> Placement:
+        """The placement if each node is as fast as its weight says."""
+        return place_tasks(
+            self.tasks,
+            self.nodes,
+            list(weights),
+            of=self.made,
+            order=self.order,
+            microbatches=self.microbatches,
+            moves=self.moves,
+        )
+
+    def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Placement:
+        """The best placement found if nodes take so many times as long as planned, and
+        each step `fixed_s` more: placed a few times, each time with the weights that
+        nodes have with about the load that they got."""
+        unit = np.asarray(unit_s, float)
+        found = self.by_weight(1 / unit)
+        if fixed_s is None or not np.any(fixed_s):
+            return found
+        ways, weights = [found], 1 / unit
+        for _ in range(TURNS):
+            weights = np.sqrt(weights / self._with_load(ways[-1], unit, fixed_s))
+            ways.append(self.by_weight(weights))
+        return min(ways, key=lambda way: self.seconds(way, unit, fixed_s))
+
+    def load(self, division: Placement) -> Floats:
+        """Seconds that the cost model gives each node in a step."""
+        each = self.tasks.seconds[np.arange(len(self.tasks.names)), division.node_of]
+        sums = np.bincount(division.node_of, each, minlength=self.num_nodes)
+        return self.microbatches * sums.astype(float)
+
+    def seconds(
+        self, division: Placement, unit_s: Floats, fixed_s: Floats | None = None
+    ) -> float:
+        """Seconds of a step of a placement, with all that it waits for."""
+        weights = 1 / self._with_load(division, np.asarray(unit_s, float), fixed_s)
+        copies = min(self.microbatches, self.num_nodes)
+        for frees in (True, False):
+            problem = Problem(
+                self.tasks.weighted(weights), self.nodes, frees=frees, copies=copies
+            )
+            search = Search(problem, self.order, self.microbatches)
+            found = search.best_on(division.node_of, "")
+            if found is not None:
+                return found
+        return float("inf")
+
+    def _with_load(
+        self, division: Placement, unit_s: Floats, fixed_s: Floats | None
+    ) -> Floats:
+        """How many times as long as planned nodes take with the load that they have."""
+        if fixed_s is None:
+            return unit_s
+        load = self.load(division)
+        loaded = np.where(load > 0, load, np.inf)
+        return unit_s + np.asarray(fixed_s, float) / loaded

@@ -1,0 +1,69 @@
+"""Placement: where each operator of a program runs, on nodes that are not alike. Pure;
+decides only.
+
+* `api`: `place`, from a traced program and a cluster to a `Placement`; `result`: the
+  placement, its tables and pictures.
+* `kernels`: which devices can run what, and pins; `nodes`: devices one by one and what
+  reaches which; `problem`: tasks on nodes in plain numbers, and a bound.
+* `tasks`: operators, loops or layers as tasks; `list_scheduler`: when tasks run,
+  simulated.
+* `heuristics`: the candidates (HEFT, stretches, baselines) and moves of single tasks.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.placement.api import PricedTasks, place, place_tasks
+    from dtft.placement.heuristics import Order, Search, find_placement
+    from dtft.placement.kernels import Kernels, words_of_platform
+    from dtft.placement.list_scheduler import TAKEN, as_they_come, by_rank, schedule
+    from dtft.placement.nodes import Nodes
+    from dtft.placement.problem import Problem
+    from dtft.placement.result import Placement
+    from dtft.placement.tasks import Passed, TaskGraph, Tasks
+
+_PUBLIC = {
+    "Kernels": "kernels",
+    "Nodes": "nodes",
+    "Order": "heuristics",
+    "Passed": "tasks",
+    "Placement": "result",
+    "PricedTasks": "api",
+    "Problem": "problem",
+    "Search": "heuristics",
+    "TAKEN": "list_scheduler",
+    "TaskGraph": "tasks",
+    "Tasks": "tasks",
+    "as_they_come": "list_scheduler",
+    "by_rank": "list_scheduler",
+    "find_placement": "heuristics",
+    "place": "api",
+    "place_tasks": "api",
+    "schedule": "list_scheduler",
+    "words_of_platform": "kernels",
+}
+
+__all__ = [
+    "Kernels",
+    "Nodes",
+    "Order",
+    "Passed",
+    "Placement",
+    "PricedTasks",
+    "Problem",
+    "Search",
+    "TAKEN",
+    "TaskGraph",
+    "Tasks",
+    "as_they_come",
+    "by_rank",
+    "find_placement",
+    "place",
+    "place_tasks",
+    "schedule",
+    "words_of_platform",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

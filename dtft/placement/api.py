@@ -1,0 +1,299 @@
+"""Where each operator of a program runs, on nodes that are not alike.
+
+`place` makes tasks of a traced program, prices them on every node of a cluster, and
+takes the best that the heuristics find: earliest finish with the transfer of inputs
+over the links there are, baselines, moves.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dtft.placement.heuristics import Found, Order, find_placement
+from dtft.placement.kernels import Kernels
+from dtft.placement.list_scheduler import Schedule
+from dtft.placement.nodes import Nodes
+from dtft.placement.problem import Problem, bound_s
+from dtft.placement.result import Placement, Run, Transfer
+from dtft.placement.tasks import Grain, TaskGraph, Tasks, tasks_of
+from dtft.planner.arguments import check_choice, check_flag, check_whole, numbers
+from dtft.planner.cluster import Cluster
+from dtft.planner.ir import Graph
+from dtft.planner.memory import RESERVE
+
+# What is handed to `place` as a program, nodes and stretches: refused early, by name.
+#
+# Decides what they may be.
+
+
+def check_program(graph: Any, cluster: Any) -> None:
+    """Refuses what is no traced program, or no cluster.
+
+    Raises:
+        ValueError: says how one is made.
+    """
+    if not isinstance(graph, Graph):
+        raise ValueError(
+            f"graph={graph!r:.80} is no program, but a {type(graph).__name__}. Trace "
+            "it first: dtft.planner.trace(loss, params, batch)."
+        )
+    if not isinstance(cluster, Cluster | str):
+        raise ValueError(
+            f"cluster={cluster!r:.80} is no cluster, but a {type(cluster).__name__}. "
+            "Allowed: its text, such as 'h100+fpga-u280' or the path of a cluster "
+            "file, or a Cluster (Cluster.parse, Cluster.from_devices)."
+        )
+
+
+def check_together(together: Any) -> Sequence[tuple[int, int]]:
+    """The stretches of operators that stay together.
+
+    Raises:
+        ValueError: says what form one has.
+
+    >>> check_together([[2, 5]])
+    [(2, 5)]
+    >>> check_together([5])
+    Traceback (most recent call last):
+    ...
+    ValueError: together=[5]. Allowed: pairs of the first operator and the one after \
+the last, such as [(2, 5)], or list(jaxprs.uncut(program)).
+    """
+    try:
+        pairs = [tuple(map(operator.index, pair)) for pair in together]
+        return [(start, stop) for start, stop in pairs]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"together={together!r:.80}. Allowed: pairs of the first operator and the "
+            "one after the last, such as [(2, 5)], or list(jaxprs.uncut(program))."
+        ) from None
+
+
+_NOTHING_MORE = Kernels()
+
+
+def place(
+    graph: Graph,
+    cluster: Cluster | str,
+    weights: Sequence[float] | None = None,
+    *,
+    kernels: Kernels = _NOTHING_MORE,
+    affinity: Mapping[str, str] | None = None,
+    order: Order = "rank",
+    grain: Grain = "operator",
+    together: Sequence[tuple[int, int]] = (),
+    backward: bool = False,
+    params: str | None = None,
+    microbatches: int = 1,
+    moves: int | None = None,
+) -> Placement:
+    """Places the operators of a program on the nodes of a cluster.
+
+    Args:
+        graph: the program (`dtft.planner.trace`), of one microbatch.
+        cluster: its devices are the nodes; or its text (`Cluster.parse`).
+        weights: of each node; 1 is as fast as the cluster says, 0.5 half as fast, 0
+            takes none. Default: all 1.
+        kernels: which operators have kernels where, beside `DeviceType.kernels`.
+        affinity: operator (a primitive, a kind, or `dense`, `conv`, `activation`) to
+            the node, type of device or platform that it is wanted on. A primitive's
+            pin counts before its kind's; one that the program lacks is noted only.
+        order: in which tasks take their places: by upward rank, or `traversal`: as the
+            program has them.
+        grain: `operator`, or `block`: equal layers are one task each. Loops always are.
+        together: operators that stay on one node, first and after the last.
+        backward: whether the step has the backward pass of this program too: each task
+            again, on its node, and gradients of what is between `params` and the first
+            result, one from each node that reads it.
+        params: path of the argument that is differentiated; default: the first one, as
+            in `loss(params, batch)`.
+        microbatches: of one step, that follow each other through the nodes.
+        moves: tries to move a task to another node; default: what takes little time.
+
+    Returns:
+        The best placement found, never worse than one of its baselines.
+
+    Raises:
+        ValueError: an argument is something else than it may be, an operator without a
+            kernel, a pin that cannot be met, or not enough memory; says what there is.
+    """
+    asked = PricedTasks.of(
+        graph,
+        cluster,
+        kernels=kernels,
+        affinity=affinity,
+        grain=grain,
+        together=together,
+        backward=backward,
+        params=params,
+    )
+    return place_tasks(
+        asked.tasks,
+        asked.nodes,
+        weights,
+        of=asked.made,
+        order=order,
+        microbatches=microbatches,
+        moves=moves,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PricedTasks:
+    """A program's tasks with what they take on the nodes of a cluster."""
+
+    tasks: Tasks
+    nodes: Nodes
+    made: TaskGraph
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        cluster: Cluster | str,
+        *,
+        kernels: Kernels = _NOTHING_MORE,
+        affinity: Mapping[str, str] | None = None,
+        grain: Grain = "operator",
+        together: Sequence[tuple[int, int]] = (),
+        backward: bool = False,
+        params: str | None = None,
+    ) -> "PricedTasks":
+        """Prices a program; arguments and errors as those of `place`."""
+        check_program(graph, cluster)
+        check_choice("grain", grain, Grain)
+        check_flag("backward", backward)
+        found = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+        nodes = Nodes.of(found, reserve=RESERVE)
+        made = tasks_of(
+            graph,
+            nodes,
+            kernels=kernels,
+            affinity=affinity,
+            grain=grain,
+            together=check_together(together),
+            params=params,
+        )
+        tasks = made.tasks.with_backward(made.backward) if backward else made.tasks
+        return cls(tasks=tasks, nodes=nodes, made=made)
+
+
+def place_tasks(
+    tasks: Tasks,
+    nodes: Nodes,
+    weights: Sequence[float] | None = None,
+    *,
+    of: TaskGraph | None = None,
+    order: Order = "rank",
+    microbatches: int = 1,
+    moves: int | None = None,
+) -> Placement:
+    """The same for tasks that are priced already; `of`: what of a program they are.
+
+    Raises:
+        ValueError: see `place`.
+    """
+    check_choice("order", order, Order)
+    check_whole("microbatches", microbatches, 1)
+    if moves is not None:
+        check_whole("moves", moves, 0)
+    each = f"each of {nodes.num} nodes ({', '.join(nodes.names)})"
+    given = numbers(
+        "weights", [1.0] * nodes.num if weights is None else weights, each, nodes.names
+    )
+    weighted = tasks if weights is None else tasks.weighted(given)
+    if (idle := np.isinf(weighted.seconds).all(axis=1)).any():
+        name = tasks.names[int(np.argmax(idle))]
+        raise ValueError(
+            f"weights={list(given)}: every node that can run task {name!r} has weight "
+            "0, or next to it. Give one of them a weight such as 0.1."
+        )
+    copies = min(microbatches, nodes.num)
+    for frees in (True, False):
+        problem = Problem(weighted, nodes, frees=frees, copies=copies)
+        found = find_placement(
+            problem, order=order, microbatches=microbatches, moves=moves
+        )
+        if found is not None:
+            bound = bound_s(problem, microbatches)
+            return _result(problem, found, given, of, microbatches, bound)
+    raise ValueError(_no_room(tasks, nodes, copies))
+
+
+def _no_room(tasks: Tasks, nodes: Nodes, copies: int) -> str:
+    arguments = sum(v.num_bytes for v in tasks.passed if v.producer < 0)
+    made = copies * sum(v.num_bytes for v in tasks.passed if v.producer >= 0)
+    each = zip(nodes.names, nodes.memory_bytes, strict=True)
+    return (
+        "no placement was found for which memory suffices: arguments of "
+        f"{arguments:.4g} bytes, and what {len(tasks.names)} tasks make, up to "
+        f"{made:.4g} bytes, on {', '.join(f'{n} ({b:.4g} bytes)' for n, b in each)}. "
+        "Add nodes, or use a smaller batch, or grain='operator'."
+    )
+
+
+def _result(
+    problem: Problem,
+    found: Found,
+    weights: tuple[float, ...],
+    of: TaskGraph | None,
+    microbatches: int,
+    bound: float,
+) -> Placement:
+    tasks, nodes, schedule = problem.tasks, problem.nodes, found.schedule
+    fullest = max(*schedule.busy_s, schedule.port_s)
+    return Placement(
+        nodes=nodes.names,
+        types=tuple(nodes.alike()),
+        platforms=tuple(device.platform for device in nodes.devices),
+        tasks=tasks.names,
+        kinds=tasks.kinds,
+        node_of=schedule.node_of,
+        operators=of.operators if of else (),
+        schedule=_runs(schedule),
+        transfers=_transfers(problem, schedule, of),
+        makespan_s=schedule.makespan_s,
+        step_s=schedule.makespan_s + (microbatches - 1) * fullest,
+        bound_s=bound,
+        microbatches=microbatches,
+        weights=weights,
+        baselines=found.baselines,
+        dropped=found.dropped,
+        speeds=found.speeds,
+        memory_bytes=tuple(round(most) for most in schedule.memory_bytes),
+        capacity_bytes=tuple(int(has) for has in problem.capacity),
+        how=found.how,
+        notes=of.notes if of else (),
+    )
+
+
+def _runs(schedule: Schedule) -> tuple[Run, ...]:
+    rows = zip(schedule.node_of, schedule.starts, schedule.ends, strict=True)
+    runs = [
+        Run(task=task, node=node, start_s=start, end_s=end)
+        for task, (node, start, end) in enumerate(rows)
+    ]
+    return tuple(sorted(runs, key=lambda run: (run.start_s, run.task)))
+
+
+def _transfers(
+    problem: Problem, schedule: Schedule, of: TaskGraph | None
+) -> tuple[Transfer, ...]:
+    values = of.values if of else tuple(range(len(problem.num_bytes)))
+    behind = problem.tasks.gradient_of
+    made = [
+        Transfer(
+            value=values[behind.get(value, value)],
+            source=source,
+            target=target,
+            num_bytes=problem.num_bytes[value],
+            start_s=begin,
+            end_s=end,
+            is_gradient=value in behind,
+        )
+        for value, source, target, begin, end in schedule.sent
+    ]
+    return tuple(sorted(made, key=lambda one: (one.start_s, one.value, one.target)))

@@ -1,0 +1,604 @@
+"""Finds where tasks run: greedy rules, baselines, then moves of single tasks.
+
+Earliest finish in the order of upward ranks (HEFT), with all nodes and without the
+slower ones; everything on one node, stretches of the program, and a random choice are
+candidates too, so that the result is never worse than these. Deterministic.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtft.placement.list_scheduler import (
+    TAKEN,
+    Schedule,
+    as_they_come,
+    by_rank,
+    by_rank_on,
+    schedule,
+)
+from dtft.placement.problem import Problem
+
+# Cutting a row of unequal items into stretches for unlike nodes: the fullest is least.
+#
+# Exact where there are few kinds of nodes: the least limit under which all items find
+# room is searched for, and for each limit it is known, for every number of nodes of
+# each kind, how far these reach (taking as much as possible is best for a set of nodes
+# in a given order). With many kinds only some orders of nodes are looked at. Pure
+# arithmetic.
+
+
+Floats = NDArray[np.float64]
+_MOST_STATES = 600
+"""Beyond so many sets of nodes only some orders are looked at."""
+_ORDERS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Items `start` to `stop`, without the latter, on a node."""
+
+    node: int
+    start: int
+    stop: int
+
+
+def split(
+    seconds: Floats,
+    *,
+    num_bytes: Floats | None = None,
+    capacity: Floats | None = None,
+) -> tuple[Stretch, ...] | None:
+    """The stretches whose slowest is least; None where the items find no room.
+
+    Args:
+        seconds: `[items, nodes]`, infinite where a node cannot have an item.
+        num_bytes: of each item, `[items]`.
+        capacity: bytes that each node has, `[nodes]`.
+
+    Returns:
+        Stretches in the order of items; nodes without items have none.
+
+    >>> rows = split(np.array([[1.0, 3.0]] * 4))
+    >>> sorted((one.node, one.stop - one.start) for one in rows)
+    [(0, 3), (1, 1)]
+    """
+    row = _Row(seconds, num_bytes, capacity)
+    kinds = row.kinds()
+    states = np.prod([len(nodes) + 1 for nodes in kinds])
+    if states <= _MOST_STATES:
+        return row.best(lambda limit: row.in_any_order(kinds, limit))
+    found = [
+        row.best(lambda limit, order=order: row.along(order, limit))
+        for order in _orders(seconds)
+    ]
+    return min((f for f in found if f is not None), key=row.slowest, default=None)
+
+
+_Under = Callable[[float], tuple[Stretch, ...] | None]
+"""The stretches of which none takes longer than a limit; None if there are none."""
+
+
+class _Row:
+    """Items, added up, so that a stretch's seconds are a difference."""
+
+    def __init__(
+        self, seconds: Floats, num_bytes: Floats | None, capacity: Floats | None
+    ) -> None:
+        self.num, num_nodes = seconds.shape
+        self.seconds = seconds
+        finite = np.where(np.isfinite(seconds), seconds, 0.0)
+        self.upto = np.vstack([np.zeros(num_nodes), np.cumsum(finite, axis=0)])
+        self.ends = _next_infinite(seconds)
+        sizes = np.zeros(self.num) if num_bytes is None else num_bytes
+        self.bytes = np.concatenate([[0.0], np.cumsum(sizes)])
+        most = np.full(num_nodes, np.inf) if capacity is None else capacity
+        self.capacity = np.asarray(most, float)
+
+    def kinds(self) -> list[list[int]]:
+        """Nodes that are the same to this row."""
+        found: dict[bytes, list[int]] = {}
+        for node in range(self.seconds.shape[1]):
+            key = self.seconds[:, node].tobytes() + self.capacity[node].tobytes()
+            found.setdefault(key, []).append(node)
+        return list(found.values())
+
+    def reach(self, node: int, start: int, limit: float) -> int:
+        """The first item that a stretch from `start` has no room for on a node."""
+        upto = self.upto[:, node]
+        by_time = int(np.searchsorted(upto, upto[start] + limit, "right")) - 1
+        most = self.bytes[start] + self.capacity[node]
+        by_bytes = int(np.searchsorted(self.bytes, most, "right")) - 1
+        return max(start, min(by_time, by_bytes, int(self.ends[start, node])))
+
+    def along(self, order: Sequence[int], limit: float) -> tuple[Stretch, ...] | None:
+        """The stretches if nodes come in an order; None if items are left over."""
+        start, found = 0, []
+        for node in order:
+            stop = self.reach(node, start, limit)
+            if stop > start:
+                found.append(Stretch(node=node, start=start, stop=stop))
+            start = stop
+        return tuple(found) if start == self.num else None
+
+    def in_any_order(
+        self, kinds: Sequence[Sequence[int]], limit: float
+    ) -> tuple[Stretch, ...] | None:
+        """The stretches in the best order; None if items are left over."""
+        none = (0,) * len(kinds)
+        far: dict[tuple[int, ...], int] = {none: 0}
+        last: dict[tuple[int, ...], int] = {none: 0}
+        for used in product(*(range(len(nodes) + 1) for nodes in kinds)):
+            for kind, number in enumerate(used):
+                if not number:
+                    continue
+                before = (*used[:kind], number - 1, *used[kind + 1 :])
+                stop = self.reach(kinds[kind][number - 1], far[before], limit)
+                if stop > far.get(used, -1):
+                    far[used], last[used] = stop, kind
+            if far[used] == self.num:
+                return self.along(list(_back(used, last, kinds))[::-1], limit)
+        return None
+
+    def slowest(self, stretches: Sequence[Stretch]) -> float:
+        """Seconds of the stretch that takes longest."""
+        return max(
+            float(self.upto[one.stop, one.node] - self.upto[one.start, one.node])
+            for one in stretches
+        )
+
+    def best(self, under: _Under) -> tuple[Stretch, ...] | None:
+        """The stretches of the least limit that there are any for."""
+        best = under(np.inf)
+        if not best:
+            return best
+        high, low = self.slowest(best), 0.0
+        while high - low > 1e-12 * high:
+            middle = (low + high) / 2
+            found = under(middle)
+            if found is None:
+                low = middle
+            else:
+                best, high = found, min(middle, self.slowest(found))
+        return best
+
+
+def _next_infinite(seconds: Floats) -> NDArray[np.int64]:
+    """For each place and node the next item that the node cannot have."""
+    num = len(seconds)
+    places = np.where(np.isfinite(seconds), num, np.arange(num)[:, None])
+    ends = np.minimum.accumulate(places[::-1], axis=0)[::-1]
+    return np.vstack([ends, np.full(seconds.shape[1], num)])
+
+
+def _back(
+    used: tuple[int, ...],
+    last: dict[tuple[int, ...], int],
+    kinds: Sequence[Sequence[int]],
+) -> Iterator[int]:
+    """Nodes of a state, last stretch first."""
+    while any(used):
+        kind = last[used]
+        yield kinds[kind][used[kind] - 1]
+        used = (*used[:kind], used[kind] - 1, *used[kind + 1 :])
+
+
+def _orders(seconds: Floats) -> Iterator[Sequence[int]]:
+    """Some orders of many unlike nodes: fastest first or last, and drawn ones."""
+    finite = np.where(np.isfinite(seconds), seconds, np.nan)
+    lacking = np.isnan(finite).sum(0)
+    mean = np.nansum(finite, axis=0) / np.maximum(len(seconds) - lacking, 1)
+    order = np.lexsort([mean, lacking])
+    yield order.tolist()
+    yield order[::-1].tolist()
+    rng = np.random.default_rng(0)
+    for _ in range(_ORDERS - 2):
+        yield rng.permutation(len(order)).tolist()
+
+
+# Changes where tasks run while that makes a step faster: one task, or two neighbours.
+#
+# Climbs from several placements, the best first, and ends at one that no single move,
+# and no move of two tasks of which one reads what the other makes, improves, or when
+# its tries are used up.
+
+
+_MOST_ENDS = 6
+
+Step = Callable[[Sequence[int]], float]
+"""Seconds of a step with tasks on given nodes; infinite where memory does not do."""
+
+
+class Climb:
+    """Tries left, and the best that was seen."""
+
+    def __init__(self, problem: Problem, step: Step, tries: int) -> None:
+        """Nothing is tried yet.
+
+        Args:
+            problem: tasks and nodes.
+            step: asked about every placement that is looked at.
+            tries: how many may be looked at.
+        """
+        self.groups, self.step, self.left = problem.tasks.together, step, tries
+        can = np.isfinite(problem.array)
+        self.nodes = [np.flatnonzero(can[group[0]]).tolist() for group in self.groups]
+        self.problem = problem
+
+    def best_from(self, starts: Sequence[Sequence[int]]) -> list[int]:
+        """The best placement that is reached; `starts` have to be ones that work."""
+        best, best_s = list(starts[0]), np.inf
+        for start in starts:
+            self.left -= 1
+            found, seconds = self._singly(list(start), self.step(start))
+            if seconds < best_s:
+                best, best_s = found, seconds
+            if self.left <= 0:
+                return best
+        while self.left > 0:
+            found, seconds = self._first(best, best_s, self._of_pairs(best))
+            if seconds >= best_s:
+                break
+            best, best_s = self._singly(found, seconds)
+        return best
+
+    def _singly(self, node_of: list[int], seconds: float) -> tuple[list[int], float]:
+        """Single moves, group after group, until none of a round of them helps."""
+        idle = 0
+        for number in itertools.cycle(range(len(self.groups))):
+            if idle == len(self.groups) or self.left <= 0:
+                break
+            before = seconds
+            moves = [{number: node} for node in self.nodes[number]]
+            node_of, seconds = self._first(node_of, seconds, moves)
+            idle = idle + 1 if seconds >= before else 0
+        return node_of, seconds
+
+    def _of_pairs(self, node_of: Sequence[int]) -> Iterator[dict[int, int]]:
+        for one, other in _neighbours(self.problem, self.groups):
+            here = node_of[self.groups[one][0]], node_of[self.groups[other][0]]
+            for there in itertools.product(self.nodes[one], self.nodes[other]):
+                if there[0] != here[0] and there[1] != here[1]:
+                    yield {one: there[0], other: there[1]}
+
+    def _first(
+        self, node_of: list[int], seconds: float, moves: Iterable[dict[int, int]]
+    ) -> tuple[list[int], float]:
+        """The placement after the first of some moves that helps, or as it was."""
+        for move in moves:
+            if self.left <= 0:
+                break
+            tried = list(node_of)
+            for number, node in move.items():
+                for task in self.groups[number]:
+                    tried[task] = node
+            if tried == node_of:
+                continue
+            self.left -= 1
+            if (found := self.step(tried)) < seconds * (1 - 1e-12):
+                return tried, found
+        return node_of, seconds
+
+
+def _neighbours(
+    problem: Problem, groups: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Groups of which one reads what the other makes, or both read the same.
+
+    What many read says little about two of them.
+    """
+    of = {task: number for number, group in enumerate(groups) for task in group}
+    found: dict[tuple[int, int], None] = {}
+    for value in problem.tasks.passed:
+        ends = [of[task] for task in (value.producer, *value.readers) if task >= 0]
+        if len(ends) <= _MOST_ENDS:
+            pairs = itertools.combinations(sorted(set(ends)), 2)
+            found |= dict.fromkeys(pairs)
+    return list(found)
+
+
+# Which nodes are fast for what, by classes of tasks, and which are slow altogether.
+
+
+Speeds = Mapping[str, Mapping[str, float]]
+"""Class of tasks to type of node to seconds."""
+
+
+def speed_table(problem: Problem) -> Speeds:
+    """Seconds of all tasks of a class on one node of a type, by class and type.
+
+    A type that has no kernel for one of them is left out, a class that no type has all
+    kernels for too.
+    """
+    types, kinds = problem.nodes.alike(), np.array(problem.tasks.kinds)
+    found: dict[str, dict[str, float]] = {}
+    for kind in dict.fromkeys(problem.tasks.kinds):
+        sums = problem.array[kinds == kind].sum(axis=0)
+        each: dict[str, float] = {}
+        for name, seconds in zip(types, sums.tolist(), strict=True):
+            if seconds < each.get(name, np.inf):
+                each[name] = seconds
+        if each:
+            found[kind] = each
+    return found
+
+
+def faster(problem: Problem) -> Iterator[list[int]]:
+    """All but the slower nodes: type by type, or half of many unlike ones."""
+    num, pace = len(problem.capacity), _pace(problem)
+    distinct = sorted(set(pace), reverse=True)
+    cuts = distinct[:-1] if len(distinct) <= 4 else [distinct[len(distinct) // 2 - 1]]
+    for cut in cuts:
+        kept = [node for node in range(num) if pace[node] < cut]
+        if kept and np.isfinite(problem.array[:, kept]).any(axis=1).all():
+            yield kept
+
+
+def _pace(problem: Problem) -> list[float]:
+    """How many times as long as the fastest node each takes, for what it can run."""
+    best = problem.array.min(axis=1, keepdims=True).clip(1e-300)
+    ratio = np.where(np.isfinite(problem.array), problem.array / best, np.nan)
+    weights = np.where(np.isfinite(problem.array), best, 0.0)
+    total = weights.sum(0)
+    pace = np.nansum(ratio * weights, axis=0) / np.where(total > 0, total, 1.0)
+    return [round(p, 9) if t > 0 else np.inf for p, t in zip(pace, total, strict=True)]
+
+
+Order = Literal["rank", "traversal"]
+BASELINES = ("one node", "contiguous", "random")
+_TASKS_LOOKED_AT = 20_000
+"""Tasks that may be scheduled again while moves are tried, in all: about 0.5 s."""
+_SMALL = 30
+"""Tasks up to which every move is looked at in all orders."""
+_FEW = 20
+"""Fewer tries to move a task than this are not worth their time."""
+_DRAWS = 10
+_TRAVERSAL = "earliest finish in the order of the program"
+_STARTS = 6
+"""Candidates from which moves are tried."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """The best schedule, and how good the baselines are."""
+
+    schedule: Schedule
+    how: str
+    """Which rule found it."""
+    baselines: dict[str, float]
+    """Seconds of a step of those that can be run."""
+    dropped: dict[str, float]
+    """Seconds of a step of earliest finish without the slower nodes, by their names."""
+    speeds: Speeds
+
+
+class Search:
+    """Candidates of one problem, the best of them at hand."""
+
+    def __init__(self, problem: Problem, order: Order, microbatches: int) -> None:
+        """Nothing is looked at yet."""
+        self.problem, self.microbatches = problem, microbatches
+        self.order: Order = order
+        self.best: Schedule | None = None
+        self.seen: dict[tuple[int, ...], float] = {}
+        """Nodes of tasks of each candidate, and its seconds of a step."""
+        self.orders = [as_they_come(problem), *(some for _, some in self._orders())]
+        self.is_tight = False
+        """Whether memory did not suffice for a candidate."""
+        self.how = ""
+
+    def step_s(self, found: Schedule) -> float:
+        """Seconds of a step: microbatches follow each other as the fullest lets them.
+
+        What node or port is taken longest is taken so for each further microbatch.
+        """
+        fullest = max(*found.busy_s, found.port_s)
+        return found.makespan_s + (self.microbatches - 1) * fullest
+
+    def see(self, found: Schedule | None, how: str) -> float | None:
+        """Keeps a schedule if it is the best so far; its seconds of a step."""
+        if found is None:
+            self.is_tight = True
+            return None
+        seconds = self.step_s(found)
+        self.seen[found.node_of] = min(seconds, self.seen.get(found.node_of, seconds))
+        if self.best is None or seconds < self.step_s(self.best):
+            self.best, self.how = found, how
+        return seconds
+
+    def on(self, node_of: Sequence[int]) -> Schedule | None:
+        """The schedule of tasks on given nodes."""
+        problem = self.problem
+        if self.order == "traversal":
+            return schedule(problem, as_they_come(problem), node_of)
+        return schedule(problem, by_rank_on(problem, node_of), node_of)
+
+    def greedy(self) -> None:
+        """Each task where it ends first, in each order and in the program's."""
+        for name, order in self._orders():
+            self.see(schedule(self.problem, order), name)
+        if self.order == "rank":
+            self.see(schedule(self.problem, as_they_come(self.problem)), _TRAVERSAL)
+
+    def without_slow(self) -> dict[str, float]:
+        """The same without the slower nodes: seconds by those that are left out."""
+        problem, found = self.problem, {}
+        name, order = next(iter(self._orders()))
+        for kept in faster(problem):
+            names = problem.nodes.names
+            out = ", ".join(names[n] for n in range(len(names)) if n not in kept)
+            some = schedule(problem, order, among=kept)
+            seconds = self.see(some, f"{name}, without {out}")
+            if seconds is not None:
+                found[out] = seconds
+        return found
+
+    def by_type(self, speeds: Speeds) -> None:
+        """Each class of tasks on the type that is fastest for it."""
+        types = np.array(self.problem.nodes.alike())
+        wanted = {kind: min(s, key=lambda name: s[name]) for kind, s in speeds.items()}
+        rows = [
+            types == wanted[k] if k in wanted else types == types
+            for k in self.problem.tasks.kinds
+        ]
+        seconds = np.where(np.array(rows), self.problem.array, np.inf)
+        if np.isinf(seconds).all(axis=1).any():
+            return
+        name, order = next(iter(self._orders()))
+        some = schedule(self.problem.with_seconds(seconds), order)
+        self.see(some, f"{name}, each class on its fastest type")
+
+    def _orders(self) -> Iterator[tuple[str, list[int]]]:
+        if self.order == "traversal":
+            yield _TRAVERSAL, as_they_come(self.problem)
+            return
+        for taken in TAKEN:
+            words = f"earliest finish by upward rank ({taken} seconds)"
+            yield words, by_rank(self.problem, taken)
+
+    def one_node(self) -> float | None:
+        """Everything on the node that is fastest, of those that can."""
+        sums = self.problem.array.sum(axis=0)
+        for node in np.argsort(sums, kind="stable").tolist():
+            if np.isfinite(sums[node]):
+                found = self.on([node] * len(self.problem.seconds))
+                if found is not None:
+                    return self.see(found, "everything on one node")
+        return None
+
+    def contiguous(self) -> float | None:
+        """Stretches of the program, the slowest as fast as can be."""
+        groups = self.problem.tasks.together
+        rows = np.stack([self.problem.array[group].sum(0) for group in groups])
+        num_bytes = np.array([self._bytes_of(group) for group in groups])
+        capacity = np.array(self.problem.capacity)
+        for most in (np.full(len(capacity), np.inf), capacity):
+            found = split(rows, num_bytes=num_bytes, capacity=most)
+            if found is None:
+                return None
+            node_of = [0] * len(self.problem.seconds)
+            for one in found:
+                for group in groups[one.start : one.stop]:
+                    for task in group:
+                        node_of[task] = one.node
+            seconds = self.see(self.on(node_of), "stretches of the program")
+            if seconds is not None:
+                return seconds
+        return None
+
+    def _bytes_of(self, group: Sequence[int]) -> float:
+        """Bytes that a group brings to its node, if nothing is freed."""
+        problem, inside = self.problem, set(group)
+        values = {v for task in group for v in problem.made[task] + problem.read[task]}
+        return sum(
+            problem.held_bytes[value]
+            for value in values
+            if problem.producer[value] < 0 or problem.producer[value] in inside
+        )
+
+    def random(self) -> float | None:
+        """A random node for each task: the first draw that memory suffices for."""
+        rng, problem = np.random.default_rng(0), self.problem
+        can = np.isfinite(problem.array)
+        for _ in range(_DRAWS):
+            node_of = [0] * len(problem.seconds)
+            for group in problem.tasks.together:
+                node = int(rng.choice(np.flatnonzero(can[group[0]])))
+                for task in group:
+                    node_of[task] = node
+            found = self.on(node_of)
+            if found is not None:
+                return self.see(found, "a random node for each task")
+        return None
+
+    def squeeze(self) -> list[tuple[int, ...]]:
+        """Where memory is short: good placements without it, the last moved until it
+        suffices, if that is reached.
+        """
+        roomy = Search(self.problem.roomy(), self.order, self.microbatches)
+        roomy.greedy()
+        roomy.contiguous()
+        capacity = np.array(self.problem.capacity)
+
+        def lacking_bytes(node_of: Sequence[int]) -> float:
+            found = roomy.on(node_of)
+            if found is None:
+                return np.inf
+            over = np.maximum(np.array(found.memory_bytes) - capacity, 0.0)
+            return float(over.sum())
+
+        tries = max(_TASKS_LOOKED_AT // max(len(self.problem.seconds), 1), _FEW)
+        climb = Climb(self.problem, lacking_bytes, tries)
+        starts = list(roomy.seen)
+        node_of = climb.best_from(starts)
+        self.best_on(node_of, "tasks moved until memory sufficed")
+        return [*starts, tuple(node_of)]
+
+    def best_on(self, node_of: Sequence[int], how: str) -> float | None:
+        """Seconds of a step of the best schedule of tasks on given nodes."""
+        found = [self.see(self.on(node_of), how)]
+        for order in self.orders:
+            found.append(self.see(schedule(self.problem, order, node_of), how))
+        return min((s for s in found if s is not None), default=None)
+
+    def improve(self, moves: int) -> None:
+        """Moves tasks while the step gets faster, from the best candidates."""
+        ranked = sorted(self.seen.items(), key=lambda item: item[1])
+        starts = [node_of for node_of, _ in ranked[:_STARTS]]
+        if self.is_tight:
+            starts += self.squeeze()
+        climb = Climb(self.problem, self._step_on, moves)
+        node_of = climb.best_from(starts)
+        self.best_on(node_of, f"{self.how}, then tasks moved")
+
+    def _step_on(self, node_of: Sequence[int]) -> float:
+        found = [self.on(node_of)]
+        if len(node_of) <= _SMALL:
+            found += [schedule(self.problem, order, node_of) for order in self.orders]
+        return min((self.step_s(one) for one in found if one), default=np.inf)
+
+
+def find_placement(
+    problem: Problem,
+    *,
+    order: Order = "rank",
+    microbatches: int = 1,
+    moves: int | None = None,
+) -> Found | None:
+    """The best placement that the rules find; None where nothing fits into memory.
+
+    Args:
+        problem: tasks and nodes.
+        order: in which tasks take their places: HEFT's, or the program's.
+        microbatches: of one step, one after the other.
+        moves: single tasks that may be tried on another node; None: as many as take
+            less than half a second.
+    """
+    search, speeds = Search(problem, order, microbatches), speed_table(problem)
+    search.greedy()
+    dropped = search.without_slow()
+    search.by_type(speeds)
+    found = (search.one_node(), search.contiguous(), search.random())
+    named = zip(BASELINES, found, strict=True)
+    baselines = {name: seconds for name, seconds in named if seconds is not None}
+    if search.best is None:
+        search.squeeze()
+    if moves is None:
+        moves = _TASKS_LOOKED_AT // max(len(problem.seconds), 1)
+        moves = moves if moves >= _FEW else 0
+    if moves and search.best is not None:
+        search.improve(moves)
+    if search.best is None:
+        return None
+    return Found(
+        schedule=search.best,
+        how=search.how,
+        baselines=baselines,
+        dropped=dropped,
+        speeds=speeds,
+    )

@@ -1,0 +1,270 @@
+"""Which devices have a kernel for which operators, where a user wants them, and which
+names are misspelt.
+
+For platforms that JAX knows, lowering says it (`dtft.train.lowering` asks, and hands in
+the answer); for everything else the registry is the only source.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, get_args
+
+from jax.extend.core import Primitive, primitives
+
+from dtft.placement.nodes import Nodes
+from dtft.planner.cluster import DeviceType, Platform
+from dtft.planner.ir import COUNTED, Operator, OperatorKind
+
+# Which devices have a kernel for which operators, and where a user wants them.
+#
+# For platforms that JAX knows lowering says it (`dtft.train.lowering` asks, and hands
+# in the answer); for everything else a registry is the only source, and what is not in
+# it is not there.
+
+
+CLASSES: Mapping[str, str] = {
+    "dense": "matmul", "conv": "convolution", "activation": "elementwise",
+}  # fmt: skip
+"""Words for kinds of operators (`graph.Kind`) that a registry or a pin may use."""
+CUSTOM = frozenset({"pallas_call", "ffi_call", "custom_call"})
+"""Primitives that lower everywhere and run only where somebody wrote the kernel."""
+PLATFORMS: Mapping[str, tuple[str, ...]] = {"gpu": ("cuda", "rocm")}
+"""Words for several of JAX's platforms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What is known of kernels beside the cluster (`DeviceType.kernels`)."""
+
+    registered: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Type of device, or platform, to operators that it has kernels for: primitives,
+    kinds (`graph.Kind`), or words of `CLASSES`."""
+    lacking: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Platform of JAX to the numbers of operators that it cannot lower."""
+
+    def has(self, device: DeviceType, operator: Operator, number: int) -> bool:
+        """Whether a device has a kernel for an operator of the program.
+
+        >>> from dtft.planner.cluster.catalog import device_type
+        >>> tanh = Operator(primitive="tanh", kind="elementwise", inputs=(),
+        ...     outputs=(), flops=1, trips=1)
+        >>> dense = Operator(primitive="dot_general", kind="matmul", inputs=(),
+        ...     outputs=(), flops=1, trips=1)
+        >>> fpga = device_type("fpga-u280")
+        >>> [Kernels().has(fpga, operator, 0) for operator in (tanh, dense)]
+        [True, False]
+        >>> mine = Kernels(registered={"fpga-u280": frozenset({"dense"})})
+        >>> mine.has(fpga, dense, 0)
+        True
+        """
+        names = names_of(operator)
+        for known in (device.name, *platforms_of(device)):
+            if names & self.registered.get(known, frozenset()):
+                return True
+        if device.kernels is not None:
+            listed = {CLASSES.get(name, name) for name in device.kernels}
+            if not names & (listed | device.kernels):
+                return False
+        elif device.platform == "other":
+            return False
+        if device.platform == "other":
+            return True
+        is_custom = operator.primitive in CUSTOM
+        return not is_custom and number not in self.lacking.get(
+            device.platform, frozenset()
+        )
+
+
+def names_of(operator: Operator) -> frozenset[str]:
+    """What a registry or a pin may call an operator."""
+    words = [word for word, kind in CLASSES.items() if kind == operator.kind]
+    return frozenset((operator.primitive, operator.kind, *words))
+
+
+def platforms_of(device: DeviceType) -> tuple[str, ...]:
+    """What a registry or a pin may call the platform of a device."""
+    return words_of_platform(device.platform)
+
+
+def words_of_platform(platform: str) -> tuple[str, ...]:
+    """What a platform may be called.
+
+    >>> words_of_platform("cuda"), words_of_platform("cpu")
+    (('cuda', 'gpu'), ('cpu',))
+    """
+    return (platform, *(word for word, some in PLATFORMS.items() if platform in some))
+
+
+def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
+    """What a pin may call a node: its name, type (or its first part), or platform.
+
+    >>> from dtft.planner.cluster.catalog import device_type
+    >>> places_of("fpga-u280:0", device_type("fpga-u280"))
+    ('fpga-u280:0', 'fpga-u280', 'fpga', 'other')
+    """
+    return (name, device.name, device.name.split("-")[0], *platforms_of(device))
+
+
+def pinned(
+    affinity: Mapping[str, str], operator: Operator, nodes: Nodes
+) -> frozenset[int] | None:
+    """The nodes that a user wants an operator on; None: any.
+
+    The primitive's pin comes before the one of its kind or class.
+    """
+    names = sorted(names_of(operator) & affinity.keys())
+    if not names:
+        return None
+    name = operator.primitive if operator.primitive in affinity else names[0]
+    each = zip(nodes.names, nodes.devices, strict=True)
+    return frozenset(
+        number
+        for number, (node, device) in enumerate(each)
+        if affinity[name] in places_of(node, device)
+    )
+
+
+# Which names of operators, devices and platforms a registry or a pin may have.
+#
+# Decides what is misspelt, which is refused, and what a program only happens to lack,
+# which is noted.
+
+
+def check_kernels(
+    kernels: Kernels, nodes: Nodes, operators: Sequence[Operator]
+) -> None:
+    """Refuses kernels of operators, and devices, that there are not.
+
+    Args:
+        kernels: what is registered.
+        nodes: with their types, which may list kernels too.
+        operators: of the program.
+
+    Raises:
+        ValueError: names what is misspelt, and what is allowed.
+    """
+    if not isinstance(kernels, Kernels):
+        raise ValueError(
+            f"kernels={kernels!r:.80} is no Kernels. Allowed: such as "
+            "Kernels(registered={'fpga-u280': frozenset({'dense'})})."
+        )
+    _check_form(kernels)
+    _check_lacking(kernels.lacking, len(operators))
+    known = _known(operators)
+    for device in _types(nodes):
+        _check_words(f"kernels of device {device.name!r}", device.kernels or (), known)
+    types = [device.name for device in _types(nodes)]
+    platforms = [*get_args(Platform), *PLATFORMS]
+    for where, words in kernels.registered.items():
+        if where not in (*types, *platforms):
+            raise ValueError(
+                f"kernels: registered has {where!r}, of which the cluster has no "
+                f"device{_near(where, types)}. Allowed: a type ({', '.join(types)}) "
+                f"or a platform ({', '.join(platforms)})."
+            )
+        _check_words(f"kernels: registered[{where!r}]", words, known)
+
+
+def _check_form(kernels: Kernels) -> None:
+    """Refuses what is no mapping to sets."""
+    for name, of in (("registered", "names"), ("lacking", "numbers")):
+        value = getattr(kernels, name)
+        if not isinstance(value, Mapping) or not all(
+            isinstance(some, Set) for some in value.values()
+        ):
+            raise ValueError(
+                f"kernels: {name}={value!r:.80}. Allowed: a mapping to sets of {of} of "
+                "operators, such as {'fpga-u280': frozenset({'dense'})} for registered."
+            )
+
+
+def _check_lacking(lacking: Mapping[str, Set[int]], num_operators: int) -> None:
+    """Refuses platforms that JAX does not lower for, and operators there are not."""
+    platforms = [name for name in get_args(Platform) if name != "other"]
+    for platform, operators in lacking.items():
+        if platform not in platforms:
+            raise ValueError(
+                f"kernels: lacking has {platform!r}, for which JAX does not lower"
+                f"{_near(platform, platforms)}. Allowed: {', '.join(platforms)}, as in "
+                "dtft.train.lowering.lacking(loss, params, batch, platforms=cluster)."
+            )
+        for number in operators:
+            if type(number) is not int or not 0 <= number < num_operators:
+                raise ValueError(
+                    f"kernels: lacking[{platform!r}] has {number!r}. Allowed: numbers "
+                    f"of operators of the program, 0 to {num_operators - 1}. Ask for "
+                    "them with dtft.train.lowering.lacking, of the same program."
+                )
+
+
+def check_pins(
+    affinity: Any, nodes: Nodes, operators: Sequence[Operator]
+) -> tuple[str, ...]:
+    """Refuses pins of what is no operator, or to what is no node.
+
+    Returns:
+        Notes: pins of operators that this program does not have.
+
+    Raises:
+        ValueError: names the pin, and what may be pinned, and where.
+    """
+    if not isinstance(affinity, Mapping):
+        raise ValueError(
+            f"affinity={affinity!r:.80} is no mapping. Allowed: operator to node, "
+            "such as {'conv': 'fpga'}."
+        )
+    there = frozenset[str]().union(*map(names_of, operators))
+    _check_words("affinity", affinity, _known(operators))
+    for name, place in affinity.items():
+        _check_place(f"affinity[{name!r}]={place!r}", place, nodes)
+    return tuple(
+        f"affinity: the program has no {name}, which is wanted on {place}."
+        for name, place in affinity.items()
+        if name not in there
+    )
+
+
+def _check_place(what: str, place: str, nodes: Nodes) -> None:
+    each = zip(nodes.names, nodes.devices, strict=True)
+    if any(place in places_of(name, device) for name, device in each):
+        return
+    platforms = {word for device in nodes.devices for word in platforms_of(device)}
+    types = [device.name for device in _types(nodes)]
+    raise ValueError(
+        f"{what}: the cluster has no such node. Allowed: a node "
+        f"({', '.join(nodes.names)}), a type of device ({', '.join(sorted(types))}), "
+        f"or a platform ({', '.join(sorted(platforms))})."
+    )
+
+
+def _check_words(where: str, words: Iterable[str], known: frozenset[str]) -> None:
+    for word in sorted(words, key=str) if not isinstance(words, str) else [words]:
+        if word not in known:
+            raise ValueError(
+                f"{where} has {word!r}, which is no operator{_near(word, known)}. "
+                f"Allowed: a word ({', '.join(CLASSES)}), a kind "
+                f"({', '.join(get_args(OperatorKind))}), or a primitive of JAX or of "
+                "the program, such as dot_general."
+            )
+
+
+def _near(word: Any, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(word), sorted(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _types(nodes: Nodes) -> list[DeviceType]:
+    return list({device.name: device for device in nodes.devices}.values())
+
+
+def _known(operators: Sequence[Operator]) -> frozenset[str]:
+    return _of_jax() | {op.primitive for op in operators}
+
+
+@cache
+def _of_jax() -> frozenset[str]:
+    """Names that no program is needed for."""
+    public = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
+    return frozenset((*public, *COUNTED, *CUSTOM, *CLASSES, *get_args(OperatorKind)))

@@ -1,0 +1,436 @@
+"""When tasks run on which node: list scheduling, with ports, transfers and memory
+simulated.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from dtft.placement.problem import Problem
+
+# What happens when: time that is taken of a node or a port, bytes that a node holds.
+
+
+@dataclass(slots=True)
+class Line:
+    """What takes a node or a port, by time; nothing overlaps."""
+
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+
+    @property
+    def taken_s(self) -> float:
+        """Seconds for which it is taken in all."""
+        return sum(self.ends) - sum(self.starts)
+
+    def free(self, ready: float, seconds: float) -> float:
+        """The first moment from which on it is free for so long."""
+        ends = self.ends
+        if not ends or ready >= ends[-1]:
+            return ready
+        starts = self.starts
+        for place in range(bisect_right(ends, ready), len(ends)):
+            if starts[place] >= ready + seconds:
+                break
+            ready = ends[place]
+        return ready
+
+    def take(self, begin: float, end: float) -> None:
+        """Takes it for a time in which it is free, longer than nothing."""
+        starts, ends = self.starts, self.ends
+        place = (
+            len(ends) if not ends or begin >= ends[-1] else bisect_right(ends, begin)
+        )
+        # What follows without a gap is one with what it follows: fewer are looked at.
+        if place and ends[place - 1] == begin:
+            place -= 1
+            ends[place] = end
+        else:
+            starts.insert(place, begin)
+            ends.insert(place, end)
+        if place + 1 < len(starts) and starts[place + 1] == end:
+            ends[place] = ends[place + 1]
+            del starts[place + 1], ends[place + 1]
+
+    def leave(self, begin: float, end: float) -> None:
+        """Gives back a time for which it was taken."""
+        place = bisect_right(self.starts, begin) - 1
+        first, last = self.starts[place], self.ends[place]
+        parts = [(a, b) for a, b in ((first, begin), (end, last)) if b > a]
+        self.starts[place : place + 1] = [a for a, _ in parts]
+        self.ends[place : place + 1] = [b for _, b in parts]
+
+
+class Held:
+    """From when until when nodes hold values."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def add(self, value: int, node: int, begin: float, end: float) -> None:
+        """A node holds a value at least for this time, and for all between two."""
+        first, last = self._times.get((value, node), (begin, end))
+        self._times[value, node] = min(first, begin), max(last, end)
+
+    def peaks(
+        self, num_nodes: int, num_bytes: Sequence[float], stays: Sequence[bool]
+    ) -> list[float]:
+        """Most bytes that each node holds at one time.
+
+        Args:
+            num_nodes: there are.
+            num_bytes: of each value.
+            stays: whether a value, once it is there, is held to the end.
+        """
+        changes: list[list[tuple[float, float]]] = [[] for _ in range(num_nodes)]
+        for (value, node), (begin, end) in self._times.items():
+            changes[node].append((begin, num_bytes[value]))
+            if not stays[value]:
+                changes[node].append((end, -num_bytes[value]))
+        return [_peak(some) for some in changes]
+
+
+def _peak(changes: list[tuple[float, float]]) -> float:
+    """The highest sum of changes up to any moment; what goes then goes first."""
+    if not changes:
+        return 0.0
+    changes.sort()
+    return float(max(0.0, np.cumsum([change for _, change in changes]).max()))
+
+
+# When tasks run on which node: one after the other takes its place in a schedule.
+#
+# Simulates all that a placement has to wait for: each node runs one task at a time,
+# each port carries one value at a time, a value is sent to a node once, parts of a
+# gradient are added up where they are made and sent as one, and memory holds what is
+# still read. A task (or value) may take a gap that others left (insertion; HEFT,
+# Topcuoglu, Hariri and Wu 2002). The order of tasks is given, and so are nodes, or each
+# task takes the one where it ends first.
+
+
+Sent = tuple[int, int, int, float, float]
+"""Value (a place in `Tasks.passed`), from, to, begin and end."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """Tasks in time."""
+
+    node_of: tuple[int, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    sent: tuple[Sent, ...]
+    makespan_s: float
+    busy_s: tuple[float, ...]
+    """Of each node, tasks alone."""
+    port_s: float
+    """Of the port that is taken longest."""
+    memory_bytes: tuple[float, ...]
+    """Most that each node holds at a time."""
+
+
+def schedule(
+    problem: Problem,
+    order: Sequence[int],
+    node_of: Sequence[int] | None = None,
+    *,
+    among: Sequence[int] | None = None,
+) -> Schedule | None:
+    """The schedule; None where a node's memory does not suffice.
+
+    Args:
+        problem: tasks and nodes.
+        order: tasks in an order in which they can run.
+        node_of: node of each task; None: where it ends first. Must be nodes that
+            have kernels.
+        among: nodes that are looked at where `node_of` is None; default: all.
+    """
+    state = _State(problem, among)
+    for task in order:
+        if node_of is None:
+            node = state.best_node(task)
+        else:
+            node = node_of[task]
+            node = node if state.has_room(task, node) else None
+        if node is None:
+            return None
+        state.run(task, node)
+    return state.schedule()
+
+
+class _State:
+    """All nodes and ports after some tasks."""
+
+    def __init__(self, problem: Problem, among: Sequence[int] | None) -> None:
+        self.of = problem
+        num = len(problem.capacity)
+        self.open = np.zeros(num)
+        """When nodes are free at first: those left out never."""
+        if among is not None:
+            self.open[[node for node in range(num) if node not in among]] = np.inf
+        self.nodes = [Line() for _ in range(num)]
+        self.ports = [Line() for _ in range(problem.num_ports)]
+        self.at: list[dict[int, float]] = [{} for _ in problem.num_bytes]
+        """For each value the nodes that have it, and since when."""
+        self.home = [-1] * len(problem.num_bytes)
+        self.sums: dict[tuple[int, int], int] = {}
+        """By value and node: the part of its gradient that others are added to."""
+        self.left = problem.readers.copy()
+        self.live = [0.0] * num
+        self.node_of = [-1] * len(problem.seconds)
+        self.starts = [0.0] * len(problem.seconds)
+        self.ends = [0.0] * len(problem.seconds)
+        self.sent: list[Sent] = []
+        self.group_at: dict[int, int] = {}
+
+    def best_node(self, task: int) -> int | None:
+        """Where a task ends first, of nodes that have kernel and room for it."""
+        of, group = self.of, self.of.tasks.groups[task]
+        if group in self.group_at:
+            node = self.group_at[group]
+            return node if self.has_room(task, node) else None
+        ways = self._ways(task)
+        best, best_end = None, np.inf
+        for bound, node in sorted(ways):
+            if bound >= best_end:
+                break
+            if not self.has_room(task, node):
+                continue
+            sent = self._bring(task, node)
+            ready = max(self._local(task, node), *(end for *_, end in sent), 0.0)
+            seconds = of.seconds[task][node]
+            end = self.nodes[node].free(ready, seconds) + seconds
+            for one in sent:
+                self._unsend(one)
+            if end < best_end:
+                best, best_end = node, end
+        return best
+
+    def _ways(self, task: int) -> list[tuple[float, int]]:
+        """Nodes that have a kernel, and when they end at the earliest.
+
+        As if all ports were free: few nodes have to be looked at more closely.
+        """
+        of, ready = self.of, self.open
+        for value in of.read[task]:
+            home = self.home[value]
+            if home < 0:
+                continue
+            since = self.at[value]
+            there = of.nodes.byte_s[home] * of.num_bytes[value]
+            there += of.nodes.empty_s[home]
+            there += since[home]
+            for node, moment in since.items():
+                there[node] = moment
+            ready = np.maximum(ready, there)
+        ways = []
+        rows = zip(ready.tolist(), of.seconds[task], self.nodes, strict=True)
+        for node, (moment, seconds, line) in enumerate(rows):
+            if moment + seconds < np.inf:
+                ways.append((line.free(moment, seconds) + seconds, node))
+        return ways
+
+    def has_room(self, task: int, node: int) -> bool:
+        """Whether what a task reads and makes fits beside what is there."""
+        of = self.of
+        more = of.made_bytes[task]
+        for value in of.read[task]:
+            if node in self.at[value]:
+                continue
+            if of.sum_of[value] < 0 or self._whole(value) == value:
+                more += of.held_bytes[value]
+        return self.live[node] + more <= of.capacity[node]
+
+    def run(self, task: int, node: int) -> None:
+        """A task takes its place on a node, and what it reads is sent there."""
+        of = self.of
+        sent = self._bring(task, node)
+        ready = max((end for *_, end in sent), default=0.0)
+        for value, _, _, _, end in sent:
+            self.at[value][node] = end
+            self.live[node] += of.held_bytes[value]
+        for value in of.read[task]:
+            if self.home[value] < 0:
+                self.home[value] = node
+                self.at[value][node] = 0.0
+                self.live[node] += of.held_bytes[value]
+            elif of.sum_of[value] >= 0:
+                came = self.at[self._whole(value)]
+                self.at[value].setdefault(node, came.get(node, 0.0))
+        ready = max(ready, self._local(task, node))
+        seconds = of.seconds[task][node]
+        begin = self.nodes[node].free(ready, seconds)
+        end = begin + seconds
+        if seconds > 0:
+            self.nodes[node].take(begin, end)
+        self.node_of[task], self.starts[task], self.ends[task] = node, begin, end
+        self.group_at[of.tasks.groups[task]] = node
+        self.sent += sent
+        self._keep(task, node, end)
+
+    def _keep(self, task: int, node: int, end: float) -> None:
+        """Memory after a task: what it made, without what nothing reads any more."""
+        of = self.of
+        for value in of.made[task]:
+            self.home[value] = node
+            self.at[value][node] = end
+            if self._whole(value) == value:
+                self.live[node] += of.held_bytes[value]
+            self._free(value)
+        for value in of.read[task]:
+            self.left[value] -= 1
+            self._free(value)
+
+    def _free(self, value: int) -> None:
+        if self.left[value] or self.of.stays[value]:
+            return
+        if self._whole(value) == value:
+            for node in self.at[value]:
+                self.live[node] -= self.of.held_bytes[value]
+
+    def _local(self, task: int, node: int) -> float:
+        """When the last of what a task reads, and is there or comes, is there."""
+        return max((self.at[v].get(node, 0.0) for v in self.of.read[task]), default=0.0)
+
+    def _bring(self, task: int, node: int) -> list[Sent]:
+        """Sends what a task reads and its node lacks; what is ready first at first."""
+        of = self.of
+        missing = [
+            (self.at[value][self.home[value]], value)
+            for value in of.read[task]
+            if self.home[value] >= 0 and node not in self.at[value]
+        ]
+        if len(missing) > 1:
+            if of.adds[task]:
+                missing = self._added(missing)
+            missing.sort()
+        return [self._send(value, node, since) for since, value in missing]
+
+    def _whole(self, value: int) -> int:
+        """What a value is held, and sent, as: parts of a gradient are added up."""
+        behind = self.of.sum_of[value]
+        if behind < 0:
+            return value
+        return self.sums.setdefault((behind, self.home[value]), value)
+
+    def _added(self, missing: list[tuple[float, int]]) -> list[tuple[float, int]]:
+        """Parts of a gradient that are on one node as their sum, once it is there."""
+        found: dict[int, float] = {}
+        for since, value in missing:
+            whole = self._whole(value)
+            found[whole] = max(since, found.get(whole, 0.0))
+        return [(since, value) for value, since in found.items()]
+
+    def _send(self, value: int, node: int, since: float) -> Sent:
+        of, home = self.of, self.home[value]
+        seconds = of.send_s(value, home, node)
+        out, into = of.ports[home][node]
+        leaves, comes = self.ports[out], self.ports[into]
+        begin, last = since, -1.0
+        while begin != last:
+            last = begin
+            begin = comes.free(leaves.free(begin, seconds), seconds)
+        end = begin + seconds
+        if seconds > 0:
+            leaves.take(begin, end)
+            comes.take(begin, end)
+        return value, home, node, begin, end
+
+    def _unsend(self, sent: Sent) -> None:
+        _, source, target, begin, end = sent
+        if end > begin:
+            for port in self.of.ports[source][target]:
+                self.ports[port].leave(begin, end)
+
+    def schedule(self) -> Schedule | None:
+        """What was found; None where memory, looked at in time, does not suffice."""
+        of = self.of
+        memory = self._memory()
+        if any(most > has for most, has in zip(memory, of.capacity, strict=True)):
+            return None
+        lines = [line.taken_s for line in self.ports]
+        busy = [0.0] * len(self.nodes)
+        for task, node in enumerate(self.node_of):
+            busy[node] += of.seconds[task][node]
+        return Schedule(
+            node_of=tuple(self.node_of),
+            starts=tuple(self.starts),
+            ends=tuple(self.ends),
+            sent=tuple(self.sent),
+            makespan_s=max(self.ends, default=0.0),
+            busy_s=tuple(busy),
+            port_s=max(lines, default=0.0),
+            memory_bytes=tuple(memory),
+        )
+
+    def _memory(self) -> list[float]:
+        """Most bytes that each node holds at one time: tasks in time, not in order."""
+        of, held = self.of, Held()
+        for task, node in enumerate(self.node_of):
+            for value in of.made[task]:
+                whole = self._whole(value)
+                held.add(whole, node, self.starts[task], self.ends[task])
+        for value, source, target, begin, end in self.sent:
+            held.add(value, target, begin, end)
+            held.add(value, source, end, end)
+        for task, node in enumerate(self.node_of):
+            for value in of.read[task]:
+                begin = 0.0 if of.producer[value] < 0 else np.inf
+                held.add(self._whole(value), node, begin, self.ends[task])
+        return held.peaks(len(self.nodes), of.held_bytes, of.stays)
+
+
+# In which order tasks take their places: by what depends on them, or as they come.
+#
+# Upward rank (HEFT, Topcuoglu, Hariri and Wu 2002): seconds from the begin of a task to
+# the end of the program along the longest way. What a task takes before its node is
+# known is the mean, the least or the most of its nodes.
+
+
+Taken = Literal["mean", "max", "min"]
+TAKEN: tuple[Taken, ...] = ("mean", "max", "min")
+
+
+def by_rank(problem: Problem, taken: Taken) -> list[int]:
+    """Tasks, highest upward rank first, before nodes are known."""
+    seconds = np.where(np.isfinite(problem.array), problem.array, np.nan)
+    reduce = {"mean": np.nanmean, "max": np.nanmax, "min": np.nanmin}[taken]
+    num = len(problem.capacity)
+    pairs = max(num * (num - 1), 1)
+    empty_s = float(problem.nodes.empty_s.sum()) / pairs
+    byte_s = float(problem.nodes.byte_s.sum()) / pairs
+    sending = [empty_s + byte_s * num_bytes for num_bytes in problem.num_bytes]
+    return _ordered(problem, reduce(seconds, axis=1).tolist(), lambda v, _: sending[v])
+
+
+def by_rank_on(problem: Problem, node_of: Sequence[int]) -> list[int]:
+    """Tasks, highest upward rank first, on nodes that are known."""
+    seconds = [row[node] for row, node in zip(problem.seconds, node_of, strict=True)]
+
+    def sending_s(value: int, reader: int) -> float:
+        source = node_of[problem.producer[value]]
+        return problem.send_s(value, source, node_of[reader])
+
+    return _ordered(problem, seconds, sending_s)
+
+
+def as_they_come(problem: Problem) -> list[int]:
+    """Tasks in the order of the program: the seeds' plain traversal."""
+    return list(range(len(problem.seconds)))
+
+
+def _ordered(
+    problem: Problem, seconds: Sequence[float], sending_s: Callable[[int, int], float]
+) -> list[int]:
+    passed = problem.tasks.passed
+    ranks = [0.0] * len(seconds)
+    for task in reversed(range(len(seconds))):
+        behind = 0.0
+        for value in problem.made[task]:
+            for reader in passed[value].readers:
+                behind = max(behind, sending_s(value, reader) + ranks[reader])
+        ranks[task] = seconds[task] + behind
+    return sorted(range(len(ranks)), key=lambda task: -ranks[task])

@@ -1,0 +1,144 @@
+"""The placement problem: tasks on nodes as plain numbers, and what no placement can be
+faster than.
+"""
+
+from copy import copy
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtft.placement.nodes import Nodes
+from dtft.placement.tasks import Tasks
+
+Floats = NDArray[np.float64]
+
+
+class Problem:
+    """Tasks on nodes, as simulating needs them: made once, for many schedules."""
+
+    def __init__(
+        self, tasks: Tasks, nodes: Nodes, *, frees: bool = True, copies: int = 1
+    ) -> None:
+        """Prepares lists.
+
+        Args:
+            tasks: to be run.
+            nodes: to run them on.
+            frees: whether memory of what nothing reads any more is used again.
+            copies: of what tasks make, that are in memory at a time (microbatches).
+        """
+        self.tasks, self.nodes, self.frees = tasks, nodes, frees
+        num = len(tasks.names)
+        seconds = tasks.seconds.copy()
+        for members in tasks.together:
+            if len(members) > 1:
+                lacking = np.isinf(seconds[members]).any(axis=0)
+                seconds[members] = np.where(lacking, np.inf, seconds[members])
+        self.seconds: list[list[float]] = seconds.tolist()
+        self.array = seconds
+        self.read: list[list[int]] = [[] for _ in range(num)]
+        self.made: list[list[int]] = [[] for _ in range(num)]
+        for place, value in enumerate(tasks.passed):
+            if value.producer >= 0:
+                self.made[value.producer].append(place)
+            for reader in dict.fromkeys(value.readers):
+                self.read[reader].append(place)
+        self.num_bytes = [value.num_bytes for value in tasks.passed]
+        self.producer = [value.producer for value in tasks.passed]
+        self.readers = [len(set(value.readers)) for value in tasks.passed]
+        self.sum_of = [
+            tasks.gradient_of.get(value, -1) for value in range(len(tasks.passed))
+        ]
+        """Of each value the one that it is a part of the gradient of; or -1."""
+        self.adds = [any(self.sum_of[v] >= 0 for v in read) for read in self.read]
+        """Whether a task reads such parts."""
+        self.stays = [
+            value.is_kept or value.producer < 0 or not frees for value in tasks.passed
+        ]
+        self.held_bytes = [
+            value.num_bytes * (copies if value.producer >= 0 else 1)
+            for value in tasks.passed
+        ]
+        self.made_bytes = [sum(self.held_bytes[v] for v in made) for made in self.made]
+        self.empty_s: list[list[float]] = nodes.empty_s.tolist()
+        self.byte_s: list[list[float]] = nodes.byte_s.tolist()
+        self.ports: list[list[list[int]]] = nodes.ports.tolist()
+        self.num_ports = int(nodes.ports.max(initial=0)) + 1
+        self.capacity: list[float] = nodes.memory_bytes.tolist()
+
+    def send_s(self, value: int, source: int, target: int) -> float:
+        """Seconds that a value takes between two nodes that have nothing else to do."""
+        if source == target:
+            return 0.0
+        each = self.byte_s[source][target]
+        return self.empty_s[source][target] + each * self.num_bytes[value]
+
+    def roomy(self) -> "Problem":
+        """The same on nodes that have room for everything."""
+        made = copy(self)
+        made.capacity = [np.inf] * len(self.capacity)
+        return made
+
+    def with_seconds(self, seconds: Floats) -> "Problem":
+        """The same with other seconds: nodes are closed to tasks with infinite ones."""
+        made = copy(self)
+        made.array, made.seconds = seconds, seconds.tolist()
+        return made
+
+
+_ROUNDS = 60
+
+
+def bound_s(problem: Problem, microbatches: int = 1) -> float:
+    """Seconds that a step takes at least.
+
+    The longest way through the tasks, each where it is fastest and nothing sent; for
+    each further microbatch, and for the first too where that is more, what the fullest
+    node has to do if tasks could be cut into any parts (`shared_s`).
+    """
+    least = problem.array.min(axis=1)
+    ends = np.zeros(len(least))
+    ready = np.zeros(len(least))
+    for task in range(len(least)):
+        ends[task] = ready[task] + least[task]
+        for value in problem.made[task]:
+            for reader in problem.tasks.passed[value].readers:
+                ready[reader] = max(ready[reader], ends[task])
+    shared = shared_s(problem.array)
+    longest = float(ends.max(initial=0.0))
+    slowest = max(shared, float(least.max(initial=0.0)))
+    return max(longest, shared) + (microbatches - 1) * slowest
+
+
+def shared_s(seconds: Floats) -> float:
+    """A lower bound of what the fullest node does, however tasks are shared out.
+
+    For any shares y of nodes, adding up to 1, the fullest node takes at least the sum
+    over tasks of min over nodes of y seconds (the dual of sharing out tasks that can
+    be cut). Shares follow loads: a node that is chosen more than others costs more.
+
+    Args:
+        seconds: `[tasks, nodes]`, infinite where a node cannot have a task.
+
+    >>> round(shared_s(np.array([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]])), 2)
+    1.5
+    """
+    num = seconds.shape[1]
+    finite = np.isfinite(seconds)
+    if not len(seconds):
+        return 0.0
+    # Start from shares of nodes by speed: exact where all tasks see the same speeds.
+    least = seconds.min(axis=1, keepdims=True).clip(1e-300)
+    ratio = np.where(finite, seconds, 0.0) / least
+    pace = np.maximum(ratio.sum(axis=0) / np.maximum(finite.sum(axis=0), 1), 1.0)
+    shares = (1 / pace) / (1 / pace).sum()
+    best = 0.0
+    for number in range(_ROUNDS):
+        priced = np.where(finite, seconds * shares, np.inf)
+        best = max(best, float(priced.min(1).sum()))
+        chosen = priced.argmin(1)
+        load = np.bincount(chosen, seconds[np.arange(len(chosen)), chosen], num)
+        step = 1.0 / (number + 1) ** 0.5
+        shares = shares * np.exp(step * (load / max(load.max(), 1e-300) - 0.5))
+        shares = shares / shares.sum()
+    return best

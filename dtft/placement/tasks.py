@@ -1,0 +1,501 @@
+"""Tasks and what they hand to each other, made of a traced program."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtft.placement.kernels import Kernels, check_kernels, check_pins, pinned
+from dtft.placement.nodes import Nodes
+from dtft.planner.cluster import DeviceType
+from dtft.planner.cost import computing_s
+from dtft.planner.ir import CHEAP, Graph, Operator, find_repeats
+from dtft.planner.spmd import Division, work_of
+
+# Tasks and what they hand to each other: what a placement lays on nodes.
+#
+# Values only, checked. A task is an operator, a loop, or a layer (`tasks_of` makes
+# them of a traced program); any other graph of tasks will do as well.
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passed:
+    """A value that one task makes and others read."""
+
+    producer: int
+    """The task that makes it; -1 for an argument, which lies where it is first read
+    and is sent from there to other nodes, as it is another one in every step."""
+    num_bytes: float
+    readers: tuple[int, ...]
+    is_kept: bool = False
+    """Whether it stays in memory to the end: a result of the program."""
+    has_gradient: bool = True
+    """Whether a backward pass sends something back for it: integers have none, nor has
+    what is not between parameters and the loss."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tasks:
+    """Tasks in an order in which they can be run one after another."""
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    """Of each task, what it is: `graph.Kind`, `loop` or `block`."""
+    seconds: Floats
+    """`[tasks, nodes]`; infinite where the node has no kernel for it."""
+    passed: tuple[Passed, ...]
+    groups: tuple[int, ...] = ()
+    """Tasks of one number go to the same node; default: each its own."""
+    gradient_of: Mapping[int, int] = field(default_factory=dict)
+    """Values of `passed` that are parts of gradients, and of which others: those that
+    are made on one node are added up there and sent as one."""
+
+    def __post_init__(self) -> None:
+        num = len(self.names)
+        if not self.groups:
+            object.__setattr__(self, "groups", tuple(range(num)))
+        lengths = {len(self.kinds), len(self.seconds), len(self.groups)}
+        if lengths != {num} or self.seconds.ndim != 2 or (self.seconds < 0).any():
+            raise ValueError(
+                f"tasks: {num} names, {len(self.kinds)} kinds, {len(self.groups)} "
+                f"groups, seconds {self.seconds.shape}. Allowed: as many of each, and "
+                "seconds [tasks, nodes] of 0 or more."
+            )
+        for value in self.passed:
+            if any(not value.producer < reader < num for reader in value.readers):
+                raise ValueError(
+                    f"tasks: {value} is read before it is made, or by no task. Number "
+                    "tasks in an order in which they can run."
+                )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that seconds are known for."""
+        return self.seconds.shape[1]
+
+    @property
+    def together(self) -> list[list[int]]:
+        """Tasks of each group, groups by their first task."""
+        found: dict[int, list[int]] = {}
+        for task, group in enumerate(self.groups):
+            found.setdefault(group, []).append(task)
+        return list(found.values())
+
+    def weighted(self, weights: Sequence[float] | Floats) -> "Tasks":
+        """Seconds divided by each node's weight; one of 0, or nearly, takes it out."""
+        with np.errstate(divide="ignore", over="ignore"):
+            factors = 1 / np.asarray(weights, float)
+        return replace(self, seconds=_product(self.seconds, factors[None, :]))
+
+    def with_backward(self, factors: Sequence[float] | Floats) -> "Tasks":
+        """Also with the backward pass: each task again, on its node, in reverse.
+
+        What a task read from another it gives a gradient of as many bytes back to.
+        Gradients of arguments stay where they are made.
+
+        Args:
+            factors: seconds of each task's backward over its forward, `[tasks]`.
+        """
+        num = len(self.names)
+        behind = [2 * num - 1 - task for task in range(num)]
+        passed = [replace(v, readers=_again(v, behind)) for v in self.passed]
+        # A value's gradient comes in one part from each task that read it; a schedule
+        # adds up those of one node.
+        # A task's backward comes after itself, also where it reads nothing else.
+        passed += [
+            Passed(producer=task, num_bytes=0.0, readers=(behind[task],))
+            for task in range(num)
+        ]
+        gradient_of = {}
+        for number, value in enumerate(self.passed):
+            if value.producer < 0 or not value.has_gradient:
+                continue
+            for reader in value.readers:
+                gradient_of[len(passed)] = number
+                ends = (behind[value.producer],)
+                made = Passed(
+                    producer=behind[reader], num_bytes=value.num_bytes, readers=ends
+                )
+                passed.append(made)
+        back = self.seconds * np.asarray(factors, float)[:, None]
+        return Tasks(
+            names=self.names + tuple(f"{n} backward" for n in reversed(self.names)),
+            kinds=self.kinds + self.kinds[::-1],
+            seconds=np.concatenate([self.seconds, back[::-1]]),
+            passed=tuple(passed),
+            groups=self.groups + self.groups[::-1],
+            gradient_of=gradient_of,
+        )
+
+
+def _again(value: Passed, behind: Sequence[int]) -> tuple[int, ...]:
+    """Readers of a value with the backward pass: it is kept for its own readers'."""
+    return (*value.readers, *(behind[reader] for reader in reversed(value.readers)))
+
+
+def _product(seconds: Floats, factors: Floats) -> Floats:
+    """Their product; a task of 0 s on a node without weight takes for ever too."""
+    with np.errstate(invalid="ignore"):
+        found = seconds * factors
+    return np.where(np.isinf(factors), np.inf, found)
+
+
+# What tasks of a program hand to each other, and which of it has a gradient.
+
+
+def handed(
+    graph: Graph, operators: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[Passed]]:
+    """Values that go from task to task, with arguments and results.
+
+    Args:
+        graph: the program.
+        operators: of each task the first, and the one after its last.
+
+    Returns:
+        Their numbers in `Graph.values`, and what tasks do with them.
+    """
+    made, read = _made_and_read(graph, operators)
+    kept = set(graph.outputs.values())
+    values, passed = [], []
+    for value in sorted({*read, *(kept & made.keys())}):
+        producer = made.get(value, -1)
+        readers = sorted({task for task in read.get(value, ()) if task != producer})
+        if not readers and value not in kept:
+            continue
+        array = graph.values[value]
+        values.append(value)
+        passed.append(
+            Passed(
+                producer=producer,
+                num_bytes=array.num_bytes,
+                readers=tuple(readers),
+                is_kept=value in kept,
+                has_gradient=array.dtype.startswith(("float", "bfloat", "complex")),
+            )
+        )
+    return values, passed
+
+
+def _made_and_read(
+    graph: Graph, operators: Sequence[tuple[int, int]]
+) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """For each value the task that makes it, and those that read it."""
+    task_of = [
+        t for t, (start, stop) in enumerate(operators) for _ in range(start, stop)
+    ]
+    made: dict[int, int] = {}
+    read: dict[int, list[int]] = defaultdict(list)
+    for number, op in enumerate(graph.operators):
+        made |= dict.fromkeys(op.outputs, task_of[number])
+        for value in op.inputs:
+            read[value].append(task_of[number])
+    for loop in graph.loops:
+        if loop.operators[0] == loop.operators[1]:
+            continue
+        task = task_of[loop.operators[0]]
+        made |= {inner: task for _, inner in loop.sliced}
+        made |= {whole: task for _, whole in loop.stacked}
+        for before, into, _, after in loop.carried:
+            made |= {into: task, after: task}
+            read[before].append(task)
+        for outer, _ in loop.sliced:
+            read[outer].append(task)
+    return made, read
+
+
+def with_gradients(
+    graph: Graph, values: Sequence[int], passed: Sequence[Passed], params: str | None
+) -> list[Passed]:
+    """Gradients only for values between parameters and the loss, the first result.
+
+    Args:
+        graph: the program.
+        values: numbers of the values.
+        passed: what tasks do with them.
+        params: path of the argument that is differentiated; default: the first one.
+
+    Raises:
+        ValueError: there is no such argument; lists those there are.
+    """
+    heads = dict.fromkeys(path.split("/")[0] for path in graph.inputs)
+    if params is not None and params not in heads:
+        raise ValueError(
+            f"params={params!r}: the program has no such argument. Allowed: the first "
+            f"part of the path of one ({', '.join(heads)})."
+        )
+    head = next(iter(heads), None) if params is None else params
+    given = {v for path, v in graph.inputs.items() if path.split("/")[0] == head}
+    moved, tasks = set[int](), set[int]()
+    for at in sorted(range(len(passed)), key=lambda at: passed[at].producer):
+        one = passed[at]
+        starts = values[at] in given if one.producer < 0 else one.producer in tasks
+        if starts and one.has_gradient:
+            moved.add(at)
+            tasks.update(one.readers)
+    wanted, ways = set[int](), set[int]()
+    loss = next(iter(graph.outputs.values()), None)
+    for at in sorted(moved, key=lambda at: -passed[at].producer):
+        if values[at] == loss or wanted.intersection(passed[at].readers):
+            ways.add(at)
+            wanted.add(passed[at].producer)
+    return [replace(one, has_gradient=at in ways) for at, one in enumerate(passed)]
+
+
+# A traced program as tasks: operators, whole loops, layers; how long each node takes.
+#
+# Decides what one task is: an operator; a loop with all that is in it, as no node can
+# take over in the middle of one; what an executor cannot cut (`together`); and with
+# grain `block` each of a row of equal layers.
+
+
+Grain = Literal["operator", "block"]
+_TWICE = ("matmul", "convolution")
+"""Kinds whose backward pass has two products for one."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaskGraph:
+    """Tasks, and what of the program each is."""
+
+    tasks: Tasks
+    operators: tuple[tuple[int, int], ...]
+    """Of each task the first operator, and the one after its last."""
+    values: tuple[int, ...]
+    """Of each value that tasks pass on its number in `Graph.values`."""
+    backward: tuple[float, ...]
+    """Seconds of each task's backward pass over its forward."""
+    notes: tuple[str, ...] = ()
+    """What was asked for and is not in the program."""
+
+
+def tasks_of(
+    graph: Graph,
+    nodes: Nodes,
+    *,
+    kernels: Kernels,
+    affinity: Mapping[str, str] | None = None,
+    grain: Grain = "operator",
+    together: Sequence[tuple[int, int]] = (),
+    params: str | None = None,
+) -> TaskGraph:
+    """The tasks of a program.
+
+    Args:
+        graph: the program.
+        nodes: of a cluster, with their types.
+        kernels: what is known of kernels beside the types.
+        affinity: operator (primitive, kind, or word of `kernels.CLASSES`) to the node,
+            type of device or platform that it is wanted on.
+        grain: `block`: each of a row of equal layers is one task.
+        together: operators that stay on one node, first and after the last: calls that
+            the executor cannot cut (`jaxprs.uncut`).
+        params: path of the argument that is differentiated; default: the first one.
+
+    Raises:
+        ValueError: an operator that no node has a kernel for, a pin that cannot be
+            met, or a name of neither; names the operator and what there is.
+    """
+    pins = {} if affinity is None else affinity
+    check_kernels(kernels, nodes, graph.operators)
+    notes = check_pins(pins, nodes, graph.operators)
+    operators = tuple(_intervals(graph, grain, together))
+    seconds = _Seconds(graph, nodes, kernels, pins)
+    rows = [seconds.of(start, stop) for start, stop in operators]
+    values, passed = handed(graph, operators)
+    passed = with_gradients(graph, values, passed, params)
+    return TaskGraph(
+        tasks=Tasks(
+            names=tuple(_name(graph, *some) for some in operators),
+            kinds=tuple(_kind(graph, *some) for some in operators),
+            seconds=np.array(rows).reshape(len(rows), nodes.num),
+            passed=tuple(passed),
+        ),
+        operators=operators,
+        values=tuple(values),
+        backward=tuple(seconds.backward(*some) for some in operators),
+        notes=notes,
+    )
+
+
+def _intervals(
+    graph: Graph, grain: Grain, together: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Stretches of operators that are one task; they cover the program."""
+    joined = [loop.operators for loop in graph.loops] + [*map(tuple, together)]
+    if grain == "block":
+        joined += _copies(graph)
+    # reach[n]: where the stretches that begin at operator n end.
+    reach = list(range(1, len(graph.operators) + 1))
+    for start, stop in joined:
+        if not 0 <= start <= stop <= len(reach):
+            raise ValueError(
+                f"together has {(start, stop)}: the program has operators 0 to "
+                f"{len(reach) - 1}. Give the first, and the one after the last."
+            )
+        if start < stop:
+            reach[start] = max(reach[start], stop)
+    start, stop = 0, 0
+    for number, far in enumerate(reach):
+        if number == stop:
+            if number:
+                yield start, stop
+            start = number
+        stop = max(stop, far)
+    if reach:
+        yield start, stop
+
+
+def _copies(graph: Graph) -> list[tuple[int, int]]:
+    """Equal layers one by one; where rows of them overlap the longer one counts."""
+    rows = find_repeats(graph).repeats
+    taken = np.zeros(len(graph.operators), bool)
+    found = []
+    for row in sorted(rows, key=lambda row: -row.count * row.period):
+        part = slice(row.start, row.start + row.count * row.period)
+        if taken[part].any():
+            continue
+        taken[part] = True
+        starts = range(part.start, part.stop, row.period)
+        found += [(start, start + row.period) for start in starts]
+    return found
+
+
+class _Seconds:
+    """How long each node takes for operators; alike ones are looked at once."""
+
+    def __init__(
+        self, graph: Graph, nodes: Nodes, kernels: Kernels, pins: Mapping[str, str]
+    ) -> None:
+        self.graph, self.nodes, self.kernels, self.pins = graph, nodes, kernels, pins
+        self.types = {device.name: device for device in nodes.devices}
+        self.columns = [list(self.types).index(d.name) for d in nodes.devices]
+        self._known: dict[Any, Floats] = {}
+
+    def of(self, start: int, stop: int) -> Floats:
+        """Of a task, `[nodes]`; infinite where a kernel lacks, or a pin forbids it."""
+        numbers = range(start, stop)
+        total = sum((self._speeds(n) for n in numbers), np.zeros(len(self.types)))
+        has = np.ones(len(self.types), bool)
+        for number in numbers:
+            has &= self._has(number)
+        if not has.any():
+            raise ValueError(self._lacking(start, stop))
+        found = np.where(has, total, np.inf)[self.columns]
+        return self._at_pins(found, numbers) if self.pins else found
+
+    def backward(self, start: int, stop: int) -> float:
+        """Seconds of a task's backward pass over its forward, on the fastest type."""
+        each = [float(self._speeds(number).min()) for number in range(start, stop)]
+        some = self.graph.operators[start:stop]
+        twice = sum(s for s, op in zip(each, some, strict=True) if op.kind in _TWICE)
+        return 1.0 + (twice / sum(each) if sum(each) else 0.0)
+
+    def _speeds(self, number: int) -> Floats:
+        """Of one operator, by type of device, all its executions."""
+        op, values = self.graph.operators[number], self.graph.values
+        arrays = tuple(
+            (values[v].shape, values[v].dtype) for v in (*op.inputs, *op.outputs)
+        )
+        key = op.primitive, op.flops, op.special, op.trips, arrays
+        if key not in self._known:
+            done = work_of(self.graph, op, Division(axes={}))
+            self._known[key] = np.array(
+                [_seconds(self.graph, device, done) for device in self.types.values()]
+            )
+        return self._known[key]
+
+    def _has(self, number: int) -> NDArray[np.bool_]:
+        op = self.graph.operators[number]
+        types = self.types.values()
+        return np.array([self.kernels.has(device, op, number) for device in types])
+
+    def _at_pins(self, seconds: Floats, numbers: Sequence[int]) -> Floats:
+        for number in numbers:
+            op = self.graph.operators[number]
+            wanted = pinned(self.pins, op, self.nodes)
+            if wanted is None:
+                continue
+            allowed = np.isin(np.arange(self.nodes.num), list(wanted))
+            left = np.where(allowed, seconds, np.inf)
+            if np.isinf(left).all():
+                raise ValueError(self._unmet(number, numbers, wanted, seconds))
+            seconds = left
+        return seconds
+
+    def _unmet(
+        self,
+        number: int,
+        task: Sequence[int],
+        wanted: frozenset[int],
+        seconds: Floats,
+    ) -> str:
+        names = self.nodes.names
+        can = [name for name, s in zip(names, seconds, strict=True) if np.isfinite(s)]
+        what = _words(self.graph.operators[number], number)
+        text = (
+            f"affinity wants {what} on "
+            f"{', '.join(names[node] for node in sorted(wanted))}, but "
+        )
+        if len(task) == 1:
+            return text + (
+                f"it has kernels only on {', '.join(can)}. Change the pin, or register "
+                "the kernel."
+            )
+        return text + (
+            f"the task that it is in (operators {task[0]} to {task[-1]}) has all "
+            f"kernels, and is allowed by other pins, only on {', '.join(can)}. Change "
+            "the pin, register the kernels, or make a task of its own of it: "
+            "grain='operator', and no loop or `together` around it."
+        )
+
+    def _lacking(self, start: int, stop: int) -> str:
+        devices = [
+            f"{device.name} ({', '.join(sorted(device.kernels))})"
+            if device.kernels is not None
+            else f"{device.name} ({device.platform})"
+            for device in self.types.values()
+        ]
+        worst = next((n for n in range(start, stop) if not self._has(n).any()), None)
+        if worst is not None:
+            what = _words(self.graph.operators[worst], worst)
+        else:
+            name = _words(self.graph.operators[start], start)
+            what = f"all of operators {start} to {stop - 1}, which begin with {name},"
+        return (
+            f"no node has a kernel for {what}. The cluster has {', '.join(devices)}; "
+            "what is not registered is not there. Add a node that has it, or register "
+            "it: kernels=Kernels(registered={'TYPE': frozenset({'NAME'})})."
+        )
+
+
+def _words(op: Operator, number: int) -> str:
+    where = f" at {op.name}" if op.name else ""
+    return f"{op.primitive} (operator {number}, {op.kind}{where})"
+
+
+def _seconds(graph: Graph, device: DeviceType, done: Any) -> float:
+    op = done.operator
+    # What a compiler fuses with its neighbours is not started by itself.
+    launch = 0.0 if op.kind in CHEAP else device.efficiency.launch_s
+    return op.trips * (float(computing_s(graph, device, done, {})) + launch)
+
+
+def _name(graph: Graph, start: int, stop: int) -> str:
+    """Such as `12 dot_general`, `3-40 scan`, `41-60 block`."""
+    if stop - start == 1:
+        return f"{start} {graph.operators[start].primitive}"
+    return f"{start}-{stop - 1} {_kind(graph, start, stop)}"
+
+
+def _kind(graph: Graph, start: int, stop: int) -> str:
+    if stop - start == 1:
+        return graph.operators[start].kind
+    is_loop = any(loop.operators == (start, stop) for loop in graph.loops)
+    return "loop" if is_loop else "block"

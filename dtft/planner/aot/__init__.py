@@ -1,0 +1,67 @@
+"""What XLA makes of a plan: compiled ahead of time in child processes, read, compared
+with the prediction.
+
+* `compile`: candidates lowered here and compiled for devices that this machine does not
+  have.
+* `worker`: the child process that compiles; `gpu_targets`: GPUs that XLA's compiler is
+  told of.
+* `hlo`: collectives and groups in the text of a compiled program.
+* `check`: whether compiled memory fits, and whether bytes agree with the plan.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.planner.aot.check import (
+        Agreement,
+        Compiled,
+        Failure,
+        Memory,
+        Verdict,
+        compare,
+        gate,
+    )
+    from dtft.planner.aot.compile import Candidate, candidate, compile_all, platform_of
+    from dtft.planner.aot.gpu_targets import (
+        GPU_TARGETS,
+        gpu_target,
+        is_gpu_compiler_installed,
+    )
+
+_PUBLIC = {
+    "Agreement": "check",
+    "Candidate": "compile",
+    "Compiled": "check",
+    "Failure": "check",
+    "GPU_TARGETS": "gpu_targets",
+    "Memory": "check",
+    "Verdict": "check",
+    "candidate": "compile",
+    "compare": "check",
+    "compile_all": "compile",
+    "gate": "check",
+    "gpu_target": "gpu_targets",
+    "is_gpu_compiler_installed": "gpu_targets",
+    "platform_of": "compile",
+}
+
+__all__ = [
+    "Agreement",
+    "Candidate",
+    "Compiled",
+    "Failure",
+    "GPU_TARGETS",
+    "Memory",
+    "Verdict",
+    "candidate",
+    "compare",
+    "compile_all",
+    "gate",
+    "gpu_target",
+    "is_gpu_compiler_installed",
+    "platform_of",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

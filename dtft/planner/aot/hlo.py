@@ -1,0 +1,470 @@
+"""Reads the text of a compiled XLA program: its operations, what it communicates, among
+which devices.
+
+Pure functions over text, for the spellings of jax 0.10 to 0.12 (reference section 4).
+Trip counts of loops are included.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from dtft.planner.plan import Collective
+
+# Reads the text of a compiled XLA program: computations and their operations.
+#
+# Pure functions over text, for the spellings of jax 0.10 to 0.12 (reference section 4).
+
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)="
+    r"%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\s*\{"n":\s*"(\d+)"')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Array:
+    """Type and shape of one array."""
+
+    dtype: str
+    """XLA's name, such as `bf16`."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes; packed where elements are smaller than a byte."""
+        return -(-self.size * bits(self.dtype) // 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    """The result, or each element of a tuple."""
+    operands: tuple[str, ...]
+    attributes: str
+    """What stands behind the operands: groups, called computations, metadata."""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The computations it names."""
+        branches = _BRANCHES.search(self.attributes)
+        names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
+        return (*_CALLED.findall(self.attributes), *names)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(array.num_bytes for array in self.arrays)
+
+    @property
+    def trips(self) -> int | None:
+        """Of a while loop: how often its body runs; None where XLA does not say."""
+        found = _TRIPS.search(self.attributes)
+        return int(found[1]) if found else None
+
+    @property
+    def source(self) -> str:
+        """What of the user's program it comes from, as JAX named it."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled program."""
+
+    computations: Mapping[str, tuple[Operation, ...]]
+    entry: str
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """What the entry computation runs, with what it calls in its place."""
+        return tuple(self._run_by(self.entry))
+
+    def _run_by(self, computation: str) -> Iterator[Operation]:
+        for operation in self.computations[computation]:
+            if operation.opcode == "call":
+                yield from self._run_by(operation.called[0])
+            else:
+                yield operation
+
+
+def parse(text: str | None) -> Program:
+    """Reads the text of `jax.stages.Compiled.as_text()`.
+
+    Raises:
+        ValueError: the text has no entry computation.
+    """
+    computations: dict[str, tuple[Operation, ...]] = {}
+    entry, name, lines = "", "", []
+    for line in (text or "").splitlines():
+        header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+        if header:
+            name, lines = header[2], []
+            entry = name if header[1] else entry
+        elif line.startswith("}"):
+            computations[name] = tuple(lines)
+        elif name and " = " in line:
+            lines.append(_operation(line))
+    if not entry:
+        raise ValueError("the text has no ENTRY: give Compiled.as_text().")
+    return Program(computations=computations, entry=entry)
+
+
+def _operation(line: str) -> Operation:
+    name, rest = line.strip().removeprefix("ROOT ").split(" = ", 1)
+    end = _closing(rest) if rest.startswith("(") else rest.index(" ")
+    result, rest = rest[:end], rest[end:].strip()
+    opcode, rest = rest.split("(", 1)
+    end = _closing("(" + rest) - 1
+    return Operation(
+        name=name.removeprefix("%"),
+        opcode=opcode,
+        arrays=tuple(
+            Array(dtype=dtype, shape=_sizes(sizes))
+            for dtype, sizes in _ARRAY.findall(result)
+        ),
+        operands=tuple(re.findall(r"%([\w.\-]+)", rest[:end])),
+        attributes=rest[end:],
+    )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Of `8,<=4` the most that there can be."""
+    return tuple(int(size.removeprefix("<=")) for size in text.split(",") if size)
+
+
+def _closing(text: str) -> int:
+    """Just behind the parenthesis that closes the one at the start."""
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.end()
+    raise ValueError(f"unbalanced parentheses in {text[:80]!r}")
+
+
+def bits(dtype: str) -> int:
+    """Bits of an element of one of XLA's types; 0 for those that have none.
+
+    >>> bits("bf16"), bits("pred"), bits("f8e4m3fn")
+    (16, 8, 8)
+    """
+    if dtype in _BITS:
+        return _BITS[dtype]
+    digits = re.match(r"[a-z]+?(\d+)", dtype)  # f32, s64, bf16, f8e4m3fn
+    return int(digits[1]) if digits else 0
+
+
+# Which devices communicate: XLA's three spellings of groups, and their mesh axes.
+#
+# Pure functions over text. XLA numbers devices by their position in the mesh; a group
+# that is all members along some axes is named by these axes.
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}"
+)
+_PERMUTED = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?$")
+
+
+def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
+    """The groups of a collective, or the (source, target) pairs of a permutation.
+
+    >>> groups_of("channel_id=1, replica_groups={{0,1},{2,3}}, x=1", {"a": 4})
+    ((0, 1), (2, 3))
+    >>> groups_of("replica_groups=[2,2]<=[2,2]T(1,0), x=1", {"a": 4})
+    ((0, 2), (1, 3))
+    >>> groups_of("replica_groups=mesh['i'=2,'j'=2] {'i'}, x=1", {"a": 4})
+    ((0, 2), (1, 3))
+
+    Args:
+        attributes: the part of the operation's line behind its operands.
+        mesh: axis name to size; no groups at all means all devices.
+
+    Raises:
+        ValueError: no spelling that is known.
+    """
+    everyone = tuple(range(math.prod(mesh.values())))
+    if found := _LISTED.search(attributes):
+        listed = re.findall(r"\{([\d,]*)\}", found[1])
+        return tuple(_numbers(group) for group in listed) or (everyone,)
+    if found := _IOTA.search(attributes):
+        return _iota(*found.groups())
+    if found := _MESH.search(attributes):
+        return _along_axes(*found.groups())
+    if "replica_groups=" not in attributes:
+        return (everyone,)
+    spelling = attributes.split("replica_groups=", 1)[1][:80]
+    raise ValueError(
+        f"replica_groups={spelling!r} is spelled as no known XLA does. Allowed: lists, "
+        "iota and mesh. Report this with the versions of jax and jaxlib."
+    )
+
+
+@lru_cache(maxsize=4096)
+def axes_of(
+    groups: Groups, mesh: tuple[tuple[str, int], ...]
+) -> tuple[tuple[str, ...], int]:
+    """The mesh axes along which members of a group differ, and a group's size.
+
+    The size is smaller than the product of the axes' sizes where XLA goes along a part
+    of an axis only. Of (source, target) pairs the size counts all that they connect.
+
+    >>> axes_of(((0, 2), (1, 3)), (("data", 2), ("tensor", 2)))
+    (('data',), 2)
+
+    Raises:
+        ValueError: the groups name devices that the mesh has not.
+    """
+    sizes = [size for _, size in mesh]
+    highest = max((max(group, default=0) for group in groups), default=0)
+    if highest >= math.prod(sizes):
+        raise ValueError(
+            f"mesh={dict(mesh)} has {math.prod(sizes)} devices, but the program names "
+            f"number {highest}. Give the mesh that it was compiled for."
+        )
+    differs = np.zeros(len(sizes), bool)
+    for group in groups:
+        places = np.stack(np.unravel_index(np.asarray(group, int), sizes))
+        differs |= (places != places[:, :1]).any(axis=1)
+    names = tuple(name for (name, _), yes in zip(mesh, differs, strict=True) if yes)
+    return names, max(map(len, groups), default=1)
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text or ""))
+
+
+def _iota(shape: str, source: str, order: str | None) -> Groups:
+    sizes = _numbers(source)
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    if order:
+        numbers = numbers.transpose(_numbers(order))
+    return _rows(numbers.reshape(_numbers(shape)))
+
+
+def _along_axes(axes: str, devices: str | None, chosen: str) -> Groups:
+    sizes = {name: int(size) for name, size in re.findall(r"'?([^=,']+)'?=(\d+)", axes)}
+    numbers = _devices(devices, tuple(sizes.values()))
+    shape: list[int] = []
+    first: dict[str, int] = {}
+    parts = [_part(text) for text in chosen.split(",") if text.strip()]
+    cuts = {name: {1, size} for name, size in sizes.items()}
+    for name, before, size in parts:
+        cuts[name] |= {before, before * (size or sizes[name])}
+    for name in sizes:  # an axis becomes as many dims as it is cut into
+        first[name] = len(shape)
+        ends = sorted(cuts[name])
+        shape += [b // a for a, b in zip(ends, ends[1:], strict=False)]
+    grouped: list[int] = []
+    for name, before, size in parts:
+        ends = sorted(cuts[name])
+        last = ends.index(before * (size or sizes[name]))
+        grouped += range(first[name] + ends.index(before), first[name] + last)
+    others = [dim for dim in range(len(shape)) if dim not in grouped]
+    members = math.prod(shape[dim] for dim in grouped)
+    ordered = numbers.reshape(shape).transpose(*others, *grouped)
+    return _rows(ordered.reshape(-1, members))
+
+
+def _part(text: str) -> tuple[str, int, int]:
+    """Of `'x':(2)4` the axis, the product of what comes before, and the size."""
+    found = re.fullmatch(r"\s*'?([^':]+)'?(?::\((\d+)\)(\d+))?\s*", text)
+    if not found:
+        raise ValueError(f"{text!r} is no axis of a group: 'name' or 'name':(2)4.")
+    return found[1], int(found[2] or 1), int(found[3] or 0)
+
+
+def _devices(text: str | None, shape: Sequence[int]) -> np.ndarray:
+    """The devices of XLA's own mesh: counted through unless it says otherwise."""
+    found = _PERMUTED.match(text) if text else None
+    if text and not found:
+        return np.asarray(_numbers(text)).reshape(shape)
+    order = _numbers(found[3]) if found else ()
+    if found is None or not order:
+        return np.arange(math.prod(shape)).reshape(shape)
+    sizes = _numbers(found[2] or found[1])
+    return np.arange(math.prod(shape)).reshape(sizes).transpose(order).reshape(shape)
+
+
+def _rows(numbers: np.ndarray) -> Groups:
+    return tuple(tuple(int(n) for n in row) for row in numbers)
+
+
+# What a compiled XLA program communicates, trip counts of its loops included.
+#
+# Pure functions over text, for the spellings of jax 0.10 to 0.12 (reference section 4).
+
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
+
+_KINDS: Mapping[str, Kind] = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "permute",
+    # One member sends its operand to the others: as much as any of them receives.
+    "collective-broadcast": "permute",
+}
+_RENAMES = ("bitcast", "copy", "reshape", "transpose", "dynamic-slice", "slice")
+"""Operations that leave elements as they are."""
+_RUN_IN_PLACE = ("call", "fusion", "async", "while", "conditional")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledCollective(Collective):
+    """Communication in a compiled program. `where` is JAX's name of its origin."""
+
+    dtype: str
+    """Of the first operand, XLA's name."""
+    operands: tuple[tuple[int, ...], ...]
+    """Shapes of what one device gives; several where XLA combined collectives."""
+    group_size: int
+    """Devices that communicate with each other."""
+    trips_known: bool
+    """Whether XLA says how often each loop around it runs; else `trips` counts one."""
+    own_bytes: int
+    """As `num_bytes`, in the program's types: CPU moves 16-bit floats as 32 bits."""
+    name: str
+    """The operation's name in the text."""
+
+    @property
+    def widened(self) -> bool:
+        """Whether more is sent than the program says, in a wider type."""
+        return self.own_bytes < self.num_bytes
+
+
+def collectives(text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
+    """What the program communicates in one run, in the order of its text.
+
+    A -start and its -done are one. A collective of several arrays is one, with the sum
+    of their bytes. In a loop, `trips` is the product of the trip counts around it. Of
+    a conditional, the branch that communicates most bytes counts. Groups of a single
+    device communicate nothing and are left out.
+
+    Args:
+        text: of `Compiled.as_text()`, for a program over all devices of `mesh`.
+        mesh: axis name to size, slowest-varying first; the device of position i has
+            the number i in the program.
+
+    Raises:
+        ValueError: the text is no program, or its groups are not of this mesh.
+    """
+    program = parse(text)
+    return tuple(_collectives(program, program.entry, mesh, 1, True))
+
+
+def _collectives(
+    program: Program,
+    computation: str,
+    mesh: Mapping[str, int],
+    trips: int,
+    known: bool,
+) -> Iterator[CompiledCollective]:
+    lines = {line.name: line for line in program.computations.get(computation, ())}
+    for line in lines.values():
+        opcode = line.opcode.removesuffix("-start")
+        if opcode in _KINDS:
+            groups = groups_of(line.attributes, mesh)
+            axes, size = axes_of(groups, tuple(mesh.items()))
+            if axes:
+                own = _own_bytes(program, lines, line)
+                yield _collective(lines, line, own, axes, size, trips, known)
+        elif opcode in _RUN_IN_PLACE:
+            inner = trips * (line.trips or 1) if opcode == "while" else trips
+            sure = known and (opcode != "while" or line.trips is not None)
+            branches = [
+                list(_collectives(program, name, mesh, inner, sure))
+                for name in line.called
+            ]
+            if opcode == "conditional":
+                branches = [max(branches, key=_total, default=[])]
+            for branch in branches:
+                yield from branch
+
+
+def _collective(
+    lines: Mapping[str, Operation],
+    line: Operation,
+    own_bytes: int,
+    axes: tuple[str, ...],
+    group_size: int,
+    trips: int,
+    known: bool,
+) -> CompiledCollective:
+    kind = _KINDS[line.opcode.removesuffix("-start")]
+    given = [array for name in line.operands for array in lines[name].arrays]
+    times = group_size if kind == "all_gather" else 1
+    return CompiledCollective(
+        kind=kind,
+        axes=axes,
+        num_bytes=times * sum(array.num_bytes for array in given),
+        own_bytes=times * own_bytes,
+        trips=trips,
+        where=line.source,
+        dtype=given[0].dtype,
+        operands=tuple(array.shape for array in given),
+        group_size=group_size,
+        trips_known=known,
+        name=line.name,
+    )
+
+
+def _own_bytes(
+    program: Program, lines: Mapping[str, Operation], line: Operation
+) -> int:
+    """Bytes of the operands in the types that they had before XLA widened them."""
+    if "promoted" in line.attributes:  # XLA's name of a sum in a wider type
+        return sum(lines[name].num_bytes for name in line.operands) // 2
+    return sum(
+        lines[name].num_bytes // (2 if _is_widened(program, lines, lines[name]) else 1)
+        for name in line.operands
+    )
+
+
+def _is_widened(
+    program: Program, lines: Mapping[str, Operation], maker: Operation
+) -> bool:
+    """Whether a value of 32 bits is one of 16 bits that was converted before."""
+    while True:
+        if maker.opcode == "fusion":
+            body = program.computations[maker.called[0]]
+            lines, maker = {one.name: one for one in body}, body[-1]
+        source = lines.get(maker.operands[0]) if maker.operands else None
+        if source is None or not source.arrays:
+            return False
+        if maker.opcode == "convert":
+            before, after = (bits(one.arrays[0].dtype) for one in (source, maker))
+            return (before, after) == (16, 32)
+        if maker.opcode not in _RENAMES:
+            return False
+        maker = source
+
+
+def _total(found: list[CompiledCollective]) -> int:
+    return sum(one.num_bytes * one.trips for one in found)

@@ -1,0 +1,74 @@
+"""The cluster: which devices there are, how they are linked, and how fast both are.
+
+* `hardware`: a device type and a link as values, and how far their figures are trusted.
+* `catalog`: devices, links and machines that are known by name, each figure with its
+  source.
+* `topology`: a `Cluster` of pools and levels, read from a shorthand (`64x8xH100`), a
+  YAML or JSON file, or JAX's devices.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.planner.cluster.catalog import (
+        MACHINES,
+        canonical_name,
+        device_type,
+        machine,
+    )
+    from dtft.planner.cluster.hardware import (
+        UNCALIBRATED,
+        Accuracy,
+        CollectiveKind,
+        Curve,
+        DeviceType,
+        Efficiency,
+        Link,
+        LinkKind,
+        Platform,
+    )
+    from dtft.planner.cluster.topology import Cluster, Level, Pool, parse_pool
+
+_PUBLIC = {
+    "Accuracy": "hardware",
+    "Cluster": "topology",
+    "CollectiveKind": "hardware",
+    "Curve": "hardware",
+    "DeviceType": "hardware",
+    "Efficiency": "hardware",
+    "Level": "topology",
+    "Link": "hardware",
+    "LinkKind": "hardware",
+    "MACHINES": "catalog",
+    "Platform": "hardware",
+    "Pool": "topology",
+    "UNCALIBRATED": "hardware",
+    "canonical_name": "catalog",
+    "device_type": "catalog",
+    "machine": "catalog",
+    "parse_pool": "topology",
+}
+
+__all__ = [
+    "Accuracy",
+    "Cluster",
+    "CollectiveKind",
+    "Curve",
+    "DeviceType",
+    "Efficiency",
+    "Level",
+    "Link",
+    "LinkKind",
+    "MACHINES",
+    "Platform",
+    "Pool",
+    "UNCALIBRATED",
+    "canonical_name",
+    "device_type",
+    "machine",
+    "parse_pool",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

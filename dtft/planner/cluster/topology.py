@@ -1,0 +1,689 @@
+"""A cluster: pools of like devices, the links at each level, host memory; and how it is
+read.
+
+`Cluster.parse` takes a shorthand (`64x8xH100`) or the path of a YAML or JSON file,
+`Cluster.from_devices` JAX's devices.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dtft.planner import serialization
+from dtft.planner.cluster import catalog
+from dtft.planner.cluster.catalog import (
+    DEVICES,
+    Machine,
+    canonical_name,
+    link,
+    machine,
+    torus_link,
+)
+from dtft.planner.cluster.hardware import (
+    CATALOG,
+    Accuracy,
+    Curve,
+    DeviceType,
+    Efficiency,
+    Link,
+)
+
+_POOLS = "pools"
+_OF_HOSTS = ("hosts", _POOLS)
+"""Levels of which nothing is inside a host: the innermost has hosts of one device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """`size` devices, or groups of the level below, that a link joins."""
+
+    size: int
+    link: Link
+    """The port of one device at this level."""
+    name: str = ""
+    """What it joins: `devices` (of one host), `hosts`, or what a user calls it."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size={self.size} of level {self.name!r}. Allowed: >= 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Devices of one type, joined alike. Numbered with the innermost level fastest."""
+
+    device: DeviceType
+    levels: tuple[Level, ...] = ()
+    """Innermost (fastest) first: devices of a host, then hosts. A torus has a level
+    for each of its dimensions. None: a single device."""
+    host_link: Link | None = None
+    """From a device to its host's memory; None: the planner may not use that memory."""
+    host_memory_bytes: int = 0
+    """Host memory that each device may use for itself."""
+    accuracy: Accuracy | None = None
+    """Of its figures, where they were measured; None: as the catalog's."""
+
+    @property
+    def trust(self) -> Accuracy:
+        """How far predictions with its figures can be trusted."""
+        if self.accuracy is not None:
+            return self.accuracy
+        return replace(CATALOG, source=f"{CATALOG.source}: {self.device.source}")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all levels."""
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def words(self) -> str:
+        """Such as `64x8xh100`, outermost level first; of one device each: `3x1xcpu`."""
+        levels = [level for level in reversed(self.levels) if level.size > 1]
+        sizes = [str(level.size) for level in levels]
+        if levels and levels[-1].name in _OF_HOSTS:
+            sizes.append("1")
+        return "x".join([*sizes, self.device.name])
+
+    @property
+    def fabric_words(self) -> str:
+        """Its words and the kinds of its links, such as `2x8xh100 by NVLink and
+        InfiniBand`: the same for a shorthand and for the devices that it means, and
+        another one for as many devices that are joined in another way."""
+        kinds = dict.fromkeys(
+            level.link.kind for level in self.levels if level.size > 1
+        )
+        return f"{self.words} by {' and '.join(kinds)}" if kinds else self.words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """One pool, or several that a slower link joins."""
+
+    pools: tuple[Pool, ...]
+    between: Link | None = None
+    """The port of one device to other pools."""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.pools or (len(self.pools) > 1 and self.between is None):
+            raise ValueError(
+                f"cluster {self.name!r}: {len(self.pools)} pools, between="
+                f"{self.between}. Allowed: one pool, or several and the link between."
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all pools."""
+        return sum(pool.num_devices for pool in self.pools)
+
+    @property
+    def words(self) -> str:
+        """What it is, in one line."""
+        return self.name or "+".join(pool.words for pool in self.pools)
+
+    @property
+    def uniform(self) -> Pool:
+        """The whole cluster as one pool; equal pools become a level of it.
+
+        Raises:
+            ValueError: the pools are not alike.
+        """
+        first = self.pools[0]
+        if len(self.pools) == 1:
+            return first
+        if any(pool != first for pool in self.pools) or self.between is None:
+            raise ValueError(
+                f"cluster {self.words} has unlike pools: one SPMD program runs on like "
+                "devices only. Plan for one of its pools (`Cluster(pools=(pool,))`), "
+                f"such as {first.words}."
+            )
+        outer = Level(size=len(self.pools), link=self.between, name=_POOLS)
+        return replace(first, levels=(*first.levels, outer))
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits; the same for what costs the same.
+
+        Names and sources do not count, figures do.
+        """
+        text = json.dumps(_figures(asdict(self)), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @classmethod
+    def parse(cls, text: str) -> "Cluster":
+        """A cluster from a shorthand, or from a file (`.json`, `.yaml`, `.yml`).
+
+        Args:
+            text: `64x8xH100` (64 hosts of 8), `8xA100` (one host), `512xH100` (hosts
+                as the catalog has them), `h100` (one device), `16x16xv5e` (a torus),
+                `48xjean-zay` (hosts of a machine), `4x8xH100+4x8xA100` (two pools), or
+                the path of a file (its form stands below, above
+                `read_cluster_file`).
+
+        Raises:
+            ValueError: it cannot be read, or names a device or machine that the
+                catalog does not have; the text lists those that it has.
+        """
+        if not isinstance(text, str):
+            raise ValueError(
+                f"text={text!r:.80} is no text, but a {type(text).__name__}. Allowed: "
+                "such as '64x8xH100', or the path of a cluster file as a str."
+            )
+        if is_cluster_path(text):
+            return read_cluster_file(text)
+        return parse_shorthand(text)
+
+    @classmethod
+    def from_devices(
+        cls, devices: Sequence[Any], host_memory_bytes: int | None = None
+    ) -> "Cluster":
+        """The cluster that JAX's devices are (`jax.devices()`).
+
+        Reads attributes only: platform, device_kind, process_index, and, where they
+        have them, coords, slice_index and memory_stats().
+
+        Args:
+            devices: all of one type, alike in number on every host.
+            host_memory_bytes: memory of one host; default: of this machine.
+
+        Raises:
+            ValueError: no device, unlike devices or hosts, or a type that the catalog
+                does not have.
+        """
+        return cluster_of(devices, host_memory_bytes)
+
+    def to_json(self) -> str:
+        """The text of a file that `parse` reads."""
+        return json.dumps(_plain(self), indent=1)
+
+
+def _figures(items: Any) -> Any:
+    """A nested value without its names and sources."""
+    if isinstance(items, Mapping):
+        kept = {k: v for k, v in items.items() if k not in ("name", "source")}
+        return {key: _figures(value) for key, value in kept.items()}
+    if isinstance(items, frozenset):
+        return sorted(items)
+    if isinstance(items, list | tuple):
+        return [_figures(item) for item in items]
+    return items
+
+
+def _plain(value: Any) -> Any:
+    """Nested dataclasses as JSON has them, without what is not set."""
+    if hasattr(value, "__dataclass_fields__"):
+        items = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {key: _plain(item) for key, item in items.items() if item is not None}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+# Clusters in a few letters: `64x8xH100`, `8xA100`, `16x16xv5e`, `48xjean-zay`.
+#
+# Decides what a shorthand means, with the catalog's machines.
+
+
+_POOL = re.compile(r"((?:\d+x)*)(?!(?:\d+x)+$)(\S.*)", re.IGNORECASE)
+
+
+def parse_shorthand(text: str) -> Cluster:
+    """The cluster that a shorthand means; see `Cluster.parse`.
+
+    Raises:
+        ValueError: names an unknown device type or machine, or has sizes that do not
+            fit it.
+
+    >>> parse_shorthand("64x8xH100").num_devices, parse_shorthand("h100").num_devices
+    (512, 1)
+    >>> parse_shorthand("4x8xH100+4x8xA100").words
+    '4x8xh100+4x8xa100'
+    """
+    parts = [part.strip() for part in text.split("+")]
+    pools = tuple(parse_pool(part) for part in parts)
+    if len(pools) == 1:
+        return Cluster(pools=pools, name=canonical_name(text))
+    outside = [link(machine(_split(part)[1]).outside) for part in parts]
+    slowest = min(outside, key=lambda port: port.curve.bandwidth / port.shared_by)
+    name = "+".join(canonical_name(part) for part in parts)
+    return Cluster(pools=pools, between=slowest, name=name)
+
+
+def parse_pool(text: str) -> Pool:
+    """One pool of a shorthand, such as `64x8xH100`.
+
+    Raises:
+        ValueError: the name is unknown, or the sizes do not fit it.
+    """
+    sizes, name = _split(text)
+    found = machine(name)
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"cluster {text!r}: sizes must be 1 or more.")
+    if found.torus_dims:
+        levels = _torus(text, sizes, found)
+    else:
+        levels = _hosts(
+            text, sizes, found, of_hosts=canonical_name(name) not in DEVICES
+        )
+    per_host = max(1, found.per_host)
+    return Pool(
+        device=DEVICES[found.device],
+        levels=levels,
+        host_link=link(found.host_link) if found.host_link else None,
+        host_memory_bytes=found.host_memory_bytes // per_host,
+    )
+
+
+def _split(text: str) -> tuple[list[int], str]:
+    found = _POOL.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            f"cluster {text!r} cannot be read. Allowed: [HOSTSx][DEVICESx]NAME, such "
+            "as 64x8xH100, several joined by +, or the path of a .yaml or .json file."
+        )
+    return [int(size) for size in re.findall(r"\d+", found[1])], found[2]
+
+
+def _hosts(
+    text: str, sizes: list[int], found: Machine, *, of_hosts: bool
+) -> tuple[Level, ...]:
+    """Devices of a host, then hosts; a level of size 1 is left out."""
+    if len(sizes) > 2:
+        raise ValueError(
+            f"cluster {text!r} has {len(sizes)} sizes. Allowed: hosts and devices of a "
+            "host, such as 64x8xH100. Describe more levels in a file."
+        )
+    hosts, inside = _host_sizes(text, sizes, found, of_hosts)
+    made = []
+    if inside > 1:
+        made.append(Level(size=inside, link=link(found.inside), name="devices"))
+    if hosts > 1:
+        made.append(Level(size=hosts, link=link(found.outside), name="hosts"))
+    return tuple(made)
+
+
+def _host_sizes(
+    text: str, sizes: list[int], found: Machine, of_hosts: bool
+) -> tuple[int, int]:
+    """Hosts, and devices of each."""
+    if len(sizes) == 2:
+        return sizes[0], sizes[1]
+    if of_hosts:  # the name of a machine counts machines
+        return (sizes or [1])[0], found.per_host
+    number = (sizes or [1])[0]
+    if not found.per_host or number <= found.per_host:
+        return 1, number
+    if number % found.per_host:
+        raise ValueError(
+            f"cluster {text!r}: {number} devices do not fill hosts of "
+            f"{found.per_host}. Allowed: a multiple of {found.per_host}; or write how "
+            f"many hosts of how many, such as {number}x1x{found.device}."
+        )
+    return number // found.per_host, found.per_host
+
+
+def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
+    """A level for each dimension, and slices joined by the network."""
+    dims = found.torus_dims
+    if len(sizes) > dims + 1:
+        raise ValueError(
+            f"cluster {text!r} has {len(sizes)} sizes, but {found.device} is a torus "
+            f"of {dims} dimensions. Allowed: those, before them the number of slices."
+        )
+    slices, shape = 1, sizes
+    if len(sizes) == dims + 1:
+        slices, shape = sizes[0], sizes[1:]
+    elif len(sizes) <= 1:
+        slices, shape = _slices(text, (sizes or [1])[0], found)
+    made = [
+        Level(size=size, link=torus_link(found, size), name=f"torus {number}")
+        for number, size in enumerate(reversed(shape))
+        if size > 1
+    ]
+    if slices > 1:
+        made.append(Level(size=slices, link=link(found.outside), name="slices"))
+    return tuple(made)
+
+
+def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
+    """Slices, and the most cubic torus of each, for a number of devices."""
+    slices = -(-number // found.pod)
+    if number % slices:
+        raise ValueError(
+            f"cluster {text!r}: a {found.device} pod has {found.pod} devices, and "
+            f"{number} do not divide into {slices} pods. Write SLICESxSIZESx"
+            f"{found.device}."
+        )
+    each = number // slices
+    divisors = [size for size in range(1, each + 1) if each % size == 0]
+    shapes = product(divisors, repeat=found.torus_dims - 1)
+    whole = [shape for shape in shapes if each % math.prod(shape) == 0]
+    cubic = min(([*s, each // math.prod(s)] for s in whole), key=lambda s: (sum(s), s))
+    return slices, sorted(cubic)
+
+
+# Clusters that the catalog does not have, described in a YAML or JSON file.
+#
+#     name: two kinds
+#     pools:
+#       - shorthand: 4x8xh100          # a pool as on the command line, or:
+#       - device: a100                 # of the catalog, or a mapping (`DeviceType`)
+#         levels:                      # innermost first
+#           - {size: 4, link: nvlink-3}
+#           - size: 2
+#             name: hosts              # tells hosts of one device from devices of one
+#             link: {kind: Ethernet, latency_s: 20.0e-6, bandwidth: 12.5e9}
+#         host_link: pcie-4
+#         host_memory_bytes: 64.0e9    # that each device may use
+#     between: ethernet-100g           # needed for several pools
+#
+# What `Cluster.to_json` writes is read too. A key that does not exist is an error.
+
+
+_SUFFIXES = (".json", ".yaml", ".yml")
+_CURVE = frozenset(field.name for field in fields(Curve))
+
+
+def is_cluster_path(text: str) -> bool:
+    """Whether a text names a file and is no shorthand."""
+    return text.lower().endswith(_SUFFIXES)
+
+
+def read_cluster_file(path: str | Path) -> Cluster:
+    """The cluster of a file.
+
+    Raises:
+        ValueError: no such file, no YAML or JSON, or not a cluster; names the key.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ValueError(f"cluster file {path}: {error.strerror}.") from error
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"cluster file {path} is no text. Allowed: YAML or JSON, as "
+            "`dtft.planner.cluster.topology` describes it."
+        ) from None
+    try:
+        return cluster_from_text(text)
+    except ValueError as error:
+        raise ValueError(f"cluster file {path}: {error}") from error
+
+
+def cluster_from_text(text: str) -> Cluster:
+    """The cluster of a file's text (YAML, of which JSON is a part).
+
+    Raises:
+        ValueError: no YAML, or not a cluster; names the key.
+
+    >>> cluster_from_text("{pools: [{shorthand: 2x8xa100}]}").num_devices
+    16
+    """
+    try:
+        items = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"neither YAML nor JSON: {error}") from error
+    items = _checked(items, Cluster, "cluster")
+    pools = items.get("pools")
+    if not isinstance(pools, list):
+        raise ValueError(f"pools={pools!r}. Allowed: a list of pools.")
+    between = items.get("between")
+    return Cluster(
+        pools=tuple(
+            _pool_of_mapping(item, f"pools[{n}]") for n, item in enumerate(pools)
+        ),
+        between=None if between is None else _link(between, "between"),
+        name=str(items.get("name", "")),
+    )
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose keys each stand once in their mapping."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        scalars = [pair for pair in node.value if isinstance(pair[0], yaml.ScalarNode)]
+        line = node.start_mark.line + 1
+        serialization.mapping_once(
+            ((key.value, value) for key, value in scalars),
+            f"the mapping that begins in line {line}",
+        )
+        return super().construct_mapping(node, deep)
+
+
+def _checked(
+    items: Any, of: Any, where: str, more: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """A mapping that has only fields of a dataclass, and all that it needs."""
+    if not isinstance(items, Mapping):
+        raise ValueError(f"{where}={items!r}. Allowed: a mapping of its fields.")
+    known: dict[str, Field[Any]] = {field.name: field for field in fields(of)}
+    if strange := [str(key) for key in items if key not in {*known, *more}]:
+        raise ValueError(
+            f"{where}.{strange[0]} does not exist. Allowed: "
+            f"{', '.join([*known, *sorted(more)])}."
+        )
+    return dict(items)
+
+
+def _built(of: Any, items: Mapping[str, Any], where: str) -> Any:
+    """The dataclass, once its nested values are made; texts become numbers."""
+    needed = [
+        field.name
+        for field in fields(of)
+        if field.default is MISSING and field.default_factory is MISSING
+    ]
+    if missing := [name for name in needed if name not in items]:
+        raise ValueError(
+            f"{where}.{missing[0]} is missing. Needed: {', '.join(needed)}."
+        )
+    hints = {field.name: field.type for field in fields(of)}
+    try:
+        made = {key: _number(key, value, hints[key]) for key, value in items.items()}
+        return of(**made)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _number(name: str, value: Any, hint: Any) -> Any:
+    """YAML reads 5e-6 as text and 64.0e9 as a float; here the field decides."""
+    if hint not in (int, float):
+        return value
+    what = "a whole number" if hint is int else "a number, such as 12.5e9"
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is no number. Allowed: {what}.") from None
+    if hint is int and not number.is_integer():
+        raise ValueError(f"{name}={value!r} is no whole number. Allowed: {what}.")
+    return hint(number)
+
+
+def _pool_of_mapping(items: Any, where: str) -> Pool:
+    if isinstance(items, str):
+        return parse_pool(items)
+    if isinstance(items, Mapping) and set(items) == {"shorthand"}:
+        return parse_pool(str(items["shorthand"]))
+    found = _checked(items, Pool, where, frozenset({"shorthand"}))
+    if "shorthand" in found:
+        raise ValueError(f"{where}.shorthand stands alone. Leave the other keys out.")
+    if "device" in found:
+        found["device"] = _device(found["device"], f"{where}.device")
+    found["levels"] = tuple(
+        _level(item, f"{where}.levels[{number}]")
+        for number, item in enumerate(found.get("levels", ()))
+    )
+    if found.get("host_link") is not None:
+        found["host_link"] = _link(found["host_link"], f"{where}.host_link")
+    if "accuracy" in found:
+        given = _checked(found["accuracy"], Accuracy, f"{where}.accuracy")
+        found["accuracy"] = _built(Accuracy, given, f"{where}.accuracy")
+    return _built(Pool, found, where)
+
+
+def _level(items: Any, where: str) -> Level:
+    found = _checked(items, Level, where)
+    if "link" in found:
+        found["link"] = _link(found["link"], f"{where}.link")
+    return _built(Level, found, where)
+
+
+def _device(items: Any, where: str) -> DeviceType:
+    if isinstance(items, str):
+        return catalog.device_type(items)
+    found = {"source": "cluster file", **_checked(items, DeviceType, where)}
+    if "efficiency" in found:
+        given = _checked(found["efficiency"], Efficiency, f"{where}.efficiency")
+        found["efficiency"] = _built(Efficiency, given, f"{where}.efficiency")
+    if isinstance(found.get("peak_flops"), Mapping):
+        found["peak_flops"] = {k: float(v) for k, v in found["peak_flops"].items()}
+    if found.get("kernels") is not None:
+        found["kernels"] = frozenset(found["kernels"])
+    if "tile" in found:
+        found["tile"] = tuple(found["tile"])
+    return _built(DeviceType, found, where)
+
+
+def _link(items: Any, where: str) -> Link:
+    """A link of the catalog, or a mapping; the curve's figures may stand beside it."""
+    if isinstance(items, str):
+        return catalog.link(items)
+    found = {"source": "cluster file", **_checked(items, Link, where, _CURVE)}
+    beside = {key: found.pop(key) for key in _CURVE & set(found)}
+    found["curve"] = _curve(found.get("curve", beside), f"{where}.curve")
+    found["measured"] = {
+        kind: _by_number(curves, f"{where}.measured.{kind}", _curve)
+        for kind, curves in found.get("measured", {}).items()
+    }
+    for name in ("meeting", "ahead"):
+        found[name] = _by_number(
+            found.get(name, {}),
+            f"{where}.{name}",
+            lambda item, name: _number(name, item, float),
+        )
+    return _built(Link, found, where)
+
+
+def _by_number(
+    items: Mapping[Any, Any], where: str, build: Callable[[Any, str], Any]
+) -> dict[int, Any]:
+    """What is known for numbers of devices; texts of one number are one key."""
+    built = ((int(n), build(item, f"{where}.{n}")) for n, item in items.items())
+    return serialization.mapping_once(built, where)
+
+
+def _curve(items: Any, where: str) -> Curve:
+    return _built(Curve, _checked(items, Curve, where), where)
+
+
+# The cluster that JAX's devices are: their attributes, completed by the catalog.
+#
+# Reads attributes of what it is given and runs nothing.
+
+
+def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> Cluster:
+    """The cluster of a list of devices; see `Cluster.from_devices`.
+
+    Raises:
+        ValueError: there are none, they or their hosts are unlike, or the catalog does
+            not have their type.
+    """
+    if not devices:
+        raise ValueError("devices is empty. Give `jax.devices()`.")
+    kinds = Counter(device.device_kind for device in devices)
+    if len(kinds) > 1:
+        raise ValueError(
+            f"devices are of {len(kinds)} types ({_counts(kinds)}). One jit runs on "
+            "like devices only: give those of one type."
+        )
+    hosts = Counter(_host(device) for device in devices)
+    if len(set(hosts.values())) > 1:
+        raise ValueError(
+            f"hosts have unlike numbers of devices ({_counts(hosts)}). Give as many of "
+            "each, or describe the cluster in a file (`dtft.planner.cluster.topology`)."
+        )
+    per_host = len(devices) // len(hosts)
+    if host_memory_bytes is None:
+        host_memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = host_memory_bytes // per_host
+    if devices[0].platform == "cpu":  # processes are mostly on one machine
+        memory = host_memory_bytes // len(devices)
+    return Cluster(pools=(_found_pool(devices, len(hosts), memory),))
+
+
+def _host(device: Any) -> int:
+    """Devices of a number communicate fast: JAX's `slice_index` on GPUs (one host, or
+    one NVLink domain of many), else the process."""
+    if device.platform in ("gpu", "cuda", "rocm"):
+        found = getattr(device, "slice_index", None)
+        return device.process_index if found is None else found
+    return device.process_index
+
+
+def _found_pool(devices: Sequence[Any], num_hosts: int, memory: int) -> Pool:
+    first = devices[0]
+    found = _type(first, memory)
+    machine = catalog.MACHINES[found.name]
+    if machine.torus_dims and (levels := _found_torus(devices, machine)):
+        shape = levels
+    else:
+        shape = (
+            Level(
+                size=len(devices) // num_hosts,
+                link=catalog.link(machine.inside),
+                name="devices",
+            ),
+            Level(size=num_hosts, link=catalog.link(machine.outside), name="hosts"),
+        )
+    return Pool(
+        device=found,
+        levels=tuple(level for level in shape if level.size > 1),
+        host_link=catalog.link(machine.host_link) if machine.host_link else None,
+        host_memory_bytes=memory,
+    )
+
+
+def _type(device: Any, memory: int) -> DeviceType:
+    """The catalog's type, with the memory that this device says it has."""
+    found = catalog.device_type_of_kind(device.device_kind)
+    if found is None:
+        catalog.unknown(
+            "device type", device.device_kind, catalog.DEVICES, catalog.DEVICES
+        )
+    if device.platform == "cpu":
+        return replace(found, memory_bytes=memory)
+    stats = getattr(device, "memory_stats", lambda: None)()
+    limit = stats.get("bytes_limit") if isinstance(stats, Mapping) else None
+    return replace(found, memory_bytes=int(limit)) if limit else found
+
+
+def _found_torus(devices: Sequence[Any], machine: catalog.Machine) -> tuple[Level, ...]:
+    """A level for each coordinate that differs, and slices; () if they have none."""
+    coordinates = [getattr(device, "coords", None) for device in devices]
+    if any(found is None for found in coordinates):
+        return ()
+    sizes = [len(set(values)) for values in zip(*coordinates, strict=True)]
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    made = [
+        Level(size=size, link=catalog.torus_link(machine, size), name=f"torus {number}")
+        for number, size in enumerate(sizes)
+    ]
+    network = Level(size=slices, link=catalog.link(machine.outside), name="slices")
+    return (*made, network)
+
+
+def _counts(found: Counter[Any]) -> str:
+    return ", ".join(f"{number} x {name}" for name, number in found.most_common())

@@ -1,0 +1,301 @@
+"""Calibrations: measured figures of a device type and its links, their file, and past
+runs.
+
+`apply_calibration` puts a calibration on a cluster; `learn` corrects one by what steps
+of past runs took.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from dtft.planner import serialization
+from dtft.planner.cluster import (
+    UNCALIBRATED,
+    Accuracy,
+    Cluster,
+    Efficiency,
+    Level,
+    Link,
+    Pool,
+)
+from dtft.planner.cost.fitting import Fit, fit
+
+# Calibrations: measured scalars of a device type and fabric, their file, their use.
+#
+# Decides what a calibration may be applied to and how exact it is.
+
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What `dtft calibrate` found on one type of device in one fabric.
+
+    Never carry one to another cluster: scalars that rank plans well on one rank them
+    badly on another (reference section 3).
+    """
+
+    device: str
+    """Name of the device type, as in the catalog."""
+    fabric: tuple[str, ...]
+    """`link_key` of each level measured, innermost first."""
+    num_devices: int
+    """Devices that were busy while it was measured."""
+    software: str
+    """Versions that it holds for, such as `jax 0.10.2`."""
+    peak_flops: Mapping[str, float]
+    memory_bandwidth: float
+    efficiency: Efficiency
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """`link_key` of the catalog's link to the measured one."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Scalar to its relative standard error."""
+    residuals: Mapping[str, float] = field(default_factory=dict)
+    """What was fitted (`matmul`, `memory`, ...) to its median relative error."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """Level 2: term of a prediction to the factor that past runs gave."""
+    num_runs: int = 0
+    """Level 2: past runs behind `scales`."""
+
+    @property
+    def level(self) -> int:
+        """1 measured, 2 also fitted to past runs (0, the catalog, has no file)."""
+        return 2 if self.scales else 1
+
+    @property
+    def source(self) -> str:
+        """Where the constants come from, in a line."""
+        runs = f", {self.num_runs} past runs" if self.num_runs else ""
+        what = f"{self.num_devices} x {self.device}, {self.software}{runs}"
+        return f"calibration level {self.level} ({what})"
+
+    @property
+    def term_errors(self) -> Mapping[str, float]:
+        """Relative error of a prediction's terms; see `Accuracy.interval_s`.
+
+        Past runs, where there are some, say it of the whole step.
+        """
+        if self.num_runs:
+            return dict.fromkeys(UNCALIBRATED, self.residuals["runs"])
+        matmul = self.residuals.get("matmul", UNCALIBRATED["compute"])
+        shared = [v for k, v in self.residuals.items() if k.startswith("collectives")]
+        return {
+            "compute": max(matmul, self.residuals.get("memory", 0.0)),
+            "collectives": max(shared, default=UNCALIBRATED["collectives"]),
+        }
+
+    def to_json(self) -> str:
+        """The calibration as JSON, versioned."""
+        return serialization.write_versioned(self, SCHEMA)
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Calibration":
+        """The calibration of a file that `dtft calibrate --out` wrote.
+
+        Raises:
+            ValueError: it cannot be read, or is not a calibration.
+        """
+        try:
+            return cls.from_json(Path(path).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ValueError(
+                f"calibration {path} cannot be read ({why}). Allowed: a file that "
+                "`dtft calibrate --out` wrote."
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"calibration {path}: {error}") from None
+
+    @classmethod
+    def from_json(cls, text: str) -> "Calibration":
+        """The calibration of `to_json`.
+
+        Raises:
+            ValueError: no JSON, another version, or not a calibration.
+        """
+        return serialization.read_versioned(
+            text,
+            Calibration,
+            name="calibration",
+            schema=SCHEMA,
+            again="Measure again with `dtft calibrate`.",
+            check=_check,
+        )
+
+
+def _check(calibration: Calibration) -> None:
+    """Refuses what past runs did not say of themselves.
+
+    Raises:
+        ValueError: names the field.
+    """
+    if calibration.num_runs and "runs" not in calibration.residuals:
+        raise ValueError(
+            f"num_runs={calibration.num_runs}, and residuals has no 'runs'. Allowed: "
+            "both, or none"
+        )
+
+
+def link_key(link: Link) -> str:
+    """What identifies a link of the catalog.
+
+    >>> from dtft.planner.cluster.catalog import link
+    >>> link_key(link("ib-400g")), link_key(link("opa-100g-half"))
+    ('InfiniBand 48 GB/s', 'InfiniBand 11.5 GB/s for 2')
+    """
+    shared = f" for {link.shared_by}" if link.shared_by > 1 else ""
+    return f"{link.kind} {link.curve.bandwidth / 1e9:g} GB/s{shared}"
+
+
+def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
+    """The cluster with measured figures in place of the catalog's.
+
+    Pools of other device types and links that were not measured stay as they are.
+
+    Raises:
+        ValueError: no pool of the cluster has the device type, or none of its links
+            was measured though some were.
+    """
+    like = [pool.device.name == calibration.device for pool in cluster.pools]
+    if not any(like):
+        names = ", ".join(sorted({pool.device.name for pool in cluster.pools}))
+        raise ValueError(
+            f"the calibration is of {calibration.device}, the cluster {cluster.words} "
+            f"has {names}. Measure there with `dtft calibrate`, or leave it out."
+        )
+    keys = {link_key(level.link) for pool in cluster.pools for level in pool.levels}
+    if calibration.links and keys and not keys & set(calibration.links):
+        raise ValueError(
+            f"the calibration is of {', '.join(calibration.links)}, the cluster "
+            f"{cluster.words} has {', '.join(sorted(keys))}. Never carry a calibration "
+            "to another fabric: measure there with `dtft calibrate`."
+        )
+    pools = tuple(
+        _pool(pool, calibration) if fits else pool
+        for pool, fits in zip(cluster.pools, like, strict=True)
+    )
+    return replace(cluster, pools=pools)
+
+
+def _pool(pool: Pool, calibration: Calibration) -> Pool:
+    device = replace(
+        pool.device,
+        peak_flops=calibration.peak_flops,
+        memory_bandwidth=calibration.memory_bandwidth,
+        efficiency=calibration.efficiency,
+        source=calibration.source,
+    )
+    levels = tuple(_level(level, calibration) for level in pool.levels)
+    accuracy = Accuracy(
+        source=calibration.source,
+        errors=dict(calibration.term_errors),
+        scales=dict(calibration.scales),
+    )
+    return replace(pool, device=device, levels=levels, accuracy=accuracy)
+
+
+def _level(level: Level, calibration: Calibration) -> Level:
+    link = calibration.links.get(link_key(level.link), level.link)
+    return replace(level, link=link)
+
+
+# Level 2 of calibration: what past runs say about the terms of predictions.
+#
+# A log has a line per run: what was predicted, by term, and what a step really took.
+# From it one factor per term, drawn towards 1 as long as runs are few. Pure; the caller
+# reads and writes the file.
+
+
+SPREAD = 0.3
+"""Standard deviation, as a logarithm, expected of a term's factor before any run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastRun:
+    """One run: the plan's prediction before level 2, and the median step."""
+
+    device: str
+    fabric: tuple[str, ...]
+    software: str
+    plan: str
+    """Hash of the plan, or its words."""
+    terms: Mapping[str, float]
+    """Predicted seconds by term, without `Calibration.scales`."""
+    step_s: float
+    """Measured."""
+
+    def to_json(self) -> str:
+        """A line of the log."""
+        return json.dumps(asdict(self))
+
+
+def read_log(text: str) -> list[PastRun]:
+    """The runs of a log, one JSON object a line; empty lines count nothing.
+
+    Raises:
+        ValueError: a line is no run; names its number.
+    """
+    runs = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                runs.append(
+                    serialization.build_typed(PastRun, serialization.parse_once(line))
+                )
+            except ValueError as error:
+                raise ValueError(
+                    f"line {number} of the log of runs is no run ({error}). Remove it."
+                ) from None
+    return runs
+
+
+def of_cluster(runs: Iterable[PastRun], calibration: Calibration) -> list[PastRun]:
+    """The runs that a calibration may learn from: same device, fabric and software."""
+    key = (calibration.device, calibration.fabric, calibration.software)
+    return [run for run in runs if (run.device, run.fabric, run.software) == key]
+
+
+def fit_terms(runs: Sequence[PastRun]) -> Fit:
+    """One factor per term with which predictions are closest to what was measured.
+
+    A term that no run has a share in keeps 1.
+
+    Raises:
+        ValueError: no runs.
+    """
+    if not runs:
+        raise ValueError("runs is empty. Train with a plan first; its log has them.")
+    names = sorted({name for run in runs for name in run.terms})
+    seconds = np.array([[run.terms.get(name, 0.0) for name in names] for run in runs])
+    return fit(
+        lambda values: seconds @ np.array([values[name] for name in names]),
+        dict.fromkeys(names, 1.0),
+        [run.step_s for run in runs],
+        spread=SPREAD,
+    )
+
+
+def learn(calibration: Calibration, runs: Iterable[PastRun]) -> Calibration:
+    """A calibration of level 2, from those runs that are of its cluster.
+
+    Without any it stays as it is.
+    """
+    own = of_cluster(runs, calibration)
+    if not own:
+        return calibration
+    found = fit_terms(own)
+    return replace(
+        calibration,
+        scales=found.values,
+        num_runs=len(own),
+        residuals={**calibration.residuals, "runs": found.residual},
+        errors={
+            **calibration.errors,
+            **{f"scale {name}": error for name, error in found.errors.items()},
+        },
+    )

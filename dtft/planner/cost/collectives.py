@@ -1,0 +1,308 @@
+"""How long a collective takes among the devices along mesh axes, and what of it
+computing hides.
+
+Formulas of reference section 7, for each algorithm that `dtft.collectives` has and for
+hierarchical ones, over the levels that the devices lie on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from dtft.planner.cluster import CollectiveKind, Curve, Link
+from dtft.planner.cost.mesh_topology import Group, Groups
+
+# How long a collective takes among the devices along mesh axes.
+#
+# Formulas of reference section 7, for each algorithm that `dtft.collectives` has and
+# for hierarchical ones, over the levels that the devices lie on. A ring (or tree) that
+# spans hosts uses the ports of all its members there, as backends do.
+
+
+Algorithm = Literal["best", "ring", "tree", "gather", "hierarchical", "direct"]
+
+
+def collective_s(
+    kind: CollectiveKind, num_bytes: Any, group: Group, algorithm: Algorithm = "best"
+) -> Any:
+    """Seconds of one collective in which every device of the group takes part.
+
+    Args:
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all or permute (a shift by
+            one).
+        num_bytes: of the larger of a device's operand and its result; a number or an
+            array of them.
+        group: of `group_of`.
+        algorithm: `best` is the fastest of those that the kind has, or the first where
+            times of the kind were measured. Tree and gather are only for all_reduce,
+            `direct` for all_to_all and permute.
+
+    Returns:
+        Seconds, of the shape of `num_bytes`; 0 for one device or no bytes.
+
+    Raises:
+        ValueError: an unknown kind or algorithm, or one that the kind does not have.
+
+    >>> from dtft.planner.cluster.hardware import Curve
+    >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
+    >>> link = Link(kind="NVLink", curve=port, source="")
+    >>> group = Group(sizes=(4,), links=(link,))
+    >>> round(collective_s("all_reduce", 1e6, group, "ring") * 1e6)
+    1506
+    >>> round(collective_s("all_reduce", 1e6, group, "tree") * 1e6)
+    2004
+    """
+    if kind not in get_args(CollectiveKind):
+        raise ValueError(
+            f"kind={kind!r} is no collective. Allowed: "
+            f"{', '.join(get_args(CollectiveKind))}."
+        )
+    ways = _WAYS[kind]
+    if algorithm not in (*ways, "best"):
+        raise ValueError(
+            f"algorithm={algorithm!r} of {kind} is unknown. Allowed: "
+            f"{', '.join(ways)}, best."
+        )
+    many = np.ndim(num_bytes) > 0
+    if not group.sizes:
+        return np.zeros(np.shape(num_bytes)) if many else 0.0
+    hops = _hops(kind, group)
+    native = len(hops) == 1 and kind in group.links[0].measured
+    if algorithm != "best":
+        chosen = [ways[algorithm]]
+    else:  # what was measured is the backend's own choice already
+        chosen = list(ways.values())[: 1 if native else None]
+    sizes = np.asarray(num_bytes, float) if many else num_bytes
+    times = [way(kind, sizes, hops) for way in chosen]
+    if not many:
+        return float(min(times)) if num_bytes > 0 else 0.0
+    fastest = np.minimum.reduce(np.broadcast_arrays(*times))
+    return np.where(sizes > 0, fastest, 0.0)
+
+
+def collectives_s(
+    kind: CollectiveKind, num_bytes: np.ndarray, groups: Groups, which: np.ndarray
+) -> np.ndarray:
+    """Seconds of many collectives of a kind: see `collective_s`.
+
+    Args:
+        kind: of collective.
+        num_bytes: of each; [..., collectives].
+        groups: the groups among which they are.
+        which: the group of each.
+
+    Returns:
+        Seconds, of the shape of `num_bytes`.
+    """
+    seconds = np.zeros(num_bytes.shape)
+    alike, used = groups.alike(kind)[which], groups.sizes > 1
+    for number in np.flatnonzero(np.bincount(alike)):
+        rows = np.flatnonzero(alike == number)
+        found = which[rows]
+        levels = np.flatnonzero(used[found[0]]).tolist()
+        sizes: list[Any] = [groups.sizes[found, level] for level in levels]
+        group = Group(
+            sizes=tuple(float(n[0]) if (n == n[0]).all() else n for n in sizes),
+            links=tuple(groups.links[level] for level in levels),
+        )
+        seconds[..., rows] = collective_s(kind, num_bytes[..., rows], group)
+    return seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hop:
+    """One level of a group, or the same level of groups of many sizes."""
+
+    size: Any
+    """Members, or parts of the level below that have members."""
+    inner: Any
+    """Members of each part."""
+    link: Link
+    curve: Curve
+
+    def seconds(self, num_bytes: Any, senders: float = 1.0, alone: bool = False) -> Any:
+        """Seconds of bytes through the ports of some devices.
+
+        Args:
+            num_bytes: that they send together.
+            senders: devices that send.
+            alone: members of the same part leave a shared port to the sender.
+        """
+        sharing = self.link.shared_by
+        if alone:
+            sharing = sharing / np.minimum(sharing, self.inner)
+        sent = num_bytes / senders + self.curve.half_bytes
+        return sent * sharing / self.curve.bandwidth
+
+
+_Hops = Sequence[_Hop]
+
+
+def _hops(kind: CollectiveKind, group: Group) -> _Hops:
+    levels = zip(group.sizes, group.inner, group.links, strict=True)
+    return [
+        _Hop(size=size, inner=inner, link=link, curve=link.curve_of(kind, size))
+        for size, inner, link in levels
+    ]
+
+
+def _members(hops: _Hops) -> Any:
+    return np.round(hops[-1].size * hops[-1].inner)
+
+
+def _alpha(hops: _Hops) -> float:
+    """Latency of the slowest hop: the others wait for it in every round."""
+    return max(hop.curve.latency_s for hop in hops)
+
+
+def _most(times: list[Any]) -> Any:
+    """The longest; levels carry what they have to at the same time."""
+    if any(isinstance(time, np.ndarray) for time in times):
+        return np.maximum.reduce(np.broadcast_arrays(*times))
+    return max(times)
+
+
+def _slowest(num_bytes: Any, hops: _Hops) -> Any:
+    """Seconds of bytes through each level at once, by all ports that a part has."""
+    return _most([hop.seconds(num_bytes, hop.inner) for hop in hops])
+
+
+def _rounds(kind: CollectiveKind) -> int:
+    return 2 if kind == "all_reduce" else 1
+
+
+def _ring(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
+    n = _members(hops)
+    sent = (n - 1) / n * _slowest(num_bytes, hops)
+    return _rounds(kind) * ((n - 1) * _alpha(hops) + sent)
+
+
+def _tree(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
+    latency = sum(np.log2(hop.size) * hop.curve.latency_s for hop in hops)
+    return _rounds(kind) * (latency + _slowest(num_bytes, hops))
+
+
+def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
+    """Everything to one device and back: 2 alpha + 2 n S / B of that device's port."""
+    sent = _members(hops) * hops[-1].seconds(num_bytes, alone=True)
+    return _rounds(kind) * (_alpha(hops) + sent)
+
+
+def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
+    """Level by level: inside groups, then between them on what is left.
+
+    On a torus each dimension is such a level, and as many parts of the array go round
+    at once, each beginning with another dimension.
+    """
+    torus = all(hop.link.kind == "ICI" for hop in hops)
+    parts = len(hops) if torus else 1
+    seconds: Any = 0.0
+    for hop in hops:
+        sent = hop.seconds(num_bytes / hop.inner) / parts
+        latency = (hop.size - 1) * hop.curve.latency_s
+        seconds = seconds + latency + (hop.size - 1) / hop.size * sent
+    return _rounds(kind) * seconds
+
+
+def _passed(hop: _Hop) -> Any:
+    """Links that a byte passes: on a ring of a torus a quarter of it on the average."""
+    return np.maximum(1.0, hop.size / 4) if hop.link.kind == "ICI" else 1.0
+
+
+def _direct(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
+    """All-to-all: each level carries what leaves its parts, all at once."""
+    n = _members(hops)
+    sent = [(n - h.inner) / n * _passed(h) * h.seconds(num_bytes) for h in hops]
+    return (n - 1) * _alpha(hops) + _most(sent)
+
+
+def _staged(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
+    """All-to-all inside groups, then between them: fewer messages, more bytes."""
+    seconds: Any = 0.0
+    for hop in hops:
+        sent = (hop.size - 1) / hop.size * _passed(hop) * hop.seconds(num_bytes)
+        seconds = seconds + (hop.size - 1) * hop.curve.latency_s + sent
+    return seconds
+
+
+def _shift(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
+    """Every device to its neighbour; one of each part crosses the level."""
+    return _most(
+        [hop.curve.latency_s + hop.seconds(num_bytes, alone=True) for hop in hops]
+    )
+
+
+_Way = Callable[[CollectiveKind, Any, _Hops], Any]
+
+_WAYS: Mapping[CollectiveKind, Mapping[str, _Way]] = {
+    "all_reduce": {
+        "ring": _ring, "tree": _tree, "gather": _gather, "hierarchical": _hierarchical
+    },
+    "all_gather": {"ring": _ring, "hierarchical": _hierarchical},
+    "reduce_scatter": {"ring": _ring, "hierarchical": _hierarchical},
+    "all_to_all": {"direct": _direct, "hierarchical": _staged},
+    "permute": {"direct": _shift},
+}  # fmt: skip
+"""The ways of each kind; the first is what backends do by default."""
+
+
+# What it takes that members of a group meet, and what of it computing hides.
+#
+# Times of collectives are measured some behind each other, where all members but those
+# of the first are there already. In a step they come at unlike times, each from its own
+# computing, most of all where processes share cores, and who waits has to be woken:
+# `Link.meeting`. Where a collective waits for nothing, a device computes meanwhile:
+# `Link.ahead`. Both are measured where they were found to matter.
+
+
+def meeting_s(group: Group) -> float:
+    """Seconds of a group; of several levels those of the slowest.
+
+    Args:
+        group: of `group_of`.
+    """
+    return _slowest_meeting(group.sizes, group.links)
+
+
+def meetings_s(groups: Groups) -> np.ndarray:
+    """The same of each of many groups.
+
+    Args:
+        groups: any; one that uses no level takes nothing.
+
+    Returns:
+        Seconds; [groups].
+    """
+    if not any(link.meeting for link in groups.links):
+        return np.zeros(len(groups.sizes))
+    return np.array(
+        [_slowest_meeting(sizes, groups.links) for sizes in groups.sizes.tolist()]
+    )
+
+
+def hidden(group: Group) -> float:
+    """Share of a gather that computing hides, if it waits for none of it.
+
+    Args:
+        group: of `group_of`; of several levels the one that hides least counts.
+    """
+    return _least(group.sizes, group.links)
+
+
+def hiddens(groups: Groups) -> np.ndarray:
+    """The same of each of many groups; float [groups]."""
+    if not any(link.ahead for link in groups.links):
+        return np.zeros(len(groups.sizes))
+    return np.array([_least(sizes, groups.links) for sizes in groups.sizes.tolist()])
+
+
+def _slowest_meeting(sizes: Sequence[float], links: Sequence[Link]) -> float:
+    each = (link.meeting_s(size) for size, link in zip(sizes, links, strict=True))
+    return max(each, default=0.0)
+
+
+def _least(sizes: Sequence[float], links: Sequence[Link]) -> float:
+    used = [(n, link) for n, link in zip(sizes, links, strict=True) if n > 1]
+    return min((link.hidden(n) for n, link in used), default=0.0)

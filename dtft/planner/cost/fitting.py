@@ -1,0 +1,453 @@
+"""From measured times to the scalars of the cost model, with their errors.
+
+Every fit is of logarithms, by soft-L1 least squares: outliers count little, and short
+times count as much as long ones.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from dtft.planner.cluster import CollectiveKind, Curve, DeviceType, Efficiency, Link
+from dtft.planner.cost.collectives import collective_s
+from dtft.planner.cost.compute import added_s, matmul_s
+from dtft.planner.cost.mesh_topology import Group
+
+# Positive scalars with which a formula is closest to measured times, with errors.
+#
+# Every fit is of logarithms, by soft-L1 least squares: outliers count little, and a fit
+# is as good for short times as for long ones (reference section 7, Calibration).
+
+
+NOISE = 0.05
+"""Relative error of one measurement above which it counts as an outlier."""
+_WEAK = 3.0
+"""Standard deviation, as a logarithm, within which a scalar is expected of its start:
+it decides only where the measurements do not (latency against half_bytes)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Scalars with their errors, and how well they explain what was measured."""
+
+    values: Mapping[str, float]
+    errors: Mapping[str, float]
+    """Standard error of each, relative (of its logarithm)."""
+    residual: float
+    """Median of |predicted / measured - 1|."""
+    worst: float
+    """Maximum of the same."""
+    num: int
+    """Measurements."""
+
+
+def fit(
+    predict: Callable[[Mapping[str, float]], Any],
+    start: Mapping[str, float],
+    measured: Sequence[float],
+    bounds: Mapping[str, tuple[float, float]] | None = None,
+    spread: float = _WEAK,
+) -> Fit:
+    """Positive scalars with which predictions are closest to measurements.
+
+    Args:
+        predict: seconds for values of the scalars, as many as measured.
+        start: scalars to begin with, above 0; those that the measurements do not
+            decide stay there.
+        measured: seconds.
+        bounds: least and greatest value of some scalars.
+        spread: standard deviation, as a logarithm, expected of the start.
+
+    Raises:
+        ValueError: nothing was measured, or times that are not above 0.
+    """
+    seconds = np.asarray(measured, float)
+    if seconds.size == 0 or not (seconds > 0).all():
+        raise ValueError(
+            f"measured={list(measured)}. Allowed: one time or more, all above 0 s."
+        )
+    names = list(start)
+    first = np.array([start[name] for name in names])
+
+    def values(theta: np.ndarray) -> dict[str, float]:
+        return dict(zip(names, (first * np.exp(theta)).tolist(), strict=True))
+
+    def residuals(theta: np.ndarray) -> np.ndarray:
+        predicted = np.asarray(predict(values(theta)), float)
+        return np.concatenate([np.log(predicted / seconds) / NOISE, theta / spread])
+
+    wide = {name: (1e-300, 1e300) for name in names} | dict(bounds or {})
+    low, high = (
+        np.log([wide[name][end] / start[name] for name in names]) for end in (0, 1)
+    )
+    begin = np.clip(np.zeros(len(names)), low + 1e-9, high - 1e-9)
+    found = least_squares(
+        residuals, begin, bounds=(low, high), loss="soft_l1", x_scale=1.0
+    )
+    off = residuals(found.x)[: seconds.size]
+    relative = np.abs(np.expm1(off * NOISE))
+    return Fit(
+        values=values(found.x),
+        errors=dict(zip(names, _errors(found.jac, off), strict=True)),
+        residual=float(np.median(relative)),
+        worst=float(relative.max()),
+        num=seconds.size,
+    )
+
+
+def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
+    """Standard errors: the inverse of the Hessian, by how far the residuals spread."""
+    spread = max(1.4826 * float(np.median(np.abs(off))), 1e-3)
+    covariance = np.linalg.pinv(jacobian.T @ jacobian) * spread**2
+    return np.sqrt(np.diag(covariance)).tolist()
+
+
+# From measured times to the few scalars of the cost model, with their errors.
+
+
+_BEYOND = 2
+"""Sizes of streams that are larger than any cache that is found."""
+_PLAIN = 0.2
+"""Relative error up to which bytes over bandwidth explain how long a stream takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulTime:
+    """One (m, k) by (k, n) on every device at once; seconds of one."""
+
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTime:
+    """Bytes read and written by every device at once."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementTime:
+    """Operations on every element of an array, on every device at once."""
+
+    simple: float
+    """All of them."""
+    special: float
+    """Of these, functions such as exp."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionTime:
+    """One convolution on every device at once."""
+
+    flops: float
+    channels: int
+    """On either side; of those that are odd on one side, on the other."""
+    odd: bool = False
+    """Whether an odd number of channels comes in."""
+    strided: float = 0.0
+    """Elements that are copied into another order first."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTime:
+    """One collective among groups of `num_devices`, all groups at once."""
+
+    kind: CollectiveKind
+    num_bytes: int
+    num_devices: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapTime:
+    """Computing and a collective that do not need each other, alone and together."""
+
+    compute_s: float
+    collective_s: float
+    together_s: float
+
+
+def fit_memory(
+    device: DeviceType, times: Sequence[MemoryTime]
+) -> tuple[DeviceType, Fit]:
+    """The bandwidth of a device's memory and of its cache, and the size of the latter.
+
+    Apart from the start of an operator. Small arrays that are used again and again stay
+    in a cache; the rest goes through the memory. The cache is as large as one of the
+    sizes measured, whichever explains them best; where bandwidth alone explains them,
+    there is none. Two sizes at least lie beyond it: what nothing was measured beyond is
+    noise, not a cache (devices of one machine share the cache that it has).
+    """
+    cache_bytes, found = _fit_memory(device, times, 0.0)
+    sizes = sorted({float(time.num_bytes) for time in times})[:-_BEYOND]
+    if found.worst > _PLAIN and sizes:
+        tries = [_fit_memory(device, times, size) for size in sizes]
+        cache_bytes, found = min(tries, key=lambda one: one[1].worst)
+    reached = found.values["bandwidth"]
+    bandwidth = max(device.memory_bandwidth, reached)
+    if device.platform == "cpu":  # what the catalog has is an order of magnitude
+        bandwidth = reached
+    made = replace(
+        device.efficiency,
+        memory=reached / bandwidth,
+        cache_bytes=cache_bytes,
+        cache_gain=found.values["cache_gain"] if cache_bytes else 1.0,
+    )
+    return replace(device, memory_bandwidth=bandwidth, efficiency=made), found
+
+
+def _fit_memory(
+    device: DeviceType, times: Sequence[MemoryTime], cache_bytes: float
+) -> tuple[float, Fit]:
+    """The fit with a cache of a given size."""
+    num_bytes = np.array([time.num_bytes for time in times], float)
+    near = np.minimum(num_bytes, cache_bytes)
+
+    def predict(values: Mapping[str, float]) -> Any:
+        moved = num_bytes - near * (1 - 1 / values["cache_gain"])
+        return values["launch_s"] + moved / values["bandwidth"]
+
+    found = fit(
+        predict,
+        {
+            "bandwidth": min(time.num_bytes / time.seconds for time in times),
+            "cache_gain": 4.0,
+            "launch_s": device.efficiency.launch_s,
+        },
+        [time.seconds for time in times],
+        {"launch_s": (1e-9, 1.0), "cache_gain": (1.0, 1e3)},
+    )
+    return cache_bytes, found
+
+
+def fit_elements(
+    device: DeviceType, times: Sequence[ElementTime]
+) -> tuple[DeviceType, Fit]:
+    """What operations cost that are no products, apart from the bytes they move."""
+    simple, special = np.array([(t.simple, t.special) for t in times], float).T
+    found = fit(
+        lambda v: simple * v["simple_s"] + special * v["special_s"],
+        {"simple_s": 1e-10, "special_s": 1e-9},
+        [time.seconds for time in times],
+    )
+    return replace(device, efficiency=replace(device.efficiency, **found.values)), found
+
+
+def fit_matmuls(
+    device: DeviceType, dtype: str, times: Sequence[MatmulTime]
+) -> tuple[DeviceType, Fit]:
+    """Efficiency e0, x0 and the start of an operator; the peak where it is unknown.
+
+    The peak of a CPU, or one that was surpassed, becomes the best speed measured; the
+    peaks of other dtypes keep their relation to it.
+    """
+    reached = max(2.0 * t.m * t.n * t.k / t.seconds for t in times)
+    if device.platform == "cpu" or reached > device.peak(dtype):
+        growth = reached / device.peak(dtype)
+        peaks = {name: peak * growth for name, peak in device.peak_flops.items()}
+        device = replace(device, peak_flops={**peaks, dtype: reached})
+    m, n, k = np.array([(t.m, t.n, t.k) for t in times], float).T
+
+    def predict(values: Mapping[str, float]) -> Any:
+        made = replace(device, efficiency=replace(device.efficiency, **values))
+        return matmul_s(made, m, n, k, dtype=dtype) + values["launch_s"]
+
+    given = device.efficiency
+    start = {"e0": given.e0, "x0": max(given.x0, 8.0), "launch_s": given.launch_s}
+    bounds = {"e0": (1e-3, 1.0), "x0": (1e-2, 1e5), "launch_s": (1e-9, 1.0)}
+    found = fit(predict, start, [t.seconds for t in times], bounds)
+    return replace(device, efficiency=replace(given, **found.values)), found
+
+
+def fit_convolutions(
+    device: DeviceType, dtype: str, times: Sequence[ConvolutionTime]
+) -> tuple[DeviceType, Fit]:
+    """Channels at which convolutions are half as fast as large matmuls, and what an odd
+    number of channels costs, where there are times of it.
+    """
+    flops, channels = np.array([(t.flops, t.channels) for t in times], float).T
+    alone = flops / (device.peak(dtype) * device.efficiency.e0)
+    odd = np.array([time.odd for time in times])
+    across = np.array([time.strided for time in times]) * device.efficiency.strided_s
+
+    def predict(values: Mapping[str, float]) -> Any:
+        longer = np.where(odd, values.get("odd", 1.0), 1.0)
+        return alone * (1 + values["c0"] / channels) * longer + across
+
+    found = fit(
+        predict,
+        {"c0": 32.0, **({"odd": 2.0} if odd.any() else {})},
+        [time.seconds for time in times],
+        {"c0": (1e-3, 1e5), "odd": (1.0, 100.0)},
+    )
+    return replace(device, efficiency=replace(device.efficiency, **found.values)), found
+
+
+def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> DeviceType:
+    """The peak of a further dtype, at the efficiency that another one gave."""
+    m, n, k = np.array([(t.m, t.n, t.k) for t in times], float).T
+
+    def predict(values: Mapping[str, float]) -> Any:
+        peaks = {**device.peak_flops, dtype: values["peak"]}
+        made = replace(device, peak_flops=peaks)
+        return matmul_s(made, m, n, k, dtype=dtype) + device.efficiency.launch_s
+
+    found = fit(predict, {"peak": device.peak(dtype)}, [t.seconds for t in times])
+    return replace(
+        device, peak_flops={**device.peak_flops, dtype: found.values["peak"]}
+    )
+
+
+def fit_link(
+    link: Link, times: Sequence[CollectiveTime]
+) -> tuple[Link, dict[str, Fit]]:
+    """The curve of a link, and those of each kind and number of devices measured on it.
+
+    Args:
+        link: what the catalog has; its kind and sharing stay.
+        times: of groups that lie on this level alone.
+
+    Returns:
+        The link, and the fits: `all`, and such as `all_reduce of 8`.
+    """
+    begin = {
+        "latency_s": link.curve.latency_s,
+        "bandwidth": link.curve.bandwidth,
+        "half_bytes": max(link.curve.half_bytes, 1e3),
+    }
+    fits = {"all": _fit_curve(link, begin, times)}
+    common = fits["all"].values
+    curves: dict[CollectiveKind, dict[int, Curve]] = {}
+    pairs: list[tuple[CollectiveKind, int]]
+    pairs = [(time.kind, time.num_devices) for time in times]
+    for kind, n in dict.fromkeys(pairs):
+        own = [time for time in times if (time.kind, time.num_devices) == (kind, n)]
+        # Of one number of devices latency and half_bytes are the same thing.
+        straight = {name: common[name] for name in ("latency_s", "bandwidth")}
+        found = fits[f"{kind} of {n}"] = _fit_curve(link, straight, own)
+        curves.setdefault(kind, {})[n] = Curve(**found.values)
+    return replace(link, curve=Curve(**common), measured=curves), fits
+
+
+def _fit_curve(
+    link: Link, begin: Mapping[str, float], times: Sequence[CollectiveTime]
+) -> Fit:
+    num_bytes = np.array([time.num_bytes for time in times], float)
+    places: dict[tuple[CollectiveKind, int], list[int]] = {}
+    for place, time in enumerate(times):
+        places.setdefault((time.kind, time.num_devices), []).append(place)
+
+    def predict(values: Mapping[str, float]) -> np.ndarray:
+        curve = Curve(**values)
+        seconds = np.empty(len(times))
+        for (kind, n), at in places.items():
+            # As it will be used: what was measured is the backend's own way.
+            port = replace(link, curve=curve, measured={kind: {n: curve}})
+            group = Group(sizes=(n,), links=(port,))
+            seconds[at] = collective_s(kind, num_bytes[at], group)
+        return seconds
+
+    bounds = {"latency_s": (1e-8, 1.0), "half_bytes": (1.0, 1e9)}
+    known = {name: limits for name, limits in bounds.items() if name in begin}
+    return fit(predict, begin, [time.seconds for time in times], known)
+
+
+def fit_overlap(
+    given: Efficiency, times: Sequence[OverlapTime]
+) -> tuple[Efficiency, float]:
+    """How much computing collectives hide beside, and how much that slows it.
+
+    The best of a grid; of those as good, what hides least.
+
+    Returns:
+        The efficiency with `overlap_kappa` and `overlap_fraction`, and the median
+        relative error.
+    """
+    compute, collective, together = np.array(
+        [(t.compute_s, t.collective_s, t.together_s) for t in times]
+    ).T
+    best, least = given, math.inf
+    for fraction in np.linspace(0.0, 1.0, 21):
+        for kappa in np.linspace(1.0, 2.0, 21):
+            made = replace(
+                given, overlap_kappa=float(kappa), overlap_fraction=float(fraction)
+            )
+            predicted = compute + added_s(made, collective, compute)
+            off = float(np.median(np.abs(predicted / together - 1)))
+            if off < least - 1e-3:
+                best, least = made, off
+    return best, least
+
+
+# From times of collectives behind and beside computing to what these do to each other.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BehindTime:
+    """What an all-reduce adds to computing that it waits for and that waits for it."""
+
+    num_bytes: int
+    num_devices: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AheadTime:
+    """Computing and gathers that it needs but that do not wait for it, in seconds."""
+
+    num_devices: int
+    computing_s: float
+    gathers_s: float
+    together_s: float
+
+
+def fit_meeting(link: Link, times: Sequence[BehindTime]) -> Link:
+    """The link with what meeting takes, by the number of devices.
+
+    The median of what is left over the collectives by themselves; not below nothing.
+
+    Args:
+        link: fitted already (`fit_link`).
+        times: of groups that lie on this level alone; none leave the link as it is.
+    """
+    left: dict[int, list[float]] = {}
+    for time in times:
+        group = Group(sizes=(time.num_devices,), links=(link,))
+        alone = collective_s("all_reduce", time.num_bytes, group)
+        left.setdefault(time.num_devices, []).append(time.seconds - alone)
+    meeting = {n: max(0.0, median(own)) for n, own in left.items()}
+    return replace(link, meeting=meeting)
+
+
+def fit_ahead(link: Link, times: Sequence[AheadTime]) -> Link:
+    """The link with the share of gathers that computing hides, by number of devices.
+
+    Between none and all.
+
+    Args:
+        link: any.
+        times: one for each number of devices, of groups that lie on this level alone;
+            none leave the link as it is.
+
+    >>> from dtft.planner.cluster.hardware import Curve
+    >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
+    >>> time = AheadTime(num_devices=2, computing_s=4.0, gathers_s=2.0, together_s=5.0)
+    >>> fit_ahead(Link(kind="loopback", curve=port, source=""), [time]).ahead
+    {2: 0.5}
+    """
+    ahead = {
+        time.num_devices: 1 - (time.together_s - time.computing_s) / time.gathers_s
+        for time in times
+    }
+    return replace(link, ahead={n: min(max(x, 0.0), 1.0) for n, x in ahead.items()})

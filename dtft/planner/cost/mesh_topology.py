@@ -1,0 +1,351 @@
+"""How the devices along mesh axes lie on the levels of a pool, and which orders of axes
+are worth a look.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from dtft.planner.cluster import CollectiveKind, Link, Pool
+
+# How the devices along mesh axes lie on the levels of a pool, for one mesh or many.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """How the devices that communicate lie on the levels of a pool."""
+
+    sizes: tuple[float, ...]
+    """Members per group of the level, innermost first; all above 1. A fraction where
+    members do not fill the groups evenly (3 devices on hosts of 2)."""
+    links: tuple[Link, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Members."""
+        return round(math.prod(self.sizes))
+
+    @property
+    def inner(self) -> tuple[float, ...]:
+        """For each level the members that lie within one of its groups' parts."""
+        return tuple(math.prod(self.sizes[:level]) for level in range(len(self.sizes)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Groups:
+    """Many groups, each as a `Group`."""
+
+    sizes: np.ndarray
+    """Members per group of each level, innermost first, 1 on a level that a group does
+    not use; float [groups, levels]."""
+    links: tuple[Link, ...]
+    """Of each level."""
+
+    def alike(self, kind: CollectiveKind) -> np.ndarray:
+        """A number for each group; those of one number use the same levels.
+
+        Where a link has curves of a kind of collective by the number of devices, they
+        have the same size there too.
+        """
+        measured = tuple(kind in link.measured for link in self.links)
+        if measured not in self._alike:
+            self._alike[measured] = self._numbered(measured)
+        return self._alike[measured]
+
+    @cached_property
+    def _alike(self) -> dict[tuple[bool, ...], np.ndarray]:
+        return {}
+
+    def _numbered(self, measured: tuple[bool, ...]) -> np.ndarray:
+        keys = np.where(measured, self.sizes, self.sizes > 1)
+        keys = np.pad(keys, ((0, 0), (0, 1)))  # a pool of one device has no levels
+        return np.unique(keys, axis=0, return_inverse=True)[1].ravel()
+
+
+def group_of(pool: Pool, mesh: Mapping[str, int], axes: Sequence[str] | str) -> Group:
+    """The devices that communicate along mesh axes, taken as one.
+
+    Args:
+        pool: its devices are numbered with the innermost level fastest.
+        mesh: axis to size, slowest-varying first; filled with the first devices.
+        axes: which of them communicate; those of size 1 add nothing.
+
+    Returns:
+        The group that reaches farthest out, where groups differ.
+
+    Raises:
+        ValueError: an axis that the mesh does not have, or a mesh larger than the pool.
+    """
+    named = (axes,) if isinstance(axes, str) else tuple(axes)
+    if unknown := [axis for axis in named if axis not in mesh]:
+        raise ValueError(
+            f"axes={named}: the mesh has no {', '.join(unknown)}. Allowed: "
+            f"{', '.join(mesh)}."
+        )
+    if math.prod(mesh.values()) > pool.num_devices:
+        raise ValueError(
+            f"mesh={dict(mesh)} has {math.prod(mesh.values())} devices, the pool "
+            f"{pool.words} has {pool.num_devices}. Make the mesh smaller."
+        )
+    levels = tuple(level.size for level in pool.levels)
+    chosen = tuple(axis in named for axis in mesh)
+    sizes = _sizes(levels, tuple(mesh.values()), chosen)
+    used = [level for level, size in enumerate(sizes) if size > 1]
+    return Group(
+        sizes=tuple(sizes[level] for level in used),
+        links=tuple(pool.levels[level].link for level in used),
+    )
+
+
+def members(
+    levels: Sequence[int], sizes: np.ndarray, chosen: Sequence[bool]
+) -> np.ndarray:
+    """Members per level of the groups along some axes of many meshes: see `group_of`.
+
+    Args:
+        levels: what each level of the pool joins, innermost first.
+        sizes: of the axes, slowest-varying first; int [meshes, axes].
+        chosen: which axes communicate.
+
+    Returns:
+        float [meshes, levels].
+
+    >>> members((8, 512), np.array([[4, 16], [16, 4]]), (False, True))
+    array([[8., 2.],
+           [4., 1.]])
+    """
+    bounds = np.cumprod([1, *levels], dtype=np.int64)
+    starts = np.ones_like(sizes)
+    starts[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
+    ends = starts * sizes
+    found = np.ones((len(sizes), len(levels)))
+    uneven = np.zeros(len(sizes), bool)
+    for place in np.flatnonzero(chosen):
+        start, end = starts[:, place], ends[:, place]
+        for level, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            part = np.minimum(end, high) / np.maximum(start, low)
+            found[:, level] *= np.maximum(1.0, part)
+        for bound in bounds[1:-1]:
+            inside = (bound % start == 0) & (end % bound == 0)
+            outer = np.where(bound >= end, bound % end == 0, inside)
+            fits = np.where(bound <= start, start % bound == 0, outer)
+            uneven |= ~fits & (end > start)
+    marked = tuple(map(bool, chosen))
+    for row in np.flatnonzero(uneven):
+        found[row] = _sizes(tuple(levels), tuple(sizes[row].tolist()), marked)
+    return found
+
+
+@lru_cache(maxsize=65536)
+def _sizes(
+    levels: tuple[int, ...], mesh: tuple[int, ...], chosen: tuple[bool, ...]
+) -> tuple[float, ...]:
+    """Members per level; see `group_of`."""
+    bounds = [math.prod(levels[:level]) for level in range(len(levels) + 1)]
+    sizes = [1.0] * len(levels)
+    stride = 1
+    for size, is_chosen in zip(reversed(mesh), reversed(chosen), strict=True):
+        if is_chosen and size > 1:
+            if not _aligned(bounds[1:-1], stride, stride * size):
+                return _counted(bounds, mesh, chosen)
+            for level in range(len(levels)):
+                low = max(stride, bounds[level])
+                high = min(stride * size, bounds[level + 1])
+                sizes[level] *= max(1, high / low)
+        stride *= size
+    return tuple(sizes)
+
+
+def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
+    """Whether an axis from stride `start` to `end` fills every group it enters."""
+    return all(
+        start % bound == 0
+        if bound <= start
+        else bound % end == 0
+        if bound >= end
+        else bound % start == 0 and end % bound == 0
+        for bound in bounds
+    )
+
+
+def _counted(
+    bounds: Sequence[int], mesh: tuple[int, ...], chosen: tuple[bool, ...]
+) -> tuple[float, ...]:
+    """The same by counting, for axes that do not fill groups evenly."""
+    order = [*np.flatnonzero(~np.array(chosen)), *np.flatnonzero(chosen)]
+    members = math.prod(
+        size for size, is_chosen in zip(mesh, chosen, strict=True) if is_chosen
+    )
+    numbers = np.arange(math.prod(mesh)).reshape(mesh).transpose(order)
+    groups = numbers.reshape(-1, members)
+
+    def parts(bound: int) -> np.ndarray:
+        found = np.sort(groups // bound, axis=1)
+        return 1 + (np.diff(found, axis=1) > 0).sum(axis=1)
+
+    counts = np.stack([parts(bound) for bound in bounds])  # [level, group], outer last
+    worst = np.lexsort(counts)[-1]  # by the outermost level first
+    found = counts[:, worst]
+    # A mesh that leaves devices out ends within a group of the outermost level.
+    return tuple(float(low / high) for low, high in zip(found, found[1:], strict=False))
+
+
+# In which orders mesh axes can lie on the fabric, without those that cannot be better.
+#
+# A mesh of given sizes can be laid on the devices in many orders; what an order decides
+# is how much of each axis stays inside a host, a rack, and so on. Decides which orders
+# are worth a candidate.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Orders:
+    """Orders of the axes of several meshes."""
+
+    mesh: np.ndarray
+    """For each order, the mesh that it is of; ascending."""
+    order: np.ndarray
+    """For each order, its position in `named`."""
+    named: tuple[tuple[str, ...], ...]
+    """Axes larger than one, slowest-varying (outermost on the fabric) first."""
+
+
+def extents(
+    sizes: np.ndarray, strides: np.ndarray, capacity: int, used: np.ndarray
+) -> np.ndarray:
+    """How many neighbors along an axis always lie in one group of the fabric.
+
+    The largest part of the axis for which every run of that many devices, from a
+    multiple of it on, is inside one group: all of it in a mesh that one group holds,
+    and otherwise the largest m with m * stride a divisor of the group's devices.
+
+    Args:
+        sizes: of the axes.
+        strides: how far apart neighbors along them are, in devices.
+        capacity: devices in a group, such as a host.
+        used: devices of the whole mesh.
+
+    >>> extents(np.array([6, 2]), np.array([2, 1]), 8, np.array(12))
+    array([2, 2])
+    """
+    inside = np.gcd(sizes, capacity // strides)
+    aligned = np.where(capacity % strides == 0, inside, 1)
+    return np.where(used <= capacity, sizes, aligned)
+
+
+def undominated_orders(
+    axes: Sequence[str],
+    sizes: np.ndarray,
+    levels: Sequence[int],
+    before: Sequence[str] = (),
+) -> Orders:
+    """The orders of each mesh that may be the best.
+
+    One order dominates another if no axis has a smaller extent (`extents`) at any level
+    and one has a larger; of orders with equal extents the first stays, in the order in
+    which `axes` are given. Whoever prices a mesh by how its axes lie on the levels, and
+    never cheaper for less of an axis inside, finds the same least price without them.
+
+    Args:
+        axes: names, in the usual order, slowest-varying first.
+        sizes: of the axes of each mesh; [meshes, axes].
+        levels: how many devices, then groups, each level of the fabric joins, innermost
+            first; the last one joins all that is left.
+        before: axes that have to lie in this order, slowest-varying first.
+
+    >>> found = undominated_orders(("fsdp", "tensor"), np.array([[4, 2]]), (2, 4))
+    >>> [found.named[at] for at in found.order]
+    [('fsdp', 'tensor'), ('tensor', 'fsdp')]
+    """
+    capacities = np.cumprod(levels[:-1], dtype=np.int64)
+    wanted = [list(axes).index(axis) for axis in before]
+    meshes, orders = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    named: list[tuple[str, ...]] = []
+    weights = 1 << np.arange(len(axes))
+    patterns = (sizes > 1) @ weights
+    for pattern in np.unique(patterns).tolist():
+        active = [at for at in range(len(axes)) if pattern & weights[at]]
+        ways = [
+            way
+            for way in itertools.permutations(range(len(active)))
+            if _follows([active[at] for at in way], wanted)
+        ]
+        rows = np.flatnonzero(patterns == pattern)
+        keep = _undominated(sizes[rows][:, active], np.array(ways, int), capacities)
+        row, way = np.nonzero(keep)
+        meshes.append(rows[row])
+        orders.append(len(named) + way)
+        named += [tuple(axes[active[at]] for at in way) for way in ways]
+    mesh, order = np.concatenate(meshes), np.concatenate(orders)
+    by_mesh = np.argsort(mesh, kind="stable")
+    used, order = np.unique(order[by_mesh], return_inverse=True)
+    return Orders(
+        mesh=mesh[by_mesh], order=order, named=tuple(named[at] for at in used)
+    )
+
+
+def _follows(axes: list[int], wanted: list[int]) -> bool:
+    return [at for at in axes if at in wanted] == [at for at in wanted if at in axes]
+
+
+def _undominated(
+    sizes: np.ndarray, ways: np.ndarray, capacities: np.ndarray
+) -> np.ndarray:
+    """Which orders of which meshes stay; bool [meshes, ways]."""
+    used = sizes.prod(axis=1)
+    keep = np.zeros((len(sizes), len(ways)), bool)
+    if ways.shape[1] < 2 or not len(capacities):
+        keep[:, :1] = True
+        return keep
+    ordered = sizes[:, ways]  # [meshes, ways, places]
+    strides = np.ones_like(ordered)
+    strides[..., :-1] = np.cumprod(ordered[..., :0:-1], axis=-1)[..., ::-1]
+    place = np.argsort(ways, axis=1)[np.newaxis]
+    parts = [
+        np.take_along_axis(
+            extents(ordered, strides, int(capacity), used[:, None, None]), place, axis=2
+        )
+        for capacity in capacities
+    ]
+    inside = np.stack(parts, axis=2)  # [meshes, ways, levels, axes]
+    keep = _first_of_equals(inside.reshape(*keep.shape, -1))
+    full = np.minimum(capacities, used[:, None])  # what extents multiply to if exact
+    loose = (inside.prod(axis=3) < full[:, None]).any(axis=2)
+    # Where all fill the levels exactly, more of one axis inside is less of another.
+    for row in np.flatnonzero((loose & keep).any(axis=1)):
+        kept = np.flatnonzero(keep[row])
+        keep[row, kept] = _maximal(inside[row, kept].reshape(len(kept), -1))
+    return keep
+
+
+def _first_of_equals(features: np.ndarray) -> np.ndarray:
+    """Which entries differ from all before them; bool [rows, entries].
+
+    Args:
+        features: non-negative integers; [rows, entries, features].
+    """
+    base = int(features.max(initial=0)) + 1
+    keys = np.zeros(features.shape[:2], np.int64)
+    bound = 1
+    for column in np.moveaxis(features, 2, 0):
+        if bound * base >= 2**62:
+            keys = np.unique(keys, return_inverse=True)[1].reshape(keys.shape)
+            bound = int(keys.max(initial=0)) + 1
+        keys = keys * base + column
+        bound *= base
+    order = np.argsort(keys, axis=1, kind="stable")
+    ranked = np.take_along_axis(keys, order, axis=1)
+    first = np.ones(keys.shape, bool)
+    first[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
+    result = np.zeros(keys.shape, bool)
+    np.put_along_axis(result, order, first, axis=1)
+    return result
+
+
+def _maximal(features: np.ndarray) -> np.ndarray:
+    """Which of several different rows are nowhere-larger than no other row."""
+    as_large = (features[:, None] >= features[None]).all(axis=2)  # [a, b]: a as b
+    return as_large.sum(axis=0) == 1

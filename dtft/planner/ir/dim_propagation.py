@@ -1,0 +1,535 @@
+"""How dims go through each operator: which dims of its results and operands are divided
+alike.
+
+Two dims have the same number when some operator makes one of the other: a batch dim
+keeps its number through every layer, and so does the width of a residual stream. `link`
+applies the rule of an equation's primitive.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.planner.ir.graph import Dim
+
+# Named dims: which dims of a program's arrays are divided alike.
+#
+# Two dims have the same number when some operator makes one of the other: a batch dim
+# keeps its number through every layer, and so does the width of a residual stream.
+# Holds the numbers.
+
+
+Numbers = tuple[int, ...]
+
+
+class Dims:
+    """Disjoint sets of dims.
+
+    >>> dims = Dims()
+    >>> a, b, c = dims.new(4), dims.new(8), dims.new(8)
+    >>> dims.join(a, b)
+    >>> dims.find(a) == dims.find(b), dims.find(c) == dims.find(b)
+    (True, False)
+    >>> dims.of(a)
+    Dim(sizes=(4, 8), loop=False)
+    """
+
+    def __init__(self) -> None:
+        self._parent: list[int] = []
+        self._sizes: list[set[int]] = []
+        self._loop: list[bool] = []
+
+    def new(self, size: int, *, loop: bool = False) -> int:
+        """A dim that nothing is known of yet."""
+        self._parent.append(len(self._parent))
+        self._sizes.append({size})
+        self._loop.append(loop)
+        return len(self._parent) - 1
+
+    def news(self, shape: Sequence[int]) -> Numbers:
+        """New dims for an array."""
+        return tuple(self.new(size) for size in shape)
+
+    def find(self, number: int) -> int:
+        """The number that stands for all dims joined with this one."""
+        parent = self._parent
+        while parent[number] != number:
+            parent[number] = parent[parent[number]]
+            number = parent[number]
+        return number
+
+    def join(self, one: int, other: int) -> None:
+        """From now on both are divided alike; the lower number stands for them."""
+        low, high = sorted((self.find(one), self.find(other)))
+        if low == high:
+            return
+        self._parent[high] = low
+        self._sizes[low] |= self._sizes[high]
+        self._loop[low] |= self._loop[high]
+
+    def of(self, number: int) -> Dim:
+        """What is known of a dim."""
+        root = self.find(number)
+        return Dim(sizes=tuple(sorted(self._sizes[root])), loop=self._loop[root])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Linked:
+    """How an equation's dims go together."""
+
+    outputs: tuple[Numbers, ...]
+    """Dims of each result."""
+    summed: Numbers = ()
+    """Dims that it sums over, or otherwise combines into one element."""
+    whole: Numbers = ()
+    """Dims of operands that it needs undivided."""
+
+
+class Case:
+    """One equation with what is known of its operands."""
+
+    def __init__(self, dims: Dims, eqn: Any, operands: Sequence[Numbers]) -> None:
+        self.dims, self.params = dims, eqn.params
+        self.operands = operands
+        self.shapes = [tuple(atom.aval.shape) for atom in eqn.invars]
+        self.results = [tuple(atom.aval.shape) for atom in eqn.outvars]
+
+    def kept(self, sources: Sequence[int | None], result: int = 0) -> Numbers:
+        """Result dims: the number given, or a new one where there is none."""
+        shape = self.results[result]
+        return tuple(
+            self.dims.new(size) if source is None else source
+            for source, size in zip(sources, shape, strict=True)
+        )
+
+    def join_all(self, groups: Sequence[Sequence[int]]) -> None:
+        """Joins the dims of each group."""
+        for group in groups:
+            for other in group[1:]:
+                self.dims.join(group[0], other)
+
+
+# How dims go through products and lookups: matmuls, convolutions, gather, scatter.
+#
+# One function per primitive; each decides which dims are the same, summed, or needed
+# whole.
+
+
+def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Places of the dims that a product sums over, in each operand; else empty.
+
+    Of a convolution the channels in; the places of its kernel are not counted.
+    """
+    if eqn.primitive.name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        return (numbers.lhs_spec[1],), (numbers.rhs_spec[1],)
+    if eqn.primitive.name != "dot_general":
+        return (), ()
+    (left, right), _ = eqn.params["dimension_numbers"]
+    return tuple(left), tuple(right)
+
+
+def dot(case: Case) -> Linked:
+    """Batch dims, then those of the left operand, then those of the right."""
+    (left_sum, right_sum), (left_batch, right_batch) = case.params["dimension_numbers"]
+    left, right = case.operands[:2]
+    for i, j in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
+        case.dims.join(left[i], right[j])
+    free_left = (n for i, n in enumerate(left) if i not in (*left_sum, *left_batch))
+    free_right = (n for i, n in enumerate(right) if i not in (*right_sum, *right_batch))
+    outputs = (*(left[i] for i in left_batch), *free_left, *free_right)
+    return Linked(outputs=(outputs,), summed=tuple(left[i] for i in left_sum))
+
+
+def ragged_dot(case: Case) -> Linked:
+    """Rows of `left` in groups, each with its own matrix; the common layout only."""
+    left, right, groups = case.operands[:3]
+    if len(left) != 2 or len(right) != 3 or len(case.results[0]) != 2:
+        return Linked(
+            outputs=(case.dims.news(case.results[0]),), whole=(*left, *right, *groups)
+        )
+    case.join_all([(left[1], right[1]), (right[0], groups[0])])
+    return Linked(
+        outputs=((left[0], right[2]),), summed=(left[1],), whole=(left[0], right[0])
+    )
+
+
+def convolution(case: Case) -> Linked:
+    """Examples and channels go through; a window needs its neighbours (halo)."""
+    numbers = case.params["dimension_numbers"]
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    left, right = case.operands[:2]
+    sources: list[int | None] = [None] * len(case.results[0])
+    summed: list[int] = []
+    whole = [left[i] for i in lhs[2:]] + [right[i] for i in rhs[2:]]
+    channels, examples = left[lhs[1]], left[lhs[0]]
+    ins, outs = right[rhs[1]], right[rhs[0]]
+    if case.params["batch_group_count"] == 1:
+        sources[out[0]] = examples
+    else:
+        whole += [examples, outs]
+    if case.params["feature_group_count"] == 1:
+        case.dims.join(channels, ins)
+        summed.append(channels)
+        if case.params["batch_group_count"] == 1:
+            sources[out[1]] = outs
+    elif case.params["feature_group_count"] == case.shapes[0][lhs[1]] and (
+        case.shapes[1][rhs[0]] == case.shapes[0][lhs[1]]
+    ):
+        case.dims.join(channels, outs)  # depthwise: each channel by itself
+        sources[out[1]] = channels
+    else:
+        whole += [channels, outs]
+    outputs = case.kept(sources)
+    return Linked(outputs=(outputs,), summed=tuple(summed), whole=tuple(whole))
+
+
+def gather(case: Case) -> Linked:
+    """Indexed dims of which one element is taken are looked up where they are.
+
+    Divided over devices each looks up what it has, and the results are summed.
+    """
+    numbers, sizes = case.params["dimension_numbers"], case.params["slice_sizes"]
+    operand, indices = case.operands[:2]
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    window = [i for i in range(len(operand)) if i not in gone]
+    sources: list[int | None] = [None] * len(case.results[0])
+    whole: list[int] = []
+    for place, i in zip(numbers.offset_dims, window, strict=True):
+        if sizes[i] == case.shapes[0][i]:
+            sources[place] = operand[i]
+        else:
+            whole.append(operand[i])
+    free = (p for p in range(len(sources)) if p not in numbers.offset_dims)
+    for place, number in zip(free, indices[:-1], strict=False):
+        sources[place] = number
+    for i, j in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):
+        case.dims.join(operand[i], indices[j])
+    summed = tuple(operand[i] for i in numbers.collapsed_slice_dims)
+    return Linked(outputs=(case.kept(sources),), summed=summed, whole=tuple(whole))
+
+
+def scatter(case: Case, adds: bool) -> Linked:
+    """Each device updates what it has; updates that add up may be divided, too."""
+    numbers = case.params["dimension_numbers"]
+    operand, indices, updates = case.operands[:3]
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    window = [i for i in range(len(operand)) if i not in gone]
+    whole: list[int] = []
+    for place, i in zip(numbers.update_window_dims, window, strict=True):
+        if case.shapes[2][place] == case.shapes[0][i]:
+            case.dims.join(operand[i], updates[place])
+        else:
+            whole += [operand[i], updates[place]]
+    free = [p for p in range(len(updates)) if p not in numbers.update_window_dims]
+    case.join_all(
+        [(indices[i], updates[p]) for i, p in enumerate(free) if i < len(indices) - 1]
+    )
+    parallel = set()
+    for i, j in zip(
+        numbers.operand_batching_dims,
+        numbers.scatter_indices_batching_dims,
+        strict=True,
+    ):
+        case.dims.join(operand[i], indices[j])
+        parallel.add(case.dims.find(operand[i]))
+    looped = [updates[p] for p in free if case.dims.find(updates[p]) not in parallel]
+    summed = tuple(looped) if adds else ()
+    whole += [] if adds else looped
+    return Linked(outputs=(operand,), summed=summed, whole=tuple(whole))
+
+
+# How dims go through each operator: link, and the rules of all that is no product.
+#
+# Decides per equation how its results' dims follow from its operands'.
+
+
+def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
+    """The dims of an equation's results, from those of its operands.
+
+    Args:
+        dims: all dims of the program; joined in place.
+        eqn: a JAX equation that is not call-like.
+        operand_dims: for each operand its dims; () for scalars.
+    """
+    case = Case(dims, eqn, operand_dims)
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is not None:
+        return rule(case)
+    return _alike(case)
+
+
+def _alike(case: Case) -> Linked:
+    """Elementwise, dims of size 1 repeated; what fits no result is needed whole."""
+    outputs: list[Numbers] = []
+    fitting: set[int] = set()
+    for result, shape in enumerate(case.results):
+        sources: list[int | None] = [None] * len(shape)
+        for index, operand in enumerate(case.operands):
+            if not operand or not _repeats(case.shapes[index], shape):
+                continue
+            fitting.add(index)
+            for place, number in enumerate(operand):
+                known = sources[place]
+                if case.shapes[index][place] != shape[place]:
+                    continue
+                if known is None:
+                    sources[place] = number
+                else:
+                    case.dims.join(known, number)
+        outputs.append(case.kept(sources, result))
+    odd = set(range(len(case.operands))) - fitting
+    whole = tuple(number for index in sorted(odd) for number in case.operands[index])
+    return Linked(outputs=tuple(outputs), whole=whole)
+
+
+def _repeats(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Whether an operand of a shape is repeated along dims of size 1 to be a result."""
+    if len(shape) != len(result):
+        return False
+    return all(size in (1, after) for size, after in zip(shape, result, strict=True))
+
+
+def _fresh(case: Case) -> Linked:
+    """Results that have nothing of their operands (iota, random bits)."""
+    outputs = tuple(case.dims.news(shape) for shape in case.results)
+    return Linked(outputs=outputs)
+
+
+def _broadcast(case: Case) -> Linked:
+    sources: list[int | None] = [None] * len(case.results[0])
+    places = zip(case.params["broadcast_dimensions"], case.operands[0], strict=True)
+    for (place, number), size in zip(places, case.shapes[0], strict=True):
+        if case.results[0][place] == size:
+            sources[place] = number
+    return Linked(outputs=(case.kept(sources),))
+
+
+def _transpose(case: Case) -> Linked:
+    order = case.params["permutation"]
+    return Linked(outputs=(tuple(case.operands[0][place] for place in order),))
+
+
+def _squeeze(case: Case) -> Linked:
+    gone = set(case.params["dimensions"])
+    kept = (n for i, n in enumerate(case.operands[0]) if i not in gone)
+    return Linked(outputs=(tuple(kept),))
+
+
+def factor_groups(
+    before: Sequence[int], after: Sequence[int]
+) -> list[tuple[list[int], list[int]]]:
+    """Which dims of a reshape's operand become which of its result, in runs.
+
+    >>> factor_groups((2, 3, 4), (6, 2, 2))
+    [([0, 1], [0]), ([2], [1, 2])]
+    """
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) and j < len(after):
+        left, right = [i], [j]
+        size, other = before[i], after[j]
+        i, j = i + 1, j + 1
+        while size != other:
+            if size < other and i < len(before):
+                size, i = size * before[i], i + 1
+                left.append(i - 1)
+            elif other < size and j < len(after):
+                other, j = other * after[j], j + 1
+                right.append(j - 1)
+            else:
+                break
+        groups.append((left, right))
+    return groups
+
+
+def _reshape(case: Case) -> Linked:
+    """A merged dim is divided as its first part is: the others must be whole."""
+    before, after = case.shapes[0], case.results[0]
+    if math.prod(before) == 0 or case.params.get("dimensions") is not None:
+        return _fresh(case)
+    operand = case.operands[0]
+    sources: list[int | None] = [None] * len(after)
+    whole: list[int] = []
+    for left, right in factor_groups(before, after):
+        lefts = [i for i in left if before[i] > 1]
+        rights = [j for j in right if after[j] > 1]
+        if lefts and rights:
+            sources[rights[0]] = operand[lefts[0]]
+            whole += [operand[i] for i in lefts[1:]]
+    outputs = case.kept(sources)
+    for place, source in enumerate(sources):
+        if source is not None:  # its size may be another: both must be divisible
+            case.dims.join(source, case.dims.new(after[place]))
+    return Linked(outputs=(outputs,), whole=tuple(whole))
+
+
+def _reduce(case: Case) -> Linked:
+    gone = set(case.params.get("axes", case.params.get("dimensions", ())))
+    operand = case.operands[0]
+    for other in case.operands[1:]:
+        if len(other) == len(operand):
+            case.join_all(list(zip(operand, other, strict=True)))
+    kept = tuple(number for i, number in enumerate(operand) if i not in gone)
+    summed = tuple(operand[i] for i in sorted(gone))
+    return Linked(outputs=(kept,) * len(case.results), summed=summed)
+
+
+def _along(case: Case, place: int) -> Linked:
+    """Works along one dim, which stays; the others are independent."""
+    full = [i for i, shape in enumerate(case.shapes) if shape == case.results[0]]
+    case.join_all(list(zip(*(case.operands[i] for i in full), strict=True)))
+    operand = case.operands[full[0]]
+    return Linked(outputs=(operand,) * len(case.results), whole=(operand[place],))
+
+
+def _cumulative(case: Case) -> Linked:
+    return _along(case, case.params["axis"])
+
+
+def _sort(case: Case) -> Linked:
+    return _along(case, case.params["dimension"])
+
+
+def _resized(case: Case) -> Linked:
+    """Dims of the same size go through; others are cut or padded, so needed whole."""
+    operand = case.operands[0]
+    outputs: list[Numbers] = []
+    whole: set[int] = set()
+    for result, shape in enumerate(case.results):
+        sources: list[int | None] = []
+        for number, size, after in zip(operand, case.shapes[0], shape, strict=True):
+            sources.append(number if size == after else None)
+            if size != after:
+                whole.add(number)
+        outputs.append(case.kept(sources, result))
+    return Linked(outputs=tuple(outputs), whole=tuple(sorted(whole)))
+
+
+def _windowed(case: Case) -> Linked:
+    """A window of one element lets a dim through; others need their neighbours."""
+    sizes = case.params["window_dimensions"]
+    outputs: list[Numbers] = []
+    whole: set[int] = set()
+    arrays = [operand for operand in case.operands if len(operand) == len(sizes)]
+    for numbers, size in zip(zip(*arrays, strict=True), sizes, strict=True):
+        if size > 1:
+            whole |= set(numbers)
+        else:
+            case.join_all([numbers])
+    for result in range(len(case.results)):
+        pairs = zip(case.operands[0], sizes, strict=True)
+        sources = [number if size == 1 else None for number, size in pairs]
+        outputs.append(case.kept(sources, result))
+    return Linked(outputs=tuple(outputs), whole=tuple(sorted(whole)))
+
+
+def _each(case: Case) -> Linked:
+    """Every result is the operand in its place."""
+    return Linked(outputs=tuple(case.operands))
+
+
+def _update_slice(case: Case) -> Linked:
+    operand, update = case.operands[:2]
+    whole: list[int] = []
+    for number, other, size, after in zip(
+        operand, update, case.shapes[0], case.shapes[1], strict=True
+    ):
+        if size == after:
+            case.dims.join(number, other)
+        else:
+            whole += [number, other]
+    return Linked(outputs=(operand,), whole=tuple(whole))
+
+
+def _concatenate(case: Case) -> Linked:
+    place = case.params["dimension"]
+    groups = list(zip(*case.operands, strict=True))
+    case.join_all([group for i, group in enumerate(groups) if i != place])
+    sources: list[int | None] = list(case.operands[0])
+    sources[place] = None
+    return Linked(outputs=(case.kept(sources),), whole=tuple(groups[place]))
+
+
+def _reverse(case: Case) -> Linked:
+    operand = case.operands[0]
+    whole = tuple(operand[place] for place in case.params["dimensions"])
+    return Linked(outputs=(operand,), whole=whole)
+
+
+def _last(count: int) -> Callable[[Case], Linked]:
+    """Works on the last dims together; the ones before are independent."""
+
+    def rule(case: Case) -> Linked:
+        operand = case.operands[0]
+        before = len(operand) - count
+        outputs = []
+        for result, shape in enumerate(case.results):
+            sources: list[int | None] = [None] * len(shape)
+            for place in range(min(before, len(shape))):
+                if shape[place] == case.shapes[0][place]:
+                    sources[place] = operand[place]
+            outputs.append(case.kept(sources, result))
+        for other, shape in zip(case.operands[1:], case.shapes[1:], strict=True):
+            if shape[:before] == case.shapes[0][:before]:
+                case.join_all(list(zip(operand[:before], other[:before], strict=True)))
+        whole = (n for numbers in case.operands for n in numbers[before:])
+        return Linked(outputs=tuple(outputs), whole=tuple(whole))
+
+    return rule
+
+
+def _fft(case: Case) -> Linked:
+    return _last(len(case.params["fft_lengths"]))(case)
+
+
+_RULES: dict[str, Callable[[Case], Linked]] = {
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    **dict.fromkeys(
+        (
+            "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and",
+            "reduce_or", "reduce_xor", "argmax", "argmin", "reduce",
+        ),
+        _reduce,
+    ),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative
+    ),
+    "sort": _sort,
+    **dict.fromkeys(
+        (
+            "reduce_window_sum", "reduce_window_max", "reduce_window_min",
+            "reduce_window", "select_and_scatter_add", "select_and_gather_add",
+        ),
+        _windowed,
+    ),
+    **dict.fromkeys(("slice", "dynamic_slice", "pad", "split", "top_k"), _resized),
+    "optimization_barrier": _each,
+    "dynamic_update_slice": _update_slice,
+    "concatenate": _concatenate,
+    "rev": _reverse,
+    "dot_general": dot,
+    "ragged_dot_general": ragged_dot,
+    "conv_general_dilated": convolution,
+    "gather": gather,
+    "scatter": lambda case: scatter(case, adds=False),
+    **dict.fromkeys(
+        ("scatter-add", "scatter_add", "scatter-sub", "scatter-mul", "scatter-min",
+         "scatter-max"),
+        lambda case: scatter(case, adds=True),
+    ),
+    **dict.fromkeys(
+        ("iota", "random_bits", "random_seed", "random_split", "random_fold_in",
+         "random_wrap", "random_unwrap", "threefry2x32", "rng_bit_generator"),
+        _fresh,
+    ),
+    **dict.fromkeys(("cholesky", "qr", "eigh", "svd", "lu", "triangular_solve"),
+                    _last(2)),
+    "fft": _fft,
+}  # fmt: skip

@@ -1,0 +1,291 @@
+"""What one execution of each JAX primitive computes: its class and its operations.
+
+Convention. A multiplication or an addition of floating-point numbers is one operation,
+and so is any other elementwise function (exp, tanh, max ...), as in XLA's and JAX's own
+counts; `PER_ELEMENT` holds the exceptions. Comparisons, selections, conversions and
+everything on integers and booleans are 0, except products: those of integers run on
+the same units and are counted. A convolution counts its padding, not the zeros that a
+dilated operand has between its elements, so that both passes of a layer cost alike.
+Sorting counts comparisons and decompositions their leading term, both of any dtype.
+
+A primitive that is not here is `opaque`: its caller knows only its bytes.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from dtft.planner.ir.graph import OperatorKind
+
+
+class Shaped(Protocol):
+    """What is known of an array that does not exist."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def dtype(self) -> Any: ...  # noqa: D102
+
+
+Arrays = Sequence[Shaped]
+Count = Callable[[Arrays, Arrays, Mapping[str, Any]], float]
+"""Operations from operands, results and the primitive's parameters."""
+
+PER_ELEMENT: Mapping[str, float] = {
+    "clamp": 2,
+    "sign": 0, "copysign": 0, "real": 0, "imag": 0, "complex": 0, "conj": 0,
+    "select_n": 0, "is_finite": 0, "nextafter": 0, "reduce_precision": 0,
+    **dict.fromkeys(
+        ("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "and", "or",
+         "xor", "not", "shift_left", "shift_right_logical", "shift_right_arithmetic",
+         "population_count", "clz", "mulhi"), 0),
+    **dict.fromkeys(
+        ("add", "add_any", "sub", "mul", "div", "rem", "max", "min", "neg", "abs",
+         "square", "sqrt", "rsqrt", "cbrt", "pow", "exp", "exp2", "expm1", "log",
+         "log1p", "logistic", "tanh", "sin", "cos", "tan", "asin", "acos", "atan",
+         "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "floor", "ceil", "round",
+         "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "igamma",
+         "igammac", "igamma_grad_a", "zeta", "bessel_i0e", "bessel_i1e",
+         "regularized_incomplete_beta"), 1),
+}  # fmt: skip
+"""Operations per element of the result, of elementwise primitives on floats."""
+
+SPECIAL = frozenset(
+    ("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sin", "cos", "tan",
+     "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "pow",
+     "cbrt", "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "igamma",
+     "igammac", "igamma_grad_a", "zeta", "bessel_i0e", "bessel_i1e",
+     "regularized_incomplete_beta")
+)  # fmt: skip
+"""Elementwise functions that processors evaluate as a series: one operation in the
+convention, several times the work of an addition."""
+
+_LAYOUT = (
+    "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice",
+    "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "rev", "iota",
+    "convert_element_type", "bitcast_convert_type", "copy", "copy_p", "split", "stack",
+    "unstack", "tile", "broadcast", "broadcast_to", "empty", "empty2", "zeros_like",
+    "optimization_barrier", "sharding_constraint", "layout_constraint", "reshard",
+    "stop_gradient", "name", "device_put", "pvary", "axis_index", "create_token",
+    "after_all", "random_wrap", "random_unwrap", "random_clone", "random_seed",
+    "platform_index", "to_edtype", "from_edtype", "lu_pivots_to_permutation",
+)  # fmt: skip
+_RANDOM = (
+    "random_bits", "random_split", "random_fold_in", "random_gamma", "threefry2x32",
+    "threefry4x32", "philox2x32", "philox4x32", "rng_bit_generator", "rng_uniform",
+    "iota_2x32_shape",
+)  # fmt: skip
+_COLLECTIVE = (
+    "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
+    "all_gather_reduced", "reduce_scatter", "unreduced_psum",
+    "unreduced_reduce_scatter", "all_to_all", "ragged_all_to_all", "ppermute",
+    "pbroadcast",
+)  # fmt: skip
+_REDUCTIONS = (
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+    "reduce_xor", "reduce", "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin",
+)  # fmt: skip
+_WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max",
+            "reduce_window_min", "select_and_gather_add")  # fmt: skip
+_SCATTERS = ("scatter-add", "scatter-sub", "scatter-mul", "scatter_add", "scatter_sub",
+             "scatter_mul")  # fmt: skip
+
+
+def count(
+    primitive: str, operands: Arrays, results: Arrays, params: Mapping[str, Any]
+) -> tuple[OperatorKind, float]:
+    """Class of a primitive, and floating-point operations of one execution.
+
+    >>> import numpy as np
+    >>> x, w, y = np.zeros((4, 8)), np.zeros((8, 16)), np.zeros((4, 16))
+    >>> dims = {"dimension_numbers": (((1,), (0,)), ((), ()))}
+    >>> count("dot_general", (x, w), (y,), dims)  # 2 x 4 x 8 x 16
+    ('matmul', 1024)
+    >>> count("tanh", (x,), (x,), {}), count("someone's kernel", (x,), (x,), {})
+    (('elementwise', 32), ('opaque', 0))
+    """
+    found = _RULES.get(primitive)
+    if found is None:
+        return "opaque", 0
+    kind, rule = found
+    return kind, rule(operands, results, params)
+
+
+def is_float(array: Shaped) -> bool:
+    """Whether an array has real or complex floating-point elements."""
+    return _name(array.dtype).startswith(("float", "bfloat", "complex"))
+
+
+def _size(array: Shaped) -> int:
+    return math.prod(array.shape)
+
+
+def _is_complex(array: Shaped) -> bool:
+    return _name(array.dtype).startswith("complex")
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    return getattr(dtype, "name", "")
+
+
+def _none(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    return 0
+
+
+def _elementwise(name: str, each: float) -> Count:
+    # A complex product is four multiplications and two additions.
+    complex_each = 2 if name in ("add", "add_any", "sub", "neg") else 6
+
+    def rule(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+        if not is_float(results[0]):
+            return 0
+        times = complex_each if _is_complex(results[0]) else 1
+        return times * each * _size(results[0])
+
+    return rule if each else _none
+
+
+def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    """Products of repeated squaring, and a division where the power is negative."""
+    power = abs(params["y"])
+    steps = power.bit_length() + power.bit_count() - 2 if power else 0
+    if not is_float(results[0]):
+        return 0
+    return (steps + (params["y"] < 0)) * _size(results[0])
+
+
+def _product(operands: Arrays) -> int:
+    """Operations of one multiplication and addition."""
+    return 8 if _is_complex(operands[0]) else 2
+
+
+def _dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    (summed, _), _ = params["dimension_numbers"]
+    depth = math.prod(operands[0].shape[i] for i in summed)
+    return _product(operands) * _size(results[0]) * depth
+
+
+def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    """Every row meets one group's matrix: as a product without groups."""
+    numbers = params["ragged_dot_dimension_numbers"]
+    (_, summed), (_, batch) = numbers.dot_dimension_numbers
+    gone = {*summed, *batch, *numbers.rhs_group_dimensions}
+    sizes = operands[1].shape
+    columns = math.prod(size for i, size in enumerate(sizes) if i not in gone)
+    return _product(operands) * _size(operands[0]) * columns
+
+
+def _convolution(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    kernel = operands[1].shape
+    features = kernel[params["dimension_numbers"].rhs_spec[0]]
+    holes = math.prod(params["lhs_dilation"])
+    depth = math.prod(kernel) / features
+    return _product(operands) * _size(results[0]) * depth / holes
+
+
+def _reduction(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    return _size(operands[0]) if is_float(operands[0]) else 0
+
+
+def _logsumexp(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    return 4 * _size(operands[0])  # two exponentials, an addition, a logarithm
+
+
+def _window(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    each = math.prod(params["window_dimensions"])
+    return _size(results[0]) * each if is_float(results[0]) else 0
+
+
+def _select_window(
+    operands: Arrays, results: Arrays, params: Mapping[str, Any]
+) -> float:
+    return _size(operands[0]) * math.prod(params["window_dimensions"])
+
+
+def _scatter(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    return _size(operands[2]) if is_float(operands[2]) else 0
+
+
+def _sort(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    length = operands[0].shape[params["dimension"]]
+    return _size(operands[0]) * math.log2(max(1, length))
+
+
+def _top_k(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    return _size(operands[0]) * max(1.0, math.log2(max(1, params["k"])))
+
+
+def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    """5 n log2 n of each transform (split radix: Van Loan 1992); real ones half."""
+    length = math.prod(params["fft_lengths"])
+    rank = len(params["fft_lengths"])
+    transforms = math.prod(operands[0].shape[:-rank])
+    both = _is_complex(operands[0]) and _is_complex(results[0])
+    return (5 if both else 2.5) * transforms * length * math.log2(max(1, length))
+
+
+def _matrix(each: Callable[[int, int], float]) -> Count:
+    """Per matrix, from its longer and shorter side (Golub and Van Loan 2013)."""
+
+    def rule(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+        *batch, rows, columns = operands[0].shape
+        long, short = max(rows, columns), min(rows, columns)
+        return math.prod(batch) * each(long, short)
+
+    return rule
+
+
+def _solve(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    return operands[0].shape[-1] * _size(operands[1])
+
+
+def _tridiagonal_solve(
+    operands: Arrays, results: Arrays, params: Mapping[str, Any]
+) -> float:
+    return 8 * _size(results[0])
+
+
+_RULES: dict[str, tuple[OperatorKind, Count]] = {
+    **{name: ("elementwise", _elementwise(name, n)) for name, n in PER_ELEMENT.items()},
+    "integer_pow": ("elementwise", _integer_pow),
+    **dict.fromkeys(_LAYOUT, ("layout", _none)),
+    **dict.fromkeys(_RANDOM, ("random", _none)),
+    **dict.fromkeys(_COLLECTIVE, ("collective", _none)),
+    **dict.fromkeys(_REDUCTIONS, ("reduction", _reduction)),
+    "cumlogsumexp": ("reduction", _logsumexp),
+    **dict.fromkeys(_WINDOWS, ("reduction", _window)),
+    "select_and_scatter_add": ("scatter", _select_window),
+    "gather": ("gather", _none),
+    **dict.fromkeys(
+        ("scatter", "scatter-min", "scatter-max", "scatter_min", "scatter_max"),
+        ("scatter", _none),
+    ),
+    **dict.fromkeys(_SCATTERS, ("scatter", _scatter)),
+    "sort": ("sort", _sort),
+    "top_k": ("sort", _top_k),
+    "approx_top_k": ("sort", _top_k),
+    "dot_general": ("matmul", _dot),
+    "ragged_dot_general": ("matmul", _ragged_dot),
+    "conv_general_dilated": ("convolution", _convolution),
+    "fft": ("reduction", _fft),
+    "triangular_solve": ("reduction", _solve),
+    "tridiagonal_solve": ("reduction", _tridiagonal_solve),
+    "cholesky": ("reduction", _matrix(lambda m, n: n**3 / 3)),
+    "lu": ("reduction", _matrix(lambda m, n: m * n**2 - n**3 / 3)),
+    "qr": ("reduction", _matrix(lambda m, n: 4 * m * n**2 - 4 * n**3 / 3)),
+    "geqrf": ("reduction", _matrix(lambda m, n: 2 * m * n**2 - 2 * n**3 / 3)),
+    "geqp3": ("reduction", _matrix(lambda m, n: 2 * m * n**2 - 2 * n**3 / 3)),
+    "householder_product": (
+        "reduction", _matrix(lambda m, n: 2 * m * n**2 - 2 * n**3 / 3)),
+    "eigh": ("reduction", _matrix(lambda m, n: 9 * n**3)),
+    "eig": ("reduction", _matrix(lambda m, n: 25 * n**3)),
+    "schur": ("reduction", _matrix(lambda m, n: 25 * n**3)),
+    "svd": ("reduction", _matrix(lambda m, n: 4 * m**2 * n + 8 * m * n**2 + 9 * n**3)),
+    "hessenberg": ("reduction", _matrix(lambda m, n: 10 * n**3 / 3)),
+    "tridiagonal": ("reduction", _matrix(lambda m, n: 4 * n**3 / 3)),
+}  # fmt: skip
+
+COUNTED = frozenset(_RULES)
+"""Primitives that there is a rule for."""

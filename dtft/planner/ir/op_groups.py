@@ -1,0 +1,440 @@
+"""Operators that cost alike, counted once: what the search prices instead of thousands
+of operators.
+
+Includes memory traffic that no equation shows: what loops copy in and out of stacked
+arrays, and elements that are read across the order in which they lie.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from dtft.planner.ir.flops import SPECIAL
+from dtft.planner.ir.graph import Graph, Operator, item_bits
+
+
+def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
+    """Values that an operator waits for, itself or through others that do not wait.
+
+    Args:
+        graph: the program.
+        waits: for the number of each operator whether it is one to wait for.
+    """
+    sources = _sources(graph, waits)
+    open_ = [i for n, op in enumerate(graph.operators) if waits[n] for i in op.inputs]
+    found: set[int] = set()
+    while open_:
+        index = open_.pop()
+        if index not in found:
+            found.add(index)
+            open_ += sources.get(index, ())
+    return frozenset(found)
+
+
+def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
+    """Value to the values that it is made of, other than by what is waited for."""
+    sources: dict[int, list[int]] = {}
+
+    def comes(value: int, *values: int) -> None:
+        sources.setdefault(value, []).extend(values)
+
+    for number, operator in enumerate(graph.operators):
+        for output in operator.outputs:
+            if not waits[number]:
+                comes(output, *operator.inputs)
+    for loop in graph.loops:
+        for inside, outside in loop.stacked:
+            comes(outside, inside)
+        for outside, inside in loop.sliced:
+            comes(inside, outside)
+        for before, into, out, after in loop.carried:
+            comes(into, before, out)
+            comes(after, out)
+    return sources
+
+
+def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
+    """Whether an operator sums, and none of its sums is `awaited`."""
+    return bool(operator.summed) and not known.intersection(operator.outputs)
+
+
+# What loops copy: slices of stacked arrays on the way in, results on the way out.
+#
+# A scan over layers keeps weights, residuals and gradients as stacks. XLA fills a stack
+# with zeros before the loop, copies each turn's result into it, and copies each turn's
+# part out where an operator that is no fused loop reads it. No equation of the program
+# says so, but it is as much memory traffic as many element-wise operators: two fifths
+# of a step of a small scanned transformer on CPU.
+
+
+def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator, int]]:
+    """Stand-ins for the copies, each as an operator that reads and writes a part.
+
+    Args:
+        graph: the program.
+        fused: kinds of operators that read a part in place.
+
+    Yields:
+        An operator, and how often it reads or writes the part's bytes in one run.
+    """
+    copied = {
+        index
+        for operator in graph.operators
+        if operator.kind not in fused
+        for index in operator.inputs
+    }
+    for loop in graph.loops:
+        start, end = loop.operators
+        if start == end:
+            continue
+        first = graph.operators[start]
+        for _, part in loop.sliced:
+            if part in copied:
+                yield _copy(first, part, "dynamic_slice"), 2
+        for part, _ in loop.stacked:  # filled, read, written
+            yield _copy(first, part, "dynamic_update_slice"), 3
+
+
+def _copy(first: Operator, part: int, primitive: str) -> Operator:
+    """In the loop that begins with an operator: of its trips, in its pass."""
+    return Operator(
+        primitive=primitive,
+        kind="layout",
+        inputs=(part,),
+        outputs=(part,),
+        flops=0.0,
+        trips=first.trips,
+        within=first.within,
+        name=first.name,
+    )
+
+
+# Elements that are read across the order in which they lie.
+#
+# The gradient of a weight comes out of its product transposed: JAX asks for the product
+# and a transpose. XLA makes one product of both, with its operands exchanged, unless
+# something stands between them: the all-reduce of a partial sum, where a mesh divides
+# what the product sums over. Then a compiler that keeps every array in the order of its
+# dims, as XLA's CPU backend does, leaves the transpose to whoever reads it: an update
+# that keeps two moments reads every element twice, a cache line for each, which is more
+# than half of a step of a small MLP that replicas train. Where the product sums over
+# several dims (examples and positions), XLA copies its left operand so that these come
+# last, and has the result in order: every array that the operand is computed of is read
+# so (for the gradient of GELU six). A convolution wants channels last: the gradient of
+# a kernel, whose channels are the examples, copies what came in.
+
+
+_SAME = ("convert_element_type", "copy", "name", "optimization_barrier")
+"""Operators that leave elements where they lie, and are fused with what reads them."""
+_KEPT = SPECIAL | {"div", "rem", "sqrt", "rsqrt"}
+"""Functions that XLA computes once, however many read them (`IsExpensive`)."""
+
+
+_NATIVE_BITS = 32
+"""Narrower numbers are converted behind a product, before the transpose."""
+
+
+def strided(graph: Graph) -> Mapping[int, Operator]:
+    """The operators that read elements across, by number, with how many they read.
+
+    `turned` counts those that are in order unless a product is a partial sum, `strided`
+    all others, as of products in bfloat16, which are converted before the transpose.
+    Each element-wise operator that reads what was transposed has all of its elements;
+    of what only leaves its loop or the program, the transpose itself. Products read
+    both orders as fast, unless they sum over several dims: then all elements of the
+    left operand are theirs, times the arrays that it is computed of there. What keeps
+    the last dim is copied line by line.
+
+    >>> from dtft.planner.ir.graph import Value
+    >>> values = tuple(Value(shape=s, dtype="float32", dims=d) for s, d in
+    ...     (((2, 8), (0, 1)), ((8, 2), (1, 0)), ((8, 2), (1, 0))))
+    >>> turned, scaled = (Operator(primitive=p, kind=k, inputs=(n,), outputs=(n + 1,),
+    ...     flops=0.0, trips=1) for n, (p, k) in
+    ...     enumerate((("transpose", "layout"), ("mul", "elementwise"))))
+    >>> found = strided(Graph(values=values, operators=(turned, scaled), dims=(),
+    ...     loops=(), inputs={}, outputs={}))
+    >>> {number: (one.strided, one.turned) for number, one in found.items()}
+    {1: (16.0, 0.0)}
+    """
+    readers: dict[int, list[int]] = defaultdict(list)
+    for number, operator in enumerate(graph.operators):
+        for index in set(operator.inputs):
+            readers[index].append(number)
+    makers = {i: op for op in graph.operators for i in op.outputs}
+    found: dict[int, Operator] = {}
+    in_order: set[int] = set()
+    for number, operator in enumerate(graph.operators):
+        if _copies_left(graph, operator):
+            arrays = _fused(graph, operator.inputs[0], makers)
+            size = graph.values[operator.inputs[0]].size
+            found[number] = replace(operator, strided=float(size * len(arrays)))
+            in_order.update(operator.outputs)
+        if not _turns(graph, operator) or operator.inputs[0] in in_order:
+            continue
+        size = float(graph.values[operator.outputs[0]].size)
+        alone = len(readers[operator.inputs[0]]) == 1
+        product = makers.get(operator.inputs[0]) if alone else None
+        over = _folded(graph, operator, product)
+        fused = _readers(graph, operator.outputs[0], readers)
+        for reader in [number] if fused is None else fused:
+            known = found.get(reader, graph.operators[reader])
+            found[reader] = _reading(known, size, over)
+    return found
+
+
+def _reading(operator: Operator, size: float, over: tuple[int, ...]) -> Operator:
+    """An operator that reads more elements: across, or where `over` is divided."""
+    if not over:
+        return replace(operator, strided=operator.strided + size)
+    dims = tuple(sorted({*operator.turned_over, *over}))
+    return replace(operator, turned=operator.turned + size, turned_over=dims)
+
+
+def _folded(
+    graph: Graph, turned: Operator, product: Operator | None
+) -> tuple[int, ...]:
+    """What the product before a transpose sums over, if XLA makes one of both.
+
+    It exchanges the operands of a product of matrices, or of stacks of them, whose rows
+    become columns and that nothing else reads.
+
+    Args:
+        graph: the program.
+        turned: the transpose.
+        product: what makes its operand, if nothing else reads it.
+    """
+    if product is None or product.kind != "matmul" or len(product.contracted[0]) != 1:
+        return ()
+    made, after = (graph.values[op.outputs[0]] for op in (product, turned))
+    ranks = {len(graph.values[index].shape) for index in product.inputs}
+    if ranks != {len(made.dims)} or item_bits(made.dtype) < _NATIVE_BITS:
+        return ()
+    *stack, rows, columns = made.dims
+    return product.summed if after.dims == (*stack, columns, rows) else ()
+
+
+def _copies_left(graph: Graph, operator: Operator) -> bool:
+    """Whether a product needs the summed dims of its left operand where they are not:
+    all of them last. A matmul that sums over a single dim takes it anywhere.
+    """
+    places = operator.contracted[0]
+    least = {"matmul": 2, "convolution": 1}.get(operator.kind)
+    if least is None or len(places) < least:
+        return False
+    last = len(graph.values[operator.inputs[0]].shape)
+    return sorted(places) != list(range(last - len(places), last))
+
+
+def _fused(graph: Graph, index: int, makers: Mapping[int, Operator]) -> set[int]:
+    """Arrays that are read where a value is copied into another order: what makes it
+    element by element is computed in the copy, anew where others need it in order. Only
+    functions that cost more than a few operations are not.
+    """
+    size, read, seen, open_ = graph.values[index].size, set[int](), {index}, [index]
+    while open_:
+        one = open_.pop()
+        maker = makers.get(one)
+        if maker is None or not _is_fused(maker):
+            read.add(one)
+            continue
+        large = {i for i in maker.inputs if graph.values[i].size == size}
+        open_ += large - seen
+        seen |= large
+    return read or {index}
+
+
+def _is_fused(maker: Operator) -> bool:
+    if maker.kind == "elementwise":
+        return maker.primitive not in _KEPT
+    return maker.primitive in (*_SAME, "broadcast_in_dim")  # what it reads is small
+
+
+def _turns(graph: Graph, operator: Operator) -> bool:
+    """Whether another dim than before has its elements side by side."""
+    if operator.primitive != "transpose":
+        return False
+    before, after = (
+        [dim for dim, size in zip(value.dims, value.shape, strict=True) if size > 1]
+        for value in (
+            graph.values[operator.inputs[0]],
+            graph.values[operator.outputs[0]],
+        )
+    )
+    return before[-1:] != after[-1:]
+
+
+def _readers(
+    graph: Graph, index: int, readers: Mapping[int, list[int]]
+) -> list[int] | None:
+    """Element-wise operators that read a value as it lies; None: nothing reads it."""
+    if not readers.get(index):
+        return None
+    found = []
+    for number in readers[index]:
+        operator = graph.operators[number]
+        if operator.kind == "elementwise":
+            found.append(number)
+        elif operator.primitive in _SAME:
+            further = _readers(graph, operator.outputs[0], readers)
+            found += [number] if further is None else further
+    return found
+
+
+# Operators that cost alike, counted once: what the search goes through.
+#
+# A step of thousands of operators has some dozens of different ones: layers repeat, and
+# elementwise operators over the same dims differ only in their bytes, which add up.
+
+
+CHEAP = ("elementwise", "layout", "random")
+"""Kinds that a compiler fuses with what is before or after them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Operators that cost alike."""
+
+    operator: Operator
+    """One of them."""
+    times: float
+    """Executions of all of them in a step."""
+    region: str
+    """Where in the step: forward, backward or update."""
+    last: bool = False
+    """Whether it sums, and only the update, or nobody, waits for the sums."""
+    copies: bool = False
+    """Whether it stands for what loops copy (`loop_copies`)."""
+
+    @property
+    def cold(self) -> bool:
+        """Whether its bytes were not used just now: state, and stacks of loops."""
+        return self.copies or self.region == "update"
+
+
+def region(operator: Operator) -> str:
+    """Where in the step an operator is, from JAX's name stack.
+
+    >>> from dtft.planner.ir.graph import Operator
+    >>> made = Operator(primitive="mul", kind="elementwise", inputs=(), outputs=(),
+    ...     flops=0.0, trips=1, name="transpose(jvp(layer))/mul")
+    >>> region(made)
+    'backward'
+    """
+    if "transpose(" in operator.name:
+        return "backward"
+    return "forward" if "jvp(" in operator.name else "update"
+
+
+def group_operators(graph: Graph, alias: Mapping[int, int]) -> tuple[Group, ...]:
+    """The groups of a program, largest first.
+
+    Args:
+        graph: the program.
+        alias: dim to the dim that stands for it in equal layers.
+    """
+    across = strided(graph)
+    times: Counter[object] = Counter()
+    first: dict[object, Operator] = {}
+    cheap: dict[object, list[Operator]] = defaultdict(list)
+    known = awaited(graph, {n: _waits(op) for n, op in enumerate(graph.operators)})
+    last: dict[object, bool] = {}
+    for number, operator in enumerate(graph.operators):
+        key = _key(graph, operator, alias)
+        operator = across.get(number, operator)
+        if operator.kind in CHEAP:
+            cheap[key].append(operator)
+            continue
+        is_last = nobody_waits(operator, known)
+        key = key, operator.within if is_last else None
+        first.setdefault(key, operator)
+        last[key] = is_last
+        times[key] += operator.trips
+    found = [
+        Group(operator=first[k], times=count, region=region(first[k]), last=last[k])
+        for k, count in times.items()
+    ]
+    readers = Counter(index for op in graph.operators for index in set(op.inputs))
+    readers.update(graph.outputs.values())
+    found += [
+        _merged(graph, operators, _moved(graph, operators, readers))
+        for operators in cheap.values()
+    ]
+    return (*found, *_copied(graph, alias))
+
+
+def _copied(graph: Graph, alias: Mapping[int, int]) -> list[Group]:
+    """What loops copy, in parts with the same dims."""
+    alike: dict[object, list[tuple[Operator, int]]] = defaultdict(list)
+    for operator, passes in loop_copies(graph, CHEAP):
+        alike[_key(graph, operator, alias)].append((operator, passes))
+    found = []
+    for copies in alike.values():
+        moved = sum(passes * op.trips * graph.bytes_of(op) / 2 for op, passes in copies)
+        merged = _merged(graph, [operator for operator, _ in copies], moved)
+        found.append(replace(merged, copies=True))
+    return found
+
+
+def _waits(operator: Operator) -> bool:
+    """Whether the passes of the model go on only when it has its operands.
+
+    A sum of sums, as of a bias that was broadcast in two steps, is none of these.
+    """
+    passing = (*CHEAP, "reduction")
+    return operator.kind not in passing and region(operator) != "update"
+
+
+def _moved(
+    graph: Graph, operators: list[Operator], readers: Mapping[int, int]
+) -> float:
+    """Bytes that cheap operators over the same dims read and write, all together.
+
+    An update is one fused loop per array: only what comes from outside of it and what
+    is used outside is moved. Elsewhere others stand between, so that each operator
+    counts by itself (`Efficiency.fuse`).
+    """
+    if region(operators[0]) != "update":
+        return sum(graph.bytes_of(op) * op.trips for op in operators)
+    made = {index for op in operators for index in op.outputs}
+    read = Counter(index for op in operators for index in set(op.inputs))
+    kept = {index for index in made if readers[index] > read[index]}
+    outside = (read.keys() - made) | kept
+    return float(sum(graph.values[index].num_bytes for index in outside))
+
+
+def _key(graph: Graph, operator: Operator, alias: Mapping[int, int]) -> object:
+    values = [graph.values[i] for i in (*operator.inputs, *operator.outputs)]
+    if operator.kind in CHEAP:
+        dims = {alias.get(d, d) for v in values for d in v.dims}
+        whole = {alias.get(d, d) for d in operator.whole}
+        return region(operator), frozenset(dims), frozenset(whole)
+    shapes = tuple((v.shape, v.dtype, _roots(v.dims, alias)) for v in values)
+    summed, whole = _roots(operator.summed, alias), _roots(operator.whole, alias)
+    summed = (summed, operator.contracted)
+    return operator.primitive, shapes, summed, whole, operator.flops, region(operator)
+
+
+def _roots(dims: tuple[int, ...], alias: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(alias.get(dim, dim) for dim in dims)
+
+
+def _merged(graph: Graph, operators: list[Operator], total: float) -> Group:
+    """The largest of them, with the bytes (`total`) and operations of all."""
+    largest = max(operators, key=graph.bytes_of)
+    own = graph.bytes_of(largest)
+    flops = sum(operator.flops * operator.trips for operator in operators)
+    times = total / own if own else float(sum(op.trips for op in operators))
+    special = sum(operator.special * operator.trips for operator in operators)
+    across = sum(operator.strided * operator.trips for operator in operators)
+    turned = sum(operator.turned * operator.trips for operator in operators)
+    over = {dim for operator in operators for dim in operator.turned_over}
+    each = times or 1.0
+    stands = replace(
+        largest,
+        flops=flops / each,
+        special=special / each,
+        strided=across / each,
+        turned=turned / each,
+        turned_over=tuple(sorted(over)),
+    )
+    return Group(operator=stands, times=times, region=region(largest))

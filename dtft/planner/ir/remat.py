@@ -1,0 +1,327 @@
+"""Rematerialization: which parts of a loss are computed again in its backward pass.
+
+`rematerialized` cuts a traced loss into blocks where few bytes cross, and wraps each in
+`jax.checkpoint`.
+"""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from dtft.planner.ir.graph import item_bits
+from dtft.planner.ir.jaxprs import CALLS, REMAT, bodies, is_var, operators, with_bodies
+from dtft.planner.types import Remat
+
+# Where to cut a stretch of operators into blocks of which only the inputs are kept.
+#
+# Pure arithmetic on bytes.
+
+
+_FINER = 2**0.25
+"""Limits that are tried on the largest block are this factor apart."""
+
+
+def best_cuts(inside: Sequence[float], crossing: Sequence[float]) -> tuple[int, ...]:
+    """Where to cut a stretch of operators into blocks.
+
+    Minimizes the bytes that cross all cuts plus the bytes inside the largest block, to
+    within a factor of 1.19.
+
+    Args:
+        inside: bytes that each operator writes.
+        crossing: for each place between two operators the bytes written before and
+            read after it, so one less than `inside`.
+
+    Returns:
+        Places, ascending; place p is before operator p + 1.
+
+    >>> best_cuts([9, 1, 9, 1, 9, 1], [9, 1, 9, 1, 9])
+    (1, 3)
+    >>> best_cuts([4, 4], [8])
+    ()
+    """
+    if not inside:
+        return ()
+    upto = [0.0, *itertools.accumulate(inside)]
+    best: tuple[float, tuple[int, ...]] = (upto[-1], ())
+    limit = upto[-1]
+    while limit > 0:
+        limit /= _FINER
+        found = _cheapest(crossing, upto, limit)
+        if found is None:
+            break
+        cost, cuts = found
+        ends = [0, *(cut + 1 for cut in cuts), len(inside)]
+        widest = max(upto[b] - upto[a] for a, b in itertools.pairwise(ends))
+        if cost + widest < best[0]:
+            best = (cost + widest, cuts)
+        limit = min(limit, widest)
+    return best[1]
+
+
+def _cheapest(
+    crossing: Sequence[float], upto: Sequence[float], limit: float
+) -> tuple[float, tuple[int, ...]] | None:
+    """The cuts that fewest bytes cross, with blocks of at most `limit` bytes.
+
+    For every end the cheapest begin of its block is kept at the front of a window, so
+    that thousands of operators take milliseconds.
+    """
+    num = len(upto) - 1
+    costs, before = [0.0], [0]
+    window: deque[int] = deque([0])
+    for end in range(1, num + 1):
+        while window and upto[end] - upto[window[0]] > limit:
+            window.popleft()
+        if not window:
+            return None
+        begin = window[0]
+        costs.append(costs[begin] + (crossing[end - 1] if end < num else 0.0))
+        before.append(begin)
+        while window and costs[window[-1]] >= costs[end]:
+            window.pop()
+        window.append(end)
+    cuts: list[int] = []
+    begin = before[num]
+    while begin:
+        cuts.append(begin - 1)
+        begin = before[begin]
+    return costs[num], tuple(reversed(cuts))
+
+
+# Which parts of a loss are computed again in its backward pass.
+#
+# Cuts a loss into blocks and wraps each in `jax.checkpoint`. A block is the body of a
+# `lax.scan`, and, of what is outside of scans, a stretch of operators: stretches are
+# cut where few bytes cross, so that what is kept at the cuts and the largest block
+# together are small. Wrapping the loss as a whole would save nothing: its backward pass
+# would begin by computing the whole forward pass again and keeping all of it. The last
+# block is not wrapped: its backward pass comes at once.
+
+
+Policy = Callable[..., bool]
+"""As `jax.checkpoint` takes it: whether the result of a primitive is kept."""
+
+MATMULS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+)
+"""What remat=dots keeps the results of."""
+_CONTAINERS = frozenset({"jit", "pjit", "closed_call", "call"})
+
+
+def keep_nothing(*_: Any, **__: Any) -> bool:
+    """The policy of remat=full: of a block only its inputs are kept."""
+    return False
+
+
+def keep_matmuls(primitive: Any, *_: Any, **__: Any) -> bool:
+    """The policy of remat=dots: results of matmuls and convolutions are kept."""
+    return primitive.name in MATMULS
+
+
+POLICIES: Mapping[Remat, Policy] = {"dots": keep_matmuls, "full": keep_nothing}
+
+
+def rematerialized(
+    program: ClosedJaxpr,
+    policy: Policy,
+    *,
+    last: bool = False,
+    joined: Callable[[JaxprEqn], bool] | None = None,
+) -> ClosedJaxpr:
+    """The program with its blocks wrapped, to be differentiated.
+
+    Results and gradients are the same within rounding. Parts that the user's program
+    wraps itself, and operators with effects, stay as they are.
+
+    Args:
+        program: a traced loss.
+        policy: what is kept of a block beside its inputs.
+        last: whether the last block is wrapped too.
+        joined: says of an equation whether it is in one block with that after it.
+    """
+    blocks = _Blocks(policy=policy, joined=joined or (lambda _: False))
+    changed = _container(program.jaxpr, blocks, wrap_last=last)
+    return ClosedJaxpr(changed, program.consts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Blocks:
+    """What is asked of all blocks."""
+
+    policy: Policy
+    joined: Callable[[JaxprEqn], bool]
+
+
+def _container(jaxpr: Jaxpr, asked: _Blocks, *, wrap_last: bool) -> Jaxpr:
+    """A program whose equations are blocks, or hold blocks."""
+    last_use = _last_uses(jaxpr)
+    own = _num_operators(jaxpr)
+    runs = itertools.groupby(enumerate(jaxpr.eqns), lambda item: _role(item[1], own))
+    eqns: list[JaxprEqn] = []
+    for role, run in runs:
+        numbered = list(run)
+        at_end = numbered[-1][0] == len(jaxpr.eqns) - 1
+        wrap = wrap_last or not at_end
+        if role == "stretch":
+            eqns += _stretch(jaxpr, numbered, last_use, asked, wrap_last=wrap)
+            continue
+        for index, eqn in numbered:
+            inner = wrap_last or index < len(jaxpr.eqns) - 1
+            eqns.append(_changed(eqn, role, asked, wrap_last=inner))
+    return jaxpr.replace(eqns=eqns)
+
+
+def _role(eqn: JaxprEqn, num_around: int) -> str:
+    name = eqn.primitive.name
+    if eqn.effects or name in REMAT:
+        return "as it is"
+    if name == "scan" and eqn.params["length"] > 1:
+        return "loop"
+    if name in _CONTAINERS:
+        (body,) = bodies(eqn)
+        if _has_loop(body) or 2 * _num_operators(body) > num_around:
+            return "container"
+    return "stretch"
+
+
+def _changed(eqn: JaxprEqn, role: str, asked: _Blocks, *, wrap_last: bool) -> JaxprEqn:
+    if role == "container":
+        return with_bodies(
+            eqn, lambda body: _container(body, asked, wrap_last=wrap_last)
+        )
+    return (
+        with_bodies(eqn, lambda body: _loop_body(body, asked.policy))
+        if (role == "loop")
+        else eqn
+    )
+
+
+def _loop_body(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
+    wrapped_by_user = any(eqn.primitive.name in REMAT for eqn in jaxpr.eqns)
+    if wrapped_by_user or jaxpr.effects:
+        return jaxpr
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    inner = jaxpr.replace(constvars=[], invars=inputs)
+    results = [Var(atom.aval) for atom in jaxpr.outvars]
+    # Inside of a scan XLA cannot merge the second computation with the first.
+    eqn = _remat_equation(inner, results, policy, prevent_cse=False)
+    return jaxpr.replace(eqns=[eqn], outvars=results)
+
+
+def _stretch(
+    jaxpr: Jaxpr,
+    numbered: Sequence[tuple[int, JaxprEqn]],
+    last_use: Mapping[Var, int],
+    asked: _Blocks,
+    *,
+    wrap_last: bool,
+) -> Iterator[JaxprEqn]:
+    """A run of equations as blocks."""
+    first = numbered[0][0]
+    eqns = [eqn for _, eqn in numbered]
+    crossing = [
+        math.inf if asked.joined(eqn) else num_bytes
+        for eqn, num_bytes in zip(eqns, _crossing(eqns, first, last_use), strict=False)
+    ]
+    cuts = best_cuts([_inside(eqn) for eqn in eqns], crossing)
+    ends = [0, *(cut + 1 for cut in cuts), len(eqns)]
+    for start, end in itertools.pairwise(ends):
+        if end == len(eqns) and not wrap_last:
+            yield from eqns[start:end]
+        else:
+            block, after = eqns[start:end], first + end
+            yield from _block(jaxpr, block, after, last_use, asked.policy)
+
+
+def _block(
+    jaxpr: Jaxpr,
+    eqns: Sequence[JaxprEqn],
+    end: int,
+    last_use: Mapping[Var, int],
+    policy: Policy,
+) -> list[JaxprEqn]:
+    written = [var for eqn in eqns for var in eqn.outvars]
+    known = set(written)
+    read = dict.fromkeys(
+        atom
+        for eqn in eqns
+        for atom in eqn.invars
+        if is_var(atom) and atom not in known
+    )
+    results = [var for var in written if last_use.get(var, -1) >= end]
+    if not results:
+        return list(eqns)
+    inner = jaxpr.replace(
+        constvars=[], invars=list(read), outvars=results, eqns=list(eqns), effects=set()
+    )
+    return [_remat_equation(inner, results, policy, prevent_cse=True)]
+
+
+def _remat_equation(
+    body: Jaxpr, results: Sequence[Var], policy: Policy, *, prevent_cse: bool
+) -> JaxprEqn:
+    """The equation that `jax.checkpoint` would make of a program."""
+    wrap = jax.checkpoint(lambda x: x, policy=policy, prevent_cse=prevent_cse)
+    (eqn,) = jax.make_jaxpr(wrap)(0.0).eqns
+    return eqn.replace(
+        invars=list(body.invars),
+        outvars=list(results),
+        params={**eqn.params, "jaxpr": body},
+    )
+
+
+def _last_uses(jaxpr: Jaxpr) -> dict[Var, int]:
+    """The index of the last equation that reads each variable; results: the end."""
+    uses: dict[Var, int] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        uses.update({atom: index for atom in eqn.invars if is_var(atom)})
+    uses.update({atom: len(jaxpr.eqns) for atom in jaxpr.outvars if is_var(atom)})
+    return uses
+
+
+def _crossing(
+    eqns: Sequence[JaxprEqn], first: int, last_use: Mapping[Var, int]
+) -> list[float]:
+    change = [0.0] * (len(eqns) + 1)
+    for place, eqn in enumerate(eqns):
+        for var in eqn.outvars:
+            end = min(last_use.get(var, -1) - first, len(eqns))
+            if end > place:
+                change[place] += _num_bytes(var)
+                change[end] -= _num_bytes(var)
+    return list(itertools.accumulate(change))[: len(eqns) - 1]
+
+
+def _inside(eqn: JaxprEqn) -> float:
+    if eqn.primitive.name not in CALLS:
+        return sum(map(_num_bytes, eqn.outvars))
+    return sum(
+        _num_bytes(var)
+        for body in bodies(eqn)
+        for operator in operators(body)
+        for var in operator.outvars
+    )
+
+
+def _num_bytes(var: Any) -> float:
+    aval = var.aval
+    return getattr(aval, "size", 0) * item_bits(str(getattr(aval, "dtype", "bool"))) / 8
+
+
+def _num_operators(jaxpr: Jaxpr) -> int:
+    return sum(1 for _ in operators(jaxpr))
+
+
+def _has_loop(jaxpr: Jaxpr) -> bool:
+    return any(
+        (eqn.primitive.name == "scan" and eqn.params["length"] > 1)
+        or any(_has_loop(body) for body in bodies(eqn))
+        for eqn in jaxpr.eqns
+    )

@@ -1,0 +1,415 @@
+"""What repeats in a program: equal layers, the part of it that is layers, and twins of
+a loss's dims.
+
+* `find_repeats`: runs of operators that come again with the same shapes; they share
+  decisions and are priced once.
+* `find_layers`: what a pipeline divides: the layers, what is before and after them,
+  what crosses a cut.
+* `same_dims`: which dims of a loss are which of the step made of it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any, Literal
+
+import numpy as np
+
+from dtft.planner.ir.graph import Graph, Operator
+from dtft.planner.ir.op_groups import CHEAP, region
+
+# Which dims of a loss's program are which of the step's: the same divided alike.
+#
+# The forward pass of a traced step has the loss's operators in their order, among those
+# that derivatives add. Decides which of them are twins; pure,.
+
+
+def same_dims(program: Graph, graph: Graph) -> dict[int, int]:
+    """Dim of a loss's program to the dim of the step's that it is.
+
+    Args:
+        program: of the loss alone.
+        graph: of a step that differentiates this loss, with arguments of the same
+            paths. Dims that only its operators have are found by those of the same
+            primitive and shapes in the same order; cheap ones are left out, which
+            derivatives have rules of their own for.
+    """
+    found: dict[int, int] = {}
+    for path, index in program.inputs.items():
+        _join(found, program, index, graph, graph.inputs[path])
+    ours = _heavy(program.operators)
+    theirs = _heavy(op for op in graph.operators if region(op) == "forward")
+    keys = [_key(program, op) for op in ours], [_key(graph, op) for op in theirs]
+    # Long programs repeat the same few operators: none of them is junk.
+    for first, second, count in SequenceMatcher(
+        None, *keys, autojunk=False
+    ).get_matching_blocks():
+        for one, other in zip(
+            ours[first : first + count], theirs[second : second + count], strict=True
+        ):
+            for index, twin in zip(_values(one), _values(other), strict=True):
+                _join(found, program, index, graph, twin)
+    return found
+
+
+def _heavy(operators: Iterable[Operator]) -> list[Operator]:
+    return [op for op in operators if op.kind not in CHEAP]
+
+
+def _values(operator: Operator) -> tuple[int, ...]:
+    return *operator.inputs, *operator.outputs
+
+
+def _key(graph: Graph, operator: Operator) -> object:
+    arrays = tuple(
+        (graph.values[index].shape, graph.values[index].dtype)
+        for index in _values(operator)
+    )
+    return operator.primitive, len(operator.within), arrays
+
+
+def _join(
+    found: dict[int, int], program: Graph, index: int, graph: Graph, other: int
+) -> None:
+    pairs = zip(program.values[index].dims, graph.values[other].dims, strict=True)
+    for dim, twin in pairs:
+        found.setdefault(dim, twin)
+
+
+# Finds what a program repeats: equal layers share decisions and are costed once.
+#
+# The layers of an unrolled program are runs of operators that come again and again with
+# the same shapes, joined in the same way. A run found, each dim of one layer stands for
+# the dim at its place in the next: they form a class. Layers inside a scan are one body
+# already.
+
+
+_HEAVY = ("matmul", "convolution")
+_NEXT = 16
+"""Times the same heavy operator may come in one layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """Operators that come `count` times, one copy after the other."""
+
+    start: int
+    """Number of the first operator of the first copy."""
+    period: int
+    """Operators in one copy."""
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Classes of dims and operators."""
+
+    dims: tuple[int, ...]
+    """For each dim of the graph its class: the lowest dim that plays the same part.
+    No array has two different dims of one class."""
+    operators: tuple[int, ...]
+    """For each operator its class: the lowest operator that costs the same under every
+    division that divides the dims of a class alike."""
+    repeats: tuple[Repeat, ...]
+    """The layers, in the order of the program."""
+
+
+def find_repeats(graph: Graph) -> Blocks:
+    """The repeated blocks of a program."""
+    signatures = _Signatures(graph)
+    kinds = np.array([signatures.of(op) for op in graph.operators], np.int64)
+    classes = _Classes(graph)
+    taken = np.zeros(len(kinds), bool)
+    repeats: list[Repeat] = []
+    heavy = np.array([op.kind in _HEAVY for op in graph.operators], bool)
+    periods = _periods(kinds, heavy)
+    for start, length, period in _runs(kinds, periods):
+        copy = slice(start, start + period)
+        part = slice(start, start + length + period)
+        # Neighbours may share an operator or two that end the one and begin the other.
+        new = np.count_nonzero(taken[part]) < period
+        if not (new and heavy[copy].any() and _chained(graph, start, period)):
+            continue
+        if classes.add(_pairs(graph, start, length, period)):
+            taken[part] = True
+            count = length // period + 1
+            repeats.append(Repeat(start=start, period=period, count=count))
+    dims = tuple(map(classes.of, range(len(graph.dims))))
+    return Blocks(
+        dims=dims,
+        operators=_operator_classes(graph, dims),
+        repeats=tuple(sorted(repeats, key=lambda repeat: repeat.start)),
+    )
+
+
+class _Signatures:
+    """Numbers for operators that do the same with arrays of the same shapes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._numbers: dict[Any, int] = {}
+        self._arrays = [(value.shape, value.dtype) for value in graph.values]
+
+    def of(self, op: Operator) -> int:
+        places: dict[int, int] = {}
+        joined = tuple(
+            places.setdefault(dim, len(places)) for dim in _dims(self._graph, op)
+        )
+        arrays = tuple(self._arrays[i] for i in (*op.inputs, *op.outputs))
+        key = (op.primitive, op.flops, op.trips, op.again, arrays, joined, op.within)
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
+def _dims(graph: Graph, op: Operator) -> Iterator[int]:
+    for index in (*op.inputs, *op.outputs):
+        yield from graph.values[index].dims
+    yield from op.summed
+    yield from op.whole
+
+
+def _periods(kinds: np.ndarray, heavy: np.ndarray) -> list[int]:
+    """Distances between heavy operators that are alike."""
+    found: set[int] = set()
+    for kind in np.unique(kinds[heavy]):
+        places = np.flatnonzero(heavy & (kinds == kind))
+        for step in range(1, min(_NEXT, len(places) - 1) + 1):
+            found.update((places[step:] - places[:-step]).tolist())
+    return sorted(found)
+
+
+def _runs(kinds: np.ndarray, periods: Iterable[int]) -> list[tuple[int, int, int]]:
+    """Stretches that equal what comes one period later: start, length, period.
+
+    Those that cover most come first, and of these the shortest period.
+    """
+    found: list[tuple[int, int, int]] = []
+    for period in periods:
+        equal = np.concatenate(([False], kinds[:-period] == kinds[period:], [False]))
+        edges = np.flatnonzero(equal[1:] != equal[:-1])
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        long = lengths >= period
+        pairs = zip(starts[long].tolist(), lengths[long].tolist(), strict=True)
+        found += [(start, length, period) for start, length in pairs]
+    return sorted(found, key=lambda run: (-run[1] - run[2], run[2], run[0]))
+
+
+def _chained(graph: Graph, start: int, period: int) -> bool:
+    """Whether the second copy reads what the first one writes, as layers do.
+
+    Branches side by side (queries, keys, values) are alike by chance.
+    """
+    first = graph.operators[start : start + period]
+    second = graph.operators[start + period : start + 2 * period]
+    written = {index for op in first for index in op.outputs}
+    return any(index in written for op in second for index in op.inputs)
+
+
+def _pairs(
+    graph: Graph, start: int, length: int, period: int
+) -> Iterator[tuple[int, int]]:
+    """Dims of each operator and those at their place one period later."""
+    for number in range(start, start + length):
+        one, other = graph.operators[number], graph.operators[number + period]
+        yield from zip(_dims(graph, one), _dims(graph, other), strict=True)
+
+
+class _Classes:
+    """Classes of dims that never meet in one array."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._dims = graph.dims
+        self._parent = list(range(len(graph.dims)))
+        self._arrays = {frozenset(value.dims) for value in graph.values}
+
+    def of(self, dim: int) -> int:
+        return _root(self._parent, dim)
+
+    def add(self, pairs: Iterable[tuple[int, int]]) -> bool:
+        """Merges all pairs, or none where two dims of an array would be one."""
+        parent = self._parent.copy()
+        for pair in set(pairs):
+            if pair[0] != pair[1] and self._dims[pair[0]] == self._dims[pair[1]]:
+                low, high = sorted(_root(parent, dim) for dim in pair)
+                parent[high] = low
+        for dims in self._arrays:
+            if len({_root(parent, dim) for dim in dims}) < len(dims):
+                return False
+        self._parent = parent
+        return True
+
+
+def _root(parent: Sequence[int], dim: int) -> int:
+    while parent[dim] != dim:
+        dim = parent[dim]
+    return dim
+
+
+def _operator_classes(graph: Graph, dims: Sequence[int]) -> tuple[int, ...]:
+    first: dict[Any, int] = {}
+    arrays = [
+        (value.shape, value.dtype, tuple(dims[dim] for dim in value.dims))
+        for value in graph.values
+    ]
+    classes: list[int] = []
+    for number, op in enumerate(graph.operators):
+        key = (
+            op.primitive, op.flops, op.trips,
+            tuple(arrays[index] for index in op.inputs),
+            tuple(arrays[index] for index in op.outputs),
+            tuple(dims[dim] for dim in op.summed),
+            tuple(dims[dim] for dim in op.whole),
+        )  # fmt: skip
+        classes.append(first.setdefault(key, number))
+    return tuple(classes)
+
+
+# Which part of a program is its layers, what is before and after, what crosses a cut.
+#
+# A pipeline divides the layers of a program; embedding and head stay at its ends. Finds
+# the layers as the loop over them (a scan that parameters are sliced for) or as the run
+# of equal blocks with most operations.
+
+
+Part = Literal["first", "layers", "last"]
+PARTS: tuple[Part, ...] = ("first", "layers", "last")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The layers of a step."""
+
+    count: int
+    """How many there are."""
+    shares: Mapping[Part, float]
+    """Of what forward and backward pass take: before, in and after the layers."""
+    boundary: tuple[int, ...]
+    """Values that one layer hands to the next."""
+    readers: Mapping[int, frozenset[Part]]
+    """For each argument which parts read it; those that none reads are left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Equal layers, one after the other."""
+
+    count: int
+    start: int
+    stop: int
+    period: int
+    """Operators of one, 0 for a loop."""
+    flops: float
+
+
+def find_layers(
+    graph: Graph, repeats: tuple[Repeat, ...], seconds: Callable[[Operator], float]
+) -> Layers | None:
+    """The layers of a step; None if it has none.
+
+    Args:
+        graph: the step, with its backward pass.
+        repeats: its equal blocks (`find_repeats`).
+        seconds: what an operator takes, all its executions together.
+    """
+    runs = [*_loops(graph), *_repeats(graph, repeats)]
+    best: dict[str, _Run] = {}
+    for run in runs:
+        where = _region(graph, run)
+        if where not in best or run.flops > best[where].flops:
+            best[where] = run
+    if not {"forward", "backward"} <= best.keys():
+        return None
+    forward, backward = best["forward"], best["backward"]
+    parts = dict(_parts(graph, forward, backward))
+    totals = dict.fromkeys(PARTS, 0.0)
+    for number, part in parts.items():
+        totals[part] += seconds(graph.operators[number])
+    every = sum(totals.values())
+    return Layers(
+        count=forward.count,
+        shares={part: total / every for part, total in totals.items()},
+        boundary=_boundary(graph, forward),
+        readers=_readers(graph, parts),
+    )
+
+
+def _loops(graph: Graph) -> Iterator[_Run]:
+    """Loops that slice something as long as they are, and are in no other."""
+    for loop in graph.loops:
+        start, stop = loop.operators
+        if start == stop or len(graph.operators[start].within) != 1:
+            continue
+        arguments = set(graph.inputs.values())
+        if any(outer in arguments for outer, _ in loop.sliced) and loop.length > 1:
+            yield _run(graph, loop.length, start, stop, 0)
+
+
+def _repeats(graph: Graph, repeats: tuple[Repeat, ...]) -> Iterator[_Run]:
+    for one in repeats:
+        if not graph.operators[one.start].within:
+            stop = one.start + one.period * one.count
+            yield _run(graph, one.count, one.start, stop, one.period)
+
+
+def _run(graph: Graph, count: int, start: int, stop: int, period: int) -> _Run:
+    flops = sum(op.flops * op.trips for op in graph.operators[start:stop])
+    return _Run(count=count, start=start, stop=stop, period=period, flops=flops)
+
+
+def _region(graph: Graph, run: _Run) -> str:
+    """Where most of its operations are."""
+    found: dict[str, float] = {}
+    for operator in graph.operators[run.start : run.stop]:
+        where = region(operator)
+        found[where] = found.get(where, 0.0) + operator.flops * operator.trips
+    return max(found, key=lambda where: found[where])
+
+
+def _parts(graph: Graph, forward: _Run, backward: _Run) -> Iterator[tuple[int, Part]]:
+    """For each operator of both passes, by its number, the part that it is of."""
+    for number, operator in enumerate(graph.operators):
+        if region(operator) == "update":
+            continue
+        inside = forward.start <= number < forward.stop
+        if inside or backward.start <= number < backward.stop:
+            yield number, "layers"
+        elif forward.stop <= number < backward.start:
+            yield number, "last"
+        else:
+            yield number, "first"
+
+
+def _boundary(graph: Graph, run: _Run) -> tuple[int, ...]:
+    """What crosses from one layer to the next, where that is least."""
+    if not run.period:
+        (loop,) = (x for x in graph.loops if x.operators == (run.start, run.stop))
+        made = {v for op in graph.operators[run.start : run.stop] for v in op.outputs}
+        return tuple(after for *_, out, after in loop.carried if out in made)
+    cuts = (run.start + run.period + offset for offset in range(run.period))
+    ways = [_crossing(graph, cut, run.period) for cut in cuts]
+    return min(ways, key=lambda values: sum(graph.values[v].num_bytes for v in values))
+
+
+def _crossing(graph: Graph, cut: int, period: int) -> tuple[int, ...]:
+    before = graph.operators[cut - period : cut]
+    after = graph.operators[cut : cut + period]
+    made = dict.fromkeys(value for op in before for value in op.outputs)
+    read = {value for op in after for value in op.inputs}
+    return tuple(value for value in made if value in read)
+
+
+def _readers(graph: Graph, parts: Mapping[int, Part]) -> dict[int, frozenset[Part]]:
+    inner = {inside: outer for loop in graph.loops for outer, inside in loop.sliced}
+    arguments = set(graph.inputs.values())
+    source = {index: index for index in arguments}
+    found: dict[int, set[Part]] = {}
+    for number, operator in enumerate(graph.operators):
+        for index in operator.inputs:
+            while index in inner:
+                index = inner[index]
+            if index not in source:
+                continue
+            if operator.kind == "layout":
+                source |= dict.fromkeys(operator.outputs, source[index])
+            elif number in parts:
+                found.setdefault(source[index], set()).add(parts[number])
+    return {index: frozenset(where) for index, where in found.items()}

@@ -1,0 +1,597 @@
+"""From a step or loss to a `Graph`: traced by JAX, followed equation by equation, its
+dims made final.
+
+`trace` is the entry. Nothing is computed and no array is made: arguments may be
+`jax.ShapeDtypeStruct`s of any size. Loops are entered once and counted (`trips`: scan
+lengths, and while loops whose counter the program's text shows).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from dtft._jax_internals import scan_arguments
+from dtft.planner.gc_pause import gc_paused
+from dtft.planner.ir.dim_propagation import Dims, Numbers, contracted, link
+from dtft.planner.ir.flops import SPECIAL, count
+from dtft.planner.ir.graph import (
+    Dim,
+    Graph,
+    Loop,
+    Operator,
+    OperatorKind,
+    Value,
+    item_bits,
+)
+from dtft.planner.ir.jaxprs import CALLS, bodies
+
+# What is found of a program while it is followed, before its dims are final.
+#
+# Keeps values, operators and loops in the order in which they are met, and the dims
+# that go together.
+
+
+Known = int | Literal
+"""An array of the program: the index of its value, or a number of its text."""
+
+
+class Draft(NamedTuple):
+    """A value before dims are final."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    dims: Numbers
+
+
+@dataclass(slots=True)
+class Step:
+    """An operator before dims are final."""
+
+    primitive: str
+    kind: OperatorKind
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    flops: float
+    summed: Numbers
+    contracted: tuple[tuple[int, ...], tuple[int, ...]]
+    """Places of summed dims in the operands of a matmul."""
+    whole: Numbers
+    again: bool
+    within: tuple[int, ...]
+    trips: int
+    name: str
+
+
+class Drafts:
+    """What was found so far."""
+
+    def __init__(self) -> None:
+        self.dims = Dims()
+        self.values: list[Draft] = []
+        self.steps: list[Step] = []
+        self.loops: list[Loop | None] = []
+        self.endless: Counter[str] = Counter()
+        """Bytes of one pass of the loops whose trips are not known."""
+        self._dtypes: dict[Any, str] = {}
+
+    def value(self, aval: Any, dims: Numbers | None = None) -> int:
+        """A new array; its dims are new where none are given."""
+        shape = tuple(getattr(aval, "shape", ()))
+        dtype = self._dtype(getattr(aval, "dtype", None))
+        numbers = self.dims.news(shape) if dims is None else dims
+        self.values.append(Draft(shape, dtype, numbers))
+        return len(self.values) - 1
+
+    def held(self, known: Known) -> int:
+        """The array's value; a number of the text becomes one."""
+        return self.value(known.aval) if isinstance(known, Literal) else known
+
+    def copy(self, index: int) -> int:
+        """Another array like this one, divided alike."""
+        self.values.append(self.values[index])
+        return len(self.values) - 1
+
+    def part(self, index: int, along: int) -> int:
+        """What a loop's body sees in turn of an array."""
+        whole = self.values[index]
+        self.dims.join(whole.dims[0], along)
+        self.values.append(Draft(whole.shape[1:], whole.dtype, whole.dims[1:]))
+        return len(self.values) - 1
+
+    def carried(self, before: list[int], out: list[int]) -> list[int]:
+        """What a loop leaves: divided as what it begins with and what it makes."""
+        for one, two in zip(before, out, strict=True):
+            self.join(one, two)
+        return [self.copy(index) for index in before]
+
+    def join(self, one: int, two: int) -> None:
+        """From now on both arrays are divided alike."""
+        pairs = zip(self.values[one].dims, self.values[two].dims, strict=True)
+        for left, right in pairs:
+            self.dims.join(left, right)
+
+    def numbers(self, known: Known) -> Numbers:
+        """Dims of an array."""
+        if isinstance(known, Literal):
+            shape: tuple[int, ...] = getattr(known.aval, "shape", ())
+            return self.dims.news(shape)
+        return self.values[known].dims
+
+    def bytes_since(self, start: int) -> int:
+        """Bytes that the operators from `start` on read and write, each once."""
+        found = 0
+        for step in self.steps[start:]:
+            for index in (*step.inputs, *step.outputs):
+                draft = self.values[index]
+                found += math.prod(draft.shape) * item_bits(draft.dtype) // 8
+        return found
+
+    def _dtype(self, dtype: Any) -> str:
+        if dtype not in self._dtypes:  # NumPy makes a dtype's name anew each time
+            self._dtypes[dtype] = getattr(dtype, "name", "float0")
+        return self._dtypes[dtype]
+
+
+# How often a while loop runs, where the program's text says it.
+#
+# Recognizes a counter: a position of the carry to which the body adds a known step, and
+# which the condition compares with a bound that is known, too.
+
+
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
+
+
+def while_trips(eqn: JaxprEqn, known: Sequence[Any]) -> int | None:
+    """How often a while loop runs that counts from one known number to another.
+
+    Args:
+        eqn: the loop.
+        known: for each operand its number where the program's text has it, else None.
+
+    Returns:
+        None where the text does not say it: the condition is not one comparison of a
+        counter with a bound, or one of the numbers is only known when it runs.
+    """
+    condition, body = bodies(eqn)
+    num_condition, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    init = known[num_condition + num_body :]
+    loop = _Carry(body, num_body, init, known[num_condition:])
+    sides = _comparison(condition, known[:num_condition])
+    if sides is None:
+        return None
+    name, left, right = sides
+    for counter, bound, compare in (
+        (left, right, name),
+        (right, left, _MIRRORED[name]),
+    ):
+        if not isinstance(counter, _Place):
+            continue
+        start, step = init[counter.index], loop.step(counter.index)
+        limit = loop.constant(bound.index) if isinstance(bound, _Place) else bound
+        if None not in (start, step, limit):
+            return _count(compare, start, limit, step)
+    return None
+
+
+class _Place:
+    """A position of the loop's carry."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Carry:
+    """What the body does with each position of the carry."""
+
+    def __init__(
+        self, body: Jaxpr, num_consts: int, init: Sequence[Any], consts: Sequence[Any]
+    ) -> None:
+        self.init, self.outs = init, body.outvars
+        self.ins = body.invars[num_consts:]
+        self.known: dict[Any, Any] = dict(
+            zip(body.invars[:num_consts], consts, strict=False)
+        )
+        self.made: dict[Any, JaxprEqn] = {
+            var: eqn for eqn in body.eqns for var in eqn.outvars
+        }
+
+    def constant(self, index: int) -> Any:
+        """The number at a position that the body leaves as it is."""
+        return self.init[index] if self.outs[index] is self.ins[index] else None
+
+    def step(self, index: int) -> Any:
+        """What is added to a position each time."""
+        out = self.outs[index]
+        made = None if isinstance(out, Literal) else self.made.get(out)
+        if made is None or made.primitive.name not in ("add", "sub"):
+            return None
+        left, right = made.invars
+        if right is self.ins[index] and made.primitive.name == "add":
+            left, right = right, left
+        if left is not self.ins[index]:
+            return None
+        step = right.val if isinstance(right, Literal) else self.known.get(right)
+        return -step if step is not None and made.primitive.name == "sub" else step
+
+
+def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
+    """Name and both sides of a condition that is one comparison."""
+    if len(condition.eqns) != 1 or condition.eqns[0].outvars != condition.outvars:
+        return None
+    eqn = condition.eqns[0]
+    if eqn.primitive.name not in _MIRRORED:
+        return None
+    num_consts = len(consts)
+    places = {var: index for index, var in enumerate(condition.invars)}
+
+    def side(atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return atom.val
+        index = places.get(atom)
+        if index is None:
+            return None
+        return consts[index] if index < num_consts else _Place(index - num_consts)
+
+    return eqn.primitive.name, side(eqn.invars[0]), side(eqn.invars[1])
+
+
+def _count(compare: str, start: Any, limit: Any, step: Any) -> int | None:
+    """Trips of a counter: `compare` holds between it and `limit` before each."""
+    distance, step = float(limit) - float(start), float(step)
+    if compare in ("gt", "ge"):
+        distance, step = -distance, -step
+    if compare == "ne":
+        times = distance / step if step else (math.inf if distance else 0.0)
+        return int(times) if times >= 0 and times.is_integer() else None
+    at_bound = compare in ("le", "ge")
+    if distance < 0 or not (distance or at_bound):
+        return 0
+    if step <= 0:
+        return None
+    return math.floor(distance / step) + 1 if at_bound else math.ceil(distance / step)
+
+
+# Follows a JAX program equation by equation and notes what it is made of.
+#
+# Decides how calls, loops, branches and rematerialized parts are entered, and how dims
+# go through them; what an operator does to dims and costs is asked of `dim_propagation`
+# and `flops`.
+
+
+_AGAIN = "rematted_computation"
+"""JAX's mark, in the name stack, of what a backward pass computes again."""
+
+
+class Frame(NamedTuple):
+    """Where in the program the walk is."""
+
+    trips: int = 1
+    within: tuple[int, ...] = ()
+    members: int = 1
+    """Devices that run it at the same time, each on its part (shard_map)."""
+    name: str = ""
+    recomputes: bool = False
+    """Inside the backward pass of a rematerialized function."""
+    again: bool = False
+    """All of it is computed again."""
+
+
+class Walk:
+    """A program being followed."""
+
+    def __init__(self) -> None:
+        self.found = Drafts()
+        """What was found so far."""
+
+    def run(self, jaxpr: Jaxpr, operands: Sequence[Known], frame: Frame) -> list[Known]:
+        """Follows a body from its operands to its results."""
+        known: dict[Any, Known] = {v: self.found.value(v.aval) for v in jaxpr.constvars}
+        known.update(zip(jaxpr.invars, operands, strict=True))
+        for eqn in jaxpr.eqns:
+            read = [a if isinstance(a, Literal) else known[a] for a in eqn.invars]
+            results = self._equation(eqn, read, frame)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [a if isinstance(a, Literal) else known[a] for a in jaxpr.outvars]
+
+    def _equation(
+        self, eqn: JaxprEqn, operands: list[Known], frame: Frame
+    ) -> Sequence[Known]:
+        if eqn.primitive.name not in CALLS:
+            return self._operator(eqn, operands, frame)
+        inner = self._inside(eqn, frame)
+        enter = _ENTER.get(eqn.primitive.name, Walk._call)
+        return enter(self, eqn, operands, inner)
+
+    def _call(self, eqn: JaxprEqn, operands: list[Known], frame: Frame) -> list[Known]:
+        (body,) = bodies(eqn)
+        return self.run(body, operands, frame)
+
+    def _inside(self, eqn: JaxprEqn, frame: Frame) -> Frame:
+        stack = str(eqn.source_info.name_stack)
+        again = frame.again or (frame.recomputes and _AGAIN in stack)
+        if eqn.primitive.name in ("jit", "pjit"):
+            stack = _joined(stack, f"jit({eqn.params['name']})")
+        recomputes = frame.recomputes or bool(eqn.params.get("differentiated"))
+        return frame._replace(
+            name=_joined(frame.name, stack), again=again, recomputes=recomputes
+        )
+
+    def _operator(
+        self, eqn: JaxprEqn, operands: list[Known], frame: Frame
+    ) -> tuple[int, ...]:
+        found = link(
+            self.found.dims, eqn, [self.found.numbers(known) for known in operands]
+        )
+        outputs = tuple(
+            self.found.value(atom.aval, numbers)
+            for atom, numbers in zip(eqn.outvars, found.outputs, strict=True)
+        )
+        name = eqn.primitive.name
+        read: list[Any] = [atom.aval for atom in eqn.invars]
+        written: list[Any] = [atom.aval for atom in eqn.outvars]
+        kind, flops = count(name, read, written, eqn.params)
+        stack = str(eqn.source_info.name_stack)
+        self.found.steps.append(
+            Step(
+                primitive=name,
+                kind=kind,
+                inputs=tuple(k for k in operands if not isinstance(k, Literal)),
+                outputs=outputs,
+                flops=flops * frame.members,
+                summed=found.summed,
+                contracted=contracted(eqn),
+                whole=found.whole,
+                again=frame.again or (frame.recomputes and _AGAIN in stack),
+                within=frame.within,
+                trips=frame.trips,
+                name=_joined(frame.name, stack),
+            )
+        )
+        return outputs
+
+    def _scan(self, eqn: JaxprEqn, operands: list[Known], frame: Frame) -> list[Known]:
+        found, length = self.found, eqn.params["length"]
+        num_consts, carry = scan_arguments(eqn)
+        consts = operands[:num_consts]
+        held = [found.held(known) for known in operands[len(consts) :]]
+        before, sliced = held[:carry], held[carry:]
+        place, inner = self._loop(frame, length)
+        along = found.dims.new(length, loop=True)
+        into = [found.copy(index) for index in before]
+        parts = [found.part(index, along) for index in sliced]
+        start = len(found.steps)
+        (body,) = bodies(eqn)
+        results = self.run(body, [*consts, *into, *parts], inner)
+        out = [found.held(known) for known in results]
+        after = found.carried(before, out[:carry])
+        whole = [
+            found.value(atom.aval, (along, *found.values[index].dims))
+            for atom, index in zip(eqn.outvars[carry:], out[carry:], strict=True)
+        ]
+        found.loops[place] = Loop(
+            length=length,
+            primitive="scan",
+            operators=(start, len(found.steps)),
+            sliced=tuple(zip(sliced, parts, strict=True)),
+            stacked=tuple(zip(out[carry:], whole, strict=True)),
+            carried=tuple(zip(before, into, out[:carry], after, strict=True)),
+            again=frame.again,
+        )
+        return [*after, *whole]
+
+    def _while(self, eqn: JaxprEqn, operands: list[Known], frame: Frame) -> list[Known]:
+        found, (condition, body) = self.found, bodies(eqn)
+        first = eqn.params["cond_nconsts"]
+        second = first + eqn.params["body_nconsts"]
+        texts = [k.val if isinstance(k, Literal) else None for k in operands]
+        trips = while_trips(eqn, texts)
+        length = 1 if trips is None else trips
+        place, inner = self._loop(frame, length)
+        before = [found.held(known) for known in operands[second:]]
+        into = [found.copy(index) for index in before]
+        start = len(found.steps)
+        self.run(condition, [*operands[:first], *into], inner)
+        results = self.run(body, [*operands[first:second], *into], inner)
+        out = [found.held(known) for known in results]
+        after = found.carried(before, out)
+        if trips is None:
+            found.endless["while"] += frame.trips * found.bytes_since(start)
+        found.loops[place] = Loop(
+            length=length,
+            primitive="while",
+            operators=(start, len(found.steps)),
+            carried=tuple(zip(before, into, out, after, strict=True)),
+            again=frame.again,
+        )
+        return list(after)
+
+    def _cond(self, eqn: JaxprEqn, operands: list[Known], frame: Frame) -> list[Known]:
+        """Every branch is followed; what the costliest does counts."""
+        found, best = self.found, -1.0
+        results: list[list[int]] = []
+        chosen: list[int] = []
+        counted: list[Step] = []
+        for branch in bodies(eqn):
+            first = len(found.steps)
+            outs = self.run(branch, operands[1:], frame)
+            results.append([found.held(known) for known in outs])
+            steps = found.steps[first:]
+            work = sum(step.flops * step.trips for step in steps)
+            idle = steps if work <= best else counted
+            for step in idle:
+                step.trips = 0
+            if work > best:
+                best, counted, chosen = work, steps, results[-1]
+        for other in results:
+            for one, two in zip(chosen, other, strict=True):
+                found.join(one, two)
+        return list(chosen)
+
+    def _shard_map(
+        self, eqn: JaxprEqn, operands: list[Known], frame: Frame
+    ) -> list[Known]:
+        """Inside, arrays are one device's part; a divided dim is another one there."""
+        params, (body,) = eqn.params, bodies(eqn)
+        manual = params.get("newly_manual_axes", params.get("manual_axes", ()))
+        members = math.prod(params["mesh"].shape[axis] for axis in manual)
+        local = self._through(operands, body.invars, params["in_specs"])
+        inner = frame._replace(members=frame.members * members)
+        results = self.run(body, local, inner)
+        return self._through(results, eqn.outvars, params["out_specs"])
+
+    def _through(
+        self, outside: Sequence[Known], atoms: Sequence[Any], specs: Sequence[Any]
+    ) -> list[Known]:
+        """Arrays as they are on the other side of a shard_map."""
+        return [
+            self.found.value(
+                atom.aval,
+                self._undivided(self.found.numbers(known), atom.aval.shape, spec),
+            )
+            for known, atom, spec in zip(outside, atoms, specs, strict=True)
+        ]
+
+    def _undivided(self, dims: Numbers, shape: Sequence[int], spec: Any) -> Numbers:
+        """The dims that a spec leaves as they are, and new ones for the others."""
+        parts = (*spec, *(None,) * (len(dims) - len(tuple(spec))))
+        return tuple(
+            self.found.dims.new(size) if part else number
+            for number, size, part in zip(dims, shape, parts, strict=True)
+        )
+
+    def _loop(self, frame: Frame, length: int) -> tuple[int, Frame]:
+        self.found.loops.append(None)
+        place = len(self.found.loops) - 1
+        within = (*frame.within, place)
+        return place, frame._replace(trips=frame.trips * length, within=within)
+
+
+def _joined(outer: str, inner: str) -> str:
+    return f"{outer}/{inner}" if outer and inner else outer or inner
+
+
+_ENTER = {
+    "scan": Walk._scan,
+    "while": Walk._while,
+    "cond": Walk._cond,
+    "shard_map": Walk._shard_map,
+}
+
+
+# A user's step or loss as a `Graph`: traced by JAX, followed, and its dims made final.
+#
+# Decides the paths of arguments and results. Nothing is computed and no array is made:
+# arguments may be `jax.ShapeDtypeStruct`s of any size.
+
+
+def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
+    """The operators, values and dims of a function of arrays.
+
+    Args:
+        fn: any function that JAX can trace, jitted or not.
+        *args: trees of arrays or of `jax.ShapeDtypeStruct`. The path of a leaf begins
+            with the number of its argument, such as `0/params/up/kernel`.
+        **keywords: the same, passed by name; paths begin with the name.
+
+    Returns:
+        The graph of one call. Its operators have the numbers of `jaxprs.operators`.
+
+    Raises:
+        ValueError: two leaves have the same path.
+
+    >>> x, w = jax.ShapeDtypeStruct((4, 8), "f4"), jax.ShapeDtypeStruct((8, 2), "f4")
+    >>> graph = trace(lambda x, w: jax.numpy.tanh(x @ w), x, w=w)
+    >>> [(op.primitive, op.flops) for op in graph.operators]
+    [('dot_general', 128), ('tanh', 8)]
+    >>> graph.inputs, [graph.values[0].dims, graph.values[1].dims]
+    ({'0': 0, 'w': 1}, [(0, 1), (1, 2)])
+    """
+    with gc_paused():
+        closed, result = jax.make_jaxpr(fn, return_shape=True)(*args, **keywords)
+        walk = Walk()
+        ins = [walk.found.value(var.aval) for var in closed.jaxpr.invars]
+        outs = walk.run(closed.jaxpr, ins, Frame())
+        ends = [walk.found.held(known) for known in outs]
+        inputs = dict(zip(_paths(args) + _paths(keywords), ins, strict=True))
+        outputs = dict(zip(_paths(result), ends, strict=True))
+        return _graph(walk.found, inputs, outputs)
+
+
+def _paths(tree: Any) -> list[str]:
+    """Keys of each leaf joined with "/", in tree order."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths = [
+        jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in leaves
+    ]
+    twice = [path for path, times in Counter(paths).items() if times > 1]
+    if twice:
+        raise ValueError(
+            f"tree has two leaves at path {twice[0]!r}: keys that differ only by type "
+            "or contain '/' are not allowed. Rename one of them."
+        )
+    return paths
+
+
+def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Graph:
+    numbers = _Numbers(found.dims)
+    values = tuple(
+        Value(shape=draft.shape, dtype=draft.dtype, dims=numbers.of(draft.dims))
+        for draft in found.values
+    )
+    operators = tuple(
+        Operator(
+            primitive=step.primitive,
+            kind=step.kind,
+            inputs=step.inputs,
+            outputs=step.outputs,
+            flops=step.flops,
+            special=step.flops if step.primitive in SPECIAL else 0.0,
+            trips=step.trips,
+            summed=numbers.of(step.summed),
+            contracted=step.contracted,
+            whole=numbers.of(step.whole),
+            again=step.again,
+            within=step.within,
+            name=step.name,
+        )
+        for step in found.steps
+    )
+    unknown = Counter(found.endless)
+    for op in operators:
+        if op.kind == "opaque":
+            arrays = (values[index] for index in (*op.inputs, *op.outputs))
+            unknown[op.primitive] += op.trips * sum(a.num_bytes for a in arrays)
+    return Graph(
+        values=values,
+        operators=operators,
+        dims=numbers.dims(),
+        loops=tuple(loop for loop in found.loops if isinstance(loop, Loop)),
+        inputs=inputs,
+        outputs=outputs,
+        unknown=dict(unknown),
+    )
+
+
+class _Numbers:
+    """Final numbers of dims, in the order in which they first occur."""
+
+    def __init__(self, dims: Dims) -> None:
+        self._dims = dims
+        self._final: dict[int, int] = {}
+        self._known: dict[Sequence[int], tuple[int, ...]] = {}
+
+    def of(self, drafts: Sequence[int]) -> tuple[int, ...]:
+        found = self._known.get(drafts)
+        if found is None:
+            find, final = self._dims.find, self._final
+            found = tuple(final.setdefault(find(n), len(final)) for n in drafts)
+            self._known[drafts] = found
+        return found
+
+    def dims(self) -> tuple[Dim, ...]:
+        return tuple(self._dims.of(root) for root in self._final)

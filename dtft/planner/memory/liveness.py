@@ -1,0 +1,495 @@
+"""When each value of a program takes memory: which have memory of their own, from when
+until when.
+
+Each rule was read off buffer assignments of compiled steps (`python -m
+experiments.plan_memory`).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dtft.planner.ir import CHEAP, Graph, Loop, Operator, region
+
+# Which values of a program have memory of their own, and which are only computed.
+#
+# Decides what XLA's GPU compiler keeps (results of products and sums, what products
+# read, what loops stack) and what it fuses into its readers. Each rule was read off
+# buffer assignments of compiled steps (`experiments/plan_memory.py`).
+
+
+ALIASES = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier")
+"""Operators whose result is their operand by another name, or folded into readers."""
+_NEVER_SAVED = (*ALIASES, "convert_element_type", "broadcast_in_dim")
+"""What the policy of `dtft.train.gathered` does not keep: the operand is."""
+_IN_MATMULS = ("max", "min", "neg", "convert_element_type")
+"""What XLA computes of an operand while a matmul reads it: a rectifier, a cast."""
+_READS_FUSED = (*CHEAP, "reduction")
+"""Kinds that compute their operands where they need them, if those are cheap."""
+
+
+class InMemory:
+    """What a program keeps, and from what each reader has what it reads."""
+
+    def __init__(self, graph: Graph, *, keeps_all: bool) -> None:
+        """Follows the program.
+
+        Args:
+            graph: the program.
+            keeps_all: see `follow`.
+        """
+        self.graph = graph
+        self.makers: Mapping[int, Operator] = {
+            value: operator
+            for operator in graph.operators
+            for value in operator.outputs
+        }
+        self._kept = self._find_kept()
+        if keeps_all:
+            self._kept |= self._saved()
+        self._twins = self._find_twins() if keeps_all else {}
+        self.roots: dict[int, frozenset[int]] = {}
+        self._resolve()
+
+    def root(self, value: int) -> frozenset[int]:
+        """The values in memory from which readers of a value have it."""
+        return self.roots.get(value, frozenset((value,)))
+
+    def all_roots(self, operator: Operator) -> frozenset[int]:
+        """Those of all its operands."""
+        return frozenset(r for index in operator.inputs for r in self.root(index))
+
+    def operands_like(self, index: int) -> list[int]:
+        """Arrays as large as a value that it is computed from, element by element."""
+        maker, values = self.makers.get(index), self.graph.values
+        return [
+            operand
+            for operand in (maker.inputs if maker else ())
+            if values[operand].size == values[index].size
+            and values[operand].dtype != "bool"
+            and not self._is_broadcast(operand)
+        ]
+
+    def _find_kept(self) -> set[int]:
+        kept = set(self.graph.outputs.values())
+        for operator in self.graph.operators:
+            if operator.kind not in CHEAP:
+                kept.update(operator.outputs)
+            if operator.kind == "matmul":
+                kept.update(map(self._read_by_matmul, operator.inputs))
+            elif operator.kind not in _READS_FUSED:
+                kept.update(operator.inputs)
+        kept -= self._folded()
+        for loop in self.graph.loops:
+            kept.update(outer for _, outer in loop.stacked)
+            kept.update(inner for _, inner in loop.sliced)
+            for before, _, _, after in loop.carried:
+                kept.update((before, after))
+        return kept
+
+    def _read_by_matmul(self, index: int) -> int:
+        """What has memory when a matmul reads a value.
+
+        A rectifier or a cast of one array is computed while it is read. A cast of what
+        several arrays make is, too, but what is cast has memory then.
+        """
+        maker = self.makers.get(index)
+        if maker is None or maker.primitive not in _IN_MATMULS:
+            return index
+        before = index
+        while (one := self.makers.get(before)) and one.kind in CHEAP:
+            large = self.operands_like(before)
+            if len(large) != 1:
+                cast = maker.primitive == "convert_element_type"
+                return maker.inputs[0] if cast else index
+            before = large[0]
+        return before
+
+    def _folded(self) -> set[int]:
+        """What is scattered into zeros only to be added to something: not there.
+
+        It is scattered into that.
+        """
+        readers: dict[int, list[str]] = defaultdict(list)
+        for operator in self.graph.operators:
+            for index in operator.inputs:
+                readers[index].append(operator.primitive)
+        found: set[int] = set()
+        for operator in self.graph.operators:
+            if operator.kind != "scatter" or not operator.inputs:
+                continue
+            (made,), into = operator.outputs, operator.inputs[0]
+            if self._is_broadcast(into) and readers[made] in (["add_any"], ["add"]):
+                found |= {made, into}
+        return found
+
+    def _saved(self) -> set[int]:
+        """What the backward pass reads of the forward pass outside of loops."""
+        found: set[int] = set()
+        for operator in self.graph.operators:
+            if region(operator) != "backward":
+                continue
+            for index in operator.inputs:
+                maker = self.makers.get(index)
+                while maker and maker.primitive in _NEVER_SAVED and maker.inputs:
+                    index = maker.inputs[0]
+                    maker = self.makers.get(index)
+                if maker and region(maker) == "forward" and not maker.within:
+                    found.add(index)
+        return found
+
+    def _find_twins(self) -> dict[int, int]:
+        """Values that each layer makes of nothing but numbers, and the first one like.
+
+        XLA computes a mask of positions once and keeps it for all layers.
+        """
+        first: dict[object, int] = {}
+        same: dict[int, int] = {}
+        for operator in self.graph.operators:
+            if operator.within or not all(index in same for index in operator.inputs):
+                continue
+            read = tuple(same[index] for index in operator.inputs)
+            for place, index in enumerate(operator.outputs):
+                value = self.graph.values[index]
+                key = operator.primitive, place, value.shape, value.dtype, read
+                same[index] = first.setdefault(key, index)
+        return {index: one for index, one in same.items() if index != one}
+
+    def _resolve(self) -> None:
+        for loop in self.graph.loops:
+            for outer, inner in loop.sliced:
+                self.roots[inner] = frozenset((inner, outer))
+            for _, inside, _, after in loop.carried:
+                self.roots[inside] = frozenset((after,))
+                self.roots[after] = frozenset((after,))
+            for _, outer in loop.stacked:
+                self.roots[outer] = frozenset((outer,))
+        for operator in self.graph.operators:
+            for value in operator.outputs:
+                self.roots[value] = self._roots_of(operator, value)
+        for value, roots in self.roots.items():
+            self.roots[value] = frozenset(self._through(value, roots))
+
+    def _roots_of(self, operator: Operator, value: int) -> frozenset[int]:
+        if operator.primitive in ALIASES and operator.inputs:
+            return self.root(operator.inputs[0])
+        if value in self._twins:
+            return self.root(self._twins[value])
+        if value in self._kept:
+            return frozenset((value,))
+        return self.all_roots(operator)
+
+    def _through(self, value: int, roots: Iterable[int]) -> Iterator[int]:
+        """What a loop goes through may itself be another array by another name."""
+        for root in roots:
+            yield from (root,) if root == value else self.root(root)
+
+    def _is_broadcast(self, index: int) -> bool:
+        maker = self.makers.get(index)
+        return maker is not None and maker.primitive == "broadcast_in_dim"
+
+
+# Which arrays XLA lays out anew between the loop that keeps them and the next.
+
+
+def laid_anew(graph: Graph, memory: InMemory, loop: Loop) -> Iterator[int]:
+    """Arrays that get another layout before a loop goes along them.
+
+    XLA transposes them once for all turns: what a product reads whose dims of the batch
+    are not its first (queries, keys and values of [B, T, N, H]), and what the loop
+    before keeps as a product makes it while this one reads it transposed. Each is there
+    twice for that moment, one after the other.
+    """
+    read = {
+        index
+        for operator in graph.operators[slice(*loop.operators)]
+        if operator.kind == "matmul"
+        for index in _against_the_grain(graph, operator)
+    }
+    stacked = {outer: inner for one in graph.loops for inner, outer in one.stacked}
+    readers: dict[int, set[str]] = defaultdict(set)
+    for operator in graph.operators[slice(*loop.operators)]:
+        for index in operator.inputs:
+            readers[index].add(operator.primitive)
+    for outer, inner in loop.sliced:
+        if (
+            inner in read
+            or readers[inner] == {"transpose"}
+            or _is_transposed(memory, stacked.get(outer, outer))
+        ):
+            yield outer
+
+
+def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
+    """Operands of a matmul whose dims of the batch are not the first ones."""
+    made = graph.values[product.outputs[0]]
+    rank = sum(len(graph.values[index].shape) for index in product.inputs[:2])
+    for index, summed in zip(product.inputs, product.contracted, strict=False):
+        dims = graph.values[index].dims
+        num_batch = rank - 2 * len(summed) - len(made.dims)
+        places = [place for place in range(len(dims)) if place not in summed]
+        batch: list[int] = []
+        for dim in made.dims[:num_batch]:
+            found = [p for p in places if dims[p] == dim and p not in batch]
+            batch += found[:1]
+        if batch != list(range(num_batch)):
+            yield index
+
+
+def _is_transposed(memory: InMemory, index: int) -> bool:
+    """Whether a transpose is between a value and the product that it comes of."""
+    seen = False
+    while (maker := memory.makers.get(index)) and maker.kind in CHEAP:
+        seen = seen or maker.primitive == "transpose"
+        large = memory.operands_like(index)
+        if not large:
+            return False
+        index = large[0]
+    return seen and maker is not None and maker.kind == "matmul"
+
+
+# When each value of a program takes memory: from where it is made to its last reader.
+#
+# Decides in which order values come and go, and which take the place of another
+# (`InMemory` says which there are).
+
+
+ROW = 16384
+"""Entries of the longest row for which XLA makes one kernel of a softmax: of compiled
+steps rows of 16384 had one, rows of 32768 had not."""
+_Going = dict[int, list[int]]
+"""For operators to come by number: the values that go after each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something happens to a value in memory."""
+
+    value: int
+    kind: Literal["comes", "made", "goes", "yields", "copied", "runs"]
+    """It is given memory; it is complete (after its loop, if that makes it part by
+    part); its memory is free again, or (`yields`) is if an axis divides one of `rows`;
+    there is a copy of it for a moment. Or (`runs`) an operator that may need operands
+    gathered, whose number is `value`, is carried out.
+    """
+    rows: tuple[int, ...] = ()
+    """Dims along which one kernel goes if it has all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lifetimes:
+    """What takes memory in a program, and when."""
+
+    events: tuple[Event, ...]
+    """In the order of the program. Arguments are there throughout and are not among it;
+    nor are results that have an argument of the same path: they take its place."""
+    roots: Mapping[int, frozenset[int]]
+    """For each value that operators make: the values in memory that readers read."""
+
+
+def follow(graph: Graph, *, keeps_all: bool = False) -> Lifetimes:
+    """Lifetimes of a program's values.
+
+    Args:
+        graph: the program.
+        keeps_all: whether the backward pass has all that it reads from the forward
+            pass, elementwise operators too, as `jax.checkpoint` with a policy has them.
+    """
+    walk = _Walk(graph, keeps_all=keeps_all)
+    return Lifetimes(events=tuple(walk.walk()), roots=walk.memory.roots)
+
+
+class _Walk:
+    def __init__(self, graph: Graph, *, keeps_all: bool) -> None:
+        self.graph, self.memory = graph, InMemory(graph, keeps_all=keeps_all)
+        self._keeps_all = keeps_all
+        self._outer = set(graph.inputs.values())
+        self._outer |= {v for p, v in graph.outputs.items() if p in graph.inputs}
+        self._last = self._find_last()
+        self._summed = {
+            value: operator.summed
+            for operator in graph.operators
+            if operator.kind == "reduction"
+            for value in operator.outputs
+        }
+        self._scattered = {
+            value
+            for operator in graph.operators
+            if operator.kind == "scatter"
+            for value in operator.outputs
+        }
+
+    def walk(self) -> Iterable[Event]:
+        yield from self._scope((), 0, len(self.graph.operators))
+
+    def _find_last(self) -> dict[int, int]:
+        """Number of the last operator that reads each value, loops to their end."""
+        last: dict[int, int] = defaultdict(int)
+        made: dict[int, tuple[int, ...]] = {}
+        ends = [loop.operators[1] - 1 for loop in self.graph.loops]
+        for operator in self.graph.operators:
+            made.update(dict.fromkeys(operator.outputs, operator.within))
+        for number, loop in enumerate(self.graph.loops):
+            for _, inner in loop.sliced:
+                made[inner] = self._within(number)
+        after = self._next_products()
+        for number, operator in enumerate(self.graph.operators):
+            for index in operator.inputs:
+                for root in self.memory.root(index):
+                    where = made.get(root, ())
+                    inside = [n for n in operator.within if n not in where]
+                    read = ends[inside[0]] if inside else number
+                    if not inside and not self._again(root):
+                        read = after.get(number, number)
+                    last[root] = max(last[root], read)
+        for loop in self.graph.loops:
+            for before, _, _, _ in loop.carried:
+                for root in self.memory.root(before):
+                    last[root] = max(last[root], loop.operators[0])
+        for value in self.graph.outputs.values():
+            for root in self.memory.root(value):
+                last[root] = len(self.graph.operators)
+        return last
+
+    def _again(self, value: int) -> bool:
+        maker = self.memory.makers.get(value)
+        return maker is not None and maker.again
+
+    def _next_products(self) -> dict[int, int]:
+        """For each product of the backward pass the next one.
+
+        Two products of one cotangent can run in either order: XLA may let the second
+        wait until the first has been worked on, so its operands stay until then.
+        """
+        found: dict[int, int] = {}
+        waiting: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for number, operator in enumerate(self.graph.operators):
+            if region(operator) != "backward":
+                continue
+            if operator.kind == "matmul":
+                for before in waiting.pop(operator.within, ()):
+                    found[before] = number
+                waiting[operator.within].append(number)
+        return found
+
+    def _within(self, number: int) -> tuple[int, ...]:
+        first = self.graph.loops[number].operators[0]
+        within = self.graph.operators[first].within
+        return within[: within.index(number) + 1]
+
+    def _scope(self, within: tuple[int, ...], start: int, stop: int) -> Iterable[Event]:
+        """The operators of one body; loops inside come as one after what they make."""
+        going: dict[int, list[int]] = defaultdict(list)
+        number = start
+        if within:
+            loop = self.graph.loops[within[-1]]
+            for _, inner in loop.sliced:
+                yield from self._come(inner, start, going)
+        while number < stop:
+            operator = self.graph.operators[number]
+            if len(operator.within) > len(within):
+                inner = operator.within[len(within)]
+                loop = self.graph.loops[inner]
+                yield from self._loop((*within, inner), loop, number, going)
+                number = loop.operators[1] - 1
+            else:
+                yield from self._operator(operator, number, going)
+            for value in going.pop(number, ()):
+                yield Event(value=value, kind="goes")
+            number += 1
+        for values in going.values():
+            for value in values:
+                yield Event(value=value, kind="goes")
+
+    def _loop(
+        self, within: tuple[int, ...], loop: Loop, number: int, going: _Going
+    ) -> Iterable[Event]:
+        for value in laid_anew(self.graph, self.memory, loop):
+            if value not in self._outer:
+                yield Event(value=value, kind="copied")
+        for _, outer in loop.stacked:
+            yield from self._come(outer, number, going)
+        for before, _, _, after in loop.carried:
+            # One value may begin several of what the loop carries: it goes once.
+            if self._takes_place(before, loop.operators[0]) and _forget(going, before):
+                yield Event(value=before, kind="goes")
+            yield from self._come(after, number, going)
+        yield from self._scope(within, *loop.operators)
+        made = [outer for _, outer in loop.stacked]
+        made += [after for *_, after in loop.carried]
+        yield from (Event(value=v, kind="made") for v in made if v not in self._outer)
+
+    def _operator(
+        self, operator: Operator, number: int, going: _Going
+    ) -> Iterable[Event]:
+        if operator.kind not in CHEAP:
+            yield Event(value=number, kind="runs")
+        for value in operator.outputs:
+            if self.memory.root(value) != frozenset((value,)) or value in self._outer:
+                continue
+            replaced, rows = self._replaced(operator, value, number)
+            if replaced is not None and replaced in going.get(number, ()):
+                if rows:
+                    yield Event(value=replaced, kind="yields", rows=rows)
+                else:
+                    going[number].remove(replaced)
+                    yield Event(value=replaced, kind="goes")
+            yield from self._come(value, number, going)
+            yield Event(value=value, kind="made")
+
+    def _takes_place(self, before: int, first: int) -> bool:
+        """Whether what a loop starts with is not read afterwards: reused in place."""
+        alone = self.memory.root(before) == frozenset((before,))
+        return alone and before not in self._outer and self._last[before] <= first
+
+    def _replaced(
+        self, operator: Operator, value: int, number: int
+    ) -> tuple[int | None, tuple[int, ...]]:
+        """The operand whose place a result takes: as large, and read for the last time.
+
+        Only of operators that go element by element. What also reads a sum over the
+        operand (softmax and its gradient) is one kernel that goes row by row, and has
+        a result of its own. What is scattered into keeps its place, and is a kernel
+        before what reads it; so in the gradient of a loss by its logits only the
+        softmax itself goes by rows, if they are short enough and on one device.
+
+        Returns:
+            The operand, and dims of which one must be divided for that.
+        """
+        if operator.kind == "scatter":
+            into = operator.inputs[0]
+            return (into if self._last.get(into) == number else None), ()
+        if operator.kind not in CHEAP:
+            return None, ()
+        size = self.graph.values[value].num_bytes
+        roots = self.memory.all_roots(operator)
+        alike = [
+            root
+            for root in roots
+            if self.graph.values[root].num_bytes == size
+            and self._last.get(root) == number
+        ]
+        free = [root for root in alike if root not in self._scattered]
+        summed = {dim for root in roots for dim in self._summed.get(root, ())}
+        by_rows = not (self._keeps_all and region(operator) == "backward")
+        if not free or (summed and by_rows and len(free) == len(alike)):
+            return None, ()
+        if by_rows:
+            by_rows = all(self.graph.dims[dim].sizes[-1] <= ROW for dim in summed)
+        return free[0], tuple(sorted(summed)) if by_rows else ()
+
+    def _come(self, value: int, number: int, going: _Going) -> Iterable[Event]:
+        if value in self._outer:
+            return
+        yield Event(value=value, kind="comes")
+        going[max(number, self._last.get(value, number))].append(value)
+
+
+def _forget(going: _Going, value: int) -> bool:
+    """Takes a value out of those that are still to go; whether it was among them."""
+    for values in going.values():
+        if value in values:
+            values.remove(value)
+            return True
+    return False

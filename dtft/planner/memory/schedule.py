@@ -1,0 +1,104 @@
+"""The order in which XLA runs a step's operators, where it is not the program's."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dtft.planner.ir import Graph, Operator, region
+
+_HEAVY = ("matmul", "convolution", "scatter")
+
+
+def scheduled(graph: Graph) -> Graph:
+    """The program with its products that only the update reads at the end.
+
+    Gradients of parameters are added up among devices while something else is computed,
+    so XLA's scheduler puts the products that make them one beside the collective of
+    the other, behind the last that the backward pass itself goes on with: in each loop
+    body, and in the program around it. What they read stays that long: in a compiled
+    perceptron all activations and their cotangents are there at the same time.
+    """
+    ends = _ends(graph)
+    order = list(_ordered(graph, (), 0, len(graph.operators), ends))
+    place = {number: at for at, number in enumerate(order)}
+    loops = tuple(
+        replace(
+            loop,
+            operators=(
+                min(place[n] for n in range(*loop.operators)),
+                max(place[n] for n in range(*loop.operators)) + 1,
+            )
+            if loop.operators[0] < loop.operators[1]
+            else loop.operators,
+        )
+        for loop in graph.loops
+    )
+    operators = tuple(graph.operators[number] for number in order)
+    return replace(graph, operators=operators, loops=loops)
+
+
+def _ends(graph: Graph) -> set[int]:
+    """Operators of the backward pass that no other product comes after."""
+    leads: set[int] = set()  # values that a product reads, sooner or later
+    ends: set[int] = set()
+    size = -1
+    while len(leads) > size:  # what a loop carries is read again in its next turn
+        size = len(leads)
+        ends = set()
+        for loop in graph.loops:
+            leads.update(inner for inner, outer in loop.stacked if outer in leads)
+            for _, inside, out, after in loop.carried:
+                if inside in leads or after in leads:
+                    leads.add(out)
+        for number in range(len(graph.operators) - 1, -1, -1):
+            operator = graph.operators[number]
+            if region(operator) == "update":
+                continue
+            heavy = operator.kind in _HEAVY
+            if heavy or not leads.isdisjoint(operator.outputs):
+                leads.update(operator.inputs)
+            if heavy and leads.isdisjoint(operator.outputs) and _backward(operator):
+                ends.add(number)
+    return ends
+
+
+def _backward(operator: Operator) -> bool:
+    return region(operator) == "backward" and operator.kind != "scatter"
+
+
+def _ordered(
+    graph: Graph, within: tuple[int, ...], start: int, stop: int, ends: set[int]
+) -> Iterator[int]:
+    """Numbers of the operators of one body, loops inside as one."""
+    units = list(_units(graph, within, start, stop))
+    backward = [u for u in units if region(graph.operators[u[0]]) == "backward"]
+    last = backward[-1][0] if backward else stop
+    waiting: list[int] = []
+    late: set[int] = set()
+    for number, end in units:
+        operator = graph.operators[number]
+        if len(operator.within) > len(within):
+            inside = operator.within[: len(within) + 1]
+            yield from _ordered(graph, inside, number, end, ends)
+        elif number <= last and (
+            number in ends or not late.isdisjoint(operator.inputs)
+        ):
+            waiting.append(number)
+            late.update(operator.outputs)
+        else:
+            yield number
+        if number == last:
+            yield from waiting
+            waiting.clear()
+    yield from waiting
+
+
+def _units(
+    graph: Graph, within: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[int, int]]:
+    """Operators of a body, and the loops in it: the first operator, and the next."""
+    number = start
+    while number < stop:
+        inside = graph.operators[number].within[len(within) :]
+        end = graph.loops[inside[0]].operators[1] if inside else number + 1
+        yield number, end
+        number = end

@@ -1,0 +1,338 @@
+"""Two plans side by side: what differs, by how many seconds and bytes, and which terms
+make the difference.
+
+Every number is one of the two plans', or the difference of two of them.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+
+from dtft.planner import wording
+from dtft.planner.plan import Collective, Plan
+from dtft.planner.report.text import lies_on
+from dtft.planner.types import Spec
+from dtft.planner.wording import Section, percent, seconds, signed, size
+
+# Two plans side by side: what differs, and by how many seconds and bytes.
+#
+# Every number is one of the two plans', or the difference of two of them.
+
+
+Key = tuple[str, tuple[str, ...]]
+"""Kind of collective, and the axes it goes over."""
+
+_ARRAYS = ("state", "optimizer", "batch")
+
+
+def diff(plan: Plan, other: Plan) -> str:
+    """What another plan does otherwise, and what that costs or saves.
+
+    Differences are the other's figure less this plan's.
+    """
+    return wording.text(sections(plan, other))
+
+
+def sections(plan: Plan, other: Plan) -> tuple[Section, ...]:
+    """The parts of a comparison."""
+    return (
+        decisions(plan, other),
+        shardings(plan, other),
+        terms(plan, other),
+        memory(plan, other),
+        collectives(plan, other),
+    )
+
+
+def decisions(plan: Plan, other: Plan) -> Section:
+    """Mesh, knobs, and what the plans were made for."""
+    ours, theirs = _decided(plan), _decided(other)
+    rows = tuple(
+        (name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]
+    )
+    notes = () if rows else ("mesh and knobs are the same",)
+    return Section(
+        title="Decisions that differ",
+        columns=("what", "this", "other"),
+        rows=rows,
+        notes=notes,
+    )
+
+
+def _decided(plan: Plan) -> dict[str, str]:
+    found = {"mesh": wording.mesh(plan.mesh)}
+    found |= {name: str(value) for name, value in asdict(plan.knobs).items()}
+    found |= {"entry": plan.entry, "cluster": plan.cluster}
+    found |= {"model": plan.model_hash, "cluster's figures": plan.cluster_hash}
+    return found
+
+
+def shardings(plan: Plan, other: Plan) -> Section:
+    """Arrays that are divided otherwise; alike ones of several layers together."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for tree in _ARRAYS:
+        ours, theirs = getattr(plan, tree), getattr(other, tree)
+        for path in {**ours, **theirs}:
+            here, there = (_spec(specs, path) for specs in (ours, theirs))
+            if here != there:
+                found[f"{tree} {layered(path)}", here, there] += 1
+    rows = tuple(
+        (path, str(times), here, there) for (path, here, there), times in found.items()
+    )
+    return Section(
+        title="Arrays divided otherwise",
+        columns=("array", "times", "this", "other"),
+        rows=rows,
+        notes=() if rows else ("none",),
+    )
+
+
+def layered(path: str) -> str:
+    """A path without the numbers of layers.
+
+    >>> layered("blocks/11/up/kernel")
+    'blocks/*/up/kernel'
+    """
+    return re.sub(r"(?<![^/])\d+(?![^/])", "*", path)
+
+
+def spec_text(spec: Spec) -> str:
+    """How an array is divided, dim by dim.
+
+    >>> spec_text((("replica", "fsdp"), ()))
+    '(replica x fsdp, -)'
+    """
+    return f"({', '.join(wording.axes(part) for part in spec)})"
+
+
+def _spec(specs: Mapping[str, Spec], path: str) -> str:
+    return spec_text(specs[path]) if path in specs else "not there"
+
+
+def terms(plan: Plan, other: Plan) -> Section:
+    """Seconds of a step by term."""
+    ours, theirs = (
+        {**one.prediction.terms, "step": one.prediction.step_s} for one in (plan, other)
+    )
+    rows = []
+    for name in {**plan.prediction.terms, **other.prediction.terms, "step": 0.0}:
+        here, there = ours.get(name, 0.0), theirs.get(name, 0.0)
+        more = signed(seconds(there - here))
+        rows.append(
+            (name, seconds(here), seconds(there), more, wording.change(there, here))
+        )
+    columns = ("term", "this", "other", "difference", "")
+    return Section(title="Step time", columns=columns, rows=tuple(rows))
+
+
+def memory(plan: Plan, other: Plan) -> Section:
+    """Bytes of a device by term."""
+    ours, theirs = (
+        {**one.memory, "needed": one.memory_bytes, "capacity": one.capacity_bytes}
+        for one in (plan, other)
+    )
+    rows = []
+    for name in {**plan.memory, **other.memory, "needed": 0, "capacity": 0}:
+        here, there = ours.get(name, 0), theirs.get(name, 0)
+        rows.append((name, size(here), size(there), signed(size(there - here))))
+    columns = ("term", "this", "other", "difference")
+    return Section(title="Memory of a device", columns=columns, rows=tuple(rows))
+
+
+def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Section:
+    """Bytes and seconds of what is sent in a step, by kind and axes.
+
+    Seconds are those before overlap.
+
+    Args:
+        plan: this one.
+        other: the other.
+        only_changed: leaves out what takes the same bytes and seconds in both.
+    """
+    ours, theirs = sent(plan), sent(other)
+    found = []
+    for key in {**ours, **theirs}:
+        (num_bytes, here), (other_bytes, there) = (
+            known.get(key, (0, 0.0)) for known in (ours, theirs)
+        )
+        same = num_bytes == other_bytes and abs(there - here) < 1e-9
+        if not (only_changed and same):
+            row = (
+                size(num_bytes),
+                size(other_bytes),
+                signed(size(other_bytes - num_bytes)),
+            )
+            most = largest_collective(other, key)
+            row += (signed(seconds(there - here)), most.where if most else "-")
+            found.append((here - there, (key[0], wording.axes(key[1]), *row)))
+    columns = ("kind", "axes", "this", "other", "difference", "seconds")
+    columns += ("largest in other",)
+    title = "Collectives that differ" if only_changed else "Collectives of a step"
+    rows = tuple(row for _, row in sorted(found))
+    return Section(
+        title=title, columns=columns, rows=rows, notes=() if rows else ("none",)
+    )
+
+
+def largest_collective(plan: Plan, key: Key) -> Collective | None:
+    """Of one kind and axes what sends most bytes in a step."""
+    found = [one for one in plan.collectives if (one.kind, one.axes) == key]
+    return max(found, key=lambda one: one.num_bytes * one.trips, default=None)
+
+
+def sent(plan: Plan) -> dict[Key, tuple[int, float]]:
+    """Bytes and seconds of a step by kind and axes."""
+    num_bytes: Counter[Key] = Counter()
+    took: dict[Key, float] = defaultdict(float)
+    for one in plan.collectives:
+        key = one.kind, one.axes
+        num_bytes[key] += one.num_bytes * one.trips
+        took[key] += one.seconds
+    return {key: (num_bytes[key], took[key]) for key in took}
+
+
+# Why one plan takes longer than another: the terms that make the difference, and what.
+#
+# Every number is one of the two plans', or the difference of two of them. Decides only
+# which terms are named.
+
+
+_MOST = 0.8
+"""Share of what is added (or saved) that the terms named make up."""
+_WHOLE = 0.995
+"""Share of the work from which on an axis divides all of it."""
+_AGAINST = 0.1
+"""Share of the difference from which on a term that goes the other way is named."""
+
+
+def slower(plan: Plan, other: Plan) -> str:
+    """Which terms make the other's step longer or shorter; '' if none does."""
+    total = other.prediction.step_s - plan.prediction.step_s
+    if not total:
+        return ""
+    more = _differences(plan.prediction.terms, other.prediction.terms)
+    ranked = sorted(more, key=lambda name: -more[name] / total)
+    along = [name for name in ranked if more[name] * total > 0]
+    named, left = [], sum(more[name] for name in along) * (1 - _MOST)
+    while along and abs(sum(more[name] for name in along)) > abs(left):
+        named.append(along.pop(0))
+    text = "; ".join(_term(name, more[name], plan, other) for name in named)
+    last = ranked[-1]
+    if more[last] / total < -_AGAINST:
+        text += f"; against it {_term(last, more[last], plan, other)}"
+    return f"the difference: {text}"
+
+
+def larger(plan: Plan, other: Plan) -> str:
+    """Which term of memory the other needs more of than this plan; '' if none."""
+    more = _differences(plan.memory, other.memory)
+    name = max(more, key=lambda name: more[name])
+    if more[name] <= 0:
+        return ""
+    return (
+        f"most of it: {name} {signed(size(more[name]))}, {size(other.memory[name])} "
+        f"instead of {size(plan.memory[name])}"
+    )
+
+
+def _differences(
+    here: Mapping[str, float], there: Mapping[str, float]
+) -> dict[str, float]:
+    return {n: there.get(n, 0.0) - here.get(n, 0.0) for n in {**here, **there}}
+
+
+def _term(name: str, more_s: float, plan: Plan, other: Plan) -> str:
+    cause = _CAUSES[name](plan, other) if name in _CAUSES else ""
+    return f"{name} {signed(seconds(more_s))}" + (f" ({cause})" if cause else "")
+
+
+def _collectives(plan: Plan, other: Plan) -> str:
+    """The kind and axes whose seconds differ most, in the direction of the term."""
+    name = "collectives"
+    grows = other.prediction.terms[name] > plan.prediction.terms[name]
+    ours, theirs = sent(plan), sent(other)
+
+    def added(key: Key) -> tuple[int, float]:
+        (here, here_s), (there, there_s) = (
+            sent.get(key, (0, 0.0)) for sent in (ours, theirs)
+        )
+        return there - here, there_s - here_s
+
+    keys = {**ours, **theirs}
+    if not keys:
+        return ""
+    key = max(keys, key=lambda one: added(one)[1] * (1 if grows else -1))
+    num_bytes, _ = added(key)
+    shown = other if grows else plan
+    text = f"{key[0]} over {wording.axes(key[1])}"
+    here, there = lies_on(plan, key[1]), lies_on(other, key[1])
+    if here and there and here != there:
+        text += f", {there} instead of {here}"
+    elif here or there:
+        text += f", {here or there}"
+    if num_bytes:
+        how = "more" if num_bytes > 0 else "less"
+        text += f", sends {size(abs(num_bytes))} {how}"
+    largest = largest_collective(shown, key)
+    if largest is not None:
+        times = f"{largest.trips} times " if largest.trips > 1 else ""
+        text += f"; most: {times}{size(largest.num_bytes)}, {largest.where}"
+    return text
+
+
+def _compute(plan: Plan, other: Plan) -> str:
+    here, there = plan.knobs, other.knobs
+    causes = []
+    if _divided(plan) != _divided(other):
+        causes.append(f"divided by {_divided(other)} instead of {_divided(plan)}")
+    if here.remat != there.remat:
+        causes.append(f"remat={there.remat} instead of {here.remat}")
+    if here.microbatches != there.microbatches:
+        causes.append(f"in {there.microbatches} parts instead of {here.microbatches}")
+    return ", ".join(causes)
+
+
+def _divided(plan: Plan) -> str:
+    """The axes that divide work, with the share of it where that is not all."""
+    whole = [axis for axis, use in plan.axes.items() if use.work >= _WHOLE]
+    found = [" x ".join(f"{axis}={plan.mesh[axis]}" for axis in sorted(whole))]
+    found += [
+        f"{percent(use.work)} of it by {axis}={plan.mesh[axis]}"
+        for axis, use in plan.axes.items()
+        if 0 < use.work < _WHOLE
+    ]
+    return " and ".join(filter(None, found)) or "nothing"
+
+
+def _launch(plan: Plan, other: Plan) -> str:
+    here, there = plan.knobs.microbatches, other.knobs.microbatches
+    return f"{there} times through the model instead of {here}" if here != there else ""
+
+
+def _optimizer(plan: Plan, other: Plan) -> str:
+    here, there = plan.memory.get("optimizer", 0), other.memory.get("optimizer", 0)
+    if here == there:
+        return ""
+    return f"{size(there)} of state on each device instead of {size(here)}"
+
+
+def _offload(plan: Plan, other: Plan) -> str:
+    here, there = plan.host_bytes, other.host_bytes
+    return f"{size(there)} of host memory for each device instead of {size(here)}"
+
+
+def _bubble(plan: Plan, other: Plan) -> str:
+    stages, parts = other.mesh.get("stage", 1), other.knobs.microbatches
+    return f"{stages} stages, {parts} microbatches"
+
+
+_CAUSES: Mapping[str, Callable[[Plan, Plan], str]] = {
+    "compute": _compute,
+    "collectives": _collectives,
+    "bubble": _bubble,
+    "optimizer": _optimizer,
+    "offload": _offload,
+    "launch": _launch,
+}
+"""What in two plans makes a term differ, in words."""

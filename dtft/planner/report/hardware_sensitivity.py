@@ -1,0 +1,149 @@
+"""What another machine would change: the plan made again for clusters with one change.
+
+Doubles, one after another, the bandwidth of each kind of link, the memory, its
+bandwidth, the peak and the hosts, and searches again each time. Decides which changes
+are looked at.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtft.planner import wording
+from dtft.planner.cluster import Cluster, Curve, Level, Link, Pool
+from dtft.planner.plan import Plan
+from dtft.planner.report.text import knobs_text
+from dtft.planner.search import Decision, best_of
+from dtft.planner.wording import Section, seconds, signed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """One change of the cluster, and the best plan with it."""
+
+    change: str
+    plan: Plan | None
+    """None where there is no plan."""
+    reason: str = ""
+    """Why there is none."""
+
+
+def effects(decision: Decision) -> tuple[Effect, ...]:
+    """The best plan after each change."""
+    return tuple(
+        _effect(decision, change, pool)
+        for change, pool in _changes(decision.cluster.uniform)
+    )
+
+
+def sensitivity(decision: Decision) -> str:
+    """The effects as a table."""
+    return wording.text([sensitivity_section(decision.plan, effects(decision))])
+
+
+def sensitivity_section(plan: Plan, found: tuple[Effect, ...]) -> Section:
+    """Effects beside the plan that there is."""
+    columns = ("change", "step", "difference", "", "best plan then")
+    rows = [("none", seconds(plan.prediction.step_s), "", "", _shown(plan))]
+    for effect in found:
+        if effect.plan is None:
+            rows.append((effect.change, "", "", "", effect.reason))
+            continue
+        here, there = plan.prediction.step_s, effect.plan.prediction.step_s
+        same = (plan.mesh, plan.knobs) == (effect.plan.mesh, effect.plan.knobs)
+        rows.append(
+            (
+                effect.change,
+                seconds(there),
+                signed(seconds(there - here)),
+                wording.change(there, here),
+                "the same" if same else _shown(effect.plan),
+            )
+        )
+    return Section(title="What would change", columns=columns, rows=tuple(rows))
+
+
+def _effect(decision: Decision, change: str, pool: Pool) -> Effect:
+    cluster = Cluster(pools=(pool,), name=f"{decision.cluster.words}, {change}")
+    try:
+        plan = _planned(decision, cluster, decision.pins)
+    except ValueError as error:
+        return Effect(change=change, plan=None, reason=str(error))
+    if not plan.fits:
+        return Effect(change=change, plan=None, reason="the model does not fit")
+    if decision.idle:
+        plan = _unless_slower(plan, decision, cluster)
+    return Effect(change=change, plan=plan)
+
+
+def _planned(decision: Decision, cluster: Cluster, pins: Mapping[str, Any]) -> Plan:
+    return best_of(decision.question, cluster, pins, what_if=decision.what_if).plan
+
+
+def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
+    """The plan, or the mesh that there was if it stays faster.
+
+    A mesh with idle devices is left for one that uses them before that one is faster
+    (`ranking.IDLE`); no change for the better is to be shown as a loss.
+    """
+    try:
+        same = _planned(decision, cluster, {**decision.pins, **decision.plan.mesh})
+    except ValueError:
+        return plan
+    faster = same.prediction.step_s < plan.prediction.step_s
+    return same if same.fits and faster else plan
+
+
+def _changes(pool: Pool) -> Iterator[tuple[str, Pool]]:
+    """Each change in words, and the pool with it."""
+    for kind in dict.fromkeys(level.link.kind for level in pool.levels):
+        text, levels = f"{kind}: twice the bandwidth", []
+        for level in pool.levels:
+            same = level.link.kind == kind
+            levels.append(replace(level, link=_faster(level.link)) if same else level)
+            if same and level.link.shared_by > 1:
+                text = f"a second {kind} port for every {level.link.shared_by} devices"
+        yield text, replace(pool, levels=tuple(levels))
+    device = pool.device
+    yield (
+        "twice the memory",
+        replace(pool, device=replace(device, memory_bytes=2 * device.memory_bytes)),
+    )
+    yield (
+        "twice the memory's bandwidth",
+        replace(
+            pool, device=replace(device, memory_bandwidth=2 * device.memory_bandwidth)
+        ),
+    )
+    peaks = {dtype: 2 * peak for dtype, peak in device.peak_flops.items()}
+    yield "twice the peak", replace(pool, device=replace(device, peak_flops=peaks))
+    yield from _sizes(pool)
+
+
+def _faster(link: Link) -> Link:
+    measured = {
+        kind: {n: _double(curve) for n, curve in curves.items()}
+        for kind, curves in link.measured.items()
+    }
+    return replace(link, curve=_double(link.curve), measured=measured)
+
+
+def _double(curve: Curve) -> Curve:
+    """Twice the bandwidth, for messages of every size; the latency stays."""
+    return replace(curve, bandwidth=2 * curve.bandwidth)
+
+
+def _sizes(pool: Pool) -> Iterator[tuple[str, Pool]]:
+    """Twice and half as many hosts; devices where there is one host."""
+    if not pool.levels:
+        return
+    *inner, outer = pool.levels
+    what = outer.name or ("hosts" if inner else "devices")
+    for text, number in (("twice", 2 * outer.size), ("half", outer.size // 2)):
+        if number:
+            levels = (*inner, Level(size=number, link=outer.link, name=outer.name))
+            yield f"{text} the {what} ({number})", replace(pool, levels=levels)
+
+
+def _shown(plan: Plan) -> str:
+    return f"{wording.mesh(plan.mesh)}; {knobs_text(plan.knobs)}"

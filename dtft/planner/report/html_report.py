@@ -1,0 +1,337 @@
+"""The report of a plan: an HTML file with pictures as inline SVG, and tables for a
+terminal.
+
+The file needs no network and no scripts.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from rich.console import Console
+from rich.table import Table
+
+from dtft.planner import wording
+from dtft.planner.plan import Alternative, Plan
+from dtft.planner.report import compare, page, replan, text
+from dtft.planner.report.lints import Lint, find_lints
+from dtft.planner.search import MEMORY, Decision
+from dtft.planner.types import Spec
+from dtft.planner.wording import Section, seconds, size
+
+# Pictures of a plan as inline SVG: bars of memory, the waterfall, divided arrays.
+#
+# Turns numbers into shapes. Decides no number.
+
+
+COLORS = (
+    "#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2",
+    "#97bbf5", "#9c6b4e", "#9498a0",
+)  # fmt: skip
+_BAR, _GAP, _WIDTH, _RIGHT = 18, 6, 420, 190
+_FAR = 4
+"""Times the longest bar from which on a limit is not drawn."""
+_LETTER = 6.6
+"""Width of a letter, a little more than the widest of usual fonts at 12 px."""
+
+
+def stacked(
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    limit: float,
+    words: Sequence[str],
+    limit_words: str,
+) -> str:
+    """Horizontal bars made of terms, and a line where the limit is.
+
+    Where the limit is far beyond all bars it is only said, so that terms can be seen.
+
+    Args:
+        rows: label of each bar, and its terms.
+        limit: where the line is, in the unit of the terms.
+        words: what stands behind each bar.
+        limit_words: what the limit is.
+    """
+    names = list(dict.fromkeys(name for _, terms in rows for name in terms))
+    longest = max([sum(terms.values()) for _, terms in rows], default=0.0) or 1.0
+    is_near = limit <= _FAR * longest
+    most = max(limit, longest) if is_near else longest
+    begin, parts = _margin(label for label, _ in rows), []
+    line = begin + _WIDTH * limit / most
+    for row, (label, terms) in enumerate(rows):
+        top, left = row * (_BAR + _GAP), begin
+        parts.append(_text(begin - 8, top, label, anchor="end"))
+        for name, value in terms.items():
+            width = _WIDTH * value / most
+            title = f"{label}: {name}"
+            parts.append(_rect(left, top, width, _color(names, name), title))
+            left += width
+        # Words that the line would cross stand behind it.
+        is_crossed = left <= line < left + 12 + _LETTER * len(words[row])
+        parts.append(_text((line if is_crossed else left) + 6, top, words[row]))
+    height = len(rows) * (_BAR + _GAP)
+    if is_near:
+        parts.append(
+            f'<line x1="{line:.1f}" x2="{line:.1f}" y1="0" y2="{height}" '
+            'class="limit"/>'
+        )
+    how = "dashed" if is_near else f"{limit / longest:.0f} times the longest bar"
+    note = f"<p>{escape(limit_words)}: {how}</p>"
+    return legend(names) + _svg(begin + _WIDTH + _RIGHT, height, parts) + note
+
+
+def waterfall(terms: Mapping[str, float], words: Sequence[str]) -> str:
+    """Bars of which each begins where the one before ends.
+
+    Args:
+        terms: name to value.
+        words: what stands behind each bar.
+    """
+    total, start, parts = sum(terms.values()) or 1.0, 0.0, []
+    names, begin = list(terms), _margin(terms)
+    for row, (name, value) in enumerate(terms.items()):
+        top = row * (_BAR + _GAP)
+        left, width = begin + _WIDTH * start / total, _WIDTH * value / total
+        parts.append(_text(begin - 8, top, name, anchor="end"))
+        parts.append(_rect(left, top, width, _color(names, name), name))
+        parts.append(_text(left + width + 6, top, words[row]))
+        start += value
+    return _svg(begin + _WIDTH + _RIGHT, len(terms) * (_BAR + _GAP), parts)
+
+
+def _margin(labels: Iterable[str]) -> float:
+    """Where bars begin, so that the longest label has room before them."""
+    return 16 + _LETTER * max(map(len, labels), default=0)
+
+
+def divided(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> str:
+    """An array as a box with the cuts of its last two dims, one device's part filled.
+
+    Dims before those are said in words below the box where an axis divides them.
+
+    Args:
+        spec: which axes divide which dim.
+        shape: its sizes; empty where they are not known.
+        mesh: axis to size.
+    """
+    cuts = [math.prod(mesh.get(axis, 1) for axis in axes) for axes in spec]
+    rows, columns = ([1, 1] + cuts)[-2:]
+    width, height = _sides(([1, 1, *shape])[-2:] if shape else (1, 1))
+    parts = [f'<rect width="{width}" height="{height}" class="whole"/>']
+    parts.append(
+        f'<rect width="{max(1.0, width / columns):.1f}" '
+        f'height="{max(1.0, height / rows):.1f}" class="part"/>'
+    )
+    for count, along in ((columns, "x"), (rows, "y")):
+        step = (width if along == "x" else height) / count
+        shown = range(1, count) if count <= 16 else ()
+        parts += [_cut(along, step * at, width, height) for at in shown]
+    outer = [f"dim {at} in {count}" for at, count in enumerate(cuts[:-2]) if count > 1]
+    words = f"<span>{escape(', '.join(outer))}</span>" if outer else ""
+    return _svg(width + 1, height + 1, parts) + words
+
+
+def _sides(shape: Sequence[int]) -> tuple[int, int]:
+    """Width and height of a box, like the array's but never too thin."""
+    rows, columns = (max(1, size) for size in shape)
+    ratio = min(3.0, max(1 / 3, columns / rows))
+    return round(40 * math.sqrt(ratio)), round(40 / math.sqrt(ratio))
+
+
+def _cut(along: str, at: float, width: int, height: int) -> str:
+    if along == "x":
+        return f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height}" class="cut"/>'
+    return f'<line x1="0" x2="{width}" y1="{at:.1f}" y2="{at:.1f}" class="cut"/>'
+
+
+def legend(names: Sequence[str]) -> str:
+    """The colors of the terms."""
+    keys = (
+        f'<span class="key"><i style="background:{_color(names, name)}"></i>'
+        f"{escape(name)}</span>"
+        for name in names
+    )
+    return f'<p class="legend">{"".join(keys)}</p>'
+
+
+def _color(names: Sequence[str], name: str) -> str:
+    return COLORS[list(names).index(name) % len(COLORS)]
+
+
+def _rect(left: float, top: float, width: float, color: str, title: str) -> str:
+    return (
+        f'<rect x="{left:.1f}" y="{top}" width="{max(width, 0.0):.1f}" height="{_BAR}" '
+        f'fill="{color}"><title>{escape(title)}</title></rect>'
+    )
+
+
+def _text(left: float, top: float, words: str, anchor: str = "start") -> str:
+    return (
+        f'<text x="{left:.1f}" y="{top + _BAR - 5}" text-anchor="{anchor}">'
+        f"{escape(words)}</text>"
+    )
+
+
+def _svg(width: float, height: float, parts: Sequence[str]) -> str:
+    return (
+        f'<svg width="{width:.0f}" height="{height:.0f}" role="img" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}">{"".join(parts)}</svg>'
+    )
+
+
+# The report of a plan: an HTML file with pictures, and tables for a terminal.
+#
+# The file needs no network and no scripts. Decides only what is shown and how; numbers
+# are those of `explain`, `why_not`, `pin_prices` and `lints`.
+
+
+def report_html(
+    plan: Plan, decision: Decision | None = None, checked: Iterable[Section] = ()
+) -> str:
+    """The report.
+
+    Args:
+        plan: what is reported.
+        decision: what it was chosen from; without it (a plan from a file) the terms of
+            alternatives, the shapes of arrays and the lints are left out.
+        checked: what a compiler made of it.
+    """
+    title = f"Plan for {plan.cluster}"
+    parts = [
+        page.section_html(text.summary(plan), level=1),
+        *(page.section_html(section) for section in text.mesh_sections(plan)),
+        page.block_html(
+            "Step time", _waterfall(plan), page.table_html(text.waterfall(plan))
+        ),
+        page.block_html("Memory of a device", _bars(plan, decision)),
+        page.table_html(text.memory(plan)),
+        *(page.section_html(section) for section in checked),
+        page.section_html(text.bound(plan)),
+        page.section_html(text.alternatives(plan)),
+        _baselines(plan, decision),
+        page.section_html(text.collectives(plan.collectives)),
+        page.block_html("How each array is divided", _arrays(plan, decision)),
+    ]
+    if decision is not None:
+        found = (*replan.pin_section(decision), lint_section(find_lints(decision)))
+        parts.extend(page.section_html(section) for section in found)
+    return page.page_html(title, parts)
+
+
+def report_text(sections: Iterable[Section], console: Console | None = None) -> None:
+    """Prints sections as tables on a terminal."""
+    console = console or Console()
+    for section in sections:
+        if section.rows:
+            table = Table(title=section.title, title_justify="left")
+            for column in section.columns:
+                table.add_column(column, overflow="fold")
+            for row in section.rows:
+                table.add_row(*(cell.replace("[", r"\[") for cell in row))
+            console.print(table)
+        else:
+            console.print(section.title, style="bold", markup=False)
+        for note in section.notes:
+            console.print(f"  {note}", markup=False, highlight=False)
+
+
+def lint_section(found: Sequence[Lint]) -> Section:
+    """Lints as a table."""
+    return Section(
+        title="What a small change would save",
+        columns=("kind", "what"),
+        rows=tuple((one.kind, one.text) for one in found),
+        notes=() if found else ("nothing was found",),
+    )
+
+
+def _waterfall(plan: Plan) -> str:
+    terms = plan.prediction.terms
+    return waterfall(terms, [seconds(value) for value in terms.values()])
+
+
+def _bars(plan: Plan, decision: Decision | None) -> str:
+    """Memory of the plan and its alternatives, and the line of what there is."""
+    rows: list[tuple[str, Mapping[str, float]]] = [("this plan", plan.memory)]
+    for _, one in text.shown(plan):
+        if (one.mesh, one.knobs) != (plan.mesh, plan.knobs):
+            rows.append((_label(one), _memory_of(one, decision)))
+    words = [size(sum(terms.values())) for _, terms in rows]
+    limit = f"the capacity, {size(plan.capacity_bytes)}"
+    return stacked(rows, plan.capacity_bytes, words, limit)
+
+
+def _label(one: Alternative) -> str:
+    knobs = one.knobs
+    short = f"{wording.mesh(one.mesh)} mb={knobs.microbatches} {knobs.remat}"
+    return f"{one.name + ': ' if one.name else ''}{short} z{knobs.zero}"
+
+
+def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, float]:
+    """Its bytes by term, where what it was priced with is at hand."""
+    if decision is not None and (known := decision.found.get(one.knobs.remat)):
+        space = known.priced.space
+        for at in known.priced.ranking.tolist():
+            candidate = space[at]
+            mesh = {axis: n for axis, n in candidate.mesh.items() if n > 1}
+            if mesh == one.mesh and candidate.knobs == one.knobs:
+                return {name: float(known.priced.memory[name][at]) for name in MEMORY}
+    return {"all terms": float(one.memory_bytes)}
+
+
+def _baselines(plan: Plan, decision: Decision | None) -> str:
+    """For each baseline what it costs more than the plan."""
+    rows = []
+    for _, one in text.shown(plan):
+        if not one.name:
+            continue
+        more = one.step_s - plan.prediction.step_s
+        over = one.memory_bytes - plan.capacity_bytes
+        fits = "it fits" if one.fits else f"{size(over)} too large"
+        if (one.mesh, one.knobs) == (plan.mesh, plan.knobs):
+            answer = "the plan is this baseline"
+        else:
+            answer = f"{wording.signed(seconds(more))} per step; {fits}"
+        rows.append((one.name, wording.mesh(one.mesh), answer))
+    section = Section(
+        title="Why not the baselines",
+        columns=("baseline", "mesh", ""),
+        rows=tuple(rows),
+    )
+    return page.section_html(section) if rows else ""
+
+
+def _arrays(plan: Plan, decision: Decision | None) -> str:
+    """A picture per array; alike ones of several layers together."""
+    found: dict[tuple[str, Spec, tuple[int, ...]], int] = defaultdict(int)
+    shapes = _shapes(decision)
+    for tree in ("state", "optimizer", "batch"):
+        for path, spec in getattr(plan, tree).items():
+            shape = shapes.get((tree, path), ())
+            found[f"{tree} {compare.layered(path)}", spec, shape] += 1
+    rows = []
+    for (name, spec, shape), times in found.items():
+        picture = divided(spec, shape, plan.mesh)
+        cells = (escape(name), str(times), "x".join(map(str, shape)))
+        words = escape(compare.spec_text(spec))
+        rows.append("".join(f"<td>{c}</td>" for c in (*cells, picture, words)))
+    head = "".join(
+        f"<th>{name}</th>" for name in ("array", "times", "shape", "", "axes by dim")
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    text = "<p>filled: what one device has of the last two dims</p>"
+    return f"{text}<table><tr>{head}</tr>{body}</table>"
+
+
+def _shapes(decision: Decision | None) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Shapes by tree and path, as plans name them."""
+    if decision is None:
+        return {}
+    question, found = decision.question, {}
+    is_loss = question.entry == "loss"
+    for path, role in question.roles.items():
+        tree = "batch" if role == "batch" else "state"
+        tree = "optimizer" if role == "optimizer" and is_loss else tree
+        value = question.graph.values[question.graph.inputs[path]]
+        found[tree, path.partition("/")[2]] = value.shape
+    return found

@@ -1,0 +1,434 @@
+"""What in a model or batch costs time or memory that a small change would save.
+
+Finds sizes that matmuls or axes cannot use well, arrays that stay whole on every
+device, devices that are idle or repeat each other's work, and batches near the one
+asked for; each with its seconds or bytes.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from dtft.planner import wording
+from dtft.planner.cluster import Cluster
+from dtft.planner.cost import matmul_s, runs, shape_factor
+from dtft.planner.ir import Dim, Graph, Group, item_bits
+from dtft.planner.plan import Plan
+from dtft.planner.report.compare import layered
+from dtft.planner.report.text import little
+from dtft.planner.search import Decision, best_of
+from dtft.planner.spmd import MICRO, Work
+from dtft.planner.types import Spec
+from dtft.planner.wording import percent, seconds, size
+from dtft.planner.workload import Question, Role
+
+# Batches near the one that was asked for, and fewer devices: what each would take.
+#
+# Where the devices do not divide the batch (five devices, a prime batch) a plan leaves
+# some of them idle or divides something else; says what the nearest batches that they
+# do divide take, so that both have a price. And where a step is so small that one
+# device alone is faster, says that. Searches like `decision`.
+
+
+_SMALL = 0.5
+"""Share of a step that starts and collectives take from which one device is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearby:
+    """A batch, and the best plan for it."""
+
+    batch: int
+    plan: Plan
+    step_s: float
+    """Seconds of a step of this batch."""
+
+    @property
+    def sample_s(self) -> float:
+        """Seconds for each example."""
+        return self.step_s / self.batch
+
+
+def batches(decision: Decision) -> tuple[Nearby, ...]:
+    """The next smaller and larger batch that all devices divide.
+
+    None where as many devices as there are examples, or all, divide it; nor those for
+    which the pins leave no mesh of all devices.
+
+    What is computed is taken to grow with the batch, all else to stay as it is.
+    """
+    asked, there = decision.question.batch_size, decision.cluster.num_devices
+    if math.gcd(asked, there) == min(asked, there):
+        return ()
+    near = (asked // there * there, -(-asked // there) * there)
+    found = (_at(decision, asked, batch) for batch in near if batch)
+    return tuple(one for one in found if one is not None)
+
+
+def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
+    try:
+        found = best_of(
+            decision.question,
+            decision.cluster,
+            decision.pins,
+            what_if=decision.what_if,
+            batch=batch,
+        ).plan
+    except ValueError:  # pins that need fewer devices
+        return None
+    more = found.prediction.terms["compute"] * (batch / asked - 1)
+    return Nearby(batch=batch, plan=found, step_s=found.prediction.step_s + more)
+
+
+def batch_text(decision: Decision) -> tuple[str, float]:
+    """What nearby batches would take, and the seconds of a step that the best saves.
+
+    Empty where the devices divide the batch; and where all of them have work of their
+    own and no nearby batch is faster for each of its examples.
+    """
+    asked, there = max(1, decision.question.batch_size), decision.cluster.num_devices
+    plan, rows = decision.plan, decision.candidate.batch
+    if rows > asked:  # a pin leaves no mesh that divides it
+        more_s = plan.prediction.step_s * (rows / asked - 1)
+        return (
+            f"the mesh does not divide the batch of {asked}: give it {rows} rows, "
+            f"{rows - asked} of them padding that the loss leaves out (by a mask in "
+            f"the batch). They take up to {seconds(more_s)} of a step "
+            f"({percent(rows / asked - 1)}) on top of what is predicted. Or plan "
+            f"without the pin, or for a batch of {rows}"
+        ), more_s
+    known = batches(decision)
+    used = math.prod(plan.mesh.values())
+    if not known:
+        return (_fewer_text(decision) if used < there else ""), 0.0
+    here_s = plan.prediction.step_s / asked
+    faster = [one for one in known if one.plan.fits and one.sample_s < here_s]
+    if used == there and not faster and not decision.idle:
+        return "", 0.0
+    saved = max((here_s - one.sample_s for one in faster), default=0.0) * asked
+    stands = "they repeat work of each other" if decision.idle else "the plan stands"
+    used_text = f"{used} of {there} devices are used" if used < there else stands
+    text = (
+        f"{there} devices do not divide the batch of {asked}: {used_text}, at "
+        f"{seconds(here_s)} per example{_on_all(decision)}"
+    )
+    return (
+        f"{text}. Nearest that they divide: {_listed(known)}. To use all, make the "
+        "batch one of these and plan again"
+    ), saved
+
+
+def _fewer_text(decision: Decision) -> str:
+    """That devices are left idle, though a batch near would not use them better."""
+    plan, there = decision.plan, decision.cluster.num_devices
+    used = math.prod(plan.mesh.values())
+    return (
+        f"{used} of {there} devices are used ({wording.mesh(plan.mesh)}), at "
+        f"{seconds(plan.prediction.step_s)} per step{_on_all(decision)}"
+    )
+
+
+def _on_all(decision: Decision) -> str:
+    """What the best plan on all devices takes, of those that were looked at."""
+    there, least_s = decision.cluster.num_devices, math.inf
+    for one in decision.found.values():
+        space, priced = one.priced.space, one.priced
+        rows = priced.fits & (space.columns["devices_used"] == there)
+        least_s = min(least_s, priced.step_s.min(initial=math.inf, where=rows))
+    used = math.prod(decision.plan.mesh.values())
+    if used == there or math.isinf(least_s):
+        return ""
+    return f" (all {there} take {seconds(least_s)} per step)"
+
+
+def _listed(known: tuple[Nearby, ...]) -> str:
+    return ", ".join(
+        f"{one.batch} takes {seconds(one.step_s)} per step, {seconds(one.sample_s)} "
+        f"per example ({wording.mesh(one.plan.mesh)})"
+        if one.plan.fits
+        else f"{one.batch} does not fit"
+        for one in known
+    )
+
+
+def alone_text(decision: Decision) -> tuple[str, float]:
+    """What one device alone would take, if that is less; and the seconds it saves."""
+    terms, step_s = decision.plan.prediction.terms, decision.plan.prediction.step_s
+    used = math.prod(decision.plan.mesh.values())
+    waited = terms["launch"] + terms["collectives"]
+    if used == 1 or waited < _SMALL * step_s:
+        return "", 0.0
+    pool = replace(decision.cluster.uniform, levels=())
+    alone = best_of(decision.question, Cluster(pools=(pool,))).plan
+    saved = step_s - alone.prediction.step_s
+    if not alone.fits or saved <= 0:
+        return "", 0.0
+    return (
+        f"one device alone takes {seconds(alone.prediction.step_s)} per step, "
+        f"{seconds(saved)} ({percent(saved / step_s)}) less than {used}: the step is "
+        "mostly starts and messages, which more devices do not shorten"
+    ), saved
+
+
+# What in a model or batch costs time or memory that a small change would save.
+#
+# Finds sizes that matmuls or axes cannot use well, arrays that stay whole on every
+# device, devices that are idle or repeat each other's work; says what each costs in
+# seconds or bytes. Changes nothing of the plan.
+
+
+LEAST = 0.005
+"""Share of a step that a loss must have to be worth a line."""
+_LEAST_BYTES = 2**20
+_SHARE = 0.01
+"""Share of a tree's bytes, or of a step's operations, below which nothing is said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lint:
+    """One finding."""
+
+    kind: Literal[
+        "alignment", "tiles", "indivisible", "replicated", "batch", "repeated"
+    ]
+    text: str
+    cost_s: float = 0.0
+    """Seconds of a step that it costs, where that is known."""
+    num_bytes: int = 0
+    """Bytes of each device that it costs."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def find_lints(decision: Decision) -> tuple[Lint, ...]:
+    """All findings, each once: repeated work first, the dearest of each kind first."""
+    found = (
+        *repeated(decision.plan),
+        *batch(decision),
+        *products(decision),
+        *indivisible(decision),
+        *replicated(decision),
+    )
+    return tuple(dict.fromkeys(found))
+
+
+# ----------------------------------------------------------------- sizes of matmuls
+
+
+def products(decision: Decision) -> tuple[Lint, ...]:
+    """Sizes of matmuls that are no multiple of what the device works in."""
+    lost: dict[tuple[str, str], float] = defaultdict(float)
+    where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for group, done, sizes in _works(decision):
+        for kind, text, cost_s in _product(decision, group, done, sizes):
+            lost[kind, text] += cost_s
+            where[kind, text][_name(decision.question.graph, group)] += 1
+    step_s = decision.plan.prediction.step_s
+    ranked = sorted(lost.items(), key=lambda item: -item[1])
+    found = []
+    for (kind, text), cost_s in ranked:
+        if cost_s >= LEAST * step_s:
+            price = f"{seconds(cost_s)} of a step ({percent(cost_s / step_s)})"
+            places = ", ".join(list(where[kind, text])[:3])
+            line = f"{text}: {price}, in {places}"
+            known = "alignment" if kind == "alignment" else "tiles"
+            found.append(Lint(kind=known, text=line, cost_s=cost_s))
+    return tuple(found)
+
+
+def _works(decision: Decision) -> Iterable[tuple[Group, Work, dict[str, Any]]]:
+    """Matmuls of the plan, and the sizes of its axes."""
+    chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
+    sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
+    division = chosen.priced.division_of(decision.at)
+    for group, done in chosen.search.works(division):
+        if done.sizes:
+            yield group, done, sizes
+
+
+def _product(
+    decision: Decision, group: Group, done: Work, sizes: dict[str, Any]
+) -> Iterable[tuple[str, str, float]]:
+    """What one matmul loses: the kind, why, seconds of a step."""
+    question, device = decision.question, decision.cluster.uniform.device
+    dtype = question.graph.values[group.operator.inputs[0]].dtype
+    *shape, number = (float(amount.at(sizes)) for amount in done.sizes)
+
+    def takes(rows: float, columns: float, depth: float) -> float:
+        return float(matmul_s(device, rows, columns, depth, number, dtype))
+
+    times = group.times * runs(done, sizes)
+    row = max(1, device.alignment_bytes * 8 // item_bits(dtype))
+    odd = [at for at in (1, 2) if shape[at] % row]
+    if odd:
+        fitting = [-(-n // row) * row if at else n for at, n in enumerate(shape)]
+        gain = takes(*shape) - takes(*fitting)
+        pairs = sorted({(shape[at], fitting[at]) for at in odd})
+        text = (
+            f"{' and '.join(f'{n:g}' for n, _ in pairs)} on a device, no multiple of "
+            f"{row} ({device.alignment_bytes} bytes of {dtype}) as "
+            f"{' and '.join(f'{n:g}' for _, n in pairs)} is"
+        )
+        yield "alignment", text, times * gain
+    tiles = [math.ceil(n / tile) for n, tile in zip(shape, device.tile, strict=True)]
+    padded = [n * tile for n, tile in zip(tiles, device.tile, strict=True)]
+    used = math.prod(shape) / math.prod(padded)
+    rows, columns, depth = shape
+    if used < 1 and shape_factor(device, rows, columns, depth, number, dtype) <= used:
+        sides = " x ".join(f"{n:g}" for n in shape)
+        text = f"a matmul of {sides} on a device fills {percent(used)} of its tiles"
+        yield "tiles", text, times * takes(*shape) * (1 - used)
+
+
+def _name(graph: Graph, group: Group) -> str:
+    shape = graph.values[group.operator.outputs[0]].shape
+    return f"{group.region} {group.operator.primitive} {_times(shape)}"
+
+
+def _times(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+# ----------------------------------------------------------------- dims and axes
+
+
+def indivisible(decision: Decision) -> tuple[Lint, ...]:
+    """Dims of large matmuls that the axis `tensor` cannot divide."""
+    parts = decision.plan.mesh.get("tensor", 1)
+    if parts == 1:
+        parts = _smallest_factor(decision.cluster.num_devices)
+    if parts == 1:
+        return ()
+    found = undivided(decision.question, parts)
+    return tuple(
+        Lint(kind="indivisible", text=f"tensor={parts} cannot divide {text}")
+        for text in found
+    )
+
+
+def undivided(question: Question, parts: int) -> tuple[str, ...]:
+    """Dims of large matmuls that so many devices cannot divide, and why.
+
+    Those along which examples or their positions go are left to other axes.
+    """
+    graph, seen = question.graph, {}
+    data = {*question.batch_dims, *question.sequence_dims}
+    for group in question.groups:
+        operator = group.operator
+        if operator.kind not in ("matmul", "convolution"):
+            continue
+        share = operator.flops * group.times / max(1.0, graph.flops)
+        for index in (*operator.inputs, *operator.outputs):
+            for dim in graph.values[index].dims:
+                root = question.root(dim)
+                known = graph.dims[dim]
+                if root in data or known.loop or known.divisible_by(parts):
+                    continue
+                if known.sizes[-1] > parts:
+                    text = f"{_why(known, parts)} ({_name(graph, group)})"
+                    seen.setdefault(root, [text, 0.0])[1] += share
+    ranked = sorted(seen.values(), key=lambda item: -item[1])
+    return tuple(text for text, share in ranked if share >= _SHARE)
+
+
+def undivided_text(question: Question, parts: int) -> str:
+    """The same in a sentence; '' if everything can be divided."""
+    found = undivided(question, parts)
+    return f"tensor={parts} cannot divide {'; '.join(found[:4])}" if found else ""
+
+
+def _why(dim: Dim, parts: int) -> str:
+    whole, first = dim.sizes[-1], dim.sizes[0]
+    if whole % parts:
+        return f"{whole}, whose next multiple is {-(-whole // parts) * parts}"
+    return f"{whole}, whose leading part is {first}"
+
+
+def _smallest_factor(number: int) -> int:
+    return next((part for part in range(2, number + 1) if number % part == 0), 1)
+
+
+# ----------------------------------------------------------------- arrays and batch
+
+
+def replicated(decision: Decision) -> tuple[Lint, ...]:
+    """Large arrays of the state that no axis divides, though axes are there for it."""
+    question, plan = decision.question, decision.plan
+    found: dict[str, list[int]] = defaultdict(list)
+    levels: dict[Role, int] = {"parameter": 3, "optimizer": 1}
+    for role, level in levels.items():
+        axes = _dividing(plan, level)
+        if axes:
+            _collect(found, question, plan, role, axes)
+    ranked = sorted(found.items(), key=lambda item: -sum(item[1]))
+    return tuple(
+        Lint(
+            kind="replicated",
+            text=f"{text}: {size(sum(each))} on every device",
+            num_bytes=sum(each),
+        )
+        for text, each in ranked
+    )
+
+
+def _dividing(plan: Plan, level: int) -> tuple[str, ...]:
+    """Axes that could divide an array whose ZeRO level is reached."""
+    names = ("fsdp", "tensor") if plan.knobs.zero >= level else ("tensor",)
+    return tuple(axis for axis in names if plan.mesh.get(axis, 1) > 1)
+
+
+def _collect(
+    found: dict[str, list[int]],
+    question: Question,
+    plan: Plan,
+    role: Role,
+    axes: tuple[str, ...],
+) -> None:
+    graph = question.graph
+    values = {p: graph.values[graph.inputs[p]] for p in question.paths(role)}
+    least = _SHARE * sum(value.num_bytes for value in values.values())
+    for path, value in values.items():
+        if value.num_bytes < max(least, _LEAST_BYTES) or any(_spec(plan, path)):
+            continue
+        fitting = any(n % plan.mesh[a] == 0 for n in value.shape for a in axes)
+        why = "dividing it saves no time" if fitting else "no dim is divisible"
+        over = ", ".join(f"{axis}={plan.mesh[axis]}" for axis in axes)
+        text = f"{layered(path)} ({_times(value.shape)}) is whole beside {over}, {why}"
+        found[text].append(value.num_bytes)
+
+
+def _spec(plan: Plan, path: str) -> Spec:
+    """How a leaf of the question is divided at rest."""
+    tree, _, rest = path.partition("/")
+    specs = plan.optimizer if tree == "optimizer" and plan.optimizer else plan.state
+    return specs[rest]
+
+
+def batch(decision: Decision) -> tuple[Lint, ...]:
+    """Batches that the devices do not divide, steps too small for them."""
+    known = (batch_text(decision), alone_text(decision))
+    return tuple(
+        Lint(kind="batch", text=text, cost_s=cost_s) for text, cost_s in known if text
+    )
+
+
+def repeated(plan: Plan) -> tuple[Lint, ...]:
+    """Axes that divide nothing, or little: their devices do the same work."""
+    specs = (plan.state, plan.optimizer, plan.batch, plan.constraints)
+    used = {
+        axis
+        for found in specs
+        for spec in found.values()
+        for part in spec
+        for axis in part
+    }
+    texts = dict(little(plan)) | {
+        axis: f"{axis}={number} divides no array: these {number} devices do the "
+        "work of one"
+        for axis, number in plan.mesh.items()
+        if number > 1 and axis not in used and axis != "stage"
+    }
+    return tuple(Lint(kind="repeated", text=text) for text in texts.values())

@@ -1,0 +1,222 @@
+"""The same workload planned again with other pins: why not otherwise, and what each pin
+costs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dtft.planner import wording
+from dtft.planner.plan import Plan
+from dtft.planner.report import compare
+from dtft.planner.report.lints import batch, repeated, undivided_text
+from dtft.planner.report.text import knobs_text
+from dtft.planner.search import IDLE, Decision, Fewer, best_of, check_pins
+from dtft.planner.types import AXES
+from dtft.planner.wording import Section, seconds, size
+
+# What each pin of a plan costs: the best plan without it, beside the plan.
+#
+# Searches like `decision`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinPrice:
+    """The best plan without some pins, beside the plan that has them."""
+
+    pins: Mapping[str, Any]
+    """What is left out."""
+    without: Plan
+    cost_s: float
+    """Seconds of a step that these pins cost, 0 where the plan is the best without
+    them too; infinite where nothing fits without them."""
+
+
+def pin_prices(decision: Decision) -> tuple[PinPrice, ...]:
+    """Of each pin, all others kept, and of all together if there are several."""
+    pins = dict(decision.pins)
+    ways = [{name: value} for name, value in pins.items()]
+    return tuple(_price(decision, out) for out in (*ways, *([pins] * (len(pins) > 1))))
+
+
+def pin_section(decision: Decision) -> tuple[Section, ...]:
+    """The prices as a table; none without pins."""
+    prices = pin_prices(decision)
+    if not prices:
+        return ()
+    return (
+        Section(
+            title="What the pins cost",
+            columns=("pin", "costs", "of a step", "without it", "step", "memory"),
+            rows=tuple(_row(decision.plan, one) for one in prices),
+        ),
+    )
+
+
+def _price(decision: Decision, out: Mapping[str, Any]) -> PinPrice:
+    kept = {name: it for name, it in decision.pins.items() if name not in out}
+    without = best_of(
+        decision.question, decision.cluster, kept, what_if=decision.what_if
+    ).plan
+    more_s = decision.plan.prediction.step_s - without.prediction.step_s
+    cost_s = max(0.0, more_s) if without.fits else float("inf")
+    return PinPrice(pins=dict(out), without=without, cost_s=cost_s)
+
+
+def _row(plan: Plan, price: PinPrice) -> tuple[str, ...]:
+    other, here_s = price.without, plan.prediction.step_s
+    pins = ", ".join(f"{name}={value}" for name, value in price.pins.items())
+    mesh = f"{wording.mesh(other.mesh)}, {knobs_text(other.knobs)}"
+    memory = size(other.memory_bytes)
+    if not other.fits:
+        return (pins, "nothing", "", f"{mesh}: does not fit", "", memory)
+    there_s = other.prediction.step_s
+    cost = seconds(price.cost_s) if price.cost_s else "nothing"
+    share = wording.change(here_s, there_s) if price.cost_s else ""
+    return (pins, cost, share, mesh, seconds(there_s), memory)
+
+
+# Why not otherwise: the same question asked again with knobs pinned, and the price.
+#
+# A newcomer asks "why not tensor=8?"; the answer is a plan with that knob, compared
+# with the one that was chosen, in bytes and seconds; or the numbers that rule it out.
+# Searches like `decision`, and decides nothing itself.
+
+
+def why_not(decision: Decision, **pins: Any) -> str:
+    """What other knobs would cost, by term; or why they cannot be.
+
+    Args:
+        decision: what was decided.
+        pins: other knobs, such as `tensor=8` or `zero=3`; they take the place of pins
+            of the same name.
+
+    Raises:
+        ValueError: no knob is named.
+    """
+    if not pins:
+        raise ValueError(
+            "why_not() asks about nothing. Name knobs, such as why_not(tensor=8) or "
+            "why_not(microbatches=4, remat='dots')."
+        )
+    return wording.text(sections(decision, pins))
+
+
+def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]:
+    """The answer to one question."""
+    asked = ", ".join(f"{name}={value}" for name, value in pins.items())
+    plan = decision.plan
+    if all(_has(plan, name, value) for name, value in pins.items()):
+        text = f"the plan has it: {wording.mesh(plan.mesh)}"
+        return (Section(title=f"{asked}: {text}"),)
+    try:
+        check_pins(pins)
+        found = _found(decision, pins)
+    except ValueError as error:
+        return (Section(title=f"{asked} is not possible: {error}"),)
+    other, notes = found.plan, _notes(found, pins)
+    if not other.fits:
+        notes = [text for text in (compare.larger(plan, other), *notes) if text]
+        return (_too_large(asked, other, notes), compare.memory(plan, other))
+    slower = _slower(asked, plan, other, notes, idle=found.idle)
+    return (slower, *_details(plan, other))
+
+
+def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
+    """The best plan with the pins; on fewer devices where no mesh of all has them."""
+
+    def best(fewer: Fewer) -> Decision:
+        return best_of(
+            decision.question,
+            decision.cluster,
+            {**decision.pins, **pins},
+            what_if=decision.what_if,
+            fewer=fewer,
+        )
+
+    try:
+        return best("if faster")
+    except ValueError as error:
+        try:
+            found = best("always")
+        except ValueError:
+            raise error from None
+        if found.idle:  # that these share no work is no answer
+            raise
+        return found
+
+
+def _has(plan: Plan, name: str, value: Any) -> bool:
+    if name == "order":
+        return tuple(value) == tuple(axis for axis in plan.mesh if axis in value)
+    knobs: Mapping[str, Any] = {**dict.fromkeys(AXES, 1), **plan.mesh}
+    knobs = {**knobs, **asdict(plan.knobs)}
+    return knobs.get(name) == value
+
+
+def _notes(found: Decision, pins: Mapping[str, Any]) -> list[str]:
+    """Rows and devices that go unused, and what `tensor` leaves undivided."""
+    notes = [one.text for one in (*batch(found), *repeated(found.plan))]
+    if found.idle:
+        notes.append(
+            "an axis of it divides no product: its devices repeat the work of others, "
+            "as idle as if they were not there, and plans that use them all come first "
+            f"if they take less than {IDLE:g} times as long"
+        )
+    if pins.get("tensor", 1) > 1:
+        notes.append(undivided_text(found.question, pins["tensor"]))
+    return [note for note in notes if note]
+
+
+def _too_large(asked: str, other: Plan, notes: list[str]) -> Section:
+    needed, has = other.memory_bytes, other.capacity_bytes
+    title = (
+        f"{asked} does not fit: the leanest plan with it ({_shown(other)}) needs "
+        f"{size(needed)} on each device, {size(needed - has)} more than the "
+        f"{size(has)} there are"
+    )
+    return Section(title=title, notes=tuple(notes))
+
+
+def _slower(
+    asked: str, plan: Plan, other: Plan, notes: list[str], *, idle: bool
+) -> Section:
+    here, there = plan.prediction.step_s, other.prediction.step_s
+    much = f"{seconds(abs(there - here))} ({wording.change(there, here)})"
+    how = "slower" if there > here else "faster" if there < here else "as fast"
+    title = (
+        f"{asked} is possible and {how}: the best plan with it ({_shown(other)}) takes "
+        f"{seconds(there)} per step instead of {seconds(here)}"
+    )
+    title += f", {much}" if there != here else ""
+    more = other.memory_bytes - plan.memory_bytes
+    because = compare.slower(plan, other)
+    notes = [
+        *([because] if because else []),
+        f"it needs {size(other.memory_bytes)} on each device instead of "
+        f"{size(plan.memory_bytes)}, {wording.signed(size(more))}",
+        *notes,
+    ]
+    if here < there <= plan.prediction.high_s:
+        notes.append(
+            f"this is within the interval of the prediction (up to "
+            f"{seconds(plan.prediction.high_s)}): only a measurement can order the two"
+        )
+    if there <= here and not idle:
+        notes.append(
+            "the plan was found with other pins, or needs fewer bytes for the same time"
+        )
+    if not other.runnable:
+        notes.append("it cannot be run here")
+    return Section(title=title, notes=tuple(notes))
+
+
+def _shown(plan: Plan) -> str:
+    return f"{wording.mesh(plan.mesh)}, {knobs_text(plan.knobs)}"
+
+
+def _details(plan: Plan, other: Plan) -> tuple[Section, ...]:
+    return (
+        compare.terms(plan, other),
+        compare.collectives(plan, other, only_changed=True),
+    )

@@ -1,0 +1,397 @@
+"""What a plan says of itself: seconds and bytes by term, its mesh, its collectives,
+what else there was.
+
+Every number comes from the plan, so a plan that was read from a file is explained as
+well.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+
+from dtft.planner import wording
+from dtft.planner.plan import Alternative, Collective, Knobs, Plan
+from dtft.planner.types import Spec
+from dtft.planner.wording import Section, percent, seconds, size
+
+# Words of a plan in a sentence each: its terms, its memory, the values of its knobs.
+#
+# Text only, printed where the words are, so that nobody has to look them up.
+
+
+TERMS: Mapping[str, str] = {
+    "compute": "matmuls and all else of the model, forward and backward, on one device",
+    "collectives": "what computing beside them does not hide",
+    "bubble": "stages that wait for the first or the last microbatches",
+    "optimizer": "the update: gradients, parameters and its state, read and written",
+    "offload": "optimizer state, copied from host memory and back",
+    "launch": "starting the operators one by one: the same for the smallest arrays",
+    "step": "",
+}
+"""Terms of a step's seconds."""
+
+MEMORY: Mapping[str, str] = {
+    "parameters": "at rest",
+    "gradients": "at the moment that needs most",
+    "optimizer": "its state, at rest",
+    "activations": "the same moment: kept for the backward pass, gathered, worked on",
+    "batch": "the arrays that are fed",
+    "reserve": "kept free for what is not predicted",
+    "needed": "",
+    "capacity": "",
+}
+"""Terms of a device's memory."""
+
+ZERO: Mapping[int, str] = {
+    0: "each device has its parameters, gradients and optimizer state whole; only "
+    "other axes than fsdp divide them",
+    1: "optimizer state is divided along fsdp",
+    2: "optimizer state and gradients are divided along fsdp; parameters are not",
+    3: "parameters, gradients and optimizer state are divided along fsdp; parameters "
+    "are gathered where they are used",
+}
+"""Levels of ZeRO."""
+
+REMAT: Mapping[str, str] = {
+    "none": "the backward pass computes nothing again",
+    "dots": "the backward pass computes again all but the results of matmuls",
+    "full": "the backward pass computes again all but the inputs of blocks",
+}
+"""Rematerialization."""
+
+
+def knobs_in_words(knobs: Knobs) -> tuple[str, ...]:
+    """What the knobs beside the mesh mean; those at rest are left out.
+
+    >>> knobs_in_words(Knobs(zero=1))
+    ('zero=1: optimizer state is divided along fsdp',)
+    """
+    found = [f"zero={knobs.zero}: {ZERO[knobs.zero]}"]
+    if knobs.remat != "none":
+        found.append(f"remat={knobs.remat}: {REMAT[knobs.remat]}")
+    if knobs.microbatches > 1:
+        found.append(
+            f"microbatches={knobs.microbatches}: the batch goes through in so many "
+            "parts, one after another, and their gradients are added up"
+        )
+    return tuple(found)
+
+
+# A mesh in words: where each axis lies, what it divides, and if that is little.
+#
+# Every number comes from the plan.
+
+
+_LITTLE = 0.5
+"""Share of the work below which an axis divides little of it."""
+
+
+def mesh_sections(plan: Plan) -> tuple[Section, ...]:
+    """Where each axis lies and what it divides; nothing if one device does it all."""
+    if not plan.axes:
+        return ()
+    rows = [
+        (
+            axis,
+            str(plan.mesh[axis]),
+            lies_on(plan, (axis,)),
+            percent(use.work),
+            _arrays_divided(plan, axis),
+        )
+        for axis, use in plan.axes.items()
+    ]
+    columns = ("axis", "size", "joins", "of the work", "arrays it divides")
+    return (
+        Section(
+            title="Mesh on the fabric, outermost axis first",
+            columns=columns,
+            rows=tuple(rows),
+            notes=(*_sequence(plan), *(text for _, text in little(plan))),
+        ),
+    )
+
+
+def _sequence(plan: Plan) -> tuple[str, ...]:
+    """What an axis of this name divides: not all models have positions."""
+    if "sequence" not in plan.axes:
+        return ()
+    return (
+        "sequence divides the second dim of the batch's arrays: positions, or where "
+        "examples are vectors their features",
+    )
+
+
+def lies_on(plan: Plan, axes: Sequence[str]) -> str:
+    """The levels of the fabric that axes go along, such as `8 by NVLink`.
+
+    '' for axes of which that is not known.
+    """
+    found = [
+        f"{wording.number(number)} by {kind}"
+        for axis in axes
+        if axis in plan.axes
+        for number, kind in plan.axes[axis].levels
+    ]
+    return " x ".join(found)
+
+
+def _arrays_divided(plan: Plan, axis: str) -> str:
+    """How many arrays of each tree it divides."""
+    trees: Mapping[str, Mapping[str, Spec]] = {
+        "parameters" if plan.entry == "loss" else "state": plan.state,
+        "optimizer": plan.optimizer,
+        "batch": plan.batch,
+    }
+    counts = {
+        name: sum(any(axis in part for part in spec) for spec in specs.values())
+        for name, specs in trees.items()
+    }
+    found = [f"{n} of {len(trees[name])} of {name}" for name, n in counts.items() if n]
+    return ", ".join(found) or "none"
+
+
+def little(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """Axes that divide little of the work, and what that means."""
+    return tuple(
+        (
+            axis,
+            f"{axis}={plan.mesh[axis]} divides "
+            f"{percent(use.work) if use.work else 'none'} of the work; the rest each "
+            f"of its {plan.mesh[axis]} devices does as one alone would. "
+            "Fewer devices may be as fast: sensitivity() has the price of half as many",
+        )
+        for axis, use in plan.axes.items()
+        if use.work < _LITTLE
+    )
+
+
+NUM_COLLECTIVES = 12
+"""Collectives that are listed one by one."""
+NUM_ALTERNATIVES = 10
+"""Alternatives that are listed beside the baselines."""
+_WIDTH = 24
+"""Characters of the bar that stands for a whole step."""
+
+
+def explain(plan: Plan) -> str:
+    """The whole of a plan in words and tables."""
+    return wording.text(plan_sections(plan))
+
+
+def plan_sections(plan: Plan) -> tuple[Section, ...]:
+    """The parts of an explanation, most important first."""
+    return (
+        summary(plan),
+        *mesh_sections(plan),
+        waterfall(plan),
+        memory(plan),
+        collectives(plan.collectives),
+        bound(plan),
+        alternatives(plan),
+    )
+
+
+def knobs_text(knobs: Knobs) -> str:
+    """The knobs beside the mesh; those that few plans have where they are set.
+
+    >>> knobs_text(Knobs(microbatches=4, zero=1))
+    'microbatches=4, remat=none, zero=1'
+    """
+    usual = Knobs(microbatches=knobs.microbatches, remat=knobs.remat, zero=knobs.zero)
+    text = f"microbatches={knobs.microbatches}, remat={knobs.remat}, zero={knobs.zero}"
+    for name, value in asdict(knobs).items():
+        if value != getattr(usual, name):
+            text += f", {name}={value}"
+    return text
+
+
+def name_of(alternative: Alternative) -> str:
+    """Its baseline's name, or `-`."""
+    return alternative.name or "-"
+
+
+def summary(plan: Plan) -> Section:
+    """What was decided, what it takes, and by whose figures."""
+    found = plan.prediction
+    left = plan.capacity_bytes - plan.memory_bytes
+    fits = f"{size(left)} are left" if plan.fits else f"{size(-left)} too much"
+    notes = [
+        f"{seconds(found.step_s)} per step ({seconds(found.low_s)} to "
+        f"{seconds(found.high_s)})",
+        f"constants: {found.source}",
+        f"{size(plan.memory_bytes)} of {size(plan.capacity_bytes)} on each device: "
+        f"{fits}",
+        *knobs_in_words(plan.knobs),
+    ]
+    if plan.host:
+        notes.append(
+            f"optimizer state ({len(plan.host)} arrays) rests in host memory, "
+            f"{size(plan.host_bytes)} for each device, and comes for each update"
+        )
+    if not plan.runnable:
+        notes.append("a what-if plan: it cannot be run here")
+    title = f"Plan for {plan.cluster}: {wording.mesh(plan.mesh)}; "
+    return Section(title=title + knobs_text(plan.knobs), notes=tuple(notes))
+
+
+def waterfall(plan: Plan) -> Section:
+    """Seconds of a step by term, each beginning where the one before ends."""
+    total, rows, start = plan.prediction.step_s, [], 0.0
+    for name, value in plan.prediction.terms.items():
+        rows.append(
+            (
+                name,
+                seconds(value),
+                _share(value, total),
+                _bar(start, value, total),
+                TERMS.get(name, ""),
+            )
+        )
+        start += value
+    rows.append(("step", seconds(total), _share(total, total), "", ""))
+    return Section(
+        title="Step time",
+        columns=("term", "seconds", "share", "", "what"),
+        rows=tuple(rows),
+    )
+
+
+def _bar(start: float, value: float, total: float) -> str:
+    if not total:
+        return ""
+    first, last = (round(_WIDTH * at / total) for at in (start, start + value))
+    return " " * first + "#" * (last - first)
+
+
+def memory(plan: Plan) -> Section:
+    """Bytes of the fullest device by term, against what it has."""
+    has = plan.capacity_bytes
+    terms = {**plan.memory, "needed": plan.memory_bytes, "capacity": has}
+    rows = [
+        (name, size(value), _share(value, has), MEMORY.get(name, ""))
+        for name, value in terms.items()
+    ]
+    return Section(
+        title="Memory of a device",
+        columns=("term", "bytes", "of capacity", "what"),
+        rows=tuple(rows),
+    )
+
+
+def collectives(
+    found: Iterable[Collective], num_listed: int = NUM_COLLECTIVES
+) -> Section:
+    """What is sent in a step, most bytes first."""
+    ranked = sorted(found, key=lambda one: -one.num_bytes * one.trips)
+    rows = [_collective(one) for one in ranked[:num_listed]]
+    rest = ranked[num_listed:]
+    if rest:
+        rows.append((f"{len(rest)} more", "", "", "", *_totals(rest), ""))
+    rows.append(("all", "", "", "", *_totals(ranked), ""))
+    columns = ("kind", "axes", "bytes", "times", "per step", "seconds", "where")
+    return Section(
+        title="Collectives, largest first (before overlap)",
+        columns=columns,
+        rows=tuple(rows) if ranked else (),
+        notes=(_JOINED,) if ranked else ("none: nothing is sent",),
+    )
+
+
+_JOINED = (
+    "alike ones that nothing waits for (sums of gradients, arrays gathered behind an "
+    "update) are sent as one, except on CPU: they share its seconds by their bytes"
+)
+
+
+def _collective(one: Collective) -> tuple[str, ...]:
+    return (
+        one.kind,
+        wording.axes(one.axes),
+        size(one.num_bytes),
+        str(one.trips),
+        *_totals([one]),
+        one.where,
+    )
+
+
+def _totals(found: Iterable[Collective]) -> tuple[str, str]:
+    known = list(found)
+    num_bytes = sum(one.num_bytes * one.trips for one in known)
+    return size(num_bytes), seconds(sum(one.seconds for one in known))
+
+
+def bound(plan: Plan) -> Section:
+    """What no plan can be faster than, and how far this one is from it."""
+    if not plan.bound_s:
+        return Section(title="Lower bound", notes=("none is known",))
+    step_s = plan.prediction.step_s
+    return Section(
+        title="Lower bound",
+        notes=(
+            f"no plan of this step on {plan.cluster} takes less than "
+            f"{seconds(plan.bound_s)}; this one takes {seconds(step_s - plan.bound_s)} "
+            f"more: {wording.number(step_s / plan.bound_s)} times as long. The bound "
+            "has no communication and no launch in it, which are most of a small step",
+        ),
+    )
+
+
+def alternatives(plan: Plan) -> Section:
+    """What else there was, fastest first; the best form of each baseline by name."""
+    rows = [_alternative(plan, place, one) for place, one in shown(plan)]
+    columns = ("", "mesh", "knobs", "baseline", "step", "against plan", "memory", "")
+    return Section(
+        title="Alternatives",
+        columns=columns,
+        rows=tuple(rows),
+        notes=(tied_text(plan),) if rows else ("none",),
+    )
+
+
+def shown(plan: Plan) -> list[tuple[int, Alternative]]:
+    """The first alternatives and the best form of each baseline, with their places."""
+    named = {""}
+    found = []
+    for place, one in enumerate(plan.alternatives, start=1):
+        if place <= NUM_ALTERNATIVES or one.name not in named:
+            found.append((place, one))
+        named.add(one.name)
+    return found
+
+
+def _alternative(plan: Plan, place: int, one: Alternative) -> tuple[str, ...]:
+    over = one.memory_bytes - plan.capacity_bytes
+    return (
+        str(place),
+        wording.mesh(one.mesh),
+        knobs_text(one.knobs),
+        name_of(one),
+        seconds(one.step_s),
+        wording.change(one.step_s, plan.prediction.step_s),
+        size(one.memory_bytes),
+        "" if one.fits else f"{size(over)} too much",
+    )
+
+
+def tied(plan: Plan) -> tuple[Alternative, ...]:
+    """Alternatives that fit and that the prediction cannot tell from the plan."""
+    return tuple(
+        one
+        for one in plan.alternatives
+        if one.fits
+        and one.step_s <= plan.prediction.high_s
+        and (one.mesh, one.knobs) != (plan.mesh, plan.knobs)
+    )
+
+
+def tied_text(plan: Plan) -> str:
+    """How many of the alternatives listed are tied with the plan."""
+    return (
+        f"{len(tied(plan))} of {len(plan.alternatives)} alternatives (the best, and "
+        f"the baselines) are tied with the plan, "
+        f"within the interval of its prediction (up to "
+        f"{seconds(plan.prediction.high_s)}): only a measurement can order them"
+    )
+
+
+def _share(value: float, total: float) -> str:
+    return percent(value / total) if total else ""

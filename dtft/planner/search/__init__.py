@@ -1,0 +1,79 @@
+"""The search: which candidates there are, what each takes, which is the plan.
+
+* Candidates: `space` (knobs, and which of them can be run), `meshes`, `pins`,
+  `enumerate`.
+* Prices, of all candidates at once: `price_table` (operators), `memory_table` (arrays
+  at rest, peaks), `pipeline` (stages), `search` (all terms), `ranking`.
+* Where `tensor` lies: `tensor_sharding`; its exact solver: `solver`, `elimination`,
+  `mixed_integer`.
+* `decision`: which candidate is taken, and what is said if none fits; `write_plan`: the
+  plan of it.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.planner.search.decision import Decision, Fewer, best_of, decide, next_best
+    from dtft.planner.search.enumerate import enumerate_space
+    from dtft.planner.search.pins import COUNTS, PINS, check_pins, did_you_mean
+    from dtft.planner.search.price_table import Prices
+    from dtft.planner.search.ranking import IDLE, MEMORY
+    from dtft.planner.search.search import Search
+    from dtft.planner.search.space import (
+        CAPABILITIES,
+        PLATFORMS,
+        Choices,
+        Space,
+        check_runnable,
+    )
+    from dtft.planner.search.write_plan import as_plan
+
+_PUBLIC = {
+    "CAPABILITIES": "space",
+    "COUNTS": "pins",
+    "Choices": "space",
+    "Decision": "decision",
+    "Fewer": "decision",
+    "IDLE": "ranking",
+    "MEMORY": "ranking",
+    "PINS": "pins",
+    "PLATFORMS": "space",
+    "Prices": "price_table",
+    "Search": "search",
+    "Space": "space",
+    "as_plan": "write_plan",
+    "best_of": "decision",
+    "check_pins": "pins",
+    "check_runnable": "space",
+    "decide": "decision",
+    "did_you_mean": "pins",
+    "enumerate_space": "enumerate",
+    "next_best": "decision",
+}
+
+__all__ = [
+    "CAPABILITIES",
+    "COUNTS",
+    "Choices",
+    "Decision",
+    "Fewer",
+    "IDLE",
+    "MEMORY",
+    "PINS",
+    "PLATFORMS",
+    "Prices",
+    "Search",
+    "Space",
+    "as_plan",
+    "best_of",
+    "check_pins",
+    "check_runnable",
+    "decide",
+    "did_you_mean",
+    "enumerate_space",
+    "next_best",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -1,0 +1,417 @@
+"""The decision: from a workload and a cluster to the plan, and what it was chosen from.
+
+Decides whether knobs are searched that cannot be run, whether rematerialized programs
+are worth a look, and what to suggest where nothing fits.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from dtft.planner import wording
+from dtft.planner.cluster import MACHINES, Cluster, Level, Pool, parse_pool
+from dtft.planner.gc_pause import gc_paused
+from dtft.planner.plan import Plan
+from dtft.planner.search import write_plan
+from dtft.planner.search.enumerate import (
+    backend,
+    check_offload,
+    choices_of,
+    enumerate_space,
+    remats,
+    worthwhile,
+)
+from dtft.planner.search.price_table import Columns, Rates
+from dtft.planner.search.ranking import Priced
+from dtft.planner.search.search import Search, memory_floor
+from dtft.planner.search.space import (
+    CAPABILITIES,
+    Candidate,
+    Choices,
+    Space,
+    everything,
+    unsupported,
+)
+from dtft.planner.types import Remat
+from dtft.planner.wording import seconds, size
+from dtft.planner.workload import Question
+
+# What is said where no plan fits: by how much, and what would make one fit.
+#
+# Each remedy is looked at by planning again, so that it has its figures.
+
+
+MOST = 64
+"""Times as many devices as there are, up to which a cluster that fits is looked for."""
+Best = Callable[[Cluster, Mapping[str, Any], bool], Plan]
+"""The best plan for a cluster with some pins, also of knobs that cannot be run here; or
+what lacks least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change with which the model fits."""
+
+    change: str
+    plan: Plan
+
+    def __str__(self) -> str:
+        return (
+            f"{self.change}: {seconds(self.plan.prediction.step_s)} per step, "
+            f"{size(self.plan.memory_bytes)} on each device "
+            f"({wording.mesh(self.plan.mesh)})"
+        )
+
+
+def unfit_text(
+    leanest: Plan, cluster: Cluster, pins: Mapping[str, Any], best: Best
+) -> str:
+    """What no plan for a cluster has room for.
+
+    Args:
+        leanest: the plan that lacks least.
+        cluster: it was looked for here.
+        pins: knobs that are given.
+        best: plans again.
+    """
+    over = leanest.memory_bytes - leanest.capacity_bytes
+    shown = ", ".join(f"{n} {size(each)}" for n, each in leanest.memory.items() if each)
+    lacks = (
+        f"{size(over)} more than the {size(leanest.capacity_bytes)} there are"
+        if over > 0
+        else f"and {size(leanest.host_bytes)} of host memory, which there is not"
+    )
+    found = [str(one) for one in remedies(cluster, pins, best)]
+    help_text = "; ".join(found) or (
+        f"nothing that was tried, {_tried_devices(cluster.uniform)}: take a smaller "
+        "batch, or an optimizer with less state"
+    )
+    return (
+        f"the model does not fit on {cluster.words}: the leanest plan "
+        f"({wording.mesh(leanest.mesh)}, remat={leanest.knobs.remat}, "
+        f"zero={leanest.knobs.zero}) needs {size(leanest.memory_bytes)} on each device "
+        f"({shown}), {lacks}. What would make it fit: {help_text}."
+    )
+
+
+def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[Remedy]:
+    """Changes with which the model fits, each with its best plan."""
+    for name in pins:
+        rest = {other: value for other, value in pins.items() if other != name}
+        plan = _tried(best, cluster, rest, False)
+        if plan is not None:
+            knob = plan.mesh.get(name, getattr(plan.knobs, name, 1))
+            yield Remedy(change=f"{name}={knob} instead of {pins[name]}", plan=plan)
+    plan = _tried(best, cluster, pins, True)
+    if plan is not None:
+        knobs = f"remat={plan.knobs.remat}, zero={plan.knobs.zero}"
+        knobs += ", offload" * plan.knobs.offload
+        change = f"knobs that this entry point or backend does not run ({knobs})"
+        yield Remedy(change=change, plan=plan)
+    free = {name: value for name, value in pins.items() if not isinstance(value, int)}
+    for more in _larger(cluster.uniform):
+        plan = _tried(best, Cluster(pools=(more,)), free, False)
+        if plan is not None:
+            change = f"{more.num_devices} devices instead of {cluster.num_devices}"
+            yield Remedy(change=change, plan=plan)
+            return
+
+
+def _tried(
+    best: Best, cluster: Cluster, pins: Mapping[str, Any], what_if: bool
+) -> Plan | None:
+    """The best plan, if there is one and it fits."""
+    try:
+        plan = best(cluster, pins, what_if)
+    except ValueError:
+        return None
+    return plan if plan.fits else None
+
+
+def _larger(pool: Pool) -> Iterator[Pool]:
+    """Pools with twice, four times ... as many of the outermost groups.
+
+    Of a single device as many as the catalog joins; none if it is not in there.
+    """
+    factor = 1
+    while (factor := 2 * factor) <= MOST:
+        if pool.levels:
+            *inner, outer = pool.levels
+            level = Level(size=outer.size * factor, link=outer.link, name=outer.name)
+            yield replace(pool, levels=(*inner, level))
+        elif pool.device.name in MACHINES:
+            joined = parse_pool(f"{factor}x{pool.device.name}")
+            yield replace(pool, levels=joined.levels)
+
+
+def _tried_devices(pool: Pool) -> str:
+    """How many more devices were looked at."""
+    if any(_larger(pool)):
+        return f"up to {MOST} times as many devices"
+    return "more devices not among it, as no link joins them in the cluster's file"
+
+
+Fewer = Literal["never", "if faster", "always"]
+"""When fewer devices than all are looked at: never, as where each is of a process of
+its own; where some would repeat the work of others, to be taken if that is faster;
+always, so that pins can be met that no mesh of all devices has."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Priority:
+    """One program (by remat) with its priced candidates."""
+
+    search: Search
+    priced: Priced
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decision:
+    """A plan, and everything it was chosen from."""
+
+    plan: Plan
+    question: Question
+    cluster: Cluster
+    pins: Mapping[str, Any]
+    what_if: bool
+    """Whether knobs were looked at that cannot be run here."""
+    found: Mapping[Remat, Priority]
+    """For each remat that was looked at its candidates."""
+    at: int
+    """Position of the plan among those of its remat."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has devices that repeat the work of others."""
+        return bool(self.found[self.plan.knobs.remat].priced.idle[self.at])
+
+    @property
+    def candidate(self) -> Candidate:
+        """What the plan was written from."""
+        return self.found[self.plan.knobs.remat].priced.space[self.at]
+
+
+def decide(
+    question: Question,
+    cluster: Cluster,
+    pins: Mapping[str, Any] | None = None,
+    *,
+    what_if: bool = False,
+    whole: bool = False,
+) -> Decision:
+    """The best plan.
+
+    Args:
+        question: the step.
+        cluster: of like devices.
+        pins: knobs that are given, such as `{"tensor": 8}`.
+        what_if: looks at all knobs that can be priced, also those that this entry point
+            or backend cannot run; such a plan is not `runnable`.
+        whole: leaves no device out, as where each is of a process of its own.
+
+    Raises:
+        ValueError: pins that cannot be met; or nothing fits: says by how much, and what
+            would make it fit.
+    """
+    fewer: Fewer = "never" if whole else "if faster"
+    decision = best_of(question, cluster, pins, what_if=what_if, fewer=fewer)
+    if not decision.plan.fits:
+
+        def best(cluster: Cluster, pins: Mapping[str, Any], anything: bool) -> Plan:
+            looks = what_if or anything
+            return best_of(question, cluster, pins, what_if=looks, fewer=fewer).plan
+
+        raise ValueError(unfit_text(decision.plan, cluster, decision.pins, best))
+    return decision
+
+
+@gc_paused()
+def best_of(
+    question: Question,
+    cluster: Cluster,
+    pins: Mapping[str, Any] | None = None,
+    *,
+    what_if: bool = False,
+    batch: int | None = None,
+    fewer: Fewer = "if faster",
+) -> Decision:
+    """As `decide`, but where nothing fits: what lacks least.
+
+    Args:
+        question: the step.
+        cluster: of like devices.
+        pins: knobs that are given.
+        what_if: as for `decide`.
+        batch: what meshes have to divide, if not the batch of the question; what is
+            computed is priced as it is there.
+        fewer: whether fewer devices than all are looked at.
+
+    Raises:
+        ValueError: pins that cannot be met.
+    """
+    pins, pool = dict(pins or {}), cluster.uniform
+    rows = batch or max(1, question.batch_size)
+
+    def best_with(numbers: tuple[int, ...] | None) -> Decision:
+        return _best_of(question, cluster, pins, what_if, rows, numbers)
+
+    if fewer == "never":
+        return best_with(None)
+    best = best_with(()) if fewer == "if faster" else None
+    if best is not None and not (best.idle and best.plan.fits):
+        return best
+    other = best_with(worthwhile(question, pins, pool.num_devices, rows))
+    if best is None:
+        return other
+    faster = other.plan.prediction.step_s < best.plan.prediction.step_s
+    return other if faster and not other.idle else best
+
+
+def _best_of(
+    question: Question,
+    cluster: Cluster,
+    pins: dict[str, Any],
+    what_if: bool,
+    batch: int,
+    fewer: tuple[int, ...] | None,
+) -> Decision:
+    """The best with one value of `Choices.fewer`."""
+    pool = cluster.uniform
+    runs_on = backend(pool)
+    can = (
+        everything(question.again is not None)
+        if what_if
+        else CAPABILITIES[question.entry, runs_on]
+    )
+    order = remats(can, pins)
+    choices = replace(choices_of(question, pool, can, batch), fewer=fewer)
+    check_offload(pins, can, pool)
+    found = _found(question, pool, replace(choices, remat=order[:1]), pins, order)
+    if can.offload and pool.host_link is not None and _worth(found.values()):
+        found = _with_offload(found)
+    best = min(found.values(), key=_first)
+    at = int(best.priced.ranking[0])
+    return Decision(
+        plan=_written(best, at, cluster),
+        question=question,
+        cluster=cluster,
+        pins=pins,
+        what_if=what_if,
+        found=found,
+        at=at,
+    )
+
+
+def _with_offload(found: Mapping[Remat, Priority]) -> dict[Remat, Priority]:
+    """The same, with what would be faster if its optimizer state were elsewhere."""
+    unfit, _, least = min(map(_first, found.values()))
+    best_s = math.inf if unfit else least
+    return {
+        remat: replace(one, priced=one.search.with_offload(one.priced, best_s))
+        for remat, one in found.items()
+    }
+
+
+def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
+    """The plan and those after it that fit, fastest first, each as what was decided."""
+    ranked = sorted(
+        (*_order_of(one, at), place, number)
+        for number, one in enumerate(decision.found.values())
+        for place, at in enumerate(one.priced.ranking[:num].tolist())
+        if one.priced.fits[at]
+    )
+    made = []
+    for *_, place, number in ranked[:num]:
+        one = list(decision.found.values())[number]
+        at = int(one.priced.ranking[place])
+        plan = _written(one, at, decision.cluster)
+        made.append(replace(decision, plan=plan, at=at))
+    return tuple(made)
+
+
+def _written(one: Priority, at: int, cluster: Cluster) -> Plan:
+    plan = write_plan.as_plan(one.search, one.priced, at, cluster)
+    runs_on = backend(cluster.uniform)
+    if unsupported(plan.entry, runs_on, plan.mesh, plan.knobs):
+        return replace(plan, runnable=False)
+    return plan
+
+
+def _worth(found: Any) -> bool:
+    """Whether computing again could help: only where something faster does not fit."""
+    best = min(found, key=_first)
+    priced = best.priced
+    return _first(best) > (False, False, float(priced.worth_s.min()))
+
+
+def _first(one: Priority) -> tuple[bool, bool, float]:
+    """As `_order_of`, of the best candidate."""
+    return _order_of(one, int(one.priced.ranking[0]))
+
+
+def _order_of(one: Priority, at: int) -> tuple[bool, bool, float]:
+    """As candidates are ranked: does it not fit, idle besides, seconds (or bytes)."""
+    priced = one.priced
+    if priced.fits[at]:
+        return False, False, float(priced.worth_s[at])
+    return True, bool(priced.idle[at]), float(priced.memory_bytes[at])
+
+
+def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
+    """Candidates; pipelines with every number of virtual stages."""
+    space = enumerate_space(choices, pins)
+    if choices.fewer is None:
+        space = space.where(space.columns["devices_used"] == choices.num_devices)
+    if num_layers := choices.divides.get("stage"):
+        return space.with_chunks(num_layers[0], pins.get("virtual_stages"))
+    return space
+
+
+def _all(choices: Choices, pins: Mapping[str, Any]) -> Space:
+    space = _enumerated(choices, pins)
+    if not len(space):
+        reasons = "; ".join(str(reason) for reason in space.reasons)
+        raise ValueError(f"there is no candidate for this cluster: {reasons}.")
+    return space
+
+
+def _found(
+    question: Question,
+    pool: Pool,
+    choices: Choices,
+    pins: Mapping[str, Any],
+    order: tuple[Remat, ...],
+) -> dict[Remat, Priority]:
+    """Candidates that have room for their state; all of them, if none of these fits."""
+    floor = memory_floor(question, pool)
+    if pins.get("offload"):
+        floor = replace(floor, optimizer=0)
+    space = _enumerated(replace(choices, memory=floor), pins)
+    found = _priced(question, pool, space, order)
+    if not any(one.priced.fits.any() for one in found.values()):
+        # What lacks least may be among those that have no room even for their state.
+        found = _priced(question, pool, _all(choices, pins), order)
+    return found
+
+
+def _priced(
+    question: Question, pool: Pool, space: Space, order: tuple[Remat, ...]
+) -> dict[Remat, Priority]:
+    """Candidates priced, for as many remats in turn as may be the best."""
+    if not len(space):
+        return {}
+    # With the batch that was asked for, if any candidate divides it.
+    exact = space.columns["batch"] == space.columns["batch"].min()
+    space = space.where(np.flatnonzero(exact))
+    rates = Rates(Columns(pool, space))
+    found: dict[Remat, Priority] = {}
+    for remat in order:
+        if not found or _worth(found.values()):
+            asked = question if remat == "none" else question.rematerialized(remat)
+            search = Search(asked, pool, scatters=backend(pool) != "cpu")
+            priced = search.price(space.with_remat(remat), rates)
+            found[remat] = Priority(search=search, priced=priced)
+    return found

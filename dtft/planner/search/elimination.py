@@ -1,0 +1,411 @@
+"""Cost problems: a sum of tables over variables, minimised exactly one variable after
+another.
+
+Bucket elimination (Dechter, Artificial Intelligence 113, 1999). On a chain or a tree it
+is dynamic programming; elsewhere it is exact as well, and as cheap as the largest table
+that the order makes.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# Minimising a sum of cost tables exactly, one variable after another.
+#
+# Bucket elimination (Dechter, Artificial Intelligence 113, 1999): to eliminate a
+# variable, add up the tables that have it and keep, for every combination of the other
+# variables in them, the smallest entry. On a chain or a tree this is dynamic
+# programming; elsewhere it is exact as well, and as cheap as the largest table that the
+# order makes. Decides the order and the assignment.
+
+
+Table = tuple[tuple[int, ...], np.ndarray]
+"""Variables and, with a dim for each of them, costs."""
+
+_Price = tuple[float, int, int, int]
+"""Edges that eliminating a variable adds; if any, the entries of its table; minus the
+variable; the entries."""
+
+
+def elimination_order(
+    sizes: Sequence[int],
+    scopes: Iterable[Sequence[int]],
+    *,
+    max_entries: int,
+    max_total: int,
+) -> list[int] | None:
+    """An order in which no table becomes too large; None where none was found.
+
+    Greedy by fill (the edges that an elimination adds between variables), then by the
+    entries of the table unless nothing is added, then the highest number first: on a
+    chain and on a tree whose parents come before their children the order is the
+    reverse of the numbers.
+
+    Args:
+        sizes: how many values each variable has; those with one are left out.
+        scopes: the variables of each table.
+        max_entries: of the largest table.
+        max_total: of all tables that are made, together.
+
+    >>> elimination_order((2, 2, 2), [(0, 1), (1, 2)], max_entries=8, max_total=99)
+    [2, 1, 0]
+    """
+    neighbors = _neighbors(sizes, scopes)
+    prices = {
+        variable: _price(variable, sizes, neighbors, max_entries)
+        for variable in range(len(sizes))
+        if sizes[variable] > 1
+    }
+    heap = list(prices.values())
+    heapq.heapify(heap)
+    order: list[int] = []
+    total = 0
+    while heap:
+        price = heapq.heappop(heap)
+        variable = -price[2]
+        if prices.get(variable) != price:
+            continue  # priced again since
+        total += price[3]
+        if price[3] > max_entries or total > max_total:
+            return None
+        del prices[variable]
+        order.append(variable)
+        for near in _remove(variable, neighbors, filled=price[0] > 0):
+            again = _price(near, sizes, neighbors, max_entries)
+            if again != prices[near]:
+                prices[near] = again
+                heapq.heappush(heap, again)
+    return order
+
+
+def _neighbors(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[set[int]]:
+    neighbors: list[set[int]] = [set() for _ in sizes]
+    for scope in scopes:
+        free = [variable for variable in scope if sizes[variable] > 1]
+        for variable in free:
+            neighbors[variable].update(free)
+    for variable, near in enumerate(neighbors):
+        near.discard(variable)
+    return neighbors
+
+
+def _price(
+    variable: int, sizes: Sequence[int], neighbors: list[set[int]], max_entries: int
+) -> _Price:
+    near = neighbors[variable]
+    entries = sizes[variable] * math.prod([sizes[other] for other in near])
+    if entries > max_entries:  # Of no use: spare the count, which is quadratic.
+        return math.inf, entries, -variable, entries
+    fill = 0
+    if len(near) > 1:
+        for first, second in itertools.combinations(near, 2):
+            fill += second not in neighbors[first]
+    return fill, entries if fill else 0, -variable, entries
+
+
+def _remove(variable: int, neighbors: list[set[int]], *, filled: bool) -> set[int]:
+    """Joins all neighbors of a variable and removes it.
+
+    Returns:
+        The variables whose price may have changed.
+    """
+    near = neighbors[variable]
+    changed = set(near)
+    for other in near:
+        neighbors[other].discard(variable)
+    if filled:
+        for first, second in itertools.combinations(near, 2):
+            if second not in neighbors[first]:
+                neighbors[first].add(second)
+                neighbors[second].add(first)
+                # An edge between two of its neighbors is one that it need not add.
+                changed |= neighbors[first] & neighbors[second]
+    return changed
+
+
+def eliminate(
+    sizes: Sequence[int], tables: Iterable[Table], order: Sequence[int]
+) -> tuple[list[int], float]:
+    """The assignment of least cost, and its cost; the cost is +inf if all is forbidden.
+
+    Of assignments that cost the same, the one that is smallest when compared in the
+    reverse of `order`, variable by variable.
+
+    Args:
+        sizes: how many values each variable has.
+        tables: what is added up.
+        order: every variable with more than one value, once (`elimination_order`).
+    """
+    rank = {variable: place for place, variable in enumerate(order)}
+    buckets: list[list[Table]] = [[] for _ in order]
+    constant = 0.0
+    for scope, costs in tables:
+        if 1 in costs.shape:
+            scope, costs = _squeezed(scope, costs)
+        if scope:
+            buckets[min(map(rank.__getitem__, scope))].append((scope, costs))
+        else:
+            constant += float(costs)
+    for bucket, variable in zip(buckets, order, strict=True):
+        if not bucket:
+            continue
+        scope, costs = _added(bucket)
+        place = scope.index(variable)
+        least = np.minimum.reduce(costs, axis=place)
+        rest = scope[:place] + scope[place + 1 :]
+        if rest:
+            buckets[min(map(rank.__getitem__, rest))].append((rest, least))
+        else:
+            constant += float(least)
+    return _substituted(sizes, buckets, order), constant
+
+
+def eliminate_each(
+    sizes: Sequence[int], tables: Iterable[Table], order: Sequence[int], given: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For every value of one variable the others' assignment of least cost.
+
+    As `eliminate`, once for all values of the variable that is given: problems of the
+    same tables with other numbers are solved together.
+
+    Args:
+        sizes: how many values each variable has.
+        tables: what is added up.
+        order: every other variable with more than one value, once.
+        given: the variable.
+
+    Returns:
+        Values of all variables, int [values of `given`, variables]; and costs.
+
+    >>> pair = np.array([[3.0, 1.0], [4.0, 4.0], [2.0, 5.0]])
+    >>> values, costs = eliminate_each((3, 2), [((0, 1), pair)], [1], 0)
+    >>> values.tolist(), costs.tolist()
+    ([[0, 1], [1, 0], [2, 0]], [1.0, 4.0, 2.0])
+    """
+    rank = {variable: place for place, variable in enumerate(order)}
+    rank[given] = len(order)
+    buckets: list[list[Table]] = [[] for _ in (*order, given)]
+    for scope, costs in tables:
+        kept = [
+            v == given or size > 1 for v, size in zip(scope, costs.shape, strict=True)
+        ]
+        costs = costs.reshape([n for n, k in zip(costs.shape, kept, strict=True) if k])
+        scope = tuple(v for v, k in zip(scope, kept, strict=True) if k)
+        buckets[min(map(rank.__getitem__, scope), default=-1)].append((scope, costs))
+    values = np.zeros((sizes[given], len(sizes)), np.int64)
+    values[:, given] = np.arange(sizes[given])
+    for bucket, variable in zip(buckets, order, strict=False):
+        if bucket:
+            scope, costs = _added(bucket)
+            place = scope.index(variable)
+            rest = scope[:place] + scope[place + 1 :]
+            least = np.minimum.reduce(costs, axis=place)
+            buckets[min(map(rank.__getitem__, rest), default=-1)].append((rest, least))
+    total = np.zeros(sizes[given])
+    for _, costs in buckets[-1]:
+        total = total + costs
+    for place in reversed(range(len(order))):
+        if buckets[place]:
+            line = _lines(buckets[place], order[place], values)
+            values[:, order[place]] = np.argmin(line, axis=1)
+    return values, total
+
+
+def _lines(bucket: list[Table], variable: int, values: np.ndarray) -> np.ndarray:
+    """Costs of each value of a variable, the others as they are; [rows, values]."""
+    total: Any = 0.0
+    for scope, costs in bucket:
+        place = scope.index(variable)
+        others = [values[:, v] for v in scope if v != variable]
+        last = np.moveaxis(costs, place, -1)
+        total = total + (last[tuple(others)] if others else last[np.newaxis])
+    return np.broadcast_to(total, (len(values), total.shape[-1]))
+
+
+def _squeezed(scope: tuple[int, ...], costs: np.ndarray) -> Table:
+    kept = tuple(v for v, size in zip(scope, costs.shape, strict=True) if size > 1)
+    return kept, costs.reshape([size for size in costs.shape if size > 1])
+
+
+def _added(bucket: list[Table]) -> Table:
+    """The sum of tables, over all their variables; those of the largest come first."""
+    wide = bucket[0][0]
+    for scope, _ in bucket:
+        if len(scope) > len(wide):
+            wide = scope
+    for scope, _ in bucket:
+        for variable in scope:
+            if variable not in wide:
+                wide += (variable,)
+    total = _aligned(*bucket[0], wide)
+    for scope, costs in bucket[1:]:
+        total = total + _aligned(scope, costs, wide)
+    return wide, total
+
+
+def _aligned(
+    scope: tuple[int, ...], costs: np.ndarray, wide: tuple[int, ...]
+) -> np.ndarray:
+    """A view of a table with a dim for each of more variables, of size one if new."""
+    if scope == wide:
+        return costs
+    if len(scope) > 1:
+        costs = costs.transpose([scope.index(v) for v in wide if v in scope])
+    return costs[tuple([slice(None) if v in scope else None for v in wide])]
+
+
+def _substituted(
+    sizes: Sequence[int], buckets: list[list[Table]], order: Sequence[int]
+) -> list[int]:
+    """The values, last eliminated first: by then all others in a bucket are known."""
+    index: list[Any] = [0] * len(sizes)
+    for bucket, variable in zip(reversed(buckets), reversed(order), strict=True):
+        if not bucket:
+            continue
+        index[variable] = slice(None)
+        # Added in the order of `_added`, so that ties are the same ties.
+        line = 0.0
+        for scope, costs in bucket:
+            line = line + costs[tuple([index[v] for v in scope])]
+        index[variable] = int(np.argmin(line))
+    return index
+
+
+# Cost problems: variables with few values each, and tables that say what they cost.
+#
+# The value that the exact solver (`solver`) and its methods exchange: minimise the
+# sum of tables, each over a few of the variables.
+
+
+_SHOWN = 8
+"""Variables that an error names; of more it gives the number."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Factor:
+    """What combinations of values of a few variables cost."""
+
+    variables: tuple[int, ...]
+    """The variables, as positions in `Problem.sizes`; each at most once."""
+    costs: np.ndarray
+    """One dim per variable; float; +inf where a combination is forbidden."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """Choose one value of each variable so that the sum of all factors is smallest.
+
+    Raises:
+        ValueError: a factor does not fit its variables, or a cost is NaN or -inf.
+    """
+
+    sizes: tuple[int, ...]
+    """How many values each variable has; at least one."""
+    factors: tuple[Factor, ...]
+    names: tuple[str, ...] = field(default=())
+    """What errors call the variables; without it `variable 0`, `variable 1`, ..."""
+
+    def __post_init__(self) -> None:
+        if self.names and len(self.names) != len(self.sizes):
+            raise ValueError(
+                f"names has {len(self.names)} entries for {len(self.sizes)} variables. "
+                "Give each variable a name, or leave names out."
+            )
+        for variable, size in enumerate(self.sizes):
+            if size < 1:
+                raise ValueError(
+                    f"sizes: {self.name(variable)} has {size} values. Allowed: 1 or "
+                    "more. Leave a variable without a choice out, or give it one value."
+                )
+        for factor in self.factors:
+            self._check_scope(factor)
+        self._check_costs()
+
+    def _check_scope(self, factor: Factor) -> None:
+        scope, shape = factor.variables, factor.costs.shape
+        sizes = self.sizes
+        known = scope and min(scope) >= 0 and max(scope) < len(sizes)
+        if not known or len(set(scope)) != len(scope):
+            raise ValueError(
+                f"factor.variables={scope}. Allowed: one or more different positions "
+                f"from 0 to {len(sizes) - 1}. Where one variable is meant twice, take "
+                "the diagonal of costs."
+            )
+        if shape != tuple([sizes[variable] for variable in scope]):
+            raise ValueError(
+                f"factor.costs has shape {shape} over {self.words(scope)}. Allowed: "
+                f"{tuple(sizes[variable] for variable in scope)}, the numbers of "
+                "values of these variables."
+            )
+
+    def _check_costs(self) -> None:
+        # Copies of a block share their tables: each array is looked at once.
+        tables = {id(factor.costs): factor for factor in self.factors}
+        if not tables:
+            return
+        costs = np.concatenate([factor.costs.ravel() for factor in tables.values()])
+        if (costs > -np.inf).all():
+            return
+        for factor in tables.values():
+            if not (factor.costs > -np.inf).all():
+                raise ValueError(
+                    f"factor.costs over {self.words(factor.variables)} has an entry "
+                    "that is NaN or -inf. Allowed: finite costs, and +inf for what is "
+                    "forbidden."
+                )
+
+    def name(self, variable: int) -> str:
+        """What errors call a variable."""
+        return self.names[variable] if self.names else f"variable {variable}"
+
+    def words(self, variables: Iterable[int]) -> str:
+        """Names of variables, the first few of many."""
+        names = [self.name(variable) for variable in variables]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return ", ".join(names[:_SHOWN]) + more
+
+    def cost(self, values: Sequence[int]) -> float:
+        """What an assignment costs; +inf if any factor forbids it.
+
+        >>> pair = Factor(variables=(0, 1), costs=np.array([[1.0, 5.0], [2.0, 0.5]]))
+        >>> Problem(sizes=(2, 2), factors=(pair,)).cost((1, 1))
+        0.5
+        """
+        return float(
+            sum(
+                factor.costs[tuple([values[variable] for variable in factor.variables])]
+                for factor in self.factors
+            )
+        )
+
+    def factors_of_variables(self) -> list[list[int]]:
+        """For each variable the factors that have it, as positions in `factors`."""
+        around: list[list[int]] = [[] for _ in self.sizes]
+        for at, factor in enumerate(self.factors):
+            for variable in factor.variables:
+                around[variable].append(at)
+        return around
+
+    def restricted(self, kept: Sequence[np.ndarray]) -> "Problem":
+        """The same problem with fewer values.
+
+        Args:
+            kept: for each variable the values that stay, ascending; they are
+                renumbered from zero.
+        """
+        sizes = tuple(len(values) for values in kept)
+        if sizes == self.sizes:
+            return self
+        factors = tuple(
+            Factor(
+                variables=factor.variables,
+                costs=factor.costs[np.ix_(*[kept[v] for v in factor.variables])],
+            )
+            for factor in self.factors
+        )
+        return Problem(sizes=sizes, factors=factors, names=self.names)

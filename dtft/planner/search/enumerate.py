@@ -1,0 +1,421 @@
+"""Enumeration of candidates: what there is to choose for a workload, and every
+combination worth a price.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dtft.planner.cluster import Pool
+from dtft.planner.cost import SCHEDULES, undominated_orders
+from dtft.planner.search.meshes import (
+    Baseline,
+    Meshes,
+    MeshRules,
+    baselines,
+    divisors,
+    num_factorisations,
+)
+from dtft.planner.search.pins import check_pins, nearest, why_not
+from dtft.planner.search.pipeline import layers_of
+from dtft.planner.search.space import (
+    PLATFORMS,
+    REMATS,
+    Backend,
+    Capabilities,
+    Choices,
+    MemoryFloor,
+    Reason,
+    Space,
+)
+from dtft.planner.search.tensor_sharding import candidates
+from dtft.planner.types import AXES, Remat
+from dtft.planner.workload import Question
+
+# What there is to choose for a question on like devices: axes, knobs, remats.
+#
+# Of what can be run (`CAPABILITIES`), what this step and these devices have a use for.
+
+
+_MAX_MICROBATCHES = 64
+
+
+def backend(pool: Pool) -> Backend:
+    """The backend that runs programs on such devices.
+
+    Raises:
+        ValueError: JAX runs none there.
+    """
+    platform = pool.device.platform
+    if platform not in PLATFORMS:
+        raise ValueError(
+            f"cluster: JAX runs no programs on {pool.device.name} ({platform}). "
+            f"Allowed: devices of {', '.join(PLATFORMS)}; others take part by "
+            "placement."
+        )
+    return PLATFORMS[platform]
+
+
+def choices_of(
+    question: Question, pool: Pool, can: Capabilities, batch: int
+) -> Choices:
+    """What there is to choose, remat apart.
+
+    Args:
+        question: the step.
+        pool: like devices.
+        can: knobs that are searched.
+        batch: what meshes have to divide.
+    """
+    divides: dict[str, tuple[int, ...]] = {"replica": (), "fsdp": (), "tensor": ()}
+    if "sequence" in can.axes and question.sequence_dims:
+        sizes = (question.graph.dims[d].sizes[0] for d in question.sequence_dims)
+        divides["sequence"] = tuple(sizes)
+    if "expert" in can.axes and question.expert_arrays:
+        dims = {question.graph.dims[d] for d in question.expert_arrays.values()}
+        divides["expert"] = tuple({size for dim in dims for size in dim.sizes})
+    # Arrays with other rows than the rest cannot be cut into parts with them.
+    parts = can.microbatches and question.is_batch_alike
+    layers = layers_of(question, pool.device) if "stage" in can.axes else None
+    if layers is not None:
+        divides["stage"] = (layers.count,)
+    return Choices(
+        num_devices=pool.num_devices,
+        batch=batch,
+        divides={axis: sizes for axis, sizes in divides.items() if axis in can.axes},
+        data_axes=("replica", "fsdp", "expert"),
+        levels=tuple(level.size for level in pool.levels),
+        max_microbatches=min(batch, _MAX_MICROBATCHES) if parts else 1,
+        zero=tuple(sorted(can.zero)),
+    )
+
+
+def check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> None:
+    """Refuses a pinned offload that there is no way to do.
+
+    Raises:
+        ValueError: says what it lacks.
+    """
+    if pins.get("offload") and (not can.offload or pool.host_link is None):
+        lacks = "this entry point cannot" if not can.offload else "no link to the host"
+        raise ValueError(
+            f"offload=True cannot be met on {pool.words}: {lacks}. Plan with loss= and "
+            "optimizer=, for devices whose `host_link` is known (`Pool.host_link`)."
+        )
+
+
+def remats(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:
+    """Remat policies in the order in which they save more memory and cost more time."""
+    if pins.get("remat") in can.remat:
+        return (pins["remat"],)
+    return tuple(remat for remat in REMATS if remat in can.remat)
+
+
+# Enumeration of the outer search space.
+#
+# Decides, in this order: sizes of axes and baselines, knobs, what has no room, orders
+# on the fabric; and says in numbers what each rule left.
+
+
+_Columns = dict[str, np.ndarray]
+
+
+def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> Space:
+    """All candidates that may be the best, with the baselines among them.
+
+    Left out is what does not divide, has no room for parameters, gradients and
+    optimizer state, or lies on the fabric in an order that cannot be better
+    (`undominated_orders`). The baselines stay, in the usual order, unless a pin rules
+    them out; their meshes are there with every knob. Where no mesh of all devices
+    divides the batch, there are candidates with the batch rounded up (`batch`) and with
+    fewer devices (`devices_used`) as well; and for the numbers in `choices.fewer`.
+
+    Args:
+        choices: what may be chosen.
+        pins: values that are given: sizes of axes, `microbatches`, `zero`, `remat` by
+            name, and `order`, axes that have to lie in this order on the fabric,
+            outermost first.
+
+    Returns:
+        The candidates; none where the choices allow none or where nothing that was
+        pinned has room. `reasons` says why in numbers.
+
+    Raises:
+        ValueError: the pins cannot be met, room aside; says which values nearby can.
+
+    >>> space = enumerate_space(
+    ...     Choices(num_devices=8, batch=16, divides={"replica": (), "tensor": (12,)})
+    ... )
+    >>> [dict(space[at].mesh) for at in range(len(space))]
+    [{'replica': 2, 'tensor': 4}, {'replica': 4, 'tensor': 2}, {'replica': 8}]
+    """
+    pins = dict(pins or {})
+    check_pins(pins)
+    space = _enumerated(choices, pins)
+    if pins and not len(space):
+        # Where only room is missing, the reasons say how much.
+        if choices.memory is None or not len(_enumerated(_roomy(choices), pins)):
+            raise _impossible(_roomy(choices), pins)
+    return space
+
+
+def _roomy(choices: Choices) -> Choices:
+    return replace(choices, memory=None)
+
+
+def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
+    rules = _rules(choices, pins)
+    meshes, reasons = _meshes(rules, pins)
+    meshes = _with_fewer(meshes, rules, choices.fewer or (), reasons)
+    host_size = choices.levels[0] if choices.levels else choices.num_devices
+    known = baselines(rules, host_size)
+    for baseline in known:
+        meshes = meshes.joined(baseline.meshes)
+    meshes, zero, reason = _with_zero(meshes, choices, pins)
+    columns = _with_knobs(meshes, zero, choices, pins)
+    columns["baseline"] = _numbers(columns, known)
+    num_knobs = len(columns["batch"])
+    rule = "these with each level of zero, remat and number of microbatches"
+    reasons += [reason, Reason(rule=rule, left=num_knobs, of=num_knobs)]
+    columns["room"] = np.ones(num_knobs, bool)
+    if choices.memory is not None:
+        columns, reason = _with_room(columns, choices.memory)
+        reasons.append(reason)
+    return _with_orders(columns, choices, pins.get("order", ()), reasons)
+
+
+def _rules(choices: Choices, pins: Mapping[str, Any]) -> MeshRules:
+    return MeshRules(
+        num_devices=choices.num_devices,
+        batch=choices.batch,
+        divides=choices.divides,
+        data_axes=choices.data_axes,
+        pins={axis: pins[axis] for axis in AXES if axis in pins},
+    )
+
+
+def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Reason]]:
+    """The sizes of axes, and what each rule left of them."""
+    num_devices, batch = rules.num_devices, rules.batch
+    num = num_factorisations(num_devices, len(rules.divides))
+    allowed, exact = rules.all(num_devices), rules.exact(num_devices)
+    words = f"meshes of {num_devices} devices over {', '.join(rules.divides)} that "
+    reasons = [
+        Reason(rule=words + "keep to sizes and pins", left=len(allowed), of=num),
+        Reason(
+            rule=f"of these divide the batch of {batch}",
+            left=len(exact),
+            of=len(allowed),
+        ),
+    ]
+    meshes = rules.workable()
+    if len(meshes) > len(exact):
+        rule = "meshes with the batch rounded up, as none divides it"
+        reasons.append(
+            Reason(rule=rule, left=len(meshes) - len(exact), of=len(allowed))
+        )
+    if not len(meshes) and len(replace(rules, pins={}).workable()):
+        return meshes, reasons  # pins that need fewer devices are an error instead
+    fewer = rules.fewer()
+    if len(fewer):
+        used = int(fewer.devices_used[0])
+        rule = f"meshes of {used} of {num_devices} devices that divide the batch"
+        reasons.append(Reason(rule=rule, left=len(fewer), of=len(fewer)))
+    return meshes.joined(fewer), reasons
+
+
+def _with_fewer(
+    meshes: Meshes, rules: MeshRules, fewer: tuple[int, ...], reasons: list[Reason]
+) -> Meshes:
+    """Also those of so many devices that divide the batch; the reasons say it."""
+    for number in fewer:
+        some = rules.exact(number)
+        rule = f"meshes of {number} of {rules.num_devices} devices, asked for besides"
+        reasons.append(Reason(rule=rule, left=len(some), of=len(some)))
+        meshes = meshes.joined(some)
+    return meshes
+
+
+def _with_zero(
+    meshes: Meshes, choices: Choices, pins: Mapping[str, Any]
+) -> tuple[Meshes, np.ndarray, Reason]:
+    """Every mesh with every level of zero that means something for it."""
+    zeros = _left(sorted(choices.zero), pins.get("zero"))
+    fsdp = meshes.sizes[:, AXES.index("fsdp")]
+    row, at = np.nonzero((zeros > 0) == (fsdp > 1)[:, None])
+    words = ", ".join(map(str, zeros.tolist())) or "none"
+    reason = Reason(
+        rule=f"meshes, baselines too, that have fsdp just if zero is not 0 ({words})",
+        left=len(np.unique(row)),
+        of=len(meshes),
+    )
+    return meshes.where(row), zeros[at], reason
+
+
+def _with_knobs(
+    meshes: Meshes, zero: np.ndarray, choices: Choices, pins: Mapping[str, Any]
+) -> _Columns:
+    """Every mesh with every other knob."""
+    samples = meshes.batch // _rules(choices, pins).slots(meshes.sizes)
+    parts = {part for each in np.unique(samples) for part in divisors(int(each))}
+    counts = sorted(part for part in parts if part <= choices.max_microbatches)
+    counts = _left(counts, pins.get("microbatches"))
+    row, at = np.nonzero(samples[:, None] % counts == 0)
+    microbatches, zero, meshes = counts[at], zero[row], meshes.where(row)
+
+    remats = [REMATS.index(remat) for remat in choices.remat]
+    pin = REMATS.index(pins["remat"]) if "remat" in pins else None
+    remat = _left(sorted(remats), pin)
+    row = np.repeat(np.arange(len(meshes)), len(remat))
+    meshes = meshes.where(row)
+    return {
+        **{axis: meshes.sizes[:, at] for at, axis in enumerate(AXES)},
+        "microbatches": microbatches[row],
+        "zero": zero[row],
+        "remat": np.tile(remat, len(microbatches)),
+        **{
+            name: np.full(len(row), value)
+            for name, value in (
+                ("offload", int(pins.get("offload", False))),
+                ("virtual_stages", pins.get("virtual_stages", 1)),
+                ("schedule", SCHEDULES.index(pins.get("schedule", SCHEDULES[0]))),
+            )
+        },
+        "batch": meshes.batch,
+        "devices_used": meshes.devices_used,
+    }
+
+
+def _left(values: list[int], pin: int | None) -> np.ndarray:
+    kept = [value for value in values if pin is None or value == pin]
+    return np.array(kept, np.int64)
+
+
+def _sizes(columns: _Columns) -> np.ndarray:
+    return np.stack([columns[axis] for axis in AXES], axis=1)
+
+
+def _numbers(columns: _Columns, known: list[Baseline]) -> np.ndarray:
+    """For each candidate the baseline that it is a form of, or 0."""
+    sizes = _sizes(columns)
+    numbers = np.zeros(len(sizes), np.int64)
+    for baseline in reversed(known):  # the first that fits stays
+        # FSDP divides all that the choices allow to be divided.
+        zero = columns["zero"].max(initial=0) if baseline.divided else 0
+        same = (sizes == baseline.meshes.sizes).all(axis=1)
+        numbers[same & (columns["zero"] == zero)] = baseline.number
+    return numbers
+
+
+def _with_room(columns: _Columns, memory: MemoryFloor) -> tuple[_Columns, Reason]:
+    floor = memory.bytes_of(_sizes(columns), columns["zero"])
+    room = floor <= memory.capacity
+    least = f"; the least takes {floor.min():,.0f}" if len(floor) else ""
+    reason = Reason(
+        rule=f"have room for their state in {memory.capacity:,} bytes{least}",
+        left=int(room.sum()),
+        of=len(room),
+    )
+    columns["room"] = room
+    return _selected(columns, room | (columns["baseline"] > 0)), reason
+
+
+def _selected(columns: _Columns, rows: np.ndarray) -> _Columns:
+    return {name: column[rows] for name, column in columns.items()}
+
+
+def _with_orders(
+    columns: _Columns, choices: Choices, before: tuple[str, ...], reasons: list[Reason]
+) -> Space:
+    """Every candidate with every order on the fabric that may be the best for it."""
+    sizes = _sizes(columns)
+    meshes, mesh = np.unique(sizes, axis=0, return_inverse=True)
+    levels = choices.levels or (choices.num_devices,)
+    orders = undominated_orders(AXES, meshes, levels, before)
+    num_orders = np.bincount(orders.mesh, minlength=len(meshes))
+    first = np.cumsum(num_orders) - num_orders
+    repeats = num_orders[mesh]
+    row = np.repeat(np.arange(len(mesh)), repeats)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    columns = _selected(columns, row)
+    columns["mesh"] = first[mesh[row]] + nth
+    columns["order"] = orders.order[columns["mesh"]]
+    usual = nth == 0
+    columns["baseline"] *= usual
+    columns = _selected(columns, columns.pop("room") | usual)
+    num = len(columns["mesh"])
+    rule = f"with each order on the fabric, for {len(mesh):,} without"
+    reasons = [*reasons, Reason(rule=rule, left=num, of=num)]
+    return Space(columns=columns, orders=orders.named, reasons=tuple(reasons))
+
+
+def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
+    pinned = ", ".join(f"{name}={value}" for name, value in pins.items())
+    text = [f"{pinned} cannot be met on {choices.num_devices} devices"]
+    text[0] += f" with a batch of {choices.batch}."
+    alone = len(text)
+    for name, value in pins.items():
+        reason = why_not(choices, name, value)
+        if reason:
+            text.append(f"{name}={value}: {reason}.")
+        others = {other: pins[other] for other in pins if other != name}
+        near = _values_near(_enumerated(choices, others), name, value)
+        if near:
+            beside = ", the other pins as they are" if others else ""
+            text.append(f"Nearest values of {name} that work{beside}: {near}.")
+    sizes = {axis: pins[axis] for axis in AXES if axis in pins}
+    together = math.prod(sizes.values())
+    if len(sizes) > 1 and choices.num_devices % together:
+        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        text.append(f"Together {shown} are {together} devices.")
+    if len(text) == alone:
+        text.append("No change of one pin alone makes the others work.")
+    fewer = _rules(choices, pins).fewer()
+    if len(fewer):
+        used = int(fewer.devices_used[0])
+        text.append(f"As pinned, {used} devices can be used: plan for these alone.")
+    return ValueError(" ".join(text))
+
+
+def _values_near(space: Space, name: str, value: Any) -> str:
+    """Values of a knob in a space, the nearest first three of numbers."""
+    if not len(space) or name == "order":
+        return ""
+    used = space.columns["devices_used"]
+    values = np.unique(space.columns[name][used == used.max()])
+    if name == "remat":
+        return ", ".join(REMATS[at] for at in values)
+    return ", ".join(map(str, nearest(values, value)))
+
+
+# Which numbers of devices, fewer than there are, are worth a look.
+#
+# Where the best mesh of all devices leaves some to repeat the work of others (7
+# devices, a batch of 512), 4 of them may be faster. Decides which numbers are priced
+# then: those that a batch and a dim of the weights can share between them.
+
+
+_MOST = 3
+"""Numbers that are looked at: each adds its meshes to the search."""
+
+
+def worthwhile(
+    question: Question, pins: Mapping[str, Any], num_devices: int, batch: int
+) -> tuple[int, ...]:
+    """The largest numbers of devices below all of them that can all work.
+
+    Args:
+        question: its weights have dims that `tensor` may divide.
+        pins: sizes of axes that are given divide each number.
+        num_devices: all there are.
+        batch: examples that the data axes divide.
+    """
+    graph = question.graph
+    sizes = {math.gcd(*graph.dims[dim].sizes) for dim in candidates(question)} | {1}
+    pinned = math.prod(pins.get(axis, 1) for axis in AXES)
+    below = range((num_devices - 1) // pinned * pinned, 0, -pinned)
+    shared = (n for n in below if any(batch * size % n == 0 for size in sizes))
+    return tuple(n for n, _ in zip(shared, range(_MOST), strict=False))

@@ -1,0 +1,376 @@
+"""Memory and state of many candidates at once: arrays at rest, the fullest moment,
+state in host memory.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from dtft.planner.cluster import Link
+from dtft.planner.cost import Away, away
+from dtft.planner.ir import Value
+from dtft.planner.memory import Course, Moments, Timeline
+from dtft.planner.search.pipeline import Staged
+from dtft.planner.search.price_table import (
+    Cases,
+    Columns,
+    Message,
+    Prices,
+    Total,
+    distinct,
+)
+from dtft.planner.search.ranking import MEMORY, Priced
+from dtft.planner.search.space import Space
+from dtft.planner.spmd import (
+    MICRO,
+    ZERO_AXIS,
+    ZERO_BESIDE,
+    Amount,
+    Axes,
+    Bundle,
+    Division,
+    Gathered,
+    Sent,
+    flat,
+    further_division,
+    gather_bundle,
+    loop_slices,
+    parts,
+    rest_place,
+    times_gathered,
+    turned_place,
+    zero_leaves,
+)
+from dtft.planner.workload import Question, Role
+
+# Arrays between steps, for many candidates at once: bytes, gathers, kinds of sums.
+#
+# Arrays that equal layers have alike are looked at once. Where `fsdp` lies on an array
+# is `spmd.zero`' decision; here it is asked for all sizes of axes together.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alike:
+    """Arrays of a role that are divided, gathered and updated alike."""
+
+    value: Value
+    passes: int
+    """By how many passes of the model each is read."""
+    changes: bool
+    """Whether a step changes them."""
+
+
+class Resting:
+    """What the state of a question takes at rest, on the points of some columns."""
+
+    def __init__(self, prices: Prices) -> None:
+        """Nothing is looked at yet.
+
+        Args:
+            prices: of the question, on the columns.
+        """
+        self.prices = prices
+        self._question: Question = prices.question
+        self._columns: Columns = prices.columns
+        self._loops = self._question.loop_dims
+        self._gathers: dict[object, tuple[Cases, np.ndarray]] = {}
+        self._places: dict[object, tuple[Cases, Axes, np.ndarray]] = {}
+
+    @cached_property
+    def arrays(self) -> Mapping[Role, Counter[Alike]]:
+        """Arrays of each role, and how many are alike."""
+        question, graph = self._question, self._question.graph
+        found: dict[Role, Counter[Alike]] = {
+            "parameter": Counter(), "optimizer": Counter(), "batch": Counter()
+        }  # fmt: skip
+        for path, role in question.roles.items():
+            value = graph.values[graph.inputs[path]]
+            dims = tuple(map(question.root, value.dims))
+            alike = Alike(
+                value=Value(shape=value.shape, dtype=value.dtype, dims=dims),
+                passes=question.passes[path],
+                changes=question.changes(path),
+            )
+            found[role][alike] += 1
+        return found
+
+    def num_bytes(self, role: Role, division: Division, divided: bool) -> Total:
+        """Bytes of each device; of the batch all microbatches, there from the start.
+
+        Args:
+            role: which arrays.
+            division: which axes divide which dims while computing.
+            divided: whether `fsdp` divides them at rest.
+        """
+        total = Total()
+        for cases, count, each in self.each(role, division, divided):
+            total.add(cases, count * each)
+        return total
+
+    def each(
+        self, role: Role, division: Division, divided: bool
+    ) -> Iterator[tuple[Cases, int, np.ndarray]]:
+        """As `num_bytes`, by array: how many are alike, bytes of each by case."""
+        for alike, count in self.arrays[role].items():
+            cases, used, place = self._placed(alike.value, division)
+            axes = tuple(axis for axis in used if axis != MICRO)
+            there = parts(axes, cases.sizes) * np.ones(len(cases.first))
+            if divided:
+                there = there * np.where(place >= 0, cases.sizes[ZERO_AXIS], 1)
+            yield cases, count, alike.value.num_bytes / there
+
+    def gathers(
+        self, division: Division, zero: int
+    ) -> tuple[Total, dict[Bundle, Total]]:
+        """What brings divided parameters together in a step.
+
+        Returns:
+            Seconds of what is gathered by itself, and bytes of what goes together.
+        """
+        alone, together = Total(), dict[Bundle, Total]()
+        platform = self._columns.pool.device.platform
+        for alike, count in self.arrays["parameter"].items():
+            num_slices = loop_slices(alike.value, self._loops)
+            how = times_gathered(alike.passes, alike.changes, zero, num_slices)
+            if not how.times:
+                continue
+            cases, used, place = self._placed(alike.value, division)
+            part = Amount(total=alike.value.num_bytes / how.slices, axes=used)
+            sent = Sent(kind="all_gather", axes=(ZERO_AXIS,), amount=part)
+            found = gather_bundle(platform, sent, how)
+            if found is None or not found.is_one:
+                alone.add(*self._gather(alike, division, sent, count, how))
+            if found is not None:
+                num_bytes = count * (place >= 0) * part.at(cases.sizes)
+                together.setdefault(found, Total()).add(cases, num_bytes)
+        return alone, together
+
+    def copying_s(
+        self, division: Division, points: np.ndarray, zero: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of a step in which gathered parameters are copied into order.
+
+        A compiler that keeps every array in the order of its dims copies what it
+        gathered along the last of them (`turned_place`).
+
+        Args:
+            division: which axes divide which dims while computing.
+            points: of the columns.
+            zero: level of each.
+        """
+        found = np.zeros(len(points))
+        each = self._columns.pool.device.efficiency.strided_s
+        for level in np.unique(zero).tolist() if each else ():
+            some = points[zero == level]
+            often = self._columns.parts((MICRO,))[some] if level == 3 else 1
+            found[zero == level] = each * often * self._turned(division, level).at(some)
+        return found
+
+    def _turned(self, division: Division, zero: int) -> Total:
+        """Elements that are copied so in a step, or for a microbatch."""
+        total = Total()
+        for alike, count in self.arrays["parameter"].items():
+            value = alike.value
+            num_slices = loop_slices(value, self._loops)
+            how = times_gathered(alike.passes, alike.changes, zero, num_slices)
+            if not how.times:
+                continue
+            cases, used, place = self._placed(value, division)
+            turned = turned_place(value)
+            part = Amount(total=how.times * value.size, axes=used).at(cases.sizes)
+            total.add(cases, count * part * ((place == turned) & (place >= 0)))
+        return total
+
+    def _gather(
+        self,
+        alike: Alike,
+        division: Division,
+        sent: Sent,
+        count: int,
+        how: Gathered,
+    ) -> tuple[Cases, np.ndarray]:
+        """Seconds of a step in which arrays that are alike are gathered by themselves.
+
+        Args:
+            alike: the arrays.
+            division: which axes divide which dims while computing.
+            sent: one message.
+            count: arrays that are alike.
+            how: each is gathered.
+        """
+        key = alike, division.spec(alike.value), how
+        if key not in self._gathers:
+            placed, _, place = self._placed(alike.value, division)
+            repeats: tuple[Axes, ...] = ((MICRO,),) if how.per_microbatch else ()
+            message = Message(sent=sent, repeats=repeats, meets=False, ahead=how.ahead)
+            sending, seconds = self.prices.rates.sending([message])[0]
+            seconds = count * how.messages * seconds
+            if not (place >= 0).all():
+                both = self._columns.together([placed, sending])
+                there = place[placed.of[both.first]] >= 0
+                seconds = seconds[sending.of[both.first]] * there
+                sending = both
+            self._gathers[key] = sending, seconds
+        return self._gathers[key]
+
+    def sums(self, division: Division) -> tuple[list[Division], np.ndarray]:
+        """Divisions with gradients divided as their parameters (ZeRO 2 and 3).
+
+        Returns:
+            Divisions, and for each point its own.
+        """
+        values = {str(n): one.value for n, one in enumerate(self.arrays["parameter"])}
+        placed = [self._placed(value, division) for value in values.values()]
+        if not placed:
+            return [division], np.zeros(len(self._columns), np.int64)
+        by_weights = self._columns.sizes[ZERO_BESIDE] > 1
+        places = [place[cases.of] + 1 for cases, _, place in placed]
+        first, of = distinct([by_weights.astype(np.int64), *places])
+        divisions = []
+        for point in first:
+            sizes = {axis: int(c[point]) for axis, c in self._columns.sizes.items()}
+            leaves = zero_leaves(values, division, sizes, True, self._loops)
+            rest = further_division(leaves, division, self._loops)
+            spare = (ZERO_BESIDE,) if by_weights[point] else ()
+            divisions.append(replace(division, rest=rest, spare=spare))
+        return divisions, of
+
+    def _placed(
+        self, value: Value, division: Division
+    ) -> tuple[Cases, Axes, np.ndarray]:
+        """Axes that divide an array in use, and the place of `fsdp` at rest."""
+        spec = division.spec(value)
+        key = value, spec
+        if key not in self._places:
+            divisors, used = {axes for axes in spec if axes}, flat(spec)
+            whole = tuple(axis for axis in used if axis != MICRO)
+            cases = self._columns.divided({*divisors, used, whole, (ZERO_AXIS,)})
+            place = rest_place(value, spec, cases.sizes, self._loops)
+            self._places[key] = cases, used, place
+        return self._places[key]
+
+
+# Candidates whose optimizer state rests in host memory, from the same without.
+#
+# Operators do the same with it: so a candidate has the price of the same whose state
+# stays on the device, and on top what its arrays take (`offload`).
+
+
+def offloaded(
+    priced: Priced, resting: Resting, link: Link, staged: Staged | None = None
+) -> Priced:
+    """The same candidates with their optimizer state in host memory.
+
+    Args:
+        priced: candidates that have it on the device.
+        resting: arrays of the question, on the points of these candidates.
+        link: from a device to its host's memory.
+        staged: the layers, if there are candidates with stages.
+    """
+    space = priced.space.with_offload()
+    host, seconds, less = (np.zeros(len(space)) for _ in range(3))
+    for number, division in enumerate(priced.divisions):
+        rows = np.flatnonzero(priced.division == number)
+        if len(rows):
+            moved = _away(space, resting, link, division, rows)
+            host[rows], seconds[rows] = moved.host_bytes, moved.seconds
+            less[rows] = moved.host_bytes - moved.device_bytes
+    if staged is not None:
+        every = np.arange(len(space))
+        whole = {name: less if name == "optimizer" else 0.0 * less for name in MEMORY}
+        less = staged.memory(space, every, whole)["optimizer"]
+    memory = {**priced.memory, "optimizer": priced.memory["optimizer"] - less}
+    return replace(
+        priced,
+        space=space,
+        terms={**priced.terms, "offload": seconds},
+        memory=memory,
+        host=host,
+    )
+
+
+def _away(
+    space: Space, resting: Resting, link: Link, division: Division, rows: np.ndarray
+) -> Away:
+    """Of some candidates of one division."""
+    points = resting.prices.columns.of[rows]
+    divided = space.columns["zero"][rows] >= 1
+
+    def arrays() -> Iterator[tuple[int, np.ndarray]]:
+        whole, parts = (
+            resting.each("optimizer", division, part) for part in (False, True)
+        )
+        for (cases, count, each), (_, _, part) in zip(whole, parts, strict=True):
+            at = cases.of[points]
+            yield count, np.where(divided, part[at], each[at])
+
+    return away(link, arrays())
+
+
+# Most bytes alive at a time, of many candidates: activations and gradients.
+#
+# Decides which course of the program a ZeRO level has (`Course`), and looks at its
+# moments once for all candidates that divide it alike.
+
+
+class Peaks:
+    """The fullest moments of one program, under any division."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        """Nothing is followed yet.
+
+        Args:
+            timeline: of the program.
+        """
+        self._timeline = timeline
+
+    def of(
+        self, division: Division, columns: Columns, points: np.ndarray, zero: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Bytes of a device at the fullest moment.
+
+        Args:
+            division: of all of these candidates.
+            columns: for which sizes of axes.
+            points: of the columns; int [candidates].
+            zero: ZeRO levels; int [candidates].
+
+        Returns:
+            `activations` and `gradients`; float [candidates].
+        """
+        courses = {self._course: zero < 3}
+        if (zero == 3).any():
+            last = self._course_at_level_3
+            courses[last] = courses.get(last, False) | (zero == 3)
+        found = {name: np.zeros(len(points)) for name in ("activations", "gradients")}
+        for course, some in courses.items():
+            peaks = _peaks(Moments(course, division), columns, points[some], zero[some])
+            found["activations"][some], found["gradients"][some] = peaks
+        return found
+
+    @cached_property
+    def _course(self) -> Course:
+        return Course(self._timeline)
+
+    @cached_property
+    def _course_at_level_3(self) -> Course:
+        timeline = self._timeline.at_level_3
+        return self._course if timeline is self._timeline else Course(timeline)
+
+
+def _peaks(
+    moments: Moments, columns: Columns, points: np.ndarray, zero: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Most bytes at a time of activations and gradients, of points at ZeRO levels."""
+    alike = columns.divided(moments.divisors()).of[points]
+    first, of = distinct([alike])
+    sizes = {axis: column[points[first]] for axis, column in columns.sizes.items()}
+    highest = moments.on(sizes)
+    found = np.zeros((2, len(points)))
+    for level in np.unique(zero).tolist():
+        some, peak = zero == level, highest.peak(level)
+        found[:, some] = peak.activations[of[some]], peak.gradients[of[some]]
+    return found[0], found[1]

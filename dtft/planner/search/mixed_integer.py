@@ -1,0 +1,153 @@
+"""Minimising a sum of cost tables as a mixed-integer linear program.
+
+For problems whose tables would become too large when variables are eliminated. The
+formulation is the usual one by local marginals (Wainwright and Jordan, Foundations and
+Trends in Machine Learning 1, 2008, section 4.1): a binary for every value, a weight for
+every allowed combination of a factor's values, and weights that add up to the binaries.
+Its linear relaxation is exact on trees. Solved by HiGHS through SciPy.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dtft.planner.search.elimination import Factor, Problem
+
+_SCALE = 1e4
+"""What the largest cost is scaled to; HiGHS stops at a gap of 1e-6 in its units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What is known when HiGHS ends."""
+
+    values: tuple[int, ...] | None
+    """The best assignment that was found; None if none was."""
+    bound: float
+    """No assignment costs less; +inf if every one is forbidden."""
+    optimal: bool
+    """Whether `values` is proven to be the best (to HiGHS's tolerance)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Program:
+    """Minimise costs @ x with equal @ x == right, 0 <= x <= upper."""
+
+    costs: np.ndarray
+    upper: np.ndarray
+    num_binaries: int
+    entries: np.ndarray
+    """Of the matrix `equal`: rows, columns, values; [3, N]."""
+    right: np.ndarray
+    constant: float
+    """What was taken off the costs."""
+
+
+def minimise(problem: Problem, *, deadline_s: float) -> Outcome:
+    """Solves a problem, or goes as far as it comes in the time.
+
+    Args:
+        problem: what to minimise.
+        deadline_s: seconds after which HiGHS ends with what it has.
+
+    Raises:
+        RuntimeError: HiGHS ended for another reason than the optimum, the deadline or
+            that everything is forbidden.
+    """
+    # Takes longer to import than most problems take to solve, and few need it.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csc_array
+
+    program = _program(problem)
+    scale = _SCALE / max(float(np.abs(program.costs).max(initial=0.0)), 1e-300)
+    rows, columns, entries = program.entries
+    equal = csc_array(
+        (entries, (rows.astype(np.int32), columns.astype(np.int32))),
+        shape=(len(program.right), len(program.costs)),
+    )
+    right: Any = program.right  # the types of SciPy know numbers only
+    upper: Any = program.upper
+    found = milp(
+        program.costs * scale,
+        integrality=np.arange(len(program.costs)) < program.num_binaries,
+        bounds=Bounds(0.0, upper),
+        constraints=LinearConstraint(equal, right, right),
+        options={"time_limit": deadline_s, "mip_rel_gap": 0.0},
+    )
+    if found.status == 2:
+        return Outcome(values=None, bound=math.inf, optimal=True)
+    if found.status not in (0, 1):
+        raise RuntimeError(f"HiGHS ended with status {found.status}: {found.message}")
+    bound = found.mip_dual_bound
+    return Outcome(
+        values=None if found.x is None else _values(problem, found.x),
+        bound=-math.inf if bound is None else bound / scale + program.constant,
+        optimal=found.status == 0,
+    )
+
+
+def _values(problem: Problem, x: np.ndarray) -> tuple[int, ...]:
+    starts = np.cumsum([0, *problem.sizes])
+    return tuple(
+        int(x[start : start + size].argmax())
+        for start, size in zip(starts[:-1], problem.sizes, strict=True)
+    )
+
+
+def _program(problem: Problem) -> _Program:
+    starts = np.cumsum([0, *problem.sizes])
+    num_binaries = int(starts[-1])
+    costs = [np.zeros(num_binaries)]
+    upper = np.ones(num_binaries)
+    owner = np.repeat(np.arange(len(problem.sizes)), problem.sizes)
+    entries = [np.array([owner, np.arange(num_binaries), np.ones(num_binaries)])]
+    right = [np.ones(len(problem.sizes))]
+    num_rows, num_columns, constant = len(problem.sizes), num_binaries, 0.0
+    for factor in problem.factors:
+        finite = np.isfinite(factor.costs)
+        lowest = float(factor.costs[finite].min(initial=math.inf))
+        # Differences are what decides; a constant would only cost digits.
+        shift = lowest if finite.any() else 0.0
+        constant += shift
+        if len(factor.variables) == 1:
+            columns = starts[factor.variables[0]] + np.arange(factor.costs.size)
+            costs[0][columns[finite]] += factor.costs[finite] - shift
+            upper[columns[~finite]] = 0.0
+            continue
+        costs.append(factor.costs[finite] - shift)
+        block, rows = _marginals(factor, starts, num_rows, num_columns)
+        entries.append(block)
+        right.append(np.zeros(rows))
+        num_rows, num_columns = num_rows + rows, num_columns + len(costs[-1])
+    return _Program(
+        costs=np.concatenate(costs),
+        upper=np.concatenate([upper, np.ones(num_columns - num_binaries)]),
+        num_binaries=num_binaries,
+        entries=np.concatenate(entries, axis=1),
+        right=np.concatenate(right),
+        constant=constant,
+    )
+
+
+def _marginals(
+    factor: Factor, starts: np.ndarray, first_row: int, first_column: int
+) -> tuple[np.ndarray, int]:
+    """Rows that say: the weights with a variable at a value add up to its binary.
+
+    Returns:
+        Rows, columns and values of the entries, [3, N]; and how many rows there are.
+    """
+    allowed = np.nonzero(np.isfinite(factor.costs))
+    weights = first_column + np.arange(len(allowed[0]))
+    entries: list[np.ndarray] = []
+    num_rows = 0
+    for place, variable in enumerate(factor.variables):
+        size = factor.costs.shape[place]
+        row = first_row + num_rows
+        entries.append(np.array([row + allowed[place], weights, np.ones(len(weights))]))
+        rows, binaries = row + np.arange(size), starts[variable] + np.arange(size)
+        entries.append(np.array([rows, binaries, -np.ones(size)]))
+        num_rows += size
+    return np.concatenate(entries, axis=1), num_rows

@@ -1,0 +1,128 @@
+"""Knobs that the user has set, and what to say of those that cannot be met.
+
+Decides whether a pin is one, and which values are near it.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dtft.planner.cost import SCHEDULES
+from dtft.planner.search.space import REMATS, Choices
+from dtft.planner.types import AXES
+
+COUNTS = (*AXES, "microbatches", "zero", "virtual_stages")
+"""Pins that are numbers."""
+
+PINS = (*COUNTS, "remat", "offload", "schedule", "order")
+"""What can be pinned."""
+
+_MOST = 2**31
+"""No number of devices or parts is as large."""
+
+_ELSEWHERE: Mapping[str, str] = {
+    "dp": "replica", "data": "replica", "data_parallel": "replica",
+    "tp": "tensor", "model": "tensor", "tensor_parallel": "tensor",
+    "sp": "sequence", "cp": "sequence", "context": "sequence",
+    "pp": "stage", "pipeline": "stage", "pipe": "stage",
+    "ep": "expert", "experts": "expert",
+    "zero_stage": "zero", "micro_batches": "microbatches", "checkpoint": "remat",
+    "accumulation": "microbatches", "gradient_accumulation": "microbatches",
+}  # fmt: skip
+"""Names that others have for these knobs."""
+
+_ABSENT = {
+    "stage": "; it needs layers that are alike, and what_if",
+    "expert": "; it needs arrays with a dim of experts",
+    "sequence": "; it needs a batch with a second dim (positions)",
+}
+"""What an axis needs that is not searched."""
+
+
+def check_pins(pins: Mapping[str, Any]) -> None:
+    """Refuses what is not a pin.
+
+    Raises:
+        ValueError: an unknown name, or a value that the knob never has.
+    """
+    for name, value in pins.items():
+        if name not in PINS:
+            raise ValueError(
+                f"{name}={value!r} is not a knob that can be pinned."
+                f"{did_you_mean(name)} Allowed: {', '.join(PINS)}."
+            )
+        allowed = _allowed(name, value)
+        if allowed:
+            raise ValueError(f"{name}={value!r} is pinned. Allowed: {allowed}.")
+
+
+def did_you_mean(name: str) -> str:
+    """Which knob an unknown name may stand for; '' if none is like it.
+
+    >>> did_you_mean("tp"), did_you_mean("tesnor"), did_you_mean("colour")
+    (" Did you mean 'tensor'?", " Did you mean 'tensor'?", '')
+    """
+    near = difflib.get_close_matches(name, PINS, n=1)
+    known = _ELSEWHERE.get(name, near[0] if near else "")
+    return f" Did you mean {known!r}?" if known else ""
+
+
+def _allowed(name: str, value: Any) -> str:
+    """What a pin may be, in words, if it is not that; '' if it is."""
+    if name == "remat":
+        return "" if value in REMATS else ", ".join(REMATS)
+    if name == "schedule":
+        return "" if value in SCHEDULES else ", ".join(SCHEDULES)
+    if name == "offload":
+        return "" if isinstance(value, bool) else "True, False"
+    if name == "order":
+        axes = (
+            "a tuple of different axes, outermost on the fabric first, such as "
+            f"('replica', 'tensor'); there are {', '.join(AXES)}"
+        )
+        fits = not isinstance(value, str) and set(value) <= set(AXES)
+        return "" if fits and len(set(value)) == len(value) else axes
+    least = 0 if name == "zero" else 1
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    fits = is_whole and least <= value < _MOST
+    return "" if fits else f"a whole number, {least} or more, below {_MOST}"
+
+
+def why_not(choices: Choices, name: str, value: Any) -> str:
+    """What rules a pin out by itself, with the numbers; '' if nothing does."""
+    if name in AXES:
+        return _why_not_axis(choices, name, value)
+    if name == "microbatches" and value > choices.max_microbatches:
+        return f"at most {choices.max_microbatches} are possible here"
+    if name == "microbatches" and choices.batch % value:
+        return f"{value} does not divide the batch of {choices.batch}"
+    if name in ("zero", "remat") and value not in getattr(choices, name):
+        allowed = ", ".join(map(str, getattr(choices, name)))
+        return f"only {allowed} can be chosen here"
+    return ""
+
+
+def _why_not_axis(choices: Choices, axis: str, size: int) -> str:
+    if axis not in choices.divides:
+        searched = ", ".join(choices.divides)
+        why = _ABSENT.get(axis, "")
+        text = f"this axis is not searched here, only {searched}{why}"
+        return text if size > 1 else ""
+    if choices.num_devices % size:
+        return f"{size} does not divide {choices.num_devices} devices"
+    for number in choices.divides[axis]:
+        if number % size:
+            return f"{size} does not divide {number}, which {axis} has to divide"
+    return ""
+
+
+def nearest(values: np.ndarray, value: int) -> list[int]:
+    """The three values nearest to one, ascending.
+
+    >>> nearest(np.array([1, 2, 4, 8, 16]), 6)
+    [2, 4, 8]
+    """
+    distance = np.abs(values - value)
+    return sorted(values[np.argsort(distance, kind="stable")[:3]].tolist())

@@ -1,0 +1,155 @@
+"""Candidates with pipeline stages: from the whole model's price to that of its stages.
+
+A mesh with an axis `stage` is priced at first as if each stage ran all layers. Here the
+layers are shared out evenly, embedding and head stay with the first and last stage, and
+what a pipeline adds (bubble, sending between stages, microbatches under way) is put on
+top.
+"""
+
+from functools import cached_property
+
+import numpy as np
+
+from dtft.planner.cluster import DeviceType
+from dtft.planner.cost import SCHEDULES, in_flight, memory_s, pipeline_s, transfers
+from dtft.planner.ir import Layers, Operator, Part, find_layers, find_repeats
+from dtft.planner.search.price_table import Message, Prices
+from dtft.planner.search.space import Space
+from dtft.planner.spmd import MICRO, Amount, Division, Sent, flat
+from dtft.planner.workload import Question
+
+Terms = dict[str, np.ndarray]
+_SHARED = ("compute", "collectives", "launch")
+"""Terms of what operators take, which stages share."""
+
+
+def layers_of(question: Question, device: DeviceType) -> Layers | None:
+    """The layers of a question; None if it has none.
+
+    Args:
+        question: what is asked.
+        device: by which what is before and after them is weighed.
+    """
+    graph = question.graph
+
+    def seconds(operator: Operator) -> float:
+        moved = float(memory_s(device, graph.bytes_of(operator))) * operator.trips
+        if operator.kind not in ("matmul", "convolution"):
+            return moved * device.efficiency.fuse
+        dtype = graph.values[operator.inputs[0]].dtype
+        return max(moved, operator.flops * operator.trips / device.peak(dtype))
+
+    return find_layers(graph, find_repeats(graph).repeats, seconds)
+
+
+def handed_on(
+    question: Question, layers: Layers, division: Division
+) -> tuple[Sent, ...]:
+    """What a stage hands on for a microbatch; gradients come back alike."""
+    values = [question.graph.values[index] for index in layers.boundary]
+    return tuple(
+        Sent(
+            kind="permute",
+            axes=("stage",),
+            amount=Amount(total=value.num_bytes, axes=flat(division.spec(value))),
+        )
+        for value in values
+    )
+
+
+class Staged:
+    """The layers of a question, and what stages of them take."""
+
+    def __init__(self, prices: Prices) -> None:
+        """Nothing is looked at yet.
+
+        Args:
+            prices: of the question, as if each stage ran all of it.
+        """
+        self._prices, self._question = prices, prices.question
+
+    @cached_property
+    def _layers(self) -> Layers:
+        found = layers_of(self._question, self._prices.columns.pool.device)
+        assert found is not None  # else the axis is not searched
+        return found
+
+    def terms(
+        self, division: Division, space: Space, rows: np.ndarray, whole: Terms
+    ) -> Terms:
+        """Seconds of candidates of one division, by term.
+
+        Args:
+            division: which axes divide which dims on the devices of a stage.
+            space: the candidates.
+            rows: those to look at.
+            whole: seconds as if each stage ran all layers.
+        """
+        names = ("stage", "microbatches", "virtual_stages")
+        num, parts, chunks = (space.columns[name][rows] for name in names)
+        shares = self._layers.shares
+        each = sum(whole[name] for name in _SHARED) / parts
+        sent = self._sent_s(division)[self._prices.columns.of[rows]] * chunks
+        middle = each * shares["layers"] / num + sent / parts
+        first, last = (middle + each * shares[end] for end in ("first", "last"))
+        step = pipeline_s(first, middle, last, num, parts, chunks)
+        found = {name: whole[name] / num for name in _SHARED}
+        found["collectives"] = found["collectives"] + sent
+        found["bubble"] = step - sum(found.values())
+        found["optimizer"] = whole["optimizer"] * self._held(num)
+        piped = num > 1
+        return {
+            name: np.where(piped, value, whole.get(name, 0.0))
+            for name, value in found.items()
+        }
+
+    def memory(self, space: Space, rows: np.ndarray, whole: Terms) -> Terms:
+        """Bytes of the fullest stage's devices, by term."""
+        names = ("stage", "microbatches", "virtual_stages", "schedule")
+        columns = [space.columns[name][rows] for name in names]
+        under_way = np.array(
+            [
+                in_flight(SCHEDULES[schedule], num, parts, chunks) / num
+                for num, parts, chunks, schedule in zip(
+                    *(column.tolist() for column in columns), strict=True
+                )
+            ]
+        )
+        num = columns[0]
+        held = self._held(num)
+        found = {
+            "parameters": whole["parameters"] * held,
+            "gradients": whole["gradients"] * held,
+            "optimizer": whole["optimizer"] * held,
+            "activations": whole["activations"] * under_way,
+            "batch": whole["batch"],
+        }
+        return {
+            name: np.where(num > 1, value, whole[name]) for name, value in found.items()
+        }
+
+    def _sent_s(self, division: Division) -> np.ndarray:
+        """Seconds of a step in which a stage sends, for one chunk; by point."""
+        messages = [
+            Message(sent=one, repeats=((MICRO,),))
+            for one in handed_on(self._question, self._layers, division)
+        ]
+        total = np.zeros(len(self._prices.columns))
+        for cases, seconds in self._prices.rates.sending(messages):
+            total += transfers(1) * seconds[cases.of]
+        return total
+
+    def _held(self, num: np.ndarray) -> np.ndarray:
+        """Share of the parameters, and of their state, that the fullest stage holds."""
+        graph, found = self._question.graph, dict.fromkeys(self._layers.shares, 0)
+        for path in self._question.paths("parameter"):
+            index = graph.inputs[path]
+            parts: frozenset[Part] = self._layers.readers.get(index, frozenset())
+            for part in parts:
+                found[part] += graph.values[index].num_bytes
+        total = sum(
+            graph.values[graph.inputs[path]].num_bytes
+            for path in self._question.paths("parameter")
+        )
+        ends = max(found["first"], found["last"])
+        return (found["layers"] / num + ends) / max(total, 1)

@@ -1,0 +1,338 @@
+"""The search: every candidate priced, what fits ranked, the best one returned.
+
+Exhaustive over the space, exact per mesh and number of microbatches. Only the layout of
+`tensor` is chosen as if each collective were sent by itself, though XLA sends alike
+ones as one.
+
+Where a knob enters: an axis that divides examples, positions or dims of its own is laid
+in `_base`; a knob that changes what operators do on a device is a column of `Columns`;
+one that changes only what is kept, gathered or updated is read from the space in
+`_terms` and `_memory`. Its values come from `enumerate_space`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtft.planner.cluster import Pool
+from dtft.planner.cost import added_s, launch_s
+from dtft.planner.ir import Group
+from dtft.planner.memory import RESERVE, Timeline
+from dtft.planner.search import price_table
+from dtft.planner.search.memory_table import Peaks, Resting, offloaded
+from dtft.planner.search.pipeline import Staged
+from dtft.planner.search.price_table import (
+    Columns,
+    Prices,
+    Rates,
+    Sums,
+    Total,
+    Way,
+    works_of,
+)
+from dtft.planner.search.ranking import MEMORY, TERMS, Priced, joined
+from dtft.planner.search.space import MemoryFloor, Space
+from dtft.planner.search.tensor_sharding import Chooser, candidates
+from dtft.planner.spmd import (
+    MICRO,
+    Bundle,
+    Division,
+    Leaf,
+    Moved,
+    Work,
+    loop_slices,
+    times_gathered,
+    zero_gathers,
+    zero_leaves,
+)
+from dtft.planner.types import AXES
+from dtft.planner.workload import Question, Role
+
+# Seconds that candidates of many divisions send, priced for all of them at once.
+#
+# Most divisions are taken by few candidates, and what is sent together has to be priced
+# for each of them: one by one that would take as long as all the rest of the search.
+
+
+Part = tuple[Division, np.ndarray]
+"""A division, and the candidates that have it."""
+
+
+def sending_s(
+    resting: Resting, parts: Sequence[Part], sums: Sequence[Sums], zero: np.ndarray
+) -> list[np.ndarray]:
+    """Seconds of a step of all collectives, if nothing hides any of it.
+
+    Args:
+        resting: gathers of arrays that are divided at rest.
+        parts: divisions with their candidates.
+        sums: of each division what its operators take.
+        zero: level of each candidate.
+
+    Returns:
+        Of each part the seconds of its candidates.
+    """
+    columns, rates = resting.prices.columns, resting.prices.rates
+    found = [np.zeros(len(rows)) for _, rows in parts]
+    asked: list[tuple[Mapping[Bundle, Total], np.ndarray]] = []
+    places: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for (division, rows), total, seconds in zip(parts, sums, found, strict=True):
+        levels = zero[rows]
+        some = [(np.arange(len(rows)), total.sending, total.together)]
+        for level in np.unique(levels).tolist():
+            gathers = resting.gathers(division, level)
+            some.append((np.flatnonzero(levels == level), *gathers))
+        for at, alone, together in some:
+            points = columns.of[rows[at]]
+            asked.append((together, points))
+            places.append((seconds, at, alone.at(points)))
+    for (seconds, at, alone), more in zip(places, rates.together_s(asked), strict=True):
+        seconds[at] += alone + more
+    return found
+
+
+_HEAVY = ("matmul", "convolution")
+NEARLY_NONE = 0.01
+"""Share of the operations below which an axis leaves its devices as good as idle."""
+
+
+def memory_floor(question: Question, pool: Pool) -> MemoryFloor:
+    """What the state of a question takes, whatever is divided how."""
+    graph = question.graph
+
+    def total(role: Role) -> int:
+        paths = question.paths(role)
+        return sum(graph.values[graph.inputs[path]].num_bytes for path in paths)
+
+    return MemoryFloor(
+        parameters=total("parameter"),
+        gradients=0,  # how many are there at a time depends on the program
+        optimizer=total("optimizer"),
+        capacity=int(pool.device.memory_bytes * (1 - RESERVE)),
+    )
+
+
+class Search:
+    """Prices the candidates of one question on one pool."""
+
+    def __init__(self, question: Question, pool: Pool, *, scatters: bool) -> None:
+        """Nothing is priced yet.
+
+        Args:
+            question: what is asked.
+            pool: like devices.
+            scatters: whether the backend has reduce-scatter (`Division.scatters`).
+        """
+        self.question, self.pool, self.scatters = question, pool, scatters
+        timeline = Timeline(
+            graph=question.graph,
+            gathers=question.entry == "loss",
+            alias=question.alias,
+        )
+        self._peaks = Peaks(timeline)
+
+    def price(self, space: Space, rates: Rates | None = None) -> Priced:
+        """Time and memory of every candidate.
+
+        Args:
+            space: the candidates.
+            rates: on the columns of these candidates, or of the same with another
+                remat.
+        """
+        prices = Prices(self.question, rates or Rates(Columns(self.pool, space)))
+        resting = Resting(prices)
+        terms = {name: np.zeros(len(space)) for name in TERMS}
+        memory = {name: np.zeros(len(space)) for name in MEMORY}
+        memory["reserve"][:] = RESERVE * self.pool.device.memory_bytes
+        divisions: list[Division] = []
+        which = np.zeros(len(space), np.int64)
+        idle = np.zeros(len(space), bool)
+        staged = Staged(prices) if (space.columns["stage"] > 1).any() else None
+        for layout, rows in self._layouts(prices, space):
+            busy = _busy(prices.ways(layout))
+            for axis in set(AXES) - busy - {"stage"}:
+                idle[rows] |= space.columns[axis][rows] > 1
+            needs = self._memory(resting, layout, space, rows)
+            if staged is not None:
+                needs = staged.memory(space, rows, needs)
+            _put(memory, rows, needs)
+            parts = _with_sums(resting, layout, space, rows)
+            terms_of = self._terms(resting, parts, space)
+            for (division, part), took in zip(parts, terms_of, strict=True):
+                if staged is not None:
+                    took = staged.terms(division, space, part, took)
+                _put(terms, part, took)
+                which[part] = len(divisions)
+                divisions.append(division)
+        priced = Priced(
+            space=space,
+            terms=terms,
+            memory=memory,
+            divisions=divisions,
+            division=which,
+            idle=idle,
+            host=np.zeros(len(space)),
+            host_capacity=self.pool.host_memory_bytes,
+            capacity=self.pool.device.memory_bytes,
+        )
+        if (space.columns["offload"] > 0).any() and self.pool.host_link is not None:
+            return offloaded(priced, resting, self.pool.host_link, staged)
+        return priced
+
+    def with_offload(self, priced: Priced, best_s: float) -> Priced:
+        """The same, and candidates whose optimizer state rests in host memory.
+
+        Only those that could be the best: what fits without is slower with it.
+
+        Args:
+            priced: of this search.
+            best_s: seconds of the best that fits; infinite without one.
+        """
+        lean = priced.memory_bytes - priced.memory["optimizer"] <= priced.capacity
+        worth = lean & ~priced.fits & ~priced.idle & (priced.step_s < best_s)
+        link = self.pool.host_link
+        if link is None or not worth.any():
+            return priced
+        some = priced.where(np.flatnonzero(worth))
+        prices = Prices(self.question, Rates(Columns(self.pool, some.space)))
+        staged = Staged(prices) if (some.space.columns["stage"] > 1).any() else None
+        return joined(priced, offloaded(some, Resting(prices), link, staged))
+
+    def works(self, division: Division) -> tuple[tuple[Group, Work], ...]:
+        """What each group of operators takes under a division."""
+        known = works_of(self.question)
+        return tuple(
+            (group, known.at(known.key(number, division)))
+            for number, group in enumerate(self.question.groups)
+        )
+
+    def moved(
+        self, division: Division, mesh: Mapping[str, int], zero: int
+    ) -> list[Moved]:
+        """Collectives that bring divided arrays together."""
+        question = self.question
+        parameters = self.leaves("parameter", division, mesh, zero > 0)
+        times = {
+            leaf.path: times_gathered(
+                question.passes[leaf.path],
+                question.changes(leaf.path),
+                zero,
+                loop_slices(leaf.value, question.loop_dims),
+            )
+            for leaf in parameters
+        }
+        return zero_gathers(parameters, times)
+
+    def leaves(
+        self, role: Role, division: Division, mesh: Mapping[str, int], divides: bool
+    ) -> tuple[Leaf, ...]:
+        """Arrays of a role, and how each is divided."""
+        graph, loops = self.question.graph, self.question.loop_dims
+        values = {
+            path: graph.values[graph.inputs[path]] for path in self.question.paths(role)
+        }
+        return zero_leaves(values, division, mesh, divides, loops)
+
+    def _base(self, space: Space) -> Division:
+        """What all axes but `tensor` divide."""
+        question = self.question
+        first = question.weights
+        by_expert = bool((space.columns["expert"] > 1).any())
+        of_batch = ("replica", "fsdp", *(("expert",) if by_expert else ()), MICRO)
+        axes: dict[int, tuple[str, ...]] = dict.fromkeys(question.batch_dims, of_batch)
+        if (space.columns["sequence"] > 1).any():
+            axes |= dict.fromkeys(question.sequence_dims, ("sequence",))
+        if by_expert:
+            experts = question.expert_arrays
+            first = {**first, **experts}
+            axes |= dict.fromkeys(experts.values(), ("expert",))
+        return Division(
+            axes=axes, scatters=self.scatters, alias=question.alias, first=first
+        )
+
+    def _layouts(
+        self, prices: Prices, space: Space
+    ) -> list[tuple[Division, np.ndarray]]:
+        """Divisions with `tensor` where it costs least, and the candidates of each."""
+        chooser = Chooser(prices, self._base(space), "tensor")
+        found, which = chooser.choose(candidates(self.question))
+        of = which[prices.columns.of]
+        return [(one, np.flatnonzero(of == n)) for n, one in enumerate(found)]
+
+    def _terms(
+        self, resting: Resting, parts: Sequence[Part], space: Space
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Seconds of some candidates by term, for each of some divisions."""
+        ways = resting.prices.ways
+        sums = [price_table.summed(ways(division)) for division, _ in parts]
+        sent = sending_s(resting, parts, sums, space.columns["zero"])
+        device, scale = self.pool.device, self.pool.trust.scale
+        for (division, rows), total, sending in zip(parts, sums, sent, strict=True):
+            points = resting.prices.columns.of[rows]
+            compute = total.compute.at(points)
+            zero, fsdp = space.columns["zero"][rows], space.columns["fsdp"][rows]
+            terms = {
+                "compute": compute + resting.copying_s(division, points, zero),
+                "collectives": np.asarray(added_s(device.efficiency, sending, compute)),
+                "optimizer": total.optimizer.at(points) / np.where(zero > 0, fsdp, 1),
+                "launch": np.asarray(launch_s(device, total.starts.at(points))),
+            }
+            yield {name: seconds * scale(name) for name, seconds in terms.items()}
+
+    def _memory(
+        self, resting: Resting, division: Division, space: Space, rows: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Bytes of some candidates of one layout."""
+        columns = resting.prices.columns
+        points, zero = columns.of[rows], space.columns["zero"][rows]
+        found: dict[str, np.ndarray] = {}
+        roles: tuple[tuple[str, Role, int], ...] = (
+            ("parameters", "parameter", 3),
+            ("optimizer", "optimizer", 1),
+        )
+        for name, role, least in roles:
+            whole = resting.num_bytes(role, division, False).at(points)
+            divided = resting.num_bytes(role, division, True).at(points)
+            found[name] = np.where(zero >= least, divided, whole)
+        found["batch"] = resting.num_bytes("batch", division, False).at(points)
+        return found | self._peaks.of(division, columns, points, zero)
+
+
+def _busy(ways: Sequence[Way]) -> set[str]:
+    """Axes that divide what is computed: products, or all where there are none.
+
+    Not those that divide nearly none of their operations.
+    """
+    heavy = [way for way in ways if way.group.operator.kind in _HEAVY] or ways
+    shares: dict[str, float] = {}
+    for way in heavy:
+        flops = way.group.operator.flops * way.group.times
+        for axis in way.work.divided_by:
+            shares[axis] = shares.get(axis, 0.0) + flops
+    least = NEARLY_NONE * sum(w.group.operator.flops * w.group.times for w in heavy)
+    return {axis for axis, flops in shares.items() if flops >= least}
+
+
+def _with_sums(
+    resting: Resting, layout: Division, space: Space, rows: np.ndarray
+) -> list[tuple[Division, np.ndarray]]:
+    """Divisions of a layout, by how gradients are divided; and the candidates of each.
+
+    From ZeRO 2 on they are divided as their parameters are kept.
+    """
+    divided = space.columns["zero"][rows] >= 2
+    found = [(layout, rows[~divided])]
+    rest = rows[divided]
+    if len(rest):
+        divisions, which = resting.sums(layout)
+        of = which[resting.prices.columns.of[rest]]
+        found += [(one, rest[of == number]) for number, one in enumerate(divisions)]
+    return [(one, some) for one, some in found if len(some)]
+
+
+def _put(
+    columns: Mapping[str, np.ndarray], rows: np.ndarray, values: Mapping[str, Any]
+) -> None:
+    for name, value in values.items():
+        columns[name][rows] = value

@@ -1,0 +1,360 @@
+"""The exact solver of small discrete cost problems.
+
+Drops values that another is never worse than, then eliminates variables where the
+tables stay small (always on chains and trees), or solves a mixed-integer program; says
+which variables are in conflict where everything is forbidden.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dtft.planner.search import mixed_integer
+from dtft.planner.search.elimination import (
+    Factor,
+    Problem,
+    eliminate,
+    eliminate_each,
+    elimination_order,
+)
+
+# Values of variables that need not be tried, because another is never worse.
+#
+# Decides which values of a cost problem stay. Sound: some assignment of least cost
+# stays.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pruned:
+    """What pruning left of a problem."""
+
+    problem: Problem
+    """The problem with the values that stay, renumbered."""
+    kept: tuple[np.ndarray, ...]
+    """For each variable the values that stay, as numbers of the first problem."""
+
+    def restored(self, values: Sequence[int]) -> tuple[int, ...]:
+        """The first problem's values for values of the pruned one."""
+        return tuple(
+            int(kept[value]) for kept, value in zip(self.kept, values, strict=True)
+        )
+
+
+def prune(problem: Problem) -> Pruned:
+    """Removes dominated values until none is left.
+
+    Value a dominates b where in every factor, whatever the other variables' values, it
+    costs no more. Whoever uses b can then use a instead, so an optimum without b
+    exists; of values that dominate each other the first stays. Comparing entries one by
+    one needs no arithmetic, so no rounding can remove the optimum.
+
+    >>> from dtft.planner.search.elimination import Factor
+    >>> cost = Factor(variables=(0,), costs=np.array([3.0, 1.0, 1.0]))
+    >>> prune(Problem(sizes=(3,), factors=(cost,))).kept
+    (array([1]),)
+    """
+    kept = [np.arange(size) for size in problem.sizes]
+    tables = [factor.costs for factor in problem.factors]
+    around = problem.factors_of_variables()
+    waiting = dict.fromkeys(range(len(problem.sizes)))
+    while waiting:
+        variable = next(iter(waiting))
+        del waiting[variable]
+        lines = [
+            _by_value(tables[at], problem.factors[at].variables.index(variable))
+            for at in around[variable]
+        ]
+        stay = _undominated(lines, len(kept[variable]))
+        if len(stay) == len(kept[variable]):
+            continue
+        kept[variable] = kept[variable][stay]
+        for at in around[variable]:
+            scope = problem.factors[at].variables
+            tables[at] = np.take(tables[at], stay, axis=scope.index(variable))
+            # With fewer combinations to compare in, others may be dominated now.
+            waiting.update(dict.fromkeys(other for other in scope if other != variable))
+    return Pruned(problem=problem.restricted(kept), kept=tuple(kept))
+
+
+def _by_value(costs: np.ndarray, place: int) -> np.ndarray:
+    """A row per value of one variable, a column per combination of the others."""
+    return np.moveaxis(costs, place, 0).reshape(costs.shape[place], -1)
+
+
+def _undominated(tables: Sequence[np.ndarray], num_values: int) -> np.ndarray:
+    """Which values stay, ascending."""
+    never_worse = np.ones((num_values, num_values), bool)  # [a, b]: a than b
+    for table in tables:
+        for value in range(num_values):
+            never_worse[value] &= (table[value] <= table).all(axis=1)
+    first = np.tri(num_values, k=-1, dtype=bool).T  # [a, b]: a comes before b
+    # A strict order, as dominance is transitive: what removes b is itself removed only
+    # by something that removes b too.
+    removes = never_worse & (~never_worse.T | first)
+    return np.flatnonzero(~removes.any(axis=0))
+
+
+# The exact solver of small discrete cost problems.
+#
+# Decides which method solves a problem: eliminating variables where the tables stay
+# small (always on chains and trees), a mixed-integer program otherwise; and says which
+# variables are in conflict where everything is forbidden.
+
+
+MAX_ENTRIES = 2**22
+"""Of the largest table that elimination makes: 32 MiB."""
+
+_MAX_TOTAL = 2**27
+"""Entries of all tables that elimination makes: about a second."""
+
+_FEWER = 64
+"""Where tables for all values of a variable at once are too large, for so many times
+fewer."""
+
+_MAX_SWEEPS = 100
+"""Over all variables, on the way to a local optimum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """A value for each variable of a problem."""
+
+    values: tuple[int, ...]
+    """In the order of `Problem.sizes`."""
+    cost: float
+    method: Literal["elimination", "mixed-integer", "descent"]
+    """`descent` where the mixed-integer program found nothing better in its time."""
+    bound: float
+    """No assignment costs less. The cost itself where it is proven to be the least; for
+    a mixed-integer program proven to HiGHS's tolerance, 1e-10 of the largest cost."""
+
+
+def solve(
+    problem: Problem, *, deadline_s: float = 10.0, max_entries: int = MAX_ENTRIES
+) -> Assignment:
+    """The assignment of least cost.
+
+    The same for the same problem (but for a deadline that ends a search). Of
+    assignments that cost the same to the last bit: on a chain and on a tree whose
+    parents come before their children the lexicographically smallest; elsewhere the
+    smallest in the reverse of the elimination order; from a mixed-integer program, or
+    where values had to be pruned first, whichever is found first.
+
+    Args:
+        problem: what to minimise.
+        deadline_s: seconds for the mixed-integer program, if there has to be one.
+            Elimination is only tried where it takes about a second at most.
+        max_entries: of the largest table that elimination may make.
+
+    Raises:
+        ValueError: every assignment is forbidden; names a smallest set of variables
+            that cannot be given values together.
+        TimeoutError: no assignment that is allowed was found in the time; where nothing
+            is forbidden, one always is.
+
+    >>> pair = Factor(variables=(0, 1), costs=np.array([[3.0, 5.0], [2.0, 9.0]]))
+    >>> solve(Problem(sizes=(2, 2), factors=(pair,)))
+    Assignment(values=(1, 0), cost=2.0, method='elimination', bound=2.0)
+    """
+    order = _order(problem, max_entries)
+    if order is not None:
+        return _eliminated(problem, order)
+    pruned = prune(problem)
+    order = _order(pruned.problem, max_entries)
+    if order is not None:
+        found = _eliminated(pruned.problem, order)
+    else:
+        found = _programmed(pruned.problem, deadline_s)
+    return Assignment(
+        values=pruned.restored(found.values),
+        cost=found.cost,
+        method=found.method,
+        bound=found.bound,
+    )
+
+
+def solve_each(
+    problem: Problem,
+    *,
+    given: int = 0,
+    deadline_s: float = 10.0,
+    max_entries: int = MAX_ENTRIES,
+) -> np.ndarray:
+    """For each value of one variable the assignment of the others of least cost.
+
+    One elimination for all of them where the tables stay small; otherwise each by
+    itself, as `solve` does.
+
+    Args:
+        problem: what to minimise.
+        given: the variable whose values are all wanted.
+        deadline_s: seconds for all mixed-integer programs together, if there have to
+            be any; what is left of it is divided evenly among the values to come.
+        max_entries: of the largest table that elimination may make.
+
+    Returns:
+        Values of all variables; int [values of `given`, variables].
+
+    Raises:
+        ValueError: a value of `given` leaves nothing that is allowed.
+        TimeoutError: nothing that is allowed was found in the time.
+
+    >>> pair = Factor(variables=(0, 1), costs=np.array([[3.0, 5.0], [2.0, 1.0]]))
+    >>> solve_each(Problem(sizes=(2, 2), factors=(pair,))).tolist()
+    [[0, 0], [1, 1]]
+    """
+    rows = problem.sizes[given]
+    for at_once in (rows, -(-rows // _FEWER), -(-rows // _FEWER**2)):
+        order = _order(_at(problem, given, 0), max_entries // at_once, at_once)
+        if order is not None:
+            runs = [range(n, min(n + at_once, rows)) for n in range(0, rows, at_once)]
+            return np.concatenate([_each(problem, given, run, order) for run in runs])
+    found = np.zeros((rows, len(problem.sizes)), np.int64)
+    ends = time.monotonic() + deadline_s
+    for row in range(rows):
+        left_s = max(0.01, (ends - time.monotonic()) / (rows - row))
+        alone = _at(problem, given, row)
+        found[row] = solve(alone, deadline_s=left_s, max_entries=max_entries).values
+        found[row, given] = row
+    return found
+
+
+def _each(
+    problem: Problem, given: int, values: range, order: Sequence[int]
+) -> np.ndarray:
+    """Some values of the given variable by elimination."""
+    part = _at(problem, given, values)
+    tables = [(factor.variables, factor.costs) for factor in part.factors]
+    found, costs = eliminate_each(part.sizes, tables, order, given)
+    if np.isinf(costs).any():
+        raise _infeasible(_at(problem, given, values[int(np.isinf(costs).argmax())]))
+    found[:, given] = values
+    return found
+
+
+def _at(problem: Problem, variable: int, values: int | range) -> Problem:
+    kept = [np.arange(size) for size in problem.sizes]
+    kept[variable] = np.atleast_1d(values)
+    return problem.restricted(kept)
+
+
+def _order(problem: Problem, max_entries: int, at_once: int = 1) -> list[int] | None:
+    return elimination_order(
+        problem.sizes,
+        [factor.variables for factor in problem.factors],
+        max_entries=max_entries,
+        max_total=_MAX_TOTAL // at_once,
+    )
+
+
+def _eliminated(problem: Problem, order: Sequence[int]) -> Assignment:
+    tables = [(factor.variables, factor.costs) for factor in problem.factors]
+    values, cost = eliminate(problem.sizes, tables, order)
+    if math.isinf(cost):
+        raise _infeasible(problem)
+    return Assignment(values=tuple(values), cost=cost, method="elimination", bound=cost)
+
+
+def _programmed(problem: Problem, deadline_s: float) -> Assignment:
+    outcome = mixed_integer.minimise(problem, deadline_s=deadline_s)
+    if math.isinf(outcome.bound) and outcome.bound > 0:
+        raise _infeasible(problem)
+    if outcome.values is not None and outcome.optimal:
+        cost = problem.cost(outcome.values)
+        return Assignment(
+            values=outcome.values, cost=cost, method="mixed-integer", bound=cost
+        )
+    # HiGHS may end before it has a bound; what each factor costs at least is one.
+    floor = sum(float(factor.costs.min()) for factor in problem.factors)
+    return _cut_short(problem, outcome.values, max(outcome.bound, floor), deadline_s)
+
+
+def _cut_short(
+    problem: Problem, found: tuple[int, ...] | None, bound: float, deadline_s: float
+) -> Assignment:
+    """The better of what HiGHS found in its time and a local optimum."""
+    values, method = _descended(problem), "descent"
+    if found is not None and problem.cost(found) <= problem.cost(values):
+        values, method = found, "mixed-integer"
+    cost = problem.cost(values)
+    if math.isinf(cost):
+        raise TimeoutError(
+            f"deadline_s={deadline_s:g}: no allowed assignment of "
+            f"{len(problem.sizes)} variables was found in that time; the least cost is "
+            f"at least {bound:.6g}. Allow more time, or give variables fewer values."
+        )
+    return Assignment(values=values, cost=cost, method=method, bound=min(bound, cost))
+
+
+def _descended(problem: Problem) -> tuple[int, ...]:
+    """A local optimum: each variable in turn takes its cheapest value, until all do."""
+    around = problem.factors_of_variables()
+    index: list[Any] = [0] * len(problem.sizes)
+    for _ in range(_MAX_SWEEPS):  # rounding could go round in circles
+        changed = False
+        for variable, factors in enumerate(around):
+            value, index[variable] = index[variable], slice(None)
+            line = np.zeros(problem.sizes[variable])
+            for factor in (problem.factors[at] for at in factors):
+                line += factor.costs[tuple([index[v] for v in factor.variables])]
+            best = int(line.argmin())
+            better = bool(line[best] < line[value])
+            index[variable] = best if better else value
+            changed = changed or better
+        if not changed:
+            break
+    return tuple(index)
+
+
+def _infeasible(problem: Problem) -> ValueError:
+    factors = _conflict(problem)
+    variables = sorted({v for factor in factors for v in factor.variables})
+    over = "; ".join(f"({problem.words(f.variables)})" for f in factors[:4])
+    more = f" and {len(factors) - 4} more" if len(factors) > 4 else ""
+    return ValueError(
+        f"problem: every combination of values of {problem.words(variables)} is "
+        f"forbidden, by the factors over {over}{more} taken together. Allow one of "
+        "the combinations, or give one of these variables another value."
+    )
+
+
+def _conflict(problem: Problem) -> list[Factor]:
+    """Factors that together forbid everything, and without any one of them do not.
+
+    Finds one factor after another: the last of the shortest run of factors that, with
+    those found before, forbids everything (the idea of QuickXplain, Junker, AAAI 2004).
+    Where that is too large to decide by elimination, all factors that forbid anything.
+    """
+    rest = [
+        Factor(variables=f.variables, costs=np.where(np.isinf(f.costs), np.inf, 0.0))
+        for f in problem.factors
+        if np.isinf(f.costs).any()
+    ]
+    hard = Problem(sizes=problem.sizes, factors=tuple(rest), names=problem.names)
+    order = _order(hard, MAX_ENTRIES)  # good for fewer factors too
+    if order is None:
+        return rest
+    found: list[Factor] = []
+    while _allow(found, problem.sizes, order):
+        too_few, enough = 0, len(rest)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            if _allow([*found, *rest[:middle]], problem.sizes, order):
+                too_few = middle
+            else:
+                enough = middle
+        found.append(rest[too_few])
+        del rest[too_few:]
+    return found
+
+
+def _allow(
+    factors: Sequence[Factor], sizes: Sequence[int], order: Sequence[int]
+) -> bool:
+    """Whether any assignment is forbidden by none of the factors."""
+    tables = [(factor.variables, factor.costs) for factor in factors]
+    return not math.isinf(eliminate(sizes, tables, order)[1])

@@ -1,0 +1,345 @@
+"""The space of candidates: mesh, order on the fabric and knobs as columns, and which
+knobs can be run.
+
+`CAPABILITIES` is the published list of what each entry point and backend runs: the
+search stays within it, and whoever runs a plan checks the plan against it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from dtft.planner.cost import SCHEDULES
+from dtft.planner.plan import Knobs, Plan
+from dtft.planner.search.meshes import BASELINES, divisors
+from dtft.planner.types import AXES, Remat
+
+# What plans can really be run: per entry point and backend the knobs that work.
+#
+# The published list: search stays within it, and whoever runs a plan checks it against
+# it.
+
+
+Entry = Literal["step", "loss"]
+Backend = Literal["cpu", "gpu", "tpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What one entry point can do on one backend."""
+
+    axes: frozenset[str]
+    """Mesh axes that may be larger than 1."""
+    microbatches: bool
+    """Whether gradients can be accumulated over parts of the batch."""
+    remat: frozenset[Remat]
+    """Rematerialization policies."""
+    zero: frozenset[int]
+    """ZeRO levels."""
+    constraints: bool = True
+    """Whether values inside the program can be given shardings."""
+    offload: bool = False
+    """Whether optimizer state can be kept in host memory between updates."""
+
+
+_AXES = frozenset(AXES) - {"stage"}
+_STEP = Capabilities(
+    axes=_AXES,
+    microbatches=False,
+    remat=frozenset({"none"}),
+    # Gradients (level 2) exist only inside of the user's step: constraints divide them.
+    zero=frozenset({0, 1, 3}),
+)
+_LOSS = Capabilities(
+    axes=_AXES,
+    microbatches=True,
+    remat=frozenset({"none", "dots", "full"}),
+    zero=frozenset({0, 1, 2, 3}),
+    offload=True,
+)
+CAPABILITIES: Mapping[tuple[Entry, Backend], Capabilities] = {
+    ("step", "cpu"): _STEP,
+    ("step", "gpu"): _STEP,
+    ("step", "tpu"): _STEP,
+    ("loss", "cpu"): _LOSS,
+    ("loss", "gpu"): _LOSS,
+    ("loss", "tpu"): _LOSS,
+}
+"""The list. No backend has `stage`: entry points take any step or loss, and nobody has
+said what its layers are. A config's own mesh can have it (`train/pipelined.py`)."""
+
+PLATFORMS: Mapping[str, Backend] = {
+    "cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu",
+}  # fmt: skip
+"""Platforms of device types, and what JAX calls them, to the backend of each."""
+
+
+def everything(rematerializes: bool) -> Capabilities:
+    """All knobs that can be priced, whether or not anything runs them.
+
+    Args:
+        rematerializes: whether programs with parts computed again can be traced.
+    """
+    return Capabilities(
+        axes=frozenset(AXES),
+        microbatches=True,
+        remat=_LOSS.remat if rematerializes else _STEP.remat,
+        zero=frozenset({0, 1, 2, 3}),
+        offload=True,
+    )
+
+
+def unsupported(
+    entry: Entry, backend: Backend, mesh: Mapping[str, int], knobs: Knobs
+) -> tuple[str, ...]:
+    """The knobs that cannot be run, in words; empty when the plan can be.
+
+    >>> unsupported("step", "cpu", {"replica": 8}, Knobs(microbatches=4))
+    ('microbatches=4: entry step on cpu runs microbatches=1',)
+    """
+    can, reasons = CAPABILITIES[entry, backend], []
+    where = f"entry {entry} on {backend} runs"
+    for axis, size in mesh.items():
+        if size > 1 and axis not in can.axes:
+            reasons.append(f"mesh.{axis}={size}: {where} {_listed(can.axes)}")
+    if knobs.microbatches > 1 and not can.microbatches:
+        reasons.append(f"microbatches={knobs.microbatches}: {where} microbatches=1")
+    if knobs.remat not in can.remat:
+        reasons.append(f"remat={knobs.remat}: {where} {_listed(can.remat)}")
+    if knobs.zero not in can.zero:
+        reasons.append(f"zero={knobs.zero}: {where} {_listed(can.zero)}")
+    if knobs.offload and not can.offload:
+        reasons.append(f"offload=True: {where} offload=False")
+    return tuple(reasons)
+
+
+def check_runnable(plan: Plan, entry: Entry, platform: str) -> None:
+    """Refuses a plan that this entry point cannot run on these devices.
+
+    Args:
+        plan: what is to be run.
+        entry: the entry point that is to run it.
+        platform: JAX's name of the devices' platform.
+
+    Raises:
+        ValueError: names the entry point or every knob that does not work.
+    """
+    if plan.entry != entry:
+        other = {"step": "plan.jit(step)", "loss": "make_step(loss, optimizer, plan)"}
+        raise ValueError(
+            f"plan.entry={plan.entry!r}: this plan was made for {other[plan.entry]}, "
+            f"not for {other[entry]}. Use that, or make a plan with {entry}=..."
+        )
+    if platform not in PLATFORMS:
+        raise ValueError(
+            f"platform={platform!r} is not one that plans are run on. Known: "
+            f"{', '.join(PLATFORMS)}."
+        )
+    reasons = unsupported(entry, PLATFORMS[platform], plan.mesh, plan.knobs)
+    if reasons:
+        raise ValueError(
+            f"this plan cannot be run here ({'; '.join(reasons)}): it is a what-if "
+            "plan. Make one without --what-if, or pin these knobs."
+        )
+
+
+def _listed(names: frozenset[str] | frozenset[Remat] | frozenset[int]) -> str:
+    return ", ".join(sorted(map(str, names)))
+
+
+# The outer search space: every mesh, order on the fabric and knob that may be best.
+#
+# Decides which candidates are worth a price, from divisibility, a floor of memory and
+# the pins of the user; holds them as columns, so that tens of thousands take
+# milliseconds.
+
+
+REMATS: tuple[Remat, ...] = ("none", "dots", "full")
+"""What numbers in the column `remat` stand for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFloor:
+    """What no device can do without, whatever arrays are divided how."""
+
+    parameters: int
+    """Bytes of the whole model's parameters."""
+    gradients: int
+    optimizer: int
+    """Bytes of its optimizer state."""
+    capacity: int
+    """Bytes that a device has for them."""
+
+    def bytes_of(self, sizes: np.ndarray, zero: np.ndarray) -> np.ndarray:
+        """Bytes on each device: nothing is on fewer than the axes that may divide it.
+
+        All axes but `replica` and `fsdp` may divide anything; `fsdp` divides optimizer
+        state from zero=1 on, gradients from 2, parameters from 3.
+
+        Args:
+            sizes: of the axes; [candidates, axes].
+            zero: level; [candidates].
+        """
+        fsdp = sizes[:, AXES.index("fsdp")]
+        model = sizes.prod(axis=1) // (sizes[:, AXES.index("replica")] * fsdp)
+        state = (self.optimizer, self.gradients, self.parameters)
+        each = [
+            num_bytes / np.where(zero > level, model * fsdp, model)
+            for level, num_bytes in enumerate(state)
+        ]
+        return np.sum(each, axis=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a plan may choose from."""
+
+    num_devices: int
+    batch: int
+    """Samples in a step."""
+    divides: Mapping[str, tuple[int, ...]]
+    """Axes to search, each with sizes that it has to divide, all of them; () any."""
+    data_axes: tuple[str, ...] = ("replica", "fsdp")
+    """Axes that the batch is divided over; those that are not searched count as one."""
+    levels: tuple[int, ...] = ()
+    """Devices, then groups, that each level of the fabric joins, innermost first; the
+    first is a host. () for one level."""
+    max_microbatches: int = 1
+    remat: tuple[Remat, ...] = ("none",)
+    zero: tuple[int, ...] = (0, 3)
+    """Levels to search. Those above 0 divide over `fsdp`: a mesh has an axis `fsdp`
+    larger than one exactly where the level is above 0."""
+    memory: MemoryFloor | None = None
+    fewer: tuple[int, ...] | None = ()
+    """Numbers of devices, fewer than there are, to look at beside all of them and
+    those that the batch needs; None: only all of them."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_devices", "batch", "max_microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is less than 1. Give 1 or more."
+                )
+        if not set(self.zero) <= {0, 1, 2, 3}:
+            raise ValueError(f"zero={self.zero} has other levels than 0, 1, 2 and 3.")
+        unknown = [a for a in (*self.divides, *self.data_axes) if a not in AXES]
+        if unknown:
+            raise ValueError(
+                f"axis {unknown[0]!r} is not an axis of a mesh. Allowed: "
+                f"{', '.join(AXES)}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """What one rule left of the candidates."""
+
+    rule: str
+    left: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.left:,} of {self.of:,}: {self.rule}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One point of the space."""
+
+    mesh: Mapping[str, int]
+    """Axes larger than one, slowest-varying (outermost on the fabric) first."""
+    knobs: Knobs
+    batch: int
+    """Samples in a step; more than asked for where the batch had to be rounded up."""
+    devices_used: int
+    baseline: str
+    """One of `BASELINES`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Space:
+    """Candidates as columns; the same for the same question."""
+
+    columns: Mapping[str, np.ndarray]
+    """int64, one entry per candidate: each of `AXES`, `microbatches`, `zero`, `remat`
+    (position in `REMATS`), `offload`, `virtual_stages`, `schedule` (position in
+    `SCHEDULES`), `order` (position in `orders`), `batch`, `devices_used`,
+    `baseline` (position in `BASELINES`) and `mesh` (from 0 on, one number for each pair
+    of sizes and order: candidates that share it differ in knobs only)."""
+    orders: tuple[tuple[str, ...], ...]
+    """Orders of the axes on the fabric, slowest-varying first."""
+    reasons: tuple[Reason, ...] = field(default=())
+    """What each rule left, in the order in which they were applied."""
+
+    def __len__(self) -> int:
+        return len(self.columns["batch"])
+
+    def __getitem__(self, at: int) -> Candidate:
+        row = {name: int(column[at]) for name, column in self.columns.items()}
+        zero = row["zero"]
+        assert zero in (0, 1, 2, 3)
+        return Candidate(
+            mesh={axis: row[axis] for axis in self.orders[row["order"]]},
+            knobs=Knobs(
+                microbatches=row["microbatches"],
+                remat=REMATS[row["remat"]],
+                zero=zero,
+                offload=bool(row["offload"]),
+                virtual_stages=row["virtual_stages"],
+                schedule=SCHEDULES[row["schedule"]],
+            ),
+            batch=row["batch"],
+            devices_used=row["devices_used"],
+            baseline=BASELINES[row["baseline"]],
+        )
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Sizes of the axes, in the order of `AXES`; int64 [candidates, axes]."""
+        return np.stack([self.columns[axis] for axis in AXES], axis=1)
+
+    def with_remat(self, remat: Remat) -> "Space":
+        """The same candidates, all with one remat."""
+        numbers = np.full(len(self), REMATS.index(remat))
+        return replace(self, columns={**self.columns, "remat": numbers})
+
+    def with_offload(self) -> "Space":
+        """The same candidates, all with optimizer state in host memory."""
+        columns = {**self.columns, "offload": np.ones(len(self), np.int64)}
+        return replace(self, columns=columns)
+
+    def with_chunks(self, num_layers: int, pinned: int | None) -> "Space":
+        """Pipelines with every number of virtual stages that their layers allow.
+
+        Args:
+            num_layers: of the model; whole chunks of them.
+            pinned: the number of virtual stages, if it is given.
+        """
+        stage, parts = self.columns["stage"], self.columns["microbatches"]
+        found = []
+        for chunks in divisors(num_layers) if pinned is None else (pinned,):
+            fits = num_layers % (stage * chunks) == 0
+            fits &= (chunks == 1) | ((stage > 1) & (parts % stage == 0))
+            part = self.where(fits)
+            numbers = np.full(len(part), chunks)
+            found.append({**part.columns, "virtual_stages": numbers})
+        columns = {
+            name: np.concatenate([part[name] for part in found])
+            for name in self.columns
+        }
+        return replace(self, columns=columns)
+
+    def joined(self, other: "Space") -> "Space":
+        """These candidates, then others of the same orders."""
+        columns = {
+            name: np.concatenate([column, other.columns[name]])
+            for name, column in self.columns.items()
+        }
+        return replace(self, columns=columns)
+
+    def where(self, mask: np.ndarray) -> "Space":
+        """The candidates that a mask or indices select."""
+        columns = {name: column[mask] for name, column in self.columns.items()}
+        return Space(columns=columns, orders=self.orders, reasons=self.reasons)

@@ -1,0 +1,156 @@
+"""Which dims the axis `tensor` divides: exact for every mesh on the fabric.
+
+Makes a cost problem of a program (a variable per dim that could be divided, a table per
+group of operators, all of it for every point at once) and has it solved exactly
+(`solver`): least are the seconds of a step in which every collective is waited for.
+Equal layers share their variables.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from dtft.planner.search.elimination import Factor, Problem
+from dtft.planner.search.price_table import Cases, Prices, Total, Way
+from dtft.planner.search.solver import solve_each
+from dtft.planner.spmd import Division
+from dtft.planner.workload import Question
+
+DEADLINE_S = 10.0
+"""For programs whose tables are too large for dynamic programming, which none of the
+models in the tests has: what is best so far is taken then."""
+
+Tables = dict[tuple[int, ...], dict[tuple[int, ...], list[Way]]]
+"""Dims, then for each whether it is divided, then what operators take."""
+
+
+def candidates(question: Question) -> tuple[int, ...]:
+    """Dims that an axis could divide with gain: weights', of matmuls and convolutions.
+
+    Without those along which examples go, or loops: other axes are for them, or none.
+    Nor what only values inside have, such as positions cut from those of the batch.
+    """
+    graph = question.graph
+    allowed = question.weight_dims.difference(
+        question.batch_dims, question.sequence_dims
+    )
+    found: dict[int, None] = {}
+    for group in question.groups:
+        if group.operator.kind not in ("matmul", "convolution"):
+            continue
+        for index in (*group.operator.inputs, *group.operator.outputs):
+            for dim in graph.values[index].dims:
+                root = question.root(dim)
+                if not graph.dims[dim].loop and root in allowed:
+                    found[root] = None
+    return tuple(found)
+
+
+class Chooser:
+    """Lays one axis on the dims of a program, for all points of some columns."""
+
+    def __init__(self, prices: Prices, base: Division, axis: str) -> None:
+        """Nothing is laid yet.
+
+        Args:
+            prices: of the program's operators.
+            base: what the other axes divide; their dims are left to them.
+            axis: the axis to lay.
+        """
+        self._prices, self._base, self._axis = prices, base, axis
+
+    def choose(self, dims: Sequence[int]) -> tuple[list[Division], np.ndarray]:
+        """The divisions of least cost, with the axis along any of `dims`.
+
+        Args:
+            dims: dims it may divide (`candidates`), where their sizes allow it.
+
+        Returns:
+            Divisions, and for each point which of them is its own.
+        """
+        columns = self._prices.columns
+        tables = self._tables([dim for dim in dims if self._fits(dim)])
+        used = sorted({dim for scope in tables for dim in scope})
+        if not used:
+            return [self._base], np.zeros(len(columns), np.int64)
+        alike = columns.together(self._respects(tables))
+        number = {dim: 1 + place for place, dim in enumerate(used)}
+        factors = [self._possible(dim, number[dim], alike) for dim in used]
+        factors += [
+            Factor(
+                variables=(0, *(number[dim] for dim in scope)),
+                costs=np.moveaxis(_costs(choices, alike), -1, 0),
+            )
+            for scope, choices in tables.items()
+        ]
+        sizes = (len(alike.first), *(2,) * len(used))
+        problem = Problem(sizes=sizes, factors=tuple(factors))
+        found = solve_each(problem, given=0, deadline_s=DEADLINE_S)[:, 1:]
+        rows, which = np.unique(found, axis=0, return_inverse=True)
+        divisions = [
+            self._with([dim for dim, on in zip(used, row, strict=True) if on])
+            for row in rows
+        ]
+        return divisions, which.ravel()[alike.of]
+
+    def _tables(self, free: Sequence[int]) -> Tables:
+        """For each set of dims its operators, by which of the dims are divided."""
+        prices, allowed = self._prices, set(free)
+        asked: list[tuple[int, Division]] = []
+        with_dims = cache(self._with)
+        places: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for number in range(len(prices.question.groups)):
+            scope = tuple(sorted(d for d in prices.works.dims(number) if d in allowed))
+            choices = itertools.product((0, 1), repeat=len(scope))
+            for choice in choices if scope else ():
+                chosen = tuple(dim for dim, on in zip(scope, choice, strict=True) if on)
+                asked.append((number, with_dims(chosen)))
+                places.append((scope, choice))
+        found: Tables = {}
+        for (scope, choice), way in zip(places, prices.all(asked), strict=True):
+            found.setdefault(scope, {}).setdefault(choice, []).append(way)
+        return found
+
+    def _respects(self, tables: Tables) -> Iterable[Cases]:
+        """All in which points differ for any choice."""
+        found = {self._prices.columns.divided([(self._axis,)]): None}
+        for choices in tables.values():
+            for way in itertools.chain(*choices.values()):
+                found |= dict.fromkeys(cases for cases, _ in way.seconds)
+        return found
+
+    def _fits(self, dim: int) -> bool:
+        """Whether any point lets the axis divide a dim that others leave to it."""
+        known = self._prices.question.graph.dims[dim]
+        parts = np.unique(self._prices.columns.sizes[self._axis]).tolist()
+        fits = any(part > 1 and known.divisible_by(part) for part in parts)
+        return fits and not self._base.of(dim)
+
+    def _possible(self, dim: int, variable: int, alike: Cases) -> Factor:
+        """Forbids to divide a dim where its sizes do not allow it."""
+        parts = alike.sizes[self._axis]
+        fits = parts > 1
+        for size in self._prices.question.graph.dims[dim].sizes:
+            fits = fits & (size % parts == 0)
+        costs = np.where(np.stack([fits | True, fits], axis=1), 0.0, np.inf)
+        return Factor(variables=(0, variable), costs=costs)
+
+    def _with(self, dims: Iterable[int]) -> Division:
+        axes = {**self._base.axes, **dict.fromkeys(dims, (self._axis,))}
+        return replace(self._base, axes=axes)
+
+
+def _costs(choices: Mapping[tuple[int, ...], list[Way]], alike: Cases) -> np.ndarray:
+    """Seconds of some operators; [a dim for each of their choices ..., points]."""
+    shape = (2,) * len(next(iter(choices)))
+    costs = np.zeros((*shape, len(alike.first)))
+    for choice, ways in choices.items():
+        total = Total()
+        for way in ways:
+            for cases, seconds in way.seconds:
+                total.add(cases, seconds)
+        costs[choice] = total.at(alike.first)
+    return costs

@@ -1,0 +1,354 @@
+"""From the best candidate to a plan: specs of every array, constraints, collectives,
+alternatives.
+
+Decides nothing any more; writes down what the search found.
+"""
+
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.planner.cluster import Cluster
+from dtft.planner.cost import (
+    LEAST_OFFLOADED_BYTES,
+    Speeds,
+    group_of,
+    lower_bound_s,
+    runs,
+    transfers,
+)
+from dtft.planner.ir import CHEAP, Graph, Value, region
+from dtft.planner.plan import Alternative, AxisUse, Collective, Plan, Prediction
+from dtft.planner.search.pipeline import handed_on, layers_of
+from dtft.planner.search.price_table import bundle_of
+from dtft.planner.search.ranking import MEMORY, TERMS, Priced
+from dtft.planner.search.search import Search
+from dtft.planner.search.space import Candidate
+from dtft.planner.spmd import (
+    MICRO,
+    PRODUCTS,
+    Bundle,
+    Division,
+    Leaf,
+    Sent,
+    Sizes,
+    flat,
+    gather_bundle,
+    parts,
+)
+from dtft.planner.types import Spec
+
+# What each axis of a plan's mesh is there for: where it lies, how much it divides.
+#
+# Pure; decides nothing.
+
+
+def axes_used(
+    search: Search, candidate: Candidate, division: Division
+) -> dict[str, AxisUse]:
+    """The axes of a candidate's mesh that are larger than 1.
+
+    Args:
+        search: has the program and the devices.
+        candidate: its mesh, outermost axis first.
+        division: which axes divide what.
+    """
+    shares = work_divided(search, division)
+    found = {}
+    for axis, size in candidate.mesh.items():
+        if size > 1:
+            group = group_of(search.pool, candidate.mesh, axis)
+            kinds = [link.kind for link in group.links]
+            found[axis] = AxisUse(
+                levels=tuple(zip(group.sizes, kinds, strict=True)),
+                # Stages share the layers, whatever divides their operators.
+                work=1.0 if axis == "stage" else shares.get(axis, 0.0),
+            )
+    return found
+
+
+def work_divided(search: Search, division: Division) -> dict[str, float]:
+    """For each axis the share of the operations of products that it divides.
+
+    Of all operations, where there is no product.
+    """
+    works = search.works(division)
+    heavy = [pair for pair in works if pair[0].operator.kind in PRODUCTS] or works
+    total = sum(group.operator.flops * group.times for group, _ in heavy)
+    shares: dict[str, float] = {}
+    for group, work in heavy:
+        share = group.operator.flops * group.times / total if total else 0.0
+        for axis in work.divided_by:
+            shares[axis] = shares.get(axis, 0.0) + share
+    return {axis: min(1.0, share) for axis, share in shares.items()}
+
+
+# The collectives of a candidate one by one, with the seconds that each accounts for.
+#
+# Their seconds add up to what the search counted for sending: collectives that go
+# together (`collective_combiner`) share the seconds of that by their bytes.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Listed:
+    """A collective of a candidate."""
+
+    sent: Sent
+    times: float
+    """In a step."""
+    where: str
+    bundle: Bundle | None = None
+    share: float = 1.0
+    """Of its times that a device takes part in: one stage's."""
+
+
+def collectives(
+    search: Search, candidate: Candidate, division: Division
+) -> tuple[Collective, ...]:
+    """Every collective of a step, largest first; alike ones of one place together.
+
+    Of a pipeline those of a stage, on the average, and what it hands on.
+    """
+    found = [
+        *_of_operators(search, candidate, division),
+        *_of_arrays(search, candidate, division),
+        *_between_stages(search, candidate, division),
+    ]
+    speeds = Speeds(pool=search.pool, mesh=candidate.mesh)
+    made = _counted(found, speeds, _sizes(candidate))
+    return tuple(sorted(made, key=lambda c: -c.num_bytes * c.trips))
+
+
+def _sizes(candidate: Candidate) -> Sizes:
+    return {**candidate.mesh, MICRO: candidate.knobs.microbatches}
+
+
+def _of_operators(
+    search: Search, candidate: Candidate, division: Division
+) -> Iterator[_Listed]:
+    graph, platform = search.question.graph, search.pool.device.platform
+    for group, done in search.works(division):
+        outputs = group.operator.outputs  # a callback may have none
+        shape = graph.values[outputs[0]].shape if outputs else ()
+        where = f"{group.region} {group.operator.primitive} "
+        for sent in done.sent:
+            yield _Listed(
+                sent=sent,
+                times=group.times * runs(done, _sizes(candidate)),
+                where=where + "x".join(map(str, shape)),
+                bundle=bundle_of(platform, group, done, sent),
+                share=1 / candidate.mesh.get("stage", 1),
+            )
+
+
+def _of_arrays(
+    search: Search, candidate: Candidate, division: Division
+) -> Iterator[_Listed]:
+    """Of what is divided at rest."""
+    for one in search.moved(division, candidate.mesh, candidate.knobs.zero):
+        repeats = candidate.knobs.microbatches if one.how.per_microbatch else 1
+        yield _Listed(
+            sent=one.sent,
+            times=one.how.messages * repeats,
+            where=one.where,
+            bundle=gather_bundle(search.pool.device.platform, one.sent, one.how),
+            share=1 / candidate.mesh.get("stage", 1),
+        )
+
+
+def _between_stages(
+    search: Search, candidate: Candidate, division: Division
+) -> Iterator[_Listed]:
+    if candidate.mesh.get("stage", 1) == 1:  # looking for layers takes its time
+        return
+    layers = layers_of(search.question, search.pool.device)
+    if layers is None:
+        return
+    knobs = candidate.knobs
+    times = transfers(knobs.virtual_stages) * knobs.microbatches
+    for sent in handed_on(search.question, layers, division):
+        yield _Listed(sent=sent, times=times, where="between stages")
+
+
+def _counted(
+    found: Iterable[_Listed], speeds: Speeds, sizes: Sizes
+) -> Iterator[Collective]:
+    """Alike ones as one, with the seconds of all."""
+    listed = [one for one in found if speeds.axes(one.sent)]
+    sums: Counter[Bundle] = Counter()
+    for one in listed:
+        if one.bundle is not None:
+            bundle = one.bundle.on(sizes)
+            sums[bundle] += one.times * one.sent.amount.at(sizes)
+    totals: dict[tuple[Any, ...], list[float]] = {}
+    for one in listed:
+        num_bytes = float(one.sent.amount.at(sizes))
+        ahead = one.bundle is not None and one.bundle.ahead
+        seconds = one.times * float(speeds.sending_s(one.sent, sizes, ahead=ahead))
+        if one.bundle is None:
+            seconds += one.times * speeds.meeting_s(one.sent)
+        else:
+            bundle = one.bundle.on(sizes)
+            all_bytes = sums[bundle]
+            together = speeds.together_s(bundle, all_bytes, sizes)
+            together *= one.times * num_bytes / all_bytes
+            seconds = together + (0.0 if bundle.is_one else seconds)
+        key = one.sent.kind, speeds.axes(one.sent), round(num_bytes), one.where
+        known = totals.setdefault(key, [0.0, 0.0])
+        known[0] += one.times * one.share
+        known[1] += seconds * one.share
+    for (kind, axes, num_bytes, where), (trips, seconds) in totals.items():
+        yield Collective(
+            kind=kind,
+            axes=axes,
+            num_bytes=num_bytes,
+            trips=round(trips),
+            where=where,
+            seconds=seconds,
+        )
+
+
+# From the best candidate to a plan: specs of every array, constraints, the record.
+#
+# Decides nothing any more; writes down what the search found.
+
+
+def as_plan(
+    search: Search, priced: Priced, at: int, cluster: Cluster, *, num_ranked: int = 20
+) -> Plan:
+    """The plan of one candidate.
+
+    Args:
+        search: found it.
+        priced: what it costs.
+        at: the candidate.
+        cluster: what it is for.
+        num_ranked: alternatives to list.
+    """
+    question, candidate = search.question, priced.space[at]
+    division = priced.division_of(at)
+    mesh = {axis: size for axis, size in candidate.mesh.items() if size > 1}
+    mesh = mesh or {"replica": 1}
+    zero = candidate.knobs.zero
+    parameters = search.leaves("parameter", division, candidate.mesh, zero == 3)
+    optimizer = search.leaves("optimizer", division, candidate.mesh, zero > 0)
+    specs = {leaf.path: real(leaf.rest, mesh) for leaf in (*parameters, *optimizer)}
+    batch = search.leaves("batch", division, candidate.mesh, False)
+    names = {p: p.partition("/")[2] for p in question.roles}
+    is_loss = question.entry == "loss"
+    in_state = [leaf.path for leaf in parameters]
+    in_state += [] if is_loss else [leaf.path for leaf in optimizer]
+    return Plan(
+        entry=question.entry,
+        mesh=mesh,
+        axes=axes_used(search, candidate, division),
+        knobs=candidate.knobs,
+        state={names[p]: specs[p] for p in question.roles if p in set(in_state)},
+        batch={names[leaf.path]: real(leaf.rest, mesh) for leaf in batch},
+        optimizer={names[o.path]: specs[o.path] for o in optimizer} if is_loss else {},
+        host=_on_host(optimizer, names, mesh) if candidate.knobs.offload else (),
+        host_bytes=round(priced.host[at]),
+        constraints=constraints(question.program, question.aligned(division), mesh),
+        prediction=_prediction(priced, at, cluster),
+        memory={name: round(priced.memory[name][at]) for name in MEMORY},
+        capacity_bytes=priced.capacity,
+        collectives=collectives(search, candidate, division),
+        bound_s=lower_bound_s(question, search.pool),
+        alternatives=_alternatives(priced, num_ranked),
+        model_hash=question.fingerprint,
+        cluster_hash=cluster.fingerprint,
+        cluster=cluster.words,
+        predicted_for=cluster.uniform.fabric_words,
+    )
+
+
+def _on_host(
+    optimizer: Sequence[Leaf], names: Mapping[str, str], mesh: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Paths of the leaves that are worth a copy (`offload`)."""
+    return tuple(
+        names[leaf.path]
+        for leaf in optimizer
+        if leaf.value.num_bytes / parts(flat(leaf.rest), mesh) >= LEAST_OFFLOADED_BYTES
+    )
+
+
+def real(spec: Spec, mesh: Container[str]) -> Spec:
+    """A spec with the axes that a mesh has, so without what divides in time only."""
+    return tuple(tuple(axis for axis in axes if axis in mesh) for axes in spec)
+
+
+def constraints(
+    graph: Graph, division: Division, mesh: Mapping[str, int]
+) -> dict[int, Spec]:
+    """Operators whose result is to be divided as planned: all that a compiler keeps.
+
+    Gradients that a user's own step makes of arrays which `fsdp` divides at rest are
+    divided alike at once.
+    """
+    found = {}
+    for number, operator in enumerate(graph.operators):
+        value = graph.values[operator.outputs[0]] if operator.outputs else None
+        if operator.kind in CHEAP or value is None or not value.shape:
+            continue
+        spec = real(division.spec(value), mesh)
+        if operator.summed and region(operator) == "backward":
+            spec = _divided_further(value, spec, division, mesh)
+        found[number] = spec
+    return found
+
+
+def _divided_further(
+    value: Value, spec: Spec, division: Division, mesh: Mapping[str, int]
+) -> Spec:
+    """The spec of a gradient that is wanted divided as its array is at rest."""
+    extra = dict(division.rest.get(frozenset(map(division.root, value.dims)), {}))
+    found = []
+    for dim, size, axes in zip(value.dims, value.shape, spec, strict=True):
+        more = tuple(a for a in extra.get(division.root(dim), ()) if a in mesh)
+        if more and size % parts((*axes, *more), mesh) == 0:
+            extra.pop(division.root(dim))  # a square array has the dim twice
+            axes = (*axes, *more)
+        found.append(axes)
+    return tuple(found)
+
+
+def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
+    terms = {name: float(priced.terms[name][at]) for name in TERMS}
+    terms = {n: s for n, s in terms.items() if s or n not in ("bubble", "offload")}
+    trust = cluster.uniform.trust
+    low_s, high_s = trust.interval_s(terms)
+    return Prediction(
+        terms=terms,
+        low_s=low_s,
+        high_s=high_s,
+        source=trust.source,
+        scales=dict(trust.scales),
+    )
+
+
+def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
+    """The best, and every baseline, in the order of the ranking.
+
+    None with idle devices, unless the best has: they would be listed as faster.
+    """
+    ranking = priced.ranking
+    shown = (priced.space.columns["baseline"] > 0)[ranking]
+    shown[:num_ranked] = True
+    if not priced.idle[ranking[0]]:
+        shown &= ~priced.idle[ranking]
+    return tuple(_alternative(priced, int(at)) for at in ranking[shown])
+
+
+def _alternative(priced: Priced, at: int) -> Alternative:
+    candidate = priced.space[at]
+    mesh: Mapping[str, int] = {a: n for a, n in candidate.mesh.items() if n > 1}
+    return Alternative(
+        name=candidate.baseline,
+        mesh=mesh or {"replica": 1},
+        knobs=candidate.knobs,
+        step_s=float(priced.step_s[at]),
+        memory_bytes=round(priced.memory_bytes[at]),
+        fits=bool(priced.fits[at]),
+    )

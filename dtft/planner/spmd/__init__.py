@@ -1,0 +1,117 @@
+"""What a division of arrays over mesh axes means: what each device computes, stores and
+sends.
+
+* `partitioner`: work and collectives of each operator, as XLA's SPMD partitioner makes
+  them.
+* `op_signature`: operators that differ only in their dims, so that each pattern is
+  partitioned once.
+* `zero`: how parameters, gradients and optimizer state are divided at rest, and what
+  gathers them.
+* `collective_combiner`: which collectives XLA sends as one.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.planner.spmd.collective_combiner import Bundle, bundle, messages
+    from dtft.planner.spmd.op_signature import Instance, Pattern, PatternKey, instance
+    from dtft.planner.spmd.partitioner import (
+        MICRO,
+        PRODUCTS,
+        Amount,
+        Axes,
+        Division,
+        Sent,
+        Sizes,
+        Work,
+        flat,
+        parts,
+        work_of,
+    )
+    from dtft.planner.spmd.zero import (
+        ZERO_AXIS,
+        ZERO_BESIDE,
+        Gathered,
+        Leaf,
+        Moved,
+        further_division,
+        gather_bundle,
+        loop_slices,
+        rest_place,
+        times_gathered,
+        turned_place,
+        zero_gathers,
+        zero_leaves,
+    )
+
+_PUBLIC = {
+    "Amount": "partitioner",
+    "Axes": "partitioner",
+    "Bundle": "collective_combiner",
+    "Division": "partitioner",
+    "Gathered": "zero",
+    "Instance": "op_signature",
+    "Leaf": "zero",
+    "MICRO": "partitioner",
+    "Moved": "zero",
+    "PRODUCTS": "partitioner",
+    "Pattern": "op_signature",
+    "PatternKey": "op_signature",
+    "Sent": "partitioner",
+    "Sizes": "partitioner",
+    "Work": "partitioner",
+    "ZERO_AXIS": "zero",
+    "ZERO_BESIDE": "zero",
+    "bundle": "collective_combiner",
+    "flat": "partitioner",
+    "further_division": "zero",
+    "gather_bundle": "zero",
+    "instance": "op_signature",
+    "loop_slices": "zero",
+    "messages": "collective_combiner",
+    "parts": "partitioner",
+    "rest_place": "zero",
+    "times_gathered": "zero",
+    "turned_place": "zero",
+    "work_of": "partitioner",
+    "zero_gathers": "zero",
+    "zero_leaves": "zero",
+}
+
+__all__ = [
+    "Amount",
+    "Axes",
+    "Bundle",
+    "Division",
+    "Gathered",
+    "Instance",
+    "Leaf",
+    "MICRO",
+    "Moved",
+    "PRODUCTS",
+    "Pattern",
+    "PatternKey",
+    "Sent",
+    "Sizes",
+    "Work",
+    "ZERO_AXIS",
+    "ZERO_BESIDE",
+    "bundle",
+    "flat",
+    "further_division",
+    "gather_bundle",
+    "instance",
+    "loop_slices",
+    "messages",
+    "parts",
+    "rest_place",
+    "times_gathered",
+    "turned_place",
+    "work_of",
+    "zero_gathers",
+    "zero_leaves",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

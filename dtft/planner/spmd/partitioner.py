@@ -1,0 +1,519 @@
+"""What a division of dims over mesh axes means for an operator: its work and its
+collectives.
+
+Follows XLA's SPMD partitioner. Amounts are symbolic in the sizes of the axes (`Amount`:
+a total and the axes that divide it), so thousands of meshes share one answer.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dtft.planner.cluster import CollectiveKind
+from dtft.planner.ir import Graph, Operator, Value
+from dtft.planner.types import Spec
+
+# Amounts that axes of a mesh divide, for many meshes at once.
+#
+# A value with its divisors by name; the sizes of the axes, one number or an array of
+# them (one per candidate mesh), come when it is evaluated. Pure arithmetic.
+
+
+MICRO = "microbatches"
+"""Divides the batch like an axis, but in time: results add up and nothing is sent."""
+Sizes = Mapping[str, Any]
+"""Axis to its size: an int, or an array with one per candidate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Amount:
+    """A number that some axes divide.
+
+    >>> Amount(total=48, axes=("tensor",)).at({"tensor": 4})
+    12.0
+    """
+
+    total: float
+    axes: tuple[str, ...] = ()
+
+    def at(self, sizes: Sizes) -> Any:
+        """What each device has of it."""
+        return self.total / parts(self.axes, sizes)
+
+
+def parts(axes: tuple[str, ...], sizes: Sizes) -> Any:
+    """Devices along several axes together; axes that are not there have one.
+
+    >>> parts(("replica", "tensor"), {"replica": np.array([2, 4]), "tensor": 2})
+    array([4, 8])
+    """
+    product: Any = 1
+    for axis in axes:
+        product = product * sizes.get(axis, 1)
+    return np.asarray(product) if isinstance(product, np.ndarray) else product
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """One collective: the larger of a device's operand and result is its amount."""
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    amount: Amount
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One execution of an operator on each device."""
+
+    operator: Operator
+    divided_by: tuple[str, ...]
+    """Axes that divide the floating-point operations."""
+    sizes: tuple[Amount, ...]
+    """Of a product: rows, columns, depth, batch; empty for everything else."""
+    reads: tuple[Amount, ...]
+    """Bytes of each operand."""
+    writes: tuple[Amount, ...]
+    """Bytes of each result."""
+    sent: tuple[Sent, ...]
+    sides: tuple[Amount, Amount] | None = None
+    """Of a convolution: columns that each patch is multiplied by, and the channels of a
+    patch."""
+    turned_by: tuple[str, ...] = ()
+    """Axes that divide what the transposed products which it reads sum over."""
+
+    @property
+    def flops(self) -> Amount:
+        """Floating-point operations of one execution."""
+        return Amount(total=self.operator.flops, axes=self.divided_by)
+
+    @property
+    def special(self) -> Amount:
+        """Of these, functions such as exp."""
+        return Amount(total=self.operator.special, axes=self.divided_by)
+
+    @property
+    def strided(self) -> Amount:
+        """Elements read across the order in which they lie."""
+        return Amount(total=self.operator.strided, axes=self.divided_by)
+
+    @property
+    def turned(self) -> Amount:
+        """More of these, where any of the axes in `turned_by` has parts."""
+        return Amount(total=self.operator.turned, axes=self.divided_by)
+
+
+# Sizes of matmuls and convolutions: of each device's part.
+
+
+def product_sizes(
+    operator: Operator,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    divides: Mapping[str, tuple[str, ...]],
+) -> tuple[Amount, ...]:
+    """Rows (m), columns (n), depth (k) and batch (b) of one matmul.
+
+    Args:
+        operator: gives the operations, 2 b m n k.
+        inputs: its operands.
+        outputs: its results.
+        divides: axes along each of m, n, k and b; empty for what is no matmul.
+    """
+    if not divides:
+        return ()
+    left, right, made = inputs[0].size, inputs[1].size, outputs[0].size
+    depth = operator.flops / (2 * made) if made else 0.0
+    if not depth:
+        return ()
+    rows, columns = left / depth, right / depth
+    batch = max(1.0, rows * columns / made)
+    totals = {"m": rows / batch, "n": columns / batch, "k": depth, "b": batch}
+    return tuple(
+        Amount(total=total, axes=divides[name]) for name, total in totals.items()
+    )
+
+
+def convolution_sides(
+    operator: Operator,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    root: Callable[[int], int],
+    kept: Mapping[str, int | None],
+) -> tuple[Amount, Amount] | None:
+    """Columns of a convolution, seen as a product of patches (the kernel's results),
+    and its depth at each place of the kernel (the channels in).
+
+    In the backward pass the array in the kernel's place counts.
+
+    Args:
+        operator: of any kind; None for what is no convolution.
+        inputs: its operands.
+        outputs: its results.
+        root: dim to the dim that stands for it.
+        kept: axis to the dim along which it divides the work.
+    """
+    if operator.kind != "convolution" or len(inputs) < 2:
+        return None
+    right, made = inputs[1], outputs[0]
+    sizes = dict(zip(map(root, right.dims), right.shape, strict=True))
+    shared = sizes.keys() & set(map(root, made.dims))
+
+    def along(dims: Set[int | None]) -> tuple[str, ...]:
+        return tuple(axis for axis, dim in kept.items() if dim in dims)
+
+    columns = Amount(
+        total=math.prod(sizes[dim] for dim in shared), axes=along({*shared})
+    )
+    places = operator.contracted[1]
+    deep = {root(right.dims[place]) for place in places}
+    depth = math.prod(right.shape[place] for place in places)
+    return columns, Amount(total=depth, axes=along({*deep}))
+
+
+# Along which of its dims each mesh axis divides an operator's work.
+#
+# What XLA's partitioner decides of a product when its operands and its result are
+# divided in ways that do not fit together, and what then has to move.
+
+
+class WorkDims:
+    """One operator under a division: which axis goes along which of its dims."""
+
+    def __init__(self, graph: Graph, operator: Operator, division: "Division") -> None:
+        self.op, self.division = operator, division
+        self.inputs = [graph.values[index] for index in operator.inputs]
+        self.outputs = [graph.values[index] for index in operator.outputs]
+        self.in_specs = [division.spec(value) for value in self.inputs]
+        self.out_specs = [division.spec(value) for value in self.outputs]
+        self.summed = set(map(division.root, operator.summed))
+        self.whole = set(map(division.root, operator.whole))
+        self.alone = operator.primitive == "top_k" and not division.scatters
+        self.made = {division.root(d) for value in self.outputs for d in value.dims}
+        self.kept = {axis: self._keep(axis) for axis in self._axes()}
+
+    def _axes(self) -> list[str]:
+        specs = (*self.in_specs, *self.out_specs)
+        return list(dict.fromkeys(a for spec in specs for axes in spec for a in axes))
+
+    def _keep(self, axis: str) -> int | None:
+        """The dim along which this axis divides the work; None: all do all of it.
+
+        XLA's partitioner takes for a product what needs no look at costs first: a dim
+        that both operands are divided along, or one operand and the result
+        (`PartitionBaseCase` in its `dot_handler.cc`).
+        """
+        dims: dict[int, None] = {}
+        if self.alone and axis != MICRO:
+            return None
+        for value in (*self.inputs, *self.outputs):
+            for dim in map(self.division.root, value.dims):
+                if axis in self.division.of(dim) and dim not in self.whole:
+                    dims[dim] = None
+        if self.op.kind == "matmul" and len(dims) > 1:
+            there = self._places(axis)
+            dims = {dim: None for dim in dims if there.count(dim) > 1} or dims
+        return min(dims, key=lambda dim: self._price(axis, dim), default=None)
+
+    def _places(self, axis: str) -> list[int]:
+        """Of operands and result the dim that an axis divides, where it divides one."""
+        values = (*self.inputs, *self.outputs)
+        specs = (*self.in_specs, *self.out_specs)
+        found = [
+            (value, position(spec, axis))
+            for value, spec in zip(values, specs, strict=True)
+        ]
+        return [self.division.root(v.dims[at]) for v, at in found if at is not None]
+
+    def _price(self, axis: str, dim: int) -> tuple[float, int]:
+        """Bytes sent if the axis goes along `dim`, before division; ties: the first."""
+        price = 0.0
+        for value, spec in zip(self.inputs, self.in_specs, strict=True):
+            at = position(spec, axis)
+            if at is not None and self.division.root(value.dims[at]) != dim:
+                price += value.num_bytes
+        for value, spec in zip(self.outputs, self.out_specs, strict=True):
+            at = position(spec, axis)
+            if self.is_partial(dim):
+                price += 2 * value.num_bytes
+            elif at is not None and self.division.root(value.dims[at]) != dim:
+                price += value.num_bytes
+        return price, dim
+
+    def is_partial(self, dim: int) -> bool:
+        """Whether the work, divided along a dim, leaves partial sums."""
+        if dim not in self.summed:
+            return False
+        if dim not in self.made:
+            return True
+        # It is there twice, divided at one place: is that the one summed over?
+        return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
+
+    def _free(self, index: int, dim: int) -> bool:
+        """Whether an operand of a matmul is divided along `dim` where it is kept."""
+        if self.op.kind != "matmul" or index > 1:
+            return False
+        spec, value = self.in_specs[index], self.inputs[index]
+        return any(
+            axes
+            and self.division.root(d) == dim
+            and at not in self.op.contracted[index]
+            for at, (d, axes) in enumerate(zip(value.dims, spec, strict=True))
+        )
+
+    def fits(self, index: int, axis: str) -> bool:
+        """Whether an operand that an axis divides is divided as the work is."""
+        spec, value = self.in_specs[index], self.inputs[index]
+        at = position(spec, axis)
+        if at is None:
+            return True
+        dim = self.division.root(value.dims[at])
+        if dim != self.kept[axis]:
+            return False
+        if self.op.kind != "matmul" or index > 1:
+            return True
+        if dim in self.summed and dim in self.made:
+            # A product of a dim with itself: one of its places is summed over.
+            return (at in self.op.contracted[index]) == self.is_partial(dim)
+        return not (index == 1 and self._free(0, dim) and self.twice(dim))
+
+    def twice(self, dim: int) -> bool:
+        """Whether rows and columns of a product are the same dim."""
+        return [self.division.root(d) for d in self.outputs[0].dims].count(dim) > 1
+
+
+def position(spec: Spec, axis: str) -> int | None:
+    """The dim that an axis divides."""
+    return next((at for at, part in enumerate(spec) if axis in part), None)
+
+
+# What a division of dims over mesh axes means for every operator: work, collectives.
+#
+# Given which mesh axes divide which dims, says per operator what each device computes
+# and what must be sent, as amounts divided by axes: the sizes of the axes come later,
+# so that thousands of meshes share one answer (`Amount`). Follows what XLA's
+# partitioner does with a program whose results are constrained to these shardings: a
+# partial sum is added up directly behind the operator that makes it.
+
+
+Axes = tuple[str, ...]
+PRODUCTS = ("matmul", "convolution")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """Which mesh axes divide which dims."""
+
+    axes: Mapping[int, Axes]
+    """Dim to the axes that divide it wherever it occurs."""
+    alias: Mapping[int, int] = field(default_factory=dict)
+    """Dim to the dim whose axes it has: equal layers share one decision."""
+    rest: Mapping[frozenset[int], Mapping[int, Axes]] = field(default_factory=dict)
+    """Dims of arrays whose sums are wanted divided further, and the axes that do it
+    along which of them: gradients at ZeRO levels 2 and 3."""
+    first: Mapping[frozenset[int], int] = field(default_factory=dict)
+    """Dims of an array, and the one of them that has its axes before the others have
+    theirs: of experts, in what they work on (`Question.expert_arrays`), and of
+    `Question.weights`."""
+    scatters: bool = False
+    """Whether the backend sums and divides in one collective (reduce-scatter): GPU and
+    TPU do; XLA's CPU backend sums everywhere, and each device keeps its part. It also
+    sums over the axes of one dim after those of another, where others sum at once, and
+    gathers what it looks for the largest of (`top_k`)."""
+    spare: Axes = ()
+    """Axes of the mesh for the dims of weights, whether they lie on any or not."""
+
+    def of(self, dim: int) -> Axes:
+        """The axes that divide a dim."""
+        return self.axes.get(self.root(dim), ())
+
+    def root(self, dim: int) -> int:
+        """The dim that stands for it."""
+        return self.alias.get(dim, dim)
+
+    def spec(self, value: Value) -> Spec:
+        """How a value is divided; of dims that want the same axis the first has it."""
+        wanted = [
+            self.of(dim) if size > 1 else ()
+            for dim, size in zip(value.dims, value.shape, strict=True)
+        ]
+        axes = flat(wanted)
+        if len(set(axes)) == len(axes):
+            return tuple(wanted)
+        early = self._early(value) if self.first else None
+        taken = set(wanted[early]) if early is not None else set()
+        used: set[str] = set()
+        spec: list[Axes] = []
+        for place, some in enumerate(wanted):
+            gone = used if place == early else used | taken
+            free = tuple(axis for axis in some if axis not in gone)
+            used.update(free)
+            spec.append(free)
+        return tuple(spec)
+
+    def _early(self, value: Value) -> int | None:
+        """The place of the dim that has its axes before the others."""
+        roots = [self.root(dim) for dim in value.dims]
+        dim = self.first.get(frozenset(roots))
+        return None if dim is None else roots.index(dim)
+
+
+def flat(spec: Sequence[Axes]) -> Axes:
+    """The axes of a spec."""
+    return tuple(axis for part in spec for axis in part)
+
+
+def work_of(graph: Graph, operator: Operator, division: Division) -> Work:
+    """What one execution of an operator takes on each device."""
+    return _Placed(graph, operator, division).work()
+
+
+class _Placed(WorkDims):
+    """One operator under a division: what is sent for it."""
+
+    def __init__(self, graph: Graph, operator: Operator, division: Division) -> None:
+        super().__init__(graph, operator, division)
+        self.spare = tuple(a for a in division.spare if a not in self.kept)
+        self.sent: list[Sent] = []
+
+    def work(self) -> Work:
+        for index in range(len(self.inputs)):
+            self._send_operand(index)
+        for number in range(len(self.outputs)):
+            self._send_result(number)
+        return Work(
+            operator=self.op,
+            divided_by=tuple(a for a, dim in self.kept.items() if dim is not None),
+            sizes=product_sizes(self.op, self.inputs, self.outputs, self._divides()),
+            reads=tuple(
+                Amount(total=value.num_bytes, axes=self._fitting(index))
+                for index, value in enumerate(self.inputs)
+            ),
+            writes=tuple(
+                Amount(total=value.num_bytes, axes=flat(spec))
+                for value, spec in zip(self.outputs, self.out_specs, strict=True)
+            ),
+            sent=tuple(self.sent),
+            sides=convolution_sides(
+                self.op, self.inputs, self.outputs, self.division.root, self.kept
+            ),
+            turned_by=self._turned_by(),
+        )
+
+    def _turned_by(self) -> Axes:
+        """Axes that leave partial sums in the transposed products that it reads."""
+        axes = flat([self.division.of(dim) for dim in self.op.turned_over])
+        return tuple(dict.fromkeys(axis for axis in axes if axis != MICRO))
+
+    def _fitting(self, index: int) -> Axes:
+        return tuple(a for a in flat(self.in_specs[index]) if self.fits(index, a))
+
+    def _send_operand(self, index: int) -> None:
+        """What an operand lacks, or has along another dim than the work."""
+        value, spec = self.inputs[index], self.in_specs[index]
+        moved = [axis for axis in flat(spec) if not self.fits(index, axis)]
+        roots = set(map(self.division.root, value.dims))
+        exchanged = tuple(
+            axis
+            for axis in moved
+            if self.kept[axis] in roots
+            and position(spec, axis) is not None
+            and self.division.root(value.dims[position(spec, axis) or 0])
+            != self.kept[axis]
+        )
+        gathered = tuple(axis for axis in moved if axis not in exchanged)
+        rest = tuple(axis for axis in flat(spec) if axis not in gathered)
+        amount = Amount(total=value.num_bytes, axes=rest)
+        if gathered:
+            self._add("all_gather", gathered, amount)
+        if exchanged:
+            self._add("all_to_all", exchanged, amount)
+
+    def _further(self, value: Value) -> Axes:
+        """Axes that divide a sum once it is made."""
+        dims = frozenset(map(self.division.root, value.dims))
+        return tuple(
+            a for axes in self.division.rest.get(dims, {}).values() for a in axes
+        )
+
+    def _send_result(self, number: int) -> None:
+        value, spec = self.outputs[number], self.out_specs[number]
+        partial = tuple(
+            axis
+            for axis, dim in self.kept.items()
+            if dim is not None and self.is_partial(dim) and axis != MICRO
+        )
+        further = self._further(value)
+        if partial and further and self.spare and self.op.kind == "scatter":
+            self._add_up_spread(value, flat(spec), partial, further)
+        elif partial:
+            self._add_up(value, (*flat(spec), *further), partial)
+        moved = tuple(
+            axis
+            for axis, dim in self.kept.items()
+            if dim is not None
+            and not self.is_partial(dim)
+            and (at := position(spec, axis)) is not None
+            and self.division.root(value.dims[at]) != dim
+            and dim in map(self.division.root, value.dims)
+        )
+        if moved:
+            local = Amount(total=value.num_bytes, axes=flat(spec))
+            self._add("all_to_all", moved, local)
+
+    def _add_up_spread(
+        self, value: Value, kept: Axes, partial: Axes, further: Axes
+    ) -> None:
+        """Of what all would make alike each makes some rows, and moves them then."""
+        part = Amount(total=value.num_bytes, axes=(*kept, *self.spare))
+        self._add("all_reduce", partial, part)
+        moved = Amount(total=value.num_bytes, axes=(*kept, *further))
+        self._add("permute", (*partial, *self.spare), moved)
+
+    def _add_up(self, value: Value, wanted: Axes, partial: Axes) -> None:
+        """Partial sums become sums, divided at once where that is wanted."""
+        rest = tuple(axis for axis in wanted if axis not in partial)
+        scattered = tuple(axis for axis in partial if axis in wanted)
+        one_by_one = self.op.kind in PRODUCTS and not self.spare
+        if not (one_by_one or self.division.scatters):
+            scattered = ()
+        added = tuple(axis for axis in partial if axis not in scattered)
+        if scattered:
+            whole = Amount(total=value.num_bytes, axes=rest)
+            kind = "reduce_scatter" if self.division.scatters else "all_reduce"
+            self._add(kind, scattered, whole)
+        part = Amount(total=value.num_bytes, axes=(*rest, *scattered))
+        for axes in self._together(added):
+            self._add("all_reduce", axes, part)
+
+    def _together(self, axes: Axes) -> list[Axes]:
+        """Axes that are summed over in one collective."""
+        if self.division.scatters:
+            return [axes] if axes else []
+        dims = dict.fromkeys(self.kept[axis] for axis in axes)
+        return [tuple(a for a in axes if self.kept[a] == dim) for dim in dims]
+
+    def _divides(self) -> dict[str, Axes]:
+        """Axes along the rows, columns, depth and batch of a matmul."""
+        if self.op.kind != "matmul" or len(self.inputs) < 2:
+            return {}
+        left, right = (
+            {self.division.root(d) for d in value.dims} for value in self.inputs[:2]
+        )
+        found: dict[str, list[str]] = {"m": [], "n": [], "k": [], "b": []}
+        for axis, dim in self.kept.items():
+            if dim is None:
+                continue
+            if self.is_partial(dim):
+                found["k"].append(axis)
+            elif dim in left and dim in right and not self.twice(dim):
+                found["m" if dim in self.summed else "b"].append(axis)
+            else:
+                found["m" if dim in left else "n"].append(axis)
+        return {name: tuple(axes) for name, axes in found.items()}
+
+    def _add(self, kind: CollectiveKind, axes: Axes, amount: Amount) -> None:
+        self.sent.append(Sent(kind=kind, axes=axes, amount=amount))

@@ -1,0 +1,100 @@
+"""Transformers by their shape: seconds and bytes of a row of a table of training runs
+(`dtft plan predict`).
+
+* `model`: what a device does and keeps, from the model's shape; `predict`: seconds of a
+  step by term.
+* `table`: rows of text to shapes and layouts; `fitting`: scalars fitted to measured
+  rows, and the best layout.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.planner.transformer.fitting import (
+        Candidate,
+        Fit,
+        Judgement,
+        concordance,
+        fit,
+        judge,
+        leave_one_out,
+        regret,
+        search,
+    )
+    from dtft.planner.transformer.model import Layout, Shape, memory
+    from dtft.planner.transformer.predict import (
+        BIGSCIENCE,
+        LLM_FOUNDRY_H100,
+        SPREADS,
+        RowPrediction,
+        Scales,
+        StepCost,
+        elsewhere,
+        pool_of,
+        predict_table,
+        stack,
+        step_cost,
+    )
+    from dtft.planner.transformer.table import Habits, Row, Table
+
+_PUBLIC = {
+    "BIGSCIENCE": "predict",
+    "Candidate": "fitting",
+    "Fit": "fitting",
+    "Habits": "table",
+    "Judgement": "fitting",
+    "LLM_FOUNDRY_H100": "predict",
+    "Layout": "model",
+    "Row": "table",
+    "RowPrediction": "predict",
+    "SPREADS": "predict",
+    "Scales": "predict",
+    "Shape": "model",
+    "StepCost": "predict",
+    "Table": "table",
+    "concordance": "fitting",
+    "elsewhere": "predict",
+    "fit": "fitting",
+    "judge": "fitting",
+    "leave_one_out": "fitting",
+    "memory": "model",
+    "pool_of": "predict",
+    "predict_table": "predict",
+    "regret": "fitting",
+    "search": "fitting",
+    "stack": "predict",
+    "step_cost": "predict",
+}
+
+__all__ = [
+    "BIGSCIENCE",
+    "Candidate",
+    "Fit",
+    "Habits",
+    "Judgement",
+    "LLM_FOUNDRY_H100",
+    "Layout",
+    "Row",
+    "RowPrediction",
+    "SPREADS",
+    "Scales",
+    "Shape",
+    "StepCost",
+    "Table",
+    "concordance",
+    "elsewhere",
+    "fit",
+    "judge",
+    "leave_one_out",
+    "memory",
+    "pool_of",
+    "predict_table",
+    "regret",
+    "search",
+    "stack",
+    "step_cost",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

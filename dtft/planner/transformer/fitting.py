@@ -1,0 +1,251 @@
+"""Fits the scalars of predicted rows to measured steps, judges predictions, and
+searches layouts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from dtft.planner.cluster import Pool
+from dtft.planner.transformer.model import Layout, Shape, memory
+from dtft.planner.transformer.predict import Scales, stack, step_cost
+
+# Fits the scalars of `predict` to measured steps, and judges predictions.
+#
+# Soft-L1 least squares on log residuals, drawn to the values of the data sheet where
+# rows say little (reference section 7, level 2); leave-one-out; concordance of pairs
+# and regret (section 3). Numbers in, numbers out.
+
+
+Predictor = Callable[[np.ndarray], np.ndarray]
+"""Scalars to predicted seconds, one per row."""
+
+_ALIKE = 1e-5
+"""Predicted so close, neither of two comes first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Scalars fitted to measured steps."""
+
+    values: np.ndarray
+    errors: np.ndarray
+    """Relative residuals: predicted / measured - 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """How good predictions of the same rows are."""
+
+    median_error: float
+    """Median of |predicted / measured - 1|."""
+    p90_error: float
+    worst_error: float
+    concordance_5: float
+    """Share of pairs, measured more than 5 % apart, that are ordered rightly."""
+    concordance_10: float
+    num_pairs_5: int
+    num_pairs_10: int
+
+
+NOISE = 0.03
+"""Relative scatter of one measured step (data README); also the knee of soft L1."""
+SPREAD = 0.5
+"""How far, as a logarithm, a scalar may be from the data sheet before rows must
+speak for it: one standard deviation."""
+
+
+def fit(
+    predict: Predictor,
+    measured: np.ndarray,
+    start: np.ndarray,
+    *,
+    spread: float | np.ndarray = SPREAD,
+) -> Fit:
+    """The scalars, all above 0, that predict measured seconds best.
+
+    Args:
+        predict: From scalars to seconds per row.
+        measured: Seconds, one per row.
+        start: Values of the data sheet; the fit is drawn to them.
+        spread: Standard deviation of ln(value / start) before any row is seen.
+    """
+    start = np.asarray(start, float)
+
+    def residuals(log_scale: np.ndarray) -> np.ndarray:
+        predicted = predict(start * np.exp(log_scale))
+        rows = np.log(predicted / measured) / NOISE
+        return np.concatenate([rows, log_scale / spread])
+
+    found = least_squares(residuals, np.zeros_like(start), loss="soft_l1", x_scale=0.1)
+    values = start * np.exp(found.x)
+    return Fit(values=values, errors=predict(values) / measured - 1)
+
+
+def leave_one_out(
+    predict: Predictor,
+    measured: np.ndarray,
+    start: np.ndarray,
+    *,
+    spread: float | np.ndarray = SPREAD,
+) -> np.ndarray:
+    """Seconds of each row, predicted with scalars fitted to the others."""
+    found = np.empty_like(measured)
+    for left_out in range(len(measured)):
+        others = np.arange(len(measured)) != left_out
+        fitted = fit(
+            lambda values, keep=others: predict(values)[keep],
+            measured[others],
+            start,
+            spread=spread,
+        )
+        found[left_out] = predict(fitted.values)[left_out]
+    return found
+
+
+def concordance(
+    predicted: np.ndarray, measured: np.ndarray, apart: float
+) -> tuple[float, int]:
+    """Share of pairs ordered rightly among those measured further apart, and how many.
+
+    Args:
+        predicted: Seconds; a pair that is predicted alike counts half.
+        measured: Seconds of the same rows.
+        apart: Least relative difference, of the smaller one.
+
+    Returns:
+        The share (of no pairs: 1, as none is ordered wrongly) and the number of pairs.
+
+    >>> concordance(np.array([1.0, 2.0, 2.5]), np.array([1.0, 1.2, 1.1]), 0.05)
+    (0.6666666666666666, 3)
+    >>> concordance(np.array([3.0, 3.0]), np.array([1.0, 2.0]), 0.05)
+    (0.5, 1)
+    """
+    first, second = np.triu_indices(len(measured), 1)
+    ratio = measured[first] / measured[second]
+    far = np.maximum(ratio, 1 / ratio) > 1 + apart
+    alike = np.isclose(predicted[first], predicted[second], rtol=_ALIKE, atol=0)
+    in_order = (predicted[first] > predicted[second]) == (ratio > 1)
+    right = np.where(alike, 0.5, in_order)[far]
+    return (float(right.mean()) if right.size else 1.0), right.size
+
+
+def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
+    """Best measured time among the `top` rows predicted best, by the best of all.
+
+    >>> regret(np.array([1.0, 2.0, 3.0]), np.array([1.1, 1.0, 3.0]), 1)
+    1.1
+    """
+    chosen = np.argsort(predicted, kind="stable")[:top]
+    return float(measured[chosen].min() / measured.min())
+
+
+def judge(
+    predicted: np.ndarray, measured: np.ndarray, ranked: Sequence[bool] | np.ndarray
+) -> Judgement:
+    """Errors over all rows, concordance over those marked as `ranked`."""
+    errors = np.abs(predicted / measured - 1)
+    keep = np.asarray(ranked, bool)
+    near, num_near = concordance(predicted[keep], measured[keep], 0.05)
+    far, num_far = concordance(predicted[keep], measured[keep], 0.10)
+    return Judgement(
+        median_error=float(np.median(errors)),
+        p90_error=float(np.percentile(errors, 90)),
+        worst_error=float(errors.max()),
+        concordance_5=near,
+        concordance_10=far,
+        num_pairs_5=num_near,
+        num_pairs_10=num_far,
+    )
+
+
+# Every layout of a transformer on a number of devices that fits, and the best of them.
+#
+# Exhaustive over tp, pp, dp, micro_batch and virtual_stages; the other knobs stay as
+# they are given. Decides with `predict` and `memory`.
+
+
+HEADROOM = 0.1
+"""Of a device's memory that stays free: 9 of 10 published BigScience rows needed less
+than a tenth more than `memory` says."""
+LARGEST_MICRO_BATCH = 32
+LARGEST_TENSOR = 16
+"""Two hosts of 8: beyond, every matrix product waits for the network."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout that fits, and its predicted seconds."""
+
+    layout: Layout
+    step_s: float
+
+    @property
+    def split(self) -> tuple[int, int, int]:
+        """tp, pp, dp."""
+        return self.layout.tp, self.layout.pp, self.layout.dp
+
+
+def layouts(shape: Shape, like: Layout) -> Iterator[Layout]:
+    """All layouts on as many devices as `like`, with its batch and other knobs."""
+    for tp in divisors(shape.heads):
+        if tp > LARGEST_TENSOR or like.gpus % tp or shape.hidden % tp:
+            continue
+        for pp in divisors(shape.layers):
+            dp, rest = divmod(like.gpus // tp, pp)
+            if rest == 0 and like.global_batch % dp == 0:
+                split = replace(like, tp=tp, pp=pp, dp=dp, stage_layers=())
+                yield from _pipelines(shape, split)
+
+
+def _pipelines(shape: Shape, split: Layout) -> Iterator[Layout]:
+    """Microbatches and virtual stages; interleaving needs them in groups of pp."""
+    of_replica = split.global_batch // split.dp
+    for micro_batch in divisors(of_replica):
+        if micro_batch > LARGEST_MICRO_BATCH:
+            continue
+        for parts in divisors(shape.layers // split.pp):
+            if parts == 1 or (
+                split.pp > 1 and of_replica // micro_batch % split.pp == 0
+            ):
+                yield replace(split, micro_batch=micro_batch, virtual_stages=parts)
+
+
+def search(
+    shape: Shape, like: Layout, pool: Pool, scales: Scales
+) -> tuple[Candidate, ...]:
+    """All layouts that fit into the pool's devices with headroom, fastest first.
+
+    Raises:
+        ValueError: none fits; says how much is missing.
+    """
+    found = list(layouts(shape, like))
+    sizes = [sum(memory(shape, layout).values()) for layout in found]
+    room = pool.device.memory_bytes * (1 - HEADROOM)
+    fitting = [
+        layout for layout, size in zip(found, sizes, strict=True) if size <= room
+    ]
+    if not fitting:
+        raise ValueError(
+            f"no layout of {like.gpus} devices fits: the smallest needs "
+            f"{min(sizes) / 1e9:.1f} GB of {room / 1e9:.1f} GB ({HEADROOM:.0%} kept "
+            "free). Give more devices, zero=1 or more, or recompute=full."
+        )
+    costs = stack([step_cost(shape, layout, pool) for layout in fitting])
+    seconds = costs.step_s(scales.vector())
+    order = np.argsort(seconds, kind="stable")
+    return tuple(
+        Candidate(layout=fitting[number], step_s=float(seconds[number]))
+        for number in order
+    )
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    return tuple(part for part in range(1, number + 1) if number % part == 0)

@@ -1,0 +1,417 @@
+"""What one device does and keeps for a GPT-like transformer, counted from its shape.
+
+Sources: reference section 7; arXiv 2104.04473 (operations, interleaving), 2205.05198
+(sequence parallelism, selective recomputation, activations), 2205.14135 (flash
+attention).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+# What one device does for one microbatch of a GPT-like transformer, from its shape.
+#
+# Counts matrix products, element-wise bytes, kernels and collectives of a layer, of the
+# embedding and of the logits with the loss, as Megatron-style programs run them; and
+# the parameters and operations of the whole model.
+#
+# Sources: reference section 7; arXiv 2104.04473 (operations, interleaving), 2205.05198
+# (sequence parallelism, selective recomputation), 2205.14135 (flash attention).
+
+
+Recompute = Literal["full", "selective", "none"]
+"""What is computed again in the backward pass: layers, attention's core, nothing."""
+
+RECOMPUTE: tuple[Recompute, ...] = ("full", "selective", "none")
+ITEM_BYTES = 2
+"""Of activations, weights and gradients in fp16 or bf16."""
+
+
+FORWARD_KERNELS, BACKWARD_KERNELS = 16, 30
+"""Of one layer with the fused kernels of 2021: masked softmax, bias with GELU, bias
+with dropout and residual sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A decoder-only transformer with a feed-forward part four times as wide."""
+
+    hidden: int
+    layers: int
+    heads: int
+    seq_len: int
+    vocab: int
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer: four matrices of attention, two wide ones, biases, norms."""
+        return 12 * self.hidden**2 + 13 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the words; the logits use the same array."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the model.
+
+        >>> shape = Shape(hidden=4096, layers=36, heads=32, seq_len=2048, vocab=51200)
+        >>> round(shape.parameters / 1e9, 2)
+        7.47
+        """
+        rest = (self.seq_len + 2) * self.hidden
+        return self.layers * self.layer_parameters + self.embedding_parameters + rest
+
+    def flops(self, sequences: int, recompute: Recompute) -> float:
+        """Operations of a step, those computed again counted (data README).
+
+        96 B s L h^2 (1 + s/6h + V/16Lh) with full recomputation; without, 72 of the 96
+        and V/12Lh. Flash attention is counted as if it kept what it computes again.
+        """
+        tokens = sequences * self.seq_len
+        attention = 4 * self.seq_len * self.hidden
+        layer = 24 * self.hidden**2 + attention
+        again = {"full": layer, "selective": attention, "none": 0}[recompute]
+        logits = 6 * self.hidden * self.vocab
+        return float(tokens * (self.layers * (3 * layer + again) + logits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a transformer is laid out on devices, and what is kept.
+
+    `tp` is innermost on the fabric, then `dp`, then `pp`, as in Megatron.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    micro_batch: int
+    """Sequences per microbatch of one replica."""
+    global_batch: int
+    """Sequences per step."""
+    virtual_stages: int = 1
+    """Interleaved parts of each pipeline stage; 1 is plain 1F1B."""
+    recompute: Recompute = "full"
+    zero: int = 0
+    """Divided over `dp`: 1 optimizer state, 2 also gradients, 3 also parameters."""
+    sequence_parallel: bool = False
+    """Whether what lies between matrix products is divided over `tp` too."""
+    flash_attention: bool = False
+    """Whether attention scores stay on the chip."""
+    gradient_bytes: int = ITEM_BYTES
+    """Of one gradient kept over microbatches: 2 (fp16), 4 (fp32 sums), 6 (both)."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage where they are uneven."""
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of one gradient in the sum over microbatches and replicas."""
+        return min(self.gradient_bytes, 4)
+
+    @property
+    def gpus(self) -> int:
+        """Devices."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one replica in a step."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    def layers_of(self, shape: Shape) -> tuple[int, ...]:
+        """Layers of each stage, first to last."""
+        return self.stage_layers or (shape.layers // self.pp,) * self.pp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matmul:
+    """Products of `batch` pairs of matrices, [m, k] by [k, n], done `trips` times."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    trips: float = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorCollective:
+    """Communication over `tp`; bytes as everywhere of the larger of operand, result."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    num_bytes: int
+    trips: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Of one device, for one microbatch, forward and backward."""
+
+    matmuls: tuple[Matmul, ...]
+    num_bytes: float
+    """Read and written in device memory by what is no matrix product."""
+    kernels: int
+    """Launched one after another."""
+    collectives: tuple[TensorCollective, ...] = ()
+
+
+def layer_work(shape: Shape, layout: Layout) -> Work:
+    """Of one layer.
+
+    >>> shape = Shape(hidden=4096, layers=36, heads=32, seq_len=2048, vocab=51200)
+    >>> layout = Layout(tp=4, pp=1, dp=1, micro_batch=1, global_batch=1)
+    >>> products = layer_work(shape, layout).matmuls
+    >>> counted = sum(2 * p.m * p.n * p.k * p.batch * p.trips for p in products)
+    >>> counted * 4 == 96 * 2048 * 4096**2 + 16 * 2048**2 * 4096
+    True
+    """
+    passes = 2 if layout.recompute == "full" else 1
+    matmuls = (
+        *(p for m in _linear(shape, layout) for p in _trained(m, passes)),
+        *_attention(shape, layout),
+    )
+    # A norm, a residual sum: 2 all-reduces forward and 2 backward; those of the forward
+    # pass again when it is computed again.
+    return Work(
+        matmuls=matmuls,
+        num_bytes=_layer_bytes(shape, layout, passes),
+        kernels=FORWARD_KERNELS * passes + BACKWARD_KERNELS,
+        collectives=_between(shape, layout, forward=2 * passes, backward=2),
+    )
+
+
+def embedding_work(shape: Shape, layout: Layout) -> Work:
+    """Of the first stage before its layers: look up, add positions, drop out."""
+    rows = _tokens(layout, shape) * shape.hidden
+    # The gradient is a dense array: set to zero, scattered into, added.
+    table = shape.embedding_parameters / layout.tp
+    accumulated = ITEM_BYTES + _accumulate_bytes(layout)
+    return Work(
+        matmuls=(),
+        num_bytes=rows * (4 + 6 + 5 + 8) + table * accumulated,
+        kernels=12,
+        collectives=_between(shape, layout, forward=1, backward=0),
+    )
+
+
+def head_work(shape: Shape, layout: Layout) -> Work:
+    """Of the last stage after its layers: norm, logits, cross entropy in fp32."""
+    tokens = _tokens(layout, shape)
+    logits = Matmul(m=tokens, n=-(-shape.vocab // layout.tp), k=shape.hidden)
+    # fp16 to fp32 6; maximum 4; subtract 8; exp 8; sum 4; its gradient 8; to fp16 6.
+    loss = tokens * (shape.vocab / layout.tp) * (6 + 4 + 8 + 8 + 4 + 8 + 6)
+    table = shape.embedding_parameters / layout.tp
+    return Work(
+        matmuls=tuple(_trained(logits, 1)),
+        num_bytes=loss + tokens * shape.hidden * 10 + table * _accumulate_bytes(layout),
+        kernels=24,
+        collectives=_between(shape, layout, forward=0, backward=1),
+    )
+
+
+# Bytes of one layer per token and hidden unit, 2-byte items, a mask 1 byte. Forward:
+# two norms (read, write: 4 each), two sums of residual, bias and dropout (7 each).
+_WHOLE_FORWARD = 2 * 4 + 2 * 7
+# Two norms (6 each), two dropouts (5) with a sum of two gradients (6), bias gradients
+# of the two products whose output is whole.
+_WHOLE_BACKWARD = 2 * 6 + 2 * 11 + 4
+# Divided by tp: context made contiguous (4), bias and GELU on four times the width.
+_SPLIT_FORWARD = 4 + 4 * 4
+# The same backward, and bias gradients of the products of widths 3 and 4.
+_SPLIT_BACKWARD = 4 + 4 * 6 + 14
+# Per token, position attended to and head: softmax (4), dropout (5); backward 6 and 5.
+_SCORES_FORWARD, _SCORES_BACKWARD = 9, 11
+
+
+def _layer_bytes(shape: Shape, layout: Layout, passes: int) -> float:
+    rows = _tokens(layout, shape) * shape.hidden
+    whole = passes * _WHOLE_FORWARD + _WHOLE_BACKWARD
+    split = passes * _SPLIT_FORWARD + _SPLIT_BACKWARD
+    if layout.flash_attention:
+        scores = 0.0
+    else:
+        computed = 1 if layout.recompute == "none" else 2
+        per_row = shape.heads * shape.seq_len / shape.hidden
+        scores = (computed * _SCORES_FORWARD + _SCORES_BACKWARD) * per_row
+    shared = layout.tp if layout.sequence_parallel else 1
+    weights = shape.layer_parameters / layout.tp * _accumulate_bytes(layout)
+    return rows * (whole / shared + (split + scores) / layout.tp) + weights
+
+
+def _accumulate_bytes(layout: Layout) -> int:
+    """Per parameter: a microbatch's gradient is read and added to the sum."""
+    return ITEM_BYTES + 2 * layout.sum_bytes
+
+
+def _linear(shape: Shape, layout: Layout) -> tuple[Matmul, ...]:
+    tokens, hidden, tp = _tokens(layout, shape), shape.hidden, layout.tp
+    return (
+        Matmul(m=tokens, n=3 * hidden // tp, k=hidden),
+        Matmul(m=tokens, n=hidden, k=hidden // tp),
+        Matmul(m=tokens, n=4 * hidden // tp, k=hidden),
+        Matmul(m=tokens, n=hidden, k=4 * hidden // tp),
+    )
+
+
+def _trained(product: Matmul, passes: int) -> Iterator[Matmul]:
+    """A product with weights: forward, then the gradients of input and of weights."""
+    m, n, k = product.m, product.n, product.k
+    yield Matmul(m=m, n=n, k=k, trips=passes)
+    yield Matmul(m=m, n=k, k=n)
+    yield Matmul(m=k, n=n, k=m)
+
+
+def _attention(shape: Shape, layout: Layout) -> tuple[Matmul, ...]:
+    """Scores and context. The causal half is counted: unfused kernels compute it, and
+    fused ones lose about as much to a lower rate as they save."""
+    length, width = shape.seq_len, shape.hidden // shape.heads
+    batch = layout.micro_batch * shape.heads // layout.tp
+    if layout.flash_attention:
+        # Two products at once; backward five (scores again), whatever is kept.
+        passes = (2 if layout.recompute == "full" else 1) + 2.5
+        return (Matmul(m=length, n=2 * width, k=length, batch=batch, trips=passes),)
+    passes = (1 if layout.recompute == "none" else 2) + 2
+    return (
+        Matmul(m=length, n=length, k=width, batch=batch, trips=passes),
+        Matmul(m=length, n=width, k=length, batch=batch, trips=passes),
+    )
+
+
+def _between(
+    shape: Shape, layout: Layout, *, forward: int, backward: int
+) -> tuple[TensorCollective, ...]:
+    """What joins the parts of `tp`, as many times as there would be all-reduces."""
+    if layout.tp == 1:
+        return ()
+    size = _tokens(layout, shape) * shape.hidden * ITEM_BYTES
+    times = forward + backward
+    if not layout.sequence_parallel:
+        return (TensorCollective(kind="all_reduce", num_bytes=size, trips=times),)
+    # Backward gathers a layer's input once more, for the gradient of the weights.
+    return (
+        TensorCollective(kind="all_gather", num_bytes=size, trips=times + backward),
+        TensorCollective(kind="reduce_scatter", num_bytes=size, trips=times),
+    )
+
+
+def _tokens(layout: Layout, shape: Shape) -> int:
+    return layout.micro_batch * shape.seq_len
+
+
+# Bytes that training a transformer needs on its fullest device, by term.
+#
+# Mixed precision with Adam: 2 bytes of parameter, `gradient_bytes` of gradient, 12 of
+# fp32 master copy and two moments, each divided as the ZeRO stage says. Reference
+# section 7; activations arXiv 2205.05198.
+
+
+OPTIMIZER_BYTES = 12
+"""Per parameter: fp32 master copy, two fp32 moments of Adam."""
+BUCKET_ITEMS = 500_000_000
+"""Largest buffer in which gradients are reduced or parameters gathered under ZeRO
+(DeepSpeed's default `reduce_bucket_size` and `allgather_bucket_size`)."""
+RESERVE_BYTES = 1_000_000_000
+"""CUDA context, workspaces; as much again for communicators of each of tp, pp, dp."""
+FRAGMENTATION = 0.05
+"""Of what the program allocates: lost between blocks (reference section 7: 3-8 %)."""
+
+
+def memory(shape: Shape, layout: Layout) -> Mapping[str, int]:
+    """Bytes of the fullest stage's devices, by term.
+
+    >>> shape = Shape(hidden=4096, layers=36, heads=32, seq_len=2048, vocab=51200)
+    >>> layout = Layout(tp=4, pp=1, dp=32, micro_batch=16, global_batch=512)
+    >>> terms = memory(shape, layout)
+    >>> terms["parameters"] / 1e9, terms["optimizer"] / 1e9
+    (3.73389312, 22.40335872)
+    """
+    stages = [stage_memory(shape, layout, stage) for stage in range(layout.pp)]
+    return max(stages, key=lambda terms: sum(terms.values()))
+
+
+def stage_memory(shape: Shape, layout: Layout, stage: int) -> Mapping[str, int]:
+    """Bytes of each device of one pipeline stage, by term."""
+    held = stage_parameters(shape, layout, stage)
+    parts = [layout.dp if layout.zero >= level else 1 for level in (3, 2, 1)]
+    activations = _activations(shape, layout, stage)
+    # The update takes fp32 gradients when activations are gone.
+    fp32 = 0 if layout.gradient_bytes >= 4 else 4 * held / parts[2]
+    terms = {
+        "parameters": ITEM_BYTES * held / parts[0],
+        "gradients": layout.gradient_bytes * held / parts[1],
+        "optimizer": OPTIMIZER_BYTES * held / parts[2] + max(0, fp32 - activations),
+        "activations": activations,
+        "buffers": _buffers(shape, layout, held),
+    }
+    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp))
+    fixed = RESERVE_BYTES * (1 + axes)
+    terms["reserve"] = fixed + FRAGMENTATION * sum(terms.values())
+    return {name: round(value) for name, value in terms.items()}
+
+
+def stage_parameters(shape: Shape, layout: Layout, stage: int) -> float:
+    """Parameters of each device of a stage before ZeRO divides them.
+
+    First and last stage hold the embedding; both do where they are not the same.
+    """
+    layers = layout.layers_of(shape)[stage] * shape.layer_parameters
+    held = layers + (2 * shape.hidden if stage == layout.pp - 1 else 0)
+    if stage in (0, layout.pp - 1):
+        held += shape.embedding_parameters
+    if stage == 0:
+        held += shape.seq_len * shape.hidden
+    return held / layout.tp
+
+
+def kept_layers(shape: Shape, layout: Layout, stage: int) -> float:
+    """Layers, times microbatches, whose activations a stage keeps at its peak.
+
+    1F1B keeps min(m, pp - stage) microbatches; interleaved the first stage keeps
+    1 + (pp - 1)/(pp v) times as many as pp (arXiv 2205.05198, section 4.2.3).
+    """
+    pp, chunks, layers = layout.pp, layout.virtual_stages, layout.layers_of(shape)
+    if chunks == 1:
+        return layers[stage] * min(layout.num_microbatches, pp - stage)
+    # Chunks under way: v for each of pp microbatches, and pp - 1 of the warm-up.
+    warm_up = (pp - stage - 1) * 2 + (chunks - 1) * pp + 1
+    return layers[stage] / chunks * min(layout.num_microbatches * chunks, warm_up)
+
+
+def _activations(shape: Shape, layout: Layout, stage: int) -> float:
+    """arXiv 2205.05198: s b h (10 + 24/t + 5 a s/(h t)) bytes per layer; 34/t with
+    sequence parallelism; full recomputation keeps inputs and one live layer."""
+    rows = layout.micro_batch * shape.seq_len * shape.hidden
+    tp, whole = layout.tp, layout.tp if layout.sequence_parallel else 1
+    scores = 5 * shape.heads * shape.seq_len / shape.hidden
+    if layout.flash_attention:
+        scores = 0.0
+    live = rows * (10 / whole + (24 + scores) / tp)
+    kept = kept_layers(shape, layout, stage)
+    if layout.recompute == "full":
+        total = kept * rows * ITEM_BYTES / whole + live
+    elif layout.recompute == "selective":
+        total = kept * rows * (10 / whole + 24 / tp) + rows * scores / tp
+    else:
+        total = kept * live
+    # The embedding's dropout mask of each microbatch; the logits in fp16 and fp32 and
+    # the gradient of the latter.
+    in_flight = min(layout.num_microbatches, layout.pp - stage)
+    total += rows / whole * in_flight if stage == 0 else 0
+    if stage == layout.pp - 1:
+        tokens = layout.micro_batch * shape.seq_len
+        total += tokens * (2 + 4 + 4) * shape.vocab / tp + rows * 4 / whole
+    return total
+
+
+def _buffers(shape: Shape, layout: Layout, held: float) -> float:
+    """What is received and sent: stages, buckets of ZeRO, gathered layers."""
+    rows = layout.micro_batch * shape.seq_len * shape.hidden
+    total = 4 * rows * ITEM_BYTES if layout.pp > 1 else 0
+    if layout.zero == 0 or layout.dp == 1:
+        return total
+    if layout.zero < 3:
+        return total + 2 * ITEM_BYTES * min(held, BUCKET_ITEMS)
+    # This layer and the next one gathered, the gradient of one before it is reduced.
+    return total + 3 * ITEM_BYTES * shape.layer_parameters / layout.tp

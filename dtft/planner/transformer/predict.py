@@ -1,0 +1,516 @@
+"""Predicts rows of a table of training runs: seconds of a step by term, TFLOP/s and
+memory.
+
+Every term is base seconds, from the catalog's figures, times a scalar (`Scales`), so
+fitting the scalars needs no second counting.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+
+from dtft.planner.cluster import (
+    MACHINES,
+    Cluster,
+    CollectiveKind,
+    DeviceType,
+    LinkKind,
+    Pool,
+    canonical_name,
+)
+from dtft.planner.cluster import machine as catalog_machine
+from dtft.planner.cost import (
+    Group,
+    collective_s,
+    group_of,
+    launch_s,
+    matmul_s,
+    memory_s,
+)
+from dtft.planner.search import PLATFORMS
+from dtft.planner.transformer.model import (
+    ITEM_BYTES,
+    OPTIMIZER_BYTES,
+    Layout,
+    Shape,
+    Work,
+    embedding_work,
+    head_work,
+    layer_work,
+    memory,
+    stage_parameters,
+)
+from dtft.planner.transformer.table import Habits, Row, Table
+
+# The scalars between catalog figures and what published training runs took.
+#
+# Level 2 of calibration for transformers run by Megatron-like programs. The values are
+# results of fits (`experiments/public_measurements.py`), which tests repeat.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """How many times the catalog's figure each kind of time takes."""
+
+    matmul: float = 1.0
+    """Matrix products, beside peak, efficiency and shape factor of the device type."""
+    memory: float = 1.0
+    """Bytes through device memory, beside its bandwidth."""
+    launch: float = 1.0
+    """Starts of kernels. Far above 1 in eager programs: the catalog's figure is what a
+    device needs, a host that runs Python between layers needs more."""
+    fast_link: float = 1.0
+    """Collectives inside a host."""
+    network: float = 1.0
+    """Collectives between hosts, which meet others on the way."""
+    next_stage: float = 1.0
+    """Sending to the next pipeline stage, in a host or not: only neighbours talk."""
+
+    def vector(self) -> np.ndarray:
+        """As numbers, in the order of the fields."""
+        return np.array(astuple(self))
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> "Scales":
+        """From numbers, in the order of the fields.
+
+        >>> Scales.of(Scales(launch=3.0).vector()).launch
+        3.0
+        """
+        return cls(**dict(zip(cls.names(), map(float, values), strict=True)))
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The fields."""
+        return tuple(field.name for field in fields(cls))
+
+
+SPREADS = Scales(
+    matmul=0.2, memory=0.1, launch=2.0, fast_link=0.5, network=1.0, next_stage=0.5
+)
+"""How well each figure of the catalog is known, as a standard deviation of its
+logarithm: memory streams are alike everywhere, matrix products nearly so; what a host
+does between kernels and what others do to a network is known by its order only."""
+
+BIGSCIENCE = Scales(
+    matmul=0.963,
+    memory=0.997,
+    launch=26.94,
+    fast_link=1.442,
+    network=4.349,
+    next_stage=0.890,
+)
+"""Fitted to the 21 rows of the BigScience ranking set (Jean Zay, A100 80 GB)."""
+
+
+LLM_FOUNDRY_H100 = Scales(
+    matmul=1.278,
+    memory=0.977,
+    launch=14.78,
+    fast_link=0.856,
+    network=1.152,
+    next_stage=0.890,
+)
+"""Fitted to the 70 bfloat16 rows of llm-foundry on H100, drawn to those of A100."""
+
+
+def elsewhere(fitted: Scales) -> Scales:
+    """Scalars for another cluster of like devices, and another program.
+
+    Only what belongs to the device is carried over. Links are as the catalog has them,
+    and so are starts of kernels: they were fitted to one fabric and one program
+    (reference section 7: key scalars by device type, fabric, software version).
+    """
+    return Scales(matmul=fitted.matmul, memory=fitted.memory)
+
+
+FITTED: Mapping[str, Scales] = {
+    "jean-zay": BIGSCIENCE,
+    "h100": elsewhere(LLM_FOUNDRY_H100),
+    "h200": elsewhere(LLM_FOUNDRY_H100),
+}
+"""Machine or device type to the scalars of published runs on it."""
+
+
+def scales_of(*names: str) -> Scales:
+    """The scalars of the first name that has some; else the device's of A100.
+
+    Args:
+        names: Machine, then device type, as the catalog spells them.
+
+    >>> scales_of("jean-zay", "a100").network > scales_of("selene", "a100").network
+    True
+    """
+    known = (FITTED[name] for name in names if name in FITTED)
+    return next(known, elsewhere(BIGSCIENCE))
+
+
+# Predicted seconds of a training step of a transformer on a pool of devices, by term.
+#
+# Prices what `model` counts with the costs of a device type and its links, and
+# puts pipeline, data parallelism and optimizer around it. Every term is base seconds,
+# from the catalog's figures, times a scalar (`Scales`): fitting the scalars
+# (`fitting`) needs no second counting.
+
+
+DTYPE = "bfloat16"
+NETWORKS: tuple[LinkKind, ...] = ("InfiniBand", "Ethernet")
+STAGE_TERMS = ("matmul", "elementwise", "launch", "tensor", "pipeline")
+"""Of a stage and microbatch: matrix products, bytes through memory, kernel starts,
+collectives over `tp`, sending to the next stage and back."""
+STEP_TERMS = ("data", "optimizer")
+"""Of a step: gradients over `dp` (and of the embedding both ends hold), the update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Base seconds of a step; `terms` makes seconds of them.
+
+    Of one row, or of several at once (`stack`): all arrays then have a dim of rows
+    before those named here.
+    """
+
+    stages: np.ndarray
+    """[kinds, STAGE_TERMS] of one microbatch; stages that do the same are one kind."""
+    counts: np.ndarray
+    """[kinds] stages of each."""
+    gathered: np.ndarray
+    """[kinds] of collectives of ZeRO 2 and 3 per microbatch, which computing hides."""
+    step: np.ndarray
+    """[STEP_TERMS]."""
+    stage_scales: np.ndarray
+    """[STAGE_TERMS] indices into `Scales.vector`."""
+    step_scales: np.ndarray
+    """[STEP_TERMS] likewise; the first one is of `gathered` too."""
+    num_microbatches: np.ndarray
+    virtual_stages: np.ndarray
+    overlap_slowdown: np.ndarray
+    """How much longer computing takes while a collective is hidden by it."""
+
+    def terms(self, scales: np.ndarray) -> dict[str, np.ndarray]:
+        """Seconds by term, given `Scales.vector`.
+
+        `bubble` is waiting, for the first and last microbatch and for slower stages.
+        1F1B: (m - 1) max t + sum t; interleaved fill and drain take 1/v (reference
+        section 7).
+        """
+        seconds = self.stages * scales[self.stage_scales][..., None, :]
+        exposed = self._exposed(seconds, scales)
+        stage_s = seconds.sum(-1) + exposed
+        longest, microbatches = stage_s.max(-1), self.num_microbatches
+        every = (stage_s * self.counts).sum(-1)
+        total = microbatches * longest + (every - longest) / self.virtual_stages
+        share = (self.counts / self.counts.sum(-1)[..., None])[..., None]
+        mean = microbatches[..., None] * (seconds * share).sum(-2)
+        step = self.step * scales[self.step_scales]
+        found = {name: mean[..., n] for n, name in enumerate(STAGE_TERMS)}
+        found |= {name: step[..., n] for n, name in enumerate(STEP_TERMS)}
+        hidden_late = microbatches * (exposed * share[..., 0]).sum(-1)
+        found["data"] = found["data"] + hidden_late
+        found["bubble"] = total - mean.sum(-1) - hidden_late
+        return found
+
+    def step_s(self, scales: np.ndarray) -> np.ndarray:
+        """Seconds of the step; of each row if it is of several."""
+        return np.add.reduce(list(self.terms(scales).values()))
+
+    def _exposed(self, seconds: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Seconds per kind that hidden collectives add to computing all the same."""
+        wanted = self.gathered * scales[self.step_scales][..., :1]
+        hidden = np.minimum(wanted, seconds[..., :3].sum(-1))
+        return wanted - hidden + (self.overlap_slowdown[..., None] - 1) * hidden
+
+
+def stack(costs: Sequence[StepCost]) -> StepCost:
+    """Several rows as one, with a dim of rows first: for fits and searches."""
+    kinds = max(len(cost.counts) for cost in costs)
+
+    def padded(cost: StepCost, name: str) -> np.ndarray:
+        value = getattr(cost, name)
+        if name not in ("stages", "counts", "gathered"):
+            return value
+        missing = [(0, kinds - len(value))] + [(0, 0)] * (value.ndim - 1)
+        return np.pad(value, missing)
+
+    return StepCost(
+        **{
+            field.name: np.stack([padded(cost, field.name) for cost in costs])
+            for field in fields(StepCost)
+        }
+    )
+
+
+def step_cost(shape: Shape, layout: Layout, pool: Pool) -> StepCost:
+    """The base seconds of a step.
+
+    Args:
+        shape: The model.
+        layout: How it is laid out.
+        pool: Like devices, at least as many as the layout has.
+    """
+    fabric = _Fabric.of(layout, pool)
+    kinds = Counter(
+        (layers, stage == 0, stage == layout.pp - 1)
+        for stage, layers in enumerate(layout.layers_of(shape))
+    )
+    # [kinds, parts]: how many layers, embeddings, heads; times [parts, terms].
+    parts = np.array(list(kinds), float)
+    works = (f(shape, layout) for f in (layer_work, embedding_work, head_work))
+    stages = parts @ np.array([_work_row(work, fabric) for work in works])
+    sent = np.full((len(parts), 1), _pipeline_s(shape, fabric))
+    scale = {name: number for number, name in enumerate(Scales.names())}
+    links = {axis: scale[fabric.scale_name(axis)] for axis in fabric.groups}
+    compute = [scale[name] for name in ("matmul", "memory", "launch")]
+    return StepCost(
+        stages=np.hstack([stages, sent]),
+        counts=np.array(list(kinds.values())),
+        gathered=parts[:, 0] * _gathered_s(shape, fabric),
+        step=np.array([_data_s(shape, fabric), _optimizer_s(shape, fabric)]),
+        stage_scales=np.array([*compute, links["tensor"], scale["next_stage"]]),
+        step_scales=np.array([links["replica"], scale["memory"]]),
+        num_microbatches=np.array(layout.num_microbatches),
+        virtual_stages=np.array(layout.virtual_stages),
+        overlap_slowdown=np.array(pool.device.efficiency.overlap_kappa),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fabric:
+    """A layout on a pool: who communicates with whom."""
+
+    pool: Pool
+    layout: Layout
+    groups: Mapping[str, Group]
+    """Of each axis."""
+
+    @classmethod
+    def of(cls, layout: Layout, pool: Pool) -> "_Fabric":
+        """`tp` innermost, then `dp`, then `pp`, as Megatron numbers ranks."""
+        mesh = {"stage": layout.pp, "replica": layout.dp, "tensor": layout.tp}
+        groups = {axis: group_of(pool, mesh, axis) for axis in mesh}
+        return cls(pool=pool, layout=layout, groups=groups)
+
+    def seconds(self, kind: CollectiveKind, num_bytes: float, axis: str) -> float:
+        """Of one collective along an axis."""
+        return collective_s(kind, num_bytes, self.groups[axis])
+
+    def ends_s(self, num_bytes: float) -> float:
+        """Of an all-reduce between the first and the last stage."""
+        rest = self.layout.dp * self.layout.tp
+        if self.layout.pp == 1:
+            return 0.0
+        mesh = {"ends": 2, "between": self.layout.pp // 2 * rest}
+        return collective_s("all_reduce", num_bytes, group_of(self.pool, mesh, "ends"))
+
+    def scale_name(self, axis: str) -> str:
+        """The scalar of an axis: does it leave the host?"""
+        far = any(link.kind in NETWORKS for link in self.groups[axis].links)
+        return "network" if far else "fast_link"
+
+
+def _work_row(work: Work, fabric: _Fabric) -> tuple[float, float, float, float]:
+    device = fabric.pool.device
+    products = np.array([(p.m, p.n, p.k, p.batch, p.trips) for p in work.matmuls])
+    matmul = 0.0
+    if len(products):
+        m, n, k, batch, trips = products.T
+        seconds = matmul_s(device, m, n, k, batch, dtype=DTYPE)
+        matmul = float((seconds * trips).sum())
+    tensor = sum(
+        c.trips * fabric.seconds(c.kind, c.num_bytes, "tensor")
+        for c in work.collectives
+    )
+    return (
+        matmul,
+        float(memory_s(device, work.num_bytes)),
+        float(launch_s(device, work.kernels)),
+        tensor,
+    )
+
+
+def _pipeline_s(shape: Shape, fabric: _Fabric) -> float:
+    """A microbatch's activations to the next stage, their gradients back.
+
+    Each device of `tp` sends its part (arXiv 2104.04473, section 4.1); a stage's two
+    transfers wait for one another, those of its neighbours run beside them.
+    """
+    layout = fabric.layout
+    if layout.pp == 1:
+        return 0.0
+    rows = layout.micro_batch * shape.seq_len * shape.hidden
+    part = rows * ITEM_BYTES / layout.tp
+    return 2 * layout.virtual_stages * fabric.seconds("permute", part, "stage")
+
+
+def _gathered_s(shape: Shape, fabric: _Fabric) -> float:
+    """Parameters gathered and gradients scattered, for a layer and a microbatch.
+
+    ZeRO 3 gathers for the forward and for the backward pass; ZeRO 2 keeps them between.
+    """
+    layout = fabric.layout
+    if layout.zero < 2:
+        return 0.0
+    size = ITEM_BYTES * shape.layer_parameters / layout.tp
+    gathers = layout.zero - 1
+    gather = fabric.seconds("all_gather", size, "replica")
+    return gathers * gather + fabric.seconds("reduce_scatter", size, "replica")
+
+
+def _data_s(shape: Shape, fabric: _Fabric) -> float:
+    """Gradients over `dp` once a step, and the embedding's between both ends."""
+    layout = fabric.layout
+    held = max(stage_parameters(shape, layout, s) for s in {0, layout.pp - 1})
+    gradients = layout.sum_bytes * held
+    table = layout.sum_bytes * shape.embedding_parameters / layout.tp
+    ends = fabric.ends_s(table)
+    if layout.zero == 0:
+        return ends + fabric.seconds("all_reduce", gradients, "replica")
+    if layout.zero == 1:
+        gather = fabric.seconds("all_gather", ITEM_BYTES * held, "replica")
+        return ends + fabric.seconds("reduce_scatter", gradients, "replica") + gather
+    return ends
+
+
+def _optimizer_s(shape: Shape, fabric: _Fabric) -> float:
+    """Adam reads and writes its state; scaling, norm and update read gradients."""
+    layout = fabric.layout
+    held = max(stage_parameters(shape, layout, s) for s in {0, layout.pp - 1})
+    moved = 2 * OPTIMIZER_BYTES + ITEM_BYTES + 14
+    part = held / (layout.dp if layout.zero else 1)
+    return float(memory_s(fabric.pool.device, moved * part))
+
+
+# Predicts every row of a table of training runs: time, TFLOP/s and memory.
+#
+# The generic entry point behind `dtft plan predict`: any (model shape, cluster,
+# parallel layout). Text in, text out.
+
+
+STEP, RATE, MEMORY, FITS = (
+    "predicted_step_s",
+    "predicted_tflops_per_gpu",
+    "predicted_memory_bytes",
+    "predicted_fits",
+)
+"""Columns that are added; the last is `yes` or `no`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPrediction:
+    """What a row is predicted to take."""
+
+    terms: dict[str, float]
+    """Seconds by term; see `STAGE_TERMS`, `STEP_TERMS`, and `bubble`."""
+    tflops_per_gpu: float
+    """As `tflops_per_gpu` of the published tables: what is computed again counts."""
+    memory: dict[str, int]
+    """Bytes of the fullest device by term."""
+    capacity_bytes: int
+    """Of a device."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.terms.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the fullest device."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has room for it."""
+        return self.memory_bytes <= self.capacity_bytes
+
+
+def predict_row(row: Row, pool: Pool, scales: Scales) -> RowPrediction:
+    """The prediction of one row.
+
+    Args:
+        row: The model and its layout.
+        pool: At least as many devices as the layout has.
+        scales: Scalars of the device type, such as `scales_of(name)`.
+    """
+    found = step_cost(row.shape, row.layout, pool).terms(scales.vector())
+    terms = {name: float(seconds) for name, seconds in found.items()}
+    flops = row.shape.flops(row.layout.global_batch, row.layout.recompute)
+    rate = flops / sum(terms.values()) / row.layout.gpus
+    return RowPrediction(
+        terms=terms,
+        tflops_per_gpu=rate / 1e12,
+        memory=dict(memory(row.shape, row.layout)),
+        capacity_bytes=pool.device.memory_bytes,
+    )
+
+
+def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, ...]]:
+    """The table with the predicted columns, and the predictions.
+
+    Args:
+        text: Comma-separated, with the columns of `table.REQUIRED`.
+        cluster: A name of the catalog, sized by each row's `gpus`; or any cluster that
+            `Cluster.parse` reads, which must be large enough for every row.
+
+    Raises:
+        ValueError: the table or a row cannot be read or run, or the cluster is unknown,
+            too small, or of devices that JAX runs nothing on; the text names row and
+            column.
+    """
+    table = Table.parse(text)
+    found = []
+    device = pool_of(cluster, 1).device
+    if device.platform not in PLATFORMS:
+        raise ValueError(
+            f"cluster {cluster}: no training step runs on {device.name} "
+            f"({device.platform}). Allowed: devices of {', '.join(PLATFORMS)}."
+        )
+    scales = scales_of(canonical_name(cluster), device.name)
+    for row in table.rows(habits_of(device)):
+        try:
+            pool = pool_of(cluster, row.layout.gpus)
+        except ValueError as error:
+            raise ValueError(f"{row.where}, column gpus: {error}") from None
+        found.append(predict_row(row, pool, scales))
+    columns = {
+        STEP: [f"{row.step_s:.6g}" for row in found],
+        RATE: [f"{row.tflops_per_gpu:.5g}" for row in found],
+        MEMORY: [row.memory_bytes for row in found],
+        FITS: ["yes" if row.fits else "no" for row in found],
+    }
+    return table.with_columns(columns), tuple(found)
+
+
+def habits_of(device: DeviceType) -> Habits:
+    """What programs for a device do unless the table says otherwise."""
+    return Habits(fused=any(name.startswith("float8") for name in device.peak_flops))
+
+
+def pool_of(cluster: str, gpus: int) -> Pool:
+    """At least `gpus` devices: exactly as many where only a name is given.
+
+    Raises:
+        ValueError: the cluster is unknown, has several pools, or fewer devices.
+
+    >>> pool_of("a100", 24).words, pool_of("4x8xH100", 16).words
+    ('3x8xa100', '4x8xh100')
+    """
+    if (name := canonical_name(cluster)) in MACHINES:
+        machine = catalog_machine(name)
+        if machine.torus_dims or not machine.per_host:
+            return Cluster.parse(f"{gpus}x{name}").uniform
+        # Full hosts, or one in part; a count that fills none has hosts of what divides.
+        inside = gpus
+        if gpus > machine.per_host:
+            inside = math.gcd(gpus, machine.per_host)
+        return Cluster.parse(f"{gpus // inside}x{inside}x{name}").uniform
+    pool = Cluster.parse(cluster).uniform
+    if pool.num_devices < gpus:
+        raise ValueError(
+            f"{gpus} devices, but cluster {cluster!r} has {pool.num_devices}. Give a "
+            f"larger one, or only the name ({pool.device.name}) to size it by each row."
+        )
+    return pool

@@ -1,0 +1,246 @@
+"""Tables of training runs: a row of text to a model shape and its layout, and back.
+
+Columns are those of the published Megatron table (`experiments/data/README.md`). A row
+that no cluster could run is refused by its number and the column to change. Text in,
+values out.
+"""
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dtft.planner.transformer.model import RECOMPUTE, Layout, Recompute, Shape
+
+COUNTS = (
+    "heads", "hidden", "layers", "seq_len", "vocab", "gpus", "tp", "pp", "dp",
+    "micro_batch", "virtual_stages", "global_batch",
+)  # fmt: skip
+"""Columns that every row must fill with a number above 0."""
+REQUIRED = (*COUNTS, "recompute")
+OPTIONAL = ("zero", "sequence_parallel", "flash_attention", "gradient_bytes")
+"""Columns that a table may have; empty cells take the default of `Habits`."""
+
+_YES_NO: Mapping[str, bool] = {
+    "true": True, "yes": True, "1": True, "false": False, "no": False, "0": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What programs did when a table does not say: those of the device's time."""
+
+    fused: bool = False
+    """Flash attention, and gradients summed in fp32: programs for Hopper and later.
+    Before, unfused attention (except where nothing is computed again, which it does
+    not allow at these sizes) and fp16 gradients."""
+
+    def flash_attention(self, recompute: Recompute) -> bool:
+        """Whether attention scores stay on the chip."""
+        return self.fused or recompute == "none"
+
+    def sequence_parallel(self, recompute: Recompute) -> bool:
+        """Published together with selective recomputation (arXiv 2205.05198)."""
+        return self.fused or recompute != "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One training run."""
+
+    where: str
+    """For messages: number and name."""
+    shape: Shape
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A header and its rows, as text."""
+
+    header: tuple[str, ...]
+    cells: tuple[Mapping[str, str], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Table":
+        """A table from comma-separated text with a header row.
+
+        Raises:
+            ValueError: no header, no row, a column twice, or a row of another length
+                than the header.
+        """
+        lines = [line for line in csv.reader(io.StringIO(text)) if line]
+        if len(lines) < 2:
+            raise ValueError(
+                f"the table has {len(lines)} lines. Give a header with the columns "
+                f"{', '.join(REQUIRED)}, and at least one row."
+            )
+        header = tuple(name.strip() for name in lines[0])
+        if twice := [name for name in header if name and header.count(name) > 1]:
+            raise ValueError(
+                f"the header has the column {twice[0]} {header.count(twice[0])} times. "
+                "Leave one of them, or rename the others."
+            )
+        for number, line in enumerate(lines[1:], 1):
+            if len(line) != len(header):
+                raise ValueError(
+                    f"row {number} has {len(line)} cells, the header has "
+                    f"{len(header)}. Give one cell per column; empty ones too."
+                )
+        cells = [dict(zip(header, line, strict=True)) for line in lines[1:]]
+        return cls(header=header, cells=tuple(cells))
+
+    def with_columns(self, columns: Mapping[str, Sequence[object]]) -> "Table":
+        """The table with these columns, in place of those of the same name."""
+        header = tuple(dict.fromkeys((*self.header, *columns)))
+        cells = tuple(
+            {**row, **{name: str(values[number]) for name, values in columns.items()}}
+            for number, row in enumerate(self.cells)
+        )
+        return Table(header=header, cells=cells)
+
+    def text(self) -> str:
+        """Comma-separated text."""
+        out = io.StringIO()
+        writer = csv.DictWriter(out, self.header, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.cells)
+        return out.getvalue()
+
+    def rows(self, habits: Habits) -> tuple[Row, ...]:
+        """The training runs.
+
+        Raises:
+            ValueError: a column that is missing; a cell that cannot be read; a run
+                that cannot be: the text names row and column.
+        """
+        if missing := [name for name in REQUIRED if name not in self.header]:
+            raise ValueError(
+                f"the table has no column {', '.join(missing)}. Required: "
+                f"{', '.join(REQUIRED)}. May be added: {', '.join(OPTIONAL)}."
+            )
+        return tuple(
+            _row(f"row {number}{_name(cells)}", cells, habits)
+            for number, cells in enumerate(self.cells, 1)
+        )
+
+
+def _name(cells: Mapping[str, str]) -> str:
+    return f" ({cells['model']})" if cells.get("model") else ""
+
+
+def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
+    count = {name: _count(where, name, cells[name]) for name in COUNTS}
+    recompute = _recompute(where, cells["recompute"])
+    shape = Shape(
+        **{name: count[name] for name in ("hidden", "layers", "heads", "seq_len")},
+        vocab=count["vocab"],
+    )
+    fused = habits.flash_attention(recompute)
+    apart = habits.sequence_parallel(recompute)
+    layout = Layout(
+        tp=count["tp"],
+        pp=count["pp"],
+        dp=count["dp"],
+        micro_batch=count["micro_batch"],
+        global_batch=count["global_batch"],
+        virtual_stages=count["virtual_stages"],
+        recompute=recompute,
+        zero=_choice(where, "zero", cells, (0, 1, 2, 3), 0),
+        gradient_bytes=_choice(
+            where, "gradient_bytes", cells, (2, 4, 6), 4 if habits.fused else 2
+        ),
+        flash_attention=_flag(where, "flash_attention", cells, fused),
+        sequence_parallel=_flag(where, "sequence_parallel", cells, apart),
+    )
+    _check(where, shape, layout, count["gpus"])
+    return Row(where=where, shape=shape, layout=layout)
+
+
+def _check(where: str, shape: Shape, layout: Layout, gpus: int) -> None:
+    """Refuses what cannot be divided."""
+    tp, pp, dp, parts = layout.tp, layout.pp, layout.dp, layout.virtual_stages
+    if layout.gpus != gpus:
+        raise ValueError(
+            f"{where}, column gpus: {gpus} is not tp x pp x dp = {tp} x {pp} x {dp} = "
+            f"{layout.gpus}. Change gpus, or one of tp, pp, dp."
+        )
+    if parts > 1 and pp == 1:
+        raise ValueError(
+            f"{where}, column virtual_stages: {parts} with pp=1. Interleaving needs a "
+            "pipeline: set virtual_stages 1, or pp above 1."
+        )
+    if pp * parts > shape.layers:
+        raise ValueError(
+            f"{where}, column pp: {pp} stages of {parts} virtual_stages for "
+            f"layers={shape.layers}. Allowed: pp x virtual_stages at most "
+            f"{shape.layers}."
+        )
+    sizes = (
+        ("layers", shape.layers, pp * parts, "pp x virtual_stages"),
+        ("heads", shape.heads, tp, "tp"),
+        ("hidden", shape.hidden, shape.heads, "heads"),
+        ("hidden", shape.hidden, tp, "tp"),
+        (
+            "global_batch",
+            layout.global_batch,
+            layout.micro_batch * dp,
+            "micro_batch x dp",
+        ),
+    )
+    for column, size, divisor, words in sizes:
+        if size % divisor:
+            raise ValueError(
+                f"{where}, column {column}: {size} is not divisible by {words} = "
+                f"{divisor}. Change {column}, or {words.replace(' x ', ' or ')}."
+            )
+
+
+def _count(where: str, column: str, text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (1 <= value < math.inf) or value != int(value):
+        raise ValueError(
+            f"{where}, column {column}: {text!r} is no whole number above 0."
+        )
+    return int(value)
+
+
+def _recompute(where: str, text: str) -> Recompute:
+    for known in RECOMPUTE:
+        if text.strip().lower() == known:
+            return known
+    raise ValueError(
+        f"{where}, column recompute: {text!r}. Allowed: {', '.join(RECOMPUTE)}."
+    )
+
+
+def _choice(
+    where: str,
+    column: str,
+    cells: Mapping[str, str],
+    allowed: Sequence[int],
+    default: int,
+) -> int:
+    text = cells.get(column, "").strip()
+    if not text:
+        return default
+    for value in allowed:
+        if text == str(value):
+            return value
+    values = ", ".join(str(value) for value in allowed)
+    raise ValueError(f"{where}, column {column}: {text!r}. Allowed: {values}.")
+
+
+def _flag(where: str, column: str, cells: Mapping[str, str], default: bool) -> bool:
+    text = cells.get(column, "").strip().lower()
+    if not text:
+        return default
+    if text not in _YES_NO:
+        raise ValueError(
+            f"{where}, column {column}: {text!r}. Allowed: {', '.join(_YES_NO)}."
+        )
+    return _YES_NO[text]

@@ -1,0 +1,458 @@
+"""What is planned: a traced step, and what each of its arrays is.
+
+`of_step` and `of_loss` trace the user's functions and make a `Question`: which leaves
+are parameters, optimizer state and batch, which dims index examples, positions and
+experts, and how often the model reads each argument. Nothing is computed.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import optax
+from jax.extend.core import jaxpr_as_fun
+
+from dtft.planner.gc_pause import gc_paused
+from dtft.planner.ir import (
+    POLICIES,
+    Graph,
+    Group,
+    Value,
+    find_repeats,
+    group_operators,
+    region,
+    rematerialized,
+    same_dims,
+    trace,
+)
+from dtft.planner.spmd import Division
+from dtft.planner.types import Remat
+
+# Which dims index experts, and in which arrays they are divided before examples are.
+#
+# Found from products alone: a dim of experts is in both operands and the result of a
+# product, and one of the three is (or is shaped as) a parameter, so that each of its
+# entries has weights of its own. Layers of experts, ensembles and other stacks of small
+# models all have such a dim.
+
+
+Arrays = Mapping[frozenset[int], int]
+"""Dims of an array, as a set, to the one among them that is of experts."""
+
+
+def arrays_of_experts(
+    graph: Graph,
+    parameters: Sequence[int],
+    root: Callable[[int], int],
+    examples: Container[int] = (),
+) -> Arrays:
+    """Arrays that experts work on and make, each with its dim of experts.
+
+    What goes to experts and comes from them. Where one axis of a mesh divides examples
+    and experts, it divides these by expert and all others by example; so that examples
+    are exchanged (all-to-all) on their way to the experts and back, and each device
+    has the weights of its own experts only.
+
+    Args:
+        graph: a traced step or loss.
+        parameters: values that are parameters.
+        root: dim to the dim that stands for it in equal layers.
+        examples: dims that are known to be of something else.
+
+    Source: GShard, arXiv 2006.16668, section 3.2; what XLA makes of it was read from
+    compiled programs (`tests/train/test_expert_axis.py`).
+    """
+    found: dict[frozenset[int], int] = {}
+    for arrays, weights in _products(graph, parameters, root):
+        shared = frozenset.intersection(*arrays)
+        for dim in sorted(shared):
+            if not graph.dims[dim].loop and dim not in examples:
+                found |= {dims: dim for dims in arrays if dims != weights}
+    return found
+
+
+def _products(
+    graph: Graph, parameters: Sequence[int], root: Callable[[int], int]
+) -> Iterator[tuple[tuple[frozenset[int], ...], frozenset[int]]]:
+    """Operands and result of each product with weights, as sets, and which are those.
+
+    Of the gradient of weights the result is shaped as the weights are.
+    """
+
+    def dims_of(value: Value) -> frozenset[int]:
+        kept = (dim for dim in value.dims if not graph.dims[dim].loop)
+        return frozenset(map(root, kept))
+
+    known = {dims_of(graph.values[index]) for index in parameters}
+    for operator in graph.operators:
+        if operator.kind != "matmul" or len(operator.inputs) != 2:
+            continue
+        indices = (*operator.inputs, operator.outputs[0])
+        arrays = tuple(dims_of(graph.values[index]) for index in indices)
+        weights = [dims for dims in arrays if dims in known]
+        if len(weights) == 1:
+            yield arrays, weights[0]
+
+
+# Which arguments the model reads, and in how many of its passes.
+#
+# Follows an argument through loops and through what only lays it out anew.
+
+
+def passes(graph: Graph) -> dict[int, int]:
+    """For each argument, by how many passes (forward, backward) it is read.
+
+    Reading it converted, transposed or slice by slice counts as reading it. What a loop
+    reads as it is, in every turn, is kept for the loop of the backward pass.
+
+    Args:
+        graph: of a step.
+
+    Returns:
+        Number of each argument's value to that of the passes.
+    """
+    source = {index: index for index in graph.inputs.values()}
+    sliced = {inner: outer for loop in graph.loops for outer, inner in loop.sliced}
+    carried = {inside: a for loop in graph.loops for a, inside, _, _ in loop.carried}
+    stacked = {inner: outer for loop in graph.loops for inner, outer in loop.stacked}
+    read: dict[int, set[str]] = {index: set() for index in source}
+    by_turns: set[int] = set()
+    for operator in graph.operators:
+        for index in operator.inputs:
+            outer = index
+            while outer in sliced or outer in carried:
+                outer = sliced.get(outer, carried.get(outer, outer))
+            if outer not in source:
+                continue
+            source[index] = source[outer]
+            if outer != index:
+                by_turns.add(index)
+            if operator.kind == "layout":
+                made = {v for o in operator.outputs for v in (o, stacked.get(o, o))}
+                source |= dict.fromkeys(made, source[outer])
+                by_turns |= made if index in by_turns else set()
+            elif region(operator) != "update":
+                kept = operator.within and index not in by_turns
+                read[source[outer]].add("forward" if kept else region(operator))
+    return {index: len(regions) for index, regions in read.items()}
+
+
+def read_by_model(graph: Graph) -> set[int]:
+    """Arguments that the forward or backward pass reads as they are, or in slices."""
+    inner = {inside: outer for loop in graph.loops for outer, inside in loop.sliced}
+    found: set[int] = set()
+    for operator in graph.operators:
+        if region(operator) != "update":
+            for index in operator.inputs:
+                while index in inner:
+                    index = inner[index]
+                found.add(index)
+    return found & set(graph.inputs.values())
+
+
+# Which dim of a layer's weights an axis divides where several could be.
+#
+# A decision on names of dims alone, so that all arrays of one set of dims agree.
+
+
+def arrays_of_weights(
+    parameters: Sequence[Sequence[int]], loops: Container[int]
+) -> Arrays:
+    """Arrays with the dims of a parameter, each with the dim that is divided first.
+
+    That is the dim that the fewest parameters have: a layer's own width, not the one
+    that all layers hand on. So where an axis divides both, a layer's two products work
+    on the same part of its width, and a gradient, whose dims JAX may give in another
+    order than its parameter's, is divided as the parameter is. XLA answers two weights
+    that disagree by gathering what is between them, in compiled steps up to 16 GiB.
+
+    Args:
+        parameters: dims of each; equal layers' as one.
+        loops: dims that a loop goes along: an array inside of it is without them.
+
+    >>> width, hidden, words, layers = 0, 1, 2, 3
+    >>> up, down = [layers, width, hidden], [layers, hidden, width]
+    >>> found = arrays_of_weights([up, down, [words, width], [layers, width]], {layers})
+    >>> found[frozenset({width, hidden})] == hidden
+    True
+    >>> found[frozenset({width, words})] == words
+    True
+    """
+    often = Counter(dim for dims in parameters for dim in set(dims))
+
+    def first(dims: Iterable[int]) -> int:
+        return min(dims, key=often.__getitem__)
+
+    found: dict[frozenset[int], int] = {}
+    for dims in parameters:
+        inside = [dim for dim in dims if dim not in loops]
+        if len(inside) > 1:
+            found |= dict.fromkeys(map(frozenset, (dims, inside)), first(inside))
+    return found
+
+
+Role = Literal["parameter", "optimizer", "batch"]
+_ROLES: Mapping[str, Role] = {
+    "params": "parameter", "optimizer": "optimizer", "batch": "batch",
+}  # fmt: skip
+"""First part of an argument's path to what it is; entry loss."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Question:
+    """A step to be planned."""
+
+    entry: Literal["step", "loss"]
+    graph: Graph
+    alias: Mapping[int, int]
+    """Dim to the dim that stands for it in equal layers."""
+    roles: Mapping[str, Role]
+    """Path of each argument's leaf to what it is."""
+    program: Graph
+    """What constraints are numbered by: the loss alone, or the step itself."""
+    again: Callable[[Remat], Graph] | None = None
+    """Traces the step with parts of the loss computed again; entry loss only."""
+
+    def root(self, dim: int) -> int:
+        """The dim that stands for a dim."""
+        return self.alias.get(dim, dim)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Operators that cost alike."""
+        return group_operators(self.graph, self.alias)
+
+    @cached_property
+    def batch_dims(self) -> tuple[int, ...]:
+        """Dims along which there are examples: the first of every batch leaf."""
+        return self._of_batch(0)
+
+    @cached_property
+    def sequence_dims(self) -> tuple[int, ...]:
+        """Dims along which an example goes: the second of the batch leaves' dims.
+
+        Positions of tokens, rows of images; of examples that are vectors, features.
+        """
+        known = set(self.batch_dims)
+        return tuple(dim for dim in self._of_batch(1) if dim not in known)
+
+    @cached_property
+    def expert_arrays(self) -> Arrays:
+        """Arrays that experts work on and make, each with its dim of experts."""
+        known = {*self.batch_dims, *self.sequence_dims}
+        parameters = [self.graph.inputs[path] for path in self.paths("parameter")]
+        return arrays_of_experts(self.graph, parameters, self.root, known)
+
+    @cached_property
+    def weights(self) -> Arrays:
+        """Arrays with the dims of a parameter, and which of these is divided first."""
+        return arrays_of_weights(self._dims_of_parameters, self.loop_dims)
+
+    @cached_property
+    def weight_dims(self) -> frozenset[int]:
+        """Dims that parameters have, not only what is computed with them."""
+        return frozenset(dim for dims in self._dims_of_parameters for dim in dims)
+
+    @cached_property
+    def _dims_of_parameters(self) -> list[list[int]]:
+        values = (
+            self.graph.values[self.graph.inputs[p]] for p in self.paths("parameter")
+        )
+        return [[self.root(dim) for dim in value.dims] for value in values]
+
+    @property
+    def batch_size(self) -> int:
+        """Examples of a step; 0 without a batch dim."""
+        dims = self.batch_dims
+        return self.graph.dims[dims[0]].sizes[0] if dims else 0
+
+    @property
+    def is_batch_alike(self) -> bool:
+        """Whether all arrays of the batch have as many rows, so that parts of it can go
+        through one after another."""
+        dims = [self.graph.dims[dim] for dim in self.batch_dims]
+        return len({dim.sizes[0] for dim in dims}) < 2
+
+    @cached_property
+    def passes(self) -> Mapping[str, int]:
+        """For each argument's leaf, by how many passes of the model it is read."""
+        found = passes(self.graph)
+        return {path: found[index] for path, index in self.graph.inputs.items()}
+
+    @cached_property
+    def loop_dims(self) -> frozenset[int]:
+        """Dims that loops go along."""
+        return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)
+
+    def changes(self, path: str) -> bool:
+        """Whether a step changes an argument's leaf."""
+        return self.graph.outputs.get(path) != self.graph.inputs[path]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits; the same for the same program."""
+        values = [(value.shape, value.dtype, value.dims) for value in self.graph.values]
+        operators = [
+            (op.primitive, op.inputs, op.outputs, op.flops, op.trips, op.summed,
+             op.contracted, op.whole, op.again, op.within)
+            for op in self.graph.operators
+        ]  # fmt: skip
+        text = repr((values, operators, list(self.roles.items())))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def rematerialized(self, remat: Remat) -> "Question":
+        """The same question with parts of the loss computed again.
+
+        Raises:
+            ValueError: the step is the user's own.
+        """
+        if self.again is None:
+            raise ValueError(
+                f"remat={remat!r}: the step is the user's own, so nothing in it is "
+                "computed again. Allowed: none; or plan by loss= and optimizer=."
+            )
+        if remat not in self._rematerialized:
+            graph = self.again(remat)
+            alias = dict(enumerate(find_repeats(graph).dims))
+            self._rematerialized[remat] = replace(self, graph=graph, alias=alias)
+        return self._rematerialized[remat]
+
+    @cached_property
+    def _rematerialized(self) -> dict[Remat, "Question"]:
+        """What was traced already."""
+        return {}
+
+    def aligned(self, division: Division) -> Division:
+        """A division of `graph` as one of `program`: what is the same is divided so."""
+        if self.program is self.graph:
+            return division
+        axes = {dim: division.of(other) for dim, other in self._same_dims.items()}
+        axes = {dim: found for dim, found in axes.items() if found}
+        return Division(axes=axes, first=self._first(division))
+
+    def _first(self, division: Division) -> Arrays:
+        """`Division.first` of the program, which makes no gradients of weights."""
+        if division.first.keys().isdisjoint(self.expert_arrays):
+            return {}
+        program = self.program
+        values = {path: program.values[at] for path, at in program.inputs.items()}
+        batch = (values[path] for path in self.paths("batch") if path in values)
+        examples = {value.dims[0] for value in batch if value.dims}
+        known = [path for path in self.paths("parameter") if path in values]
+        parameters = [program.inputs[path] for path in known]
+        return arrays_of_experts(program, parameters, lambda dim: dim, examples)
+
+    @cached_property
+    def _same_dims(self) -> Mapping[int, int]:
+        return same_dims(self.program, self.graph)
+
+    def paths(self, role: Role) -> tuple[str, ...]:
+        """Leaves of a role, in the order of the arguments."""
+        return tuple(path for path, found in self.roles.items() if found == role)
+
+    def _of_batch(self, place: int) -> tuple[int, ...]:
+        found: dict[int, None] = {}
+        for path in self.paths("batch"):
+            value = self.graph.values[self.graph.inputs[path]]
+            if len(value.shape) > place and value.shape[place] > 1:
+                found[self.root(value.dims[place])] = None
+        return tuple(found)
+
+
+@gc_paused()
+def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Question:
+    """A whole training step of the user: `step(state, batch) -> (state, ...)`."""
+
+    def named(state: Any, batch: Any) -> Any:
+        made = step(state, batch)
+        after, *rest = made if isinstance(made, tuple) else (made,)
+        return {"state": after, "rest": rest}
+
+    graph = trace(named, state=state, batch=batch)
+    read = read_by_model(graph)
+    roles: dict[str, Role] = {}
+    for path, index in graph.inputs.items():
+        if path.split("/")[0] == "batch":
+            roles[path] = "batch"
+        else:
+            roles[path] = "parameter" if index in read else "optimizer"
+    return _question("step", graph, roles, graph)
+
+
+@gc_paused()
+def of_loss(
+    loss: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    batch: Any,
+) -> Question:
+    """A loss, from which `dtft.train.make_step` makes the step.
+
+    Args:
+        loss: `loss(params, batch)`: a scalar, or a scalar and auxiliary values.
+        optimizer: an optax transform.
+        params: tree of arrays or shapes.
+        batch: tree of arrays or shapes; the first dim of each leaf is that of examples.
+    """
+
+    def scalar(params: Any, batch: Any) -> jax.Array:
+        value = loss(params, batch)
+        return value[0] if isinstance(value, tuple) else value
+
+    def traced(remat: Remat) -> Graph:
+        def step(params: Any, optimizer_state: Any, batch: Any) -> Any:
+            prepared = _prepared(scalar, remat, params, batch)
+            gradients = jax.grad(prepared)(params, batch)
+            with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
+                updates, after = optimizer.update(gradients, optimizer_state, params)
+                params = optax.apply_updates(params, updates)
+            return {"params": params, "optimizer": after}
+
+        return trace(
+            lambda params, optimizer, batch: step(params, optimizer, batch),
+            params=params,
+            optimizer=state,
+            batch=batch,
+        )
+
+    with jax.numpy_dtype_promotion("standard"):
+        state = jax.eval_shape(optimizer.init, params)
+    graph = traced("none")
+    roles: dict[str, Role] = {path: _ROLES[path.split("/")[0]] for path in graph.inputs}
+    program = trace(
+        lambda params, batch: loss(params, batch), params=params, batch=batch
+    )
+    return _question("loss", graph, roles, program, traced)
+
+
+def _prepared(
+    loss: Callable[..., jax.Array], remat: Remat, params: Any, batch: Any
+) -> Callable[..., jax.Array]:
+    """The loss as `make_step` differentiates it."""
+    if remat == "none":
+        return loss
+    program = jax.make_jaxpr(loss)(params, batch)
+    run = jaxpr_as_fun(rematerialized(program, POLICIES[remat]))
+    return lambda params, batch: run(*jax.tree.leaves((params, batch)))[0]
+
+
+def _question(
+    entry: Literal["step", "loss"],
+    graph: Graph,
+    roles: Mapping[str, Role],
+    program: Graph,
+    again: Callable[[Remat], Graph] | None = None,
+) -> Question:
+    alias = dict(enumerate(find_repeats(graph).dims))
+    return Question(
+        entry=entry,
+        graph=graph,
+        alias=alias,
+        roles=roles,
+        program=program,
+        again=again,
+    )
