@@ -15,17 +15,20 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the models are the tests' own
 
-from dtft.planner.search import as_plan  # noqa: E402
 from dtft.planner import workload  # noqa: E402
-from dtft.planner.cluster import Cluster, Pool  # noqa: E402
 from dtft.planner.aot import Candidate  # noqa: E402
-from dtft.planner.search import enumerate_space  # noqa: E402
-from dtft.planner.spmd import Division  # noqa: E402
+from dtft.planner.cluster import Cluster, Pool  # noqa: E402
 from dtft.planner.plan import Plan  # noqa: E402
-from dtft.planner.search import Prices  # noqa: E402
+from dtft.planner.search import (  # noqa: E402
+    Choices,
+    Prices,  # noqa: E402
+    Search,  # noqa: E402
+    Space,
+    as_plan,  # noqa: E402
+    enumerate_space,  # noqa: E402
+)
+from dtft.planner.spmd import Division  # noqa: E402
 from dtft.planner.workload import Question  # noqa: E402
-from dtft.planner.search import Search  # noqa: E402
-from dtft.planner.search import Choices, Space  # noqa: E402
 from dtft.train import plan_verify  # noqa: E402
 from tests.planner.zoo import MODELS  # noqa: E402
 from tests.planner.zoo_parts import Model  # noqa: E402

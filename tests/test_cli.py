@@ -168,16 +168,6 @@ def test_every_flag_is_read_and_the_rest_is_left(
     assert words == rest.split()
 
 
-def test_every_line_of_the_readme_is_read() -> None:
-    """What stands behind four spaces or more says what the command is for."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text().replace("\\\n", " ")
-    lines = re.findall(r"^ {4}(?:\S+=\S+ +)?dtft (.*)$", readme, re.MULTILINE)
-    assert len(lines) > 12
-    for line in lines:
-        command, _ = read(re.split(r" {4,}", line)[0].split())
-        assert type(command) in COMMANDS.values(), line
-
-
 def test_help_is_printed_without_jax_or_configs() -> None:
     code = (
         "import sys; from dtft.cli import main\n"

@@ -14,25 +14,25 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
-from dtft.planner.aot import GPU_TARGETS
-from dtft.planner.aot import is_gpu_compiler_installed
 from dtft.planner import wording
+from dtft.planner.aot import (
+    GPU_TARGETS,
+    Candidate,
+    Compiled,
+    Failure,
+    Verdict,
+    candidate,
+    compare,
+    compile_all,
+    gate,
+    is_gpu_compiler_installed,
+    platform_of,
+)
 from dtft.planner.cluster import Cluster
-from dtft.planner.aot import Candidate
-from dtft.planner.aot import candidate
-from dtft.planner.aot import compile_all
-from dtft.planner.aot import platform_of
-from dtft.planner.search import Decision
-from dtft.planner.search import decide
-from dtft.planner.search import next_best
-from dtft.planner.report import knobs_text
-from dtft.planner.plan import Plan
 from dtft.planner.gc_pause import gc_paused
-from dtft.planner.aot import Compiled
-from dtft.planner.aot import Failure
-from dtft.planner.aot import Verdict
-from dtft.planner.aot import compare
-from dtft.planner.aot import gate
+from dtft.planner.plan import Plan
+from dtft.planner.report import knobs_text
+from dtft.planner.search import Decision, decide, next_best
 from dtft.planner.wording import Section, percent, size
 from dtft.train.planned_step import step_of
 

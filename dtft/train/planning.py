@@ -13,20 +13,22 @@ from typing import Any
 from jax.sharding import Mesh
 
 from dtft.checkpoint import tree
-from dtft.planner.report import diff
-from dtft.planner.report import plan_sections
-from dtft.planner.report import find_lints
-from dtft.planner.report import pin_section
-from dtft.planner.report import lint_section
-from dtft.planner.report import report_html
-from dtft.planner.report import sensitivity
-from dtft.planner.report import why_not
 from dtft.planner import wording
-from dtft.planner.report import AxisRules
-from dtft.planner.report import axis_rules
-from dtft.planner.search import Decision
-from dtft.planner.report import Lint
 from dtft.planner.plan import Plan
+from dtft.planner.report import (
+    AxisRules,
+    Lint,
+    axis_rules,
+    diff,
+    find_lints,
+    lint_section,
+    pin_section,
+    plan_sections,
+    report_html,
+    sensitivity,
+    why_not,
+)
+from dtft.planner.search import Decision
 from dtft.planner.wording import Section
 from dtft.train.logical_names import logical_names
 from dtft.train.plan_arguments import Step, check_plan

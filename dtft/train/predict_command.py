@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from dtft.train.out_files import check_apart, check_writable, read_text
 
 if TYPE_CHECKING:
-    from dtft.planner.transformer import RowPrediction
-    from dtft.planner.transformer import Table
+    from dtft.planner.transformer import RowPrediction, Table
     from dtft.train.commands import Predict
 
 

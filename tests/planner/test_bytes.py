@@ -15,19 +15,17 @@ import pytest
 from jax import lax
 
 from dtft._jax_internals import compile_module
-from dtft.planner.search import write_plan
-from dtft.planner.cluster.topology import Cluster
-from dtft.planner.aot.worker import _CPU_OPTIONS
+from dtft.planner.aot.check import agreements
 from dtft.planner.aot.compile import Candidate
-from dtft.planner.search.enumerate import enumerate_space
 from dtft.planner.aot.hlo import collectives
+from dtft.planner.aot.worker import _CPU_OPTIONS
+from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Plan
-from dtft.planner.workload import Question
-from dtft.planner.workload import of_loss
-from dtft.planner.workload import of_step
+from dtft.planner.search import write_plan
+from dtft.planner.search.enumerate import enumerate_space
 from dtft.planner.search.search import Search
 from dtft.planner.search.space import Choices
-from dtft.planner.aot.check import agreements
+from dtft.planner.workload import Question, of_loss, of_step
 from dtft.train.plan_verify import candidate_of
 from tests.planner.zoo_parts import ADAM, array, ints
 

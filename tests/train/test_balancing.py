@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from dtft.balance.balance import Balance
-from dtft.balance.balance import Rules
+from dtft.balance.balance import Balance, Rules
 from dtft.balance.work import Microbatches
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.balance_log import BalanceLog, Cost, round_line

@@ -13,16 +13,17 @@ import optax
 import pytest
 
 import dtft
-from dtft.planner.search.space import CAPABILITIES
-from dtft.planner.search.space import Capabilities
-from dtft.planner.aot.hlo import Operation
-from dtft.planner.aot.hlo import Program
-from dtft.planner.aot.hlo import parse
-from dtft.planner.aot.hlo import collectives
-from dtft.planner.aot.hlo import Groups
-from dtft.planner.aot.hlo import groups_of
-from dtft.planner.search.pins import PINS
+from dtft.planner.aot.hlo import (
+    Groups,
+    Operation,
+    Program,
+    collectives,
+    groups_of,
+    parse,
+)
 from dtft.planner.plan import Knobs
+from dtft.planner.search.pins import PINS
+from dtft.planner.search.space import CAPABILITIES, Capabilities
 from dtft.train.planned_step import jit_plan, make_step
 from tests.aot.hlo import aliases
 from tests.planner.zoo import MODELS

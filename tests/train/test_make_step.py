@@ -13,8 +13,8 @@ import pytest
 from dtft.checkpoint import tree
 from dtft.optim.max_adabelief import max_adabelief
 from dtft.planner.cluster.topology import Cluster
-from dtft.planner.search.decision import decide
 from dtft.planner.plan import Knobs
+from dtft.planner.search.decision import decide
 from dtft.planner.workload import of_loss
 from dtft.train.planned_step import PlannedStep, make_step
 from tests.train.plans import (

@@ -9,10 +9,9 @@ import pytest
 
 from dtft.checkpoint import tree
 from dtft.planner.aot import gpu_targets
+from dtft.planner.aot.check import Compiled, gate
 from dtft.planner.aot.compile import compile_all
 from dtft.planner.plan import Knobs, Plan
-from dtft.planner.aot.check import Compiled
-from dtft.planner.aot.check import gate
 from dtft.train.plan_verify import candidate_of
 from dtft.train.planned_step import make_step
 from tests.train.plans import layers_batch, layers_loss, layers_params, plan_of

@@ -12,16 +12,11 @@ import pytest
 
 import dtft
 from dtft.planner import wording
+from dtft.planner.aot.check import Compiled, Failure, Memory, gate
 from dtft.planner.cluster.topology import Cluster
-from dtft.planner.search.decision import Decision
-from dtft.planner.search.decision import decide
-from dtft.planner.search.decision import next_best
 from dtft.planner.plan import Collective
+from dtft.planner.search.decision import Decision, decide, next_best
 from dtft.planner.workload import of_loss
-from dtft.planner.aot.check import Compiled
-from dtft.planner.aot.check import Failure
-from dtft.planner.aot.check import Memory
-from dtft.planner.aot.check import gate
 from dtft.train.plan_verify import (
     Verified,
     first_fitting,

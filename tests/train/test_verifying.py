@@ -10,9 +10,7 @@ import pytest
 from dtft._jax_internals import compile_module
 from dtft.planner.aot.compile import Candidate
 from dtft.planner.aot.hlo import collectives
-from dtft.planner.plan import Knobs
-from dtft.planner.plan import Plan
-from dtft.planner.plan import Prediction
+from dtft.planner.plan import Knobs, Plan, Prediction
 from dtft.planner.types import Spec
 from dtft.train.plan_verify import candidate_of
 from dtft.train.planned_step import jit_plan, make_step
