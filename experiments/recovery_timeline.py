@@ -59,8 +59,13 @@ def timeline(events: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> Tim
     begin = commits[0][0]
     here: set[str] = set()
     slots: set[str] = set()
+    leader = ""
     hosts: list[tuple[float, int, int]] = []
     for event in events:
+        led, leader = leader, event["by"]
+        if led not in ("", leader):  # a former leader that is still there joins again
+            here.discard(led)
+            hosts.append((event["time"] - begin, len(slots & here), len(here - slots)))
         match event["event"]:
             case "host_joined":
                 here.add(event["host"])
@@ -70,8 +75,7 @@ def timeline(events: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> Tim
                 slots = set(event["slots"])
             case _:
                 continue
-        training = len(slots & here)
-        hosts.append((event["time"] - begin, training, len(here) - training))
+        hosts.append((event["time"] - begin, len(slots & here), len(here - slots)))
     return Timeline(
         commits=tuple((at - begin, step) for at, step in commits),
         hosts=tuple(hosts),

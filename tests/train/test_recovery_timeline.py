@@ -14,6 +14,7 @@ EVENTS = [
     {"time": 12.7, "event": "assignment", "slots": ["b"]},
     {"time": 14.5, "event": "commit", "step": 3},
 ]
+EVENTS = [{"by": "b", **event} for event in EVENTS]
 METRICS = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
 
 
@@ -36,6 +37,13 @@ def test_hosts_and_steps_over_time() -> None:
         (1, 0),
     ]
     assert [round(seconds, 3) for _, seconds in run.gaps_s] == [0.5, 2.0]
+
+
+def test_a_leader_that_is_lost_is_missing_once_another_leads() -> None:
+    lost = [it for it in EVENTS if it["event"] != "host_lost"]
+    led = [{**it, "by": "a" if it["time"] < 12.6 else "b"} for it in lost]
+    counts = [it[1:] for it in timeline(led, METRICS).hosts]
+    assert counts == [it[1:] for it in found().hosts]
 
 
 def test_the_table_tells_the_longest_wait_between_commits() -> None:
