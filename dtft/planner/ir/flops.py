@@ -33,7 +33,7 @@ Count = Callable[[Arrays, Arrays, Mapping[str, Any]], float]
 """Operations from operands, results and the primitive's parameters."""
 
 PER_ELEMENT: Mapping[str, float] = {
-    "clamp": 2,
+    "clamp": 2, "one_minus_square": 2,
     "sign": 0, "copysign": 0, "real": 0, "imag": 0, "complex": 0, "conj": 0,
     "select_n": 0, "is_finite": 0, "nextafter": 0, "reduce_precision": 0,
     **dict.fromkeys(
@@ -43,7 +43,7 @@ PER_ELEMENT: Mapping[str, float] = {
     **dict.fromkeys(
         ("add", "add_any", "sub", "mul", "div", "rem", "max", "min", "neg", "abs",
          "square", "sqrt", "rsqrt", "cbrt", "pow", "exp", "exp2", "expm1", "log",
-         "log1p", "logistic", "tanh", "sin", "cos", "tan", "asin", "acos", "atan",
+         "log2", "log1p", "logistic", "tanh", "sin", "cos", "tan", "asin", "acos", "atan",
          "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "floor", "ceil", "round",
          "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "igamma",
          "igammac", "igamma_grad_a", "zeta", "bessel_i0e", "bessel_i1e",
@@ -52,10 +52,10 @@ PER_ELEMENT: Mapping[str, float] = {
 """Operations per element of the result, of elementwise primitives on floats."""
 
 SPECIAL = frozenset(
-    ("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sin", "cos", "tan",
-     "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "pow",
-     "cbrt", "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "igamma",
-     "igammac", "igamma_grad_a", "zeta", "bessel_i0e", "bessel_i1e",
+    ("exp", "exp2", "expm1", "log", "log2", "log1p", "logistic", "tanh", "sin", "cos",
+     "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh",
+     "pow", "cbrt", "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma",
+     "igamma", "igammac", "igamma_grad_a", "zeta", "bessel_i0e", "bessel_i1e",
      "regularized_incomplete_beta")
 )  # fmt: skip
 """Elementwise functions that processors evaluate as a series: one operation in the
@@ -156,6 +156,14 @@ def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -
     return (steps + (params["y"] < 0)) * _size(results[0])
 
 
+def _polynomial(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
+    """Horner's rule; the operands are the argument and the coefficients (jax 0.12)."""
+    del params
+    if not is_float(results[0]):
+        return 0
+    return 2 * (len(operands) - 2) * _size(results[0])
+
+
 def _product(operands: Arrays) -> int:
     """Operations of one multiplication and addition."""
     return 8 if _is_complex(operands[0]) else 2
@@ -250,6 +258,7 @@ def _tridiagonal_solve(
 _RULES: dict[str, tuple[OperatorKind, Count]] = {
     **{name: ("elementwise", _elementwise(name, n)) for name, n in PER_ELEMENT.items()},
     "integer_pow": ("elementwise", _integer_pow),
+    "polynomial": ("elementwise", _polynomial),
     **dict.fromkeys(_LAYOUT, ("layout", _none)),
     **dict.fromkeys(_RANDOM, ("random", _none)),
     **dict.fromkeys(_COLLECTIVE, ("collective", _none)),
