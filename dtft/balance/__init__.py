@@ -5,8 +5,8 @@ decides only.
   for accepting a division.
 * `speed_estimator`: what a unit of load takes on each node, by the divisions tried so
   far, and drift.
-* `work`: what can be divided: microbatches of replicas, operators of a placement,
-  layers of pipeline stages.
+* `work`: what can be divided: microbatches of replicas, layers of pipeline stages;
+  `operators`: the operators of a placement. Only the latter imports JAX.
 """
 
 from typing import TYPE_CHECKING
@@ -15,12 +15,12 @@ from dtft._lazy import attributes
 
 if TYPE_CHECKING:
     from dtft.balance.balance import Balance, Policy, Rules, Work
+    from dtft.balance.operators import Operators
     from dtft.balance.speed_estimator import Speeds, Tried, UnitTimes
     from dtft.balance.work import (
         Counts,
         Layers,
         Microbatches,
-        Operators,
         allocate,
         makespan,
         waits,
@@ -31,7 +31,7 @@ _PUBLIC = {
     "Counts": "work",
     "Layers": "work",
     "Microbatches": "work",
-    "Operators": "work",
+    "Operators": "operators",
     "Policy": "balance",
     "Rules": "balance",
     "Speeds": "speed_estimator",

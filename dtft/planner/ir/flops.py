@@ -44,8 +44,8 @@ PER_ELEMENT: Mapping[str, float] = {
         ("add", "add_any", "sub", "mul", "div", "rem", "max", "min", "neg", "abs",
          "square", "sqrt", "rsqrt", "cbrt", "pow", "exp", "exp2", "expm1", "log",
          "log2", "log1p", "logistic", "tanh", "sin", "cos", "tan", "asin", "acos",
-         "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "floor", "ceil", "round",
-         "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "igamma",
+         "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "floor", "ceil",
+         "round", "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "igamma",
          "igammac", "igamma_grad_a", "zeta", "bessel_i0e", "bessel_i1e",
          "regularized_incomplete_beta"), 1),
 }  # fmt: skip
