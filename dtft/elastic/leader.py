@@ -508,9 +508,12 @@ class Leader:
         """Ends a job that cannot begin: no host that is there can have a slot.
 
         Not at once: other hosts may be on their way, and a leader that was stopped
-        itself learns meanwhile that others have led.
+        itself learns meanwhile that others have led. Not while a host is registered
+        that may be well: this leader may be cut off from it.
         """
-        why = "" if self._records.commits else self._registry.why_nobody()
+        others = self.view.hosts.keys() - self._registry.unfit.keys()
+        known = bool(self._records.commits) or bool(others)
+        why = "" if known else self._registry.why_nobody()
         if not why or self._rounds.frozen:
             self._nobody_since = None
         elif self._nobody_since is None:

@@ -485,5 +485,33 @@ FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
             ),
         ],
     ),
+    (
+        "F19",
+        40074486,
+        {"slots": 3, "spares": 0, "last_step": 14, "storage_interval": 3, "skew": True},
+        [
+            Fault(
+                who="leader",
+                what="memory-full",
+                phase="start",
+                after_s=0.9279092176116054,
+                seconds=33.704897947425565,
+            ),
+            Fault(
+                who="leader",
+                what="cut-in",
+                phase="at",
+                after_s=5.555681985534746,
+                seconds=13.248871196015305,
+            ),
+            Fault(
+                who="trainer",
+                what="exception",
+                phase="end",
+                after_s=0.01655039713853492,
+                seconds=7.027903505223459,
+            ),
+        ],
+    ),
 )
 """Name of the finding, seed, sizes of the job, faults."""
