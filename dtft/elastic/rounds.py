@@ -88,7 +88,7 @@ class Rounds:
         self._send, self._journal, self._health = send, journal, health
         self._storage = storage
         self._seats = config.seats
-        self._counter = 0
+        self._counter, self._term = 0, records.view.term
         self.failures = FailureAccount(config, records, sizes, loop, journal)
         self._reach = Reachability()
         self._judged: Ballot | None = None
@@ -127,8 +127,8 @@ class Rounds:
         self._fatal = fatal
         self._counter += 1
         # While the key has run out the view has no term of a leader; rounds go on.
-        former = self.current.ballot[0] if self.current is not None else 0
-        ballot = (max(self._records.view.term, former), self._counter)
+        self._term = max(self._records.view.term, self._term)
+        ballot = (self._term, self._counter)
         now, read = self._loop.wall(), self._seats.reads_copies
         self.current = next_round(self.current, ballot, reason, now, read=read)
         if self.assignment is not None:

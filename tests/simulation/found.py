@@ -513,5 +513,32 @@ FOUND: tuple[tuple[str, int, dict[str, Any], list[Fault]], ...] = (
             ),
         ],
     ),
+    (
+        "F20",
+        40087036,
+        {
+            "slots": 3,
+            "spares": 0,
+            "last_step": 16,
+            "storage_interval": 7,
+            "skew": False,
+        },
+        [
+            Fault(
+                who="etcd",
+                what="stop",
+                phase="at",
+                after_s=5.537719894037231,
+                seconds=17.022218412656382,
+            ),
+            Fault(
+                who="follower",
+                what="cut-out",
+                phase="staging",
+                after_s=0.01084343718722635,
+            ),
+            Fault(who="leader", what="stop", phase="recovery", seconds=9.3585716721023),
+        ],
+    ),
 )
 """Name of the finding, seed, sizes of the job, faults."""
