@@ -12,7 +12,9 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import IO, Any
 
 START_S = 60.0
@@ -37,7 +39,9 @@ class ExporterProcess:
         """Begins to start the process, which opens the directory named in `opening`.
 
         A thread starts it, as that can take long on a busy machine, and stays while it
-        runs. If it cannot be started, that is told as its end.
+        runs. If it cannot be started, that is told as its end. No thread is started
+        later: from Python 3.12 on none can be while the interpreter shuts down, which
+        is when a manager that nobody closed saves its newest step.
 
         Args:
             opening: the fields of `exporter.Opening`.
@@ -45,16 +49,26 @@ class ExporterProcess:
             open_log: gives the file to which the process writes its log; by default the
                 caller's stderr.
             preexec_fn: called in the new process before it is an exporter.
+
+        Raises:
+            RuntimeError: no thread can be started.
         """
         self._hear, self._open_log, self._preexec = hear, open_log, preexec_fn
-        self._process: subprocess.Popen[str] | None = None
-        self._timer: threading.Timer | None = None
+        self._process: Future[subprocess.Popen[str]] = Future()
         self._closed = False
-        self._lock = threading.Lock()
+        self._ended = False
+        self._deadline_s: float | None = None
+        """When the process is ended, on the monotonic clock; None if it owes nothing"""
+        self._condition = threading.Condition()
         self._messages: queue.Queue[Callable[[], tuple[str, float]] | None]
         self._messages = queue.Queue()
         self._messages.put(lambda: (json.dumps({"op": "open", **opening}), 0.0))
-        threading.Thread(target=self._run, name="dtft exporter", daemon=True).start()
+        try:
+            for run in (self._listen, self._guard, self._speak):
+                threading.Thread(target=run, name="dtft exporter", daemon=True).start()
+        except RuntimeError as error:
+            self._process.set_exception(OSError(str(error)))  # ends those that run
+            raise
 
     def save(self, fields: Callable[[], dict[str, Any]], limit_s: float) -> None:
         """Begins to write one step, which is given up after `limit_s` seconds.
@@ -76,23 +90,11 @@ class ExporterProcess:
     def close(self) -> None:
         """Ends the process, and does not wait: storage that hangs may hold it."""
         self._messages.put(None)
-        with self._lock:
+        with self._condition:
             self._closed = True
-            if self._process is not None:
-                self._process.kill()
-
-    def _run(self) -> None:
-        try:
-            process = self._start()
-        except (OSError, subprocess.SubprocessError) as error:
-            self._tell(f"no exporter can be started: {error}", ended=True)
-            return
-        with self._lock:
-            self._process = process
-            if self._closed:
-                process.kill()
-        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
-        self._speak(process)
+            self._condition.notify_all()
+            if self._process.done() and self._process.exception() is None:
+                self._process.result().kill()
 
     def _start(self) -> "subprocess.Popen[str]":
         with contextlib.ExitStack() as opened:
@@ -107,8 +109,17 @@ class ExporterProcess:
                 preexec_fn=self._preexec,
             )
 
-    def _speak(self, process: "subprocess.Popen[str]") -> None:
-        """Writes on a thread: a process that is stuck does not read, and pipes fill."""
+    def _speak(self) -> None:
+        """Starts the process and writes to it, whose pipe may be full: on a thread."""
+        try:
+            process = self._start()
+        except (OSError, subprocess.SubprocessError) as error:
+            self._process.set_exception(error)
+            return
+        with self._condition:
+            self._process.set_result(process)
+            if self._closed:
+                process.kill()
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # its end is reported by `_listen`
             with process.stdin as pipe:
@@ -118,32 +129,50 @@ class ExporterProcess:
                     except Exception as error:
                         self._tell(f"{type(error).__name__}: {error}")
                         continue
-                    self._watch(process, limit_s)
+                    self._expect(limit_s)
                     pipe.write(line + "\n")
                     pipe.flush()
 
-    def _watch(self, process: "subprocess.Popen[str]", limit_s: float) -> None:
+    def _expect(self, limit_s: float) -> None:
         """Ends the process unless it answers in time; 0 for no limit."""
-        with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = None
-            if limit_s:
-                self._timer = threading.Timer(limit_s, process.kill)
-                self._timer.daemon = True
-                self._timer.start()
+        with self._condition:
+            self._deadline_s = time.monotonic() + limit_s if limit_s else None
+            self._condition.notify_all()
 
-    def _listen(self, process: "subprocess.Popen[str]") -> None:
+    def _guard(self) -> None:
+        """Ends the process at its deadline, until it has ended."""
+        with self._condition:
+            while not self._ended:
+                if self._deadline_s is None:
+                    self._condition.wait()
+                elif (left_s := self._deadline_s - time.monotonic()) > 0:
+                    self._condition.wait(left_s)
+                else:
+                    self._deadline_s = None
+                    self._process.result().kill()
+
+    def _listen(self) -> None:
+        """Tells of answers and of the end."""
+        try:
+            process = self._process.result()
+        except (OSError, subprocess.SubprocessError) as error:
+            self._end(f"no exporter can be started: {error}")
+            return
         assert process.stdout is not None
         with process.stdout as answers:
             for line in answers:
                 answer = json.loads(line)
                 if answer["op"] == "save":
-                    self._watch(process, 0)
+                    self._expect(0)
                 self._hear(self, answer)
-        self._watch(process, 0)
         self._messages.put(None)
-        self._tell(f"exporter ended with code {process.wait()}", ended=True)
+        self._end(f"exporter ended with code {process.wait()}")
+
+    def _end(self, error: str) -> None:
+        with self._condition:
+            self._ended = True
+            self._condition.notify_all()
+        self._tell(error, ended=True)
 
     def _tell(self, error: str, *, ended: bool = False) -> None:
         answer = {"ok": False, "error": error}

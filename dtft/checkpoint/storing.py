@@ -5,6 +5,7 @@ newest waits, and keeps its memory), which stored steps go, and who is told of a
 failure. Must not know trees, nor what the user does with a restored step.
 """
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -72,6 +73,11 @@ class Storing:
             self._drop_waiting()
             self._wait_for_turn(version)
             self._begin()
+        elif self._exporter is None:
+            # The newest step is written at the latest when the process ends, and from
+            # Python 3.12 on no thread can be started then.
+            with contextlib.suppress(RuntimeError):
+                self._exporter_for(version)
 
     def write_newest(self) -> None:
         """Writes the newest step in memory, if storage does not have it.

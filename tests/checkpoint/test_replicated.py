@@ -456,7 +456,7 @@ SCRIPT = """
 import sys, jax.numpy as jnp, orbax.checkpoint as ocp
 from dtft.checkpoint import ReplicatedCheckpointManager
 manager = ReplicatedCheckpointManager(sys.argv[1])
-for step in range(1, 4):
+for step in map(int, sys.argv[2:]):
     manager.save(step, args=ocp.args.StandardSave({"w": jnp.full(1 << 20, step)}))
 print("saved", flush=True)
 sys.stdin.read()
@@ -467,7 +467,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("how", ["exits", "killed"])
 def test_nothing_is_left_in_shared_memory(tmp_path: Path, how: str) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, tmp_path / "steps"],
+        [sys.executable, "-c", SCRIPT, tmp_path / "steps", "1", "2", "3"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -489,6 +489,22 @@ def test_nothing_is_left_in_shared_memory(tmp_path: Path, how: str) -> None:
         with ocp.CheckpointManager(tmp_path / "steps") as stock:
             assert stock.latest_step() == 3
             assert stock.restore(3)["w"].tolist() == [3] * (1 << 20)
+
+
+@pytest.mark.timeout(180)  # a process that imports jax
+def test_a_process_that_goes_on_and_just_ends_has_stored_its_newest_step(
+    tmp_path: Path,
+) -> None:
+    with ReplicatedCheckpointManager(tmp_path / "steps") as manager:
+        manager.save(1, args=Save({"w": jnp.full(1 << 20, 1)}))
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path / "steps", "2", "3"],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        check=True,
+        timeout=150,
+    )
+    assert sorted(ocp.utils.checkpoint_steps(tmp_path / "steps")) == [1, 3]
 
 
 def test_importing_the_package_is_light() -> None:

@@ -37,10 +37,9 @@ def state(step: int) -> dict[str, Any]:
 
 def halted(manager: Any) -> int:
     """Stops the exporter of a write under way; its process."""
-    exporter = manager._work._storing._exporter
-    until(lambda: exporter._process is not None)
-    os.kill(exporter._process.pid, signal.SIGSTOP)
-    return exporter._process.pid
+    process = manager._work._storing._exporter._process.result(timeout=40)
+    os.kill(process.pid, signal.SIGSTOP)
+    return process.pid
 
 
 @pytest.mark.timeout(180)
@@ -177,6 +176,20 @@ def test_whatever_ends_a_write_is_told(tmp_path: Path, step: Any) -> None:
     until(lambda: any("not JSON serializable" in it["error"] for it in told))
     exporter.close()
     until(lambda: "ended" in told[-1])
+
+
+def test_an_exporter_that_is_stuck_is_ended_at_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtft.checkpoint.exporter_client.START_S", 0.1)
+    told: list[dict[str, Any]] = []
+    opening = {"directory": str(tmp_path), "layout": "", "chunk_bytes": 64}
+    exporter = ExporterProcess(opening, lambda _, answer: told.append(answer))
+    os.kill(exporter._process.result(timeout=40).pid, signal.SIGSTOP)
+    exporter.save(lambda: {"step": 1}, limit_s=0.1)
+    until(lambda: bool(told))
+    ended = {"ok": False, "error": "exporter ended with code -9", "ended": True}
+    assert told == [ended]
 
 
 @pytest.mark.timeout(180)

@@ -18,6 +18,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "checkpoint": ("jaxpr",),
     "closed_call": ("call_jaxpr",),
     "call": ("call_jaxpr",),
+    "eval_jaxpr": ("call_jaxpr",),
     "composite": ("jaxpr",),
     "custom_vmap_call": ("call",),
     "custom_jvp_call": ("call_jaxpr",),
@@ -29,7 +30,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
 }
 """Primitives that only call other programs, and which parameters these are."""
 
-_PLAIN = frozenset({"jit", "pjit", "closed_call", "call"})
+_PLAIN = frozenset({"jit", "pjit", "closed_call", "call", "eval_jaxpr"})
 """Calls that mean the same as their bodies in their place."""
 
 REMAT = frozenset({"remat2", "checkpoint"})
