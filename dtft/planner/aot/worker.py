@@ -39,8 +39,8 @@ from dtft.planner.gc_pause import gc_paused
 
 _POLL_S = 0.02
 _ANSWER = "answer.json"
-# Written after the program and its buffers, before any machine code.
-_LAST = "*pu_after_optimizations-memory-usage-report.txt"
+# Written before any machine code; by jaxlib 0.12 side by side, in no order.
+_REPORT = "*pu_after_optimizations-memory-usage-report.txt"
 _PROGRAM = "*pu_after_optimizations.txt"
 _BUFFERS = "*pu_after_optimizations-buffer-assignment.txt"
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
@@ -58,13 +58,13 @@ def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dtft-xla-") as name:
-        folder = Path(name)
+        folder = Path(name).resolve()
         # Forked, it has XLA loaded already, which a new process would take seconds to.
         process = os.fork()
         if not process:
             _compile_and_end(compiled, folder)
         problem = _await(process, folder)
-        if any(folder.glob(_LAST)):
+        if _is_written(process, folder):
             return {
                 "text": _read_assigned(folder, _PROGRAM),
                 "memory": assigned(_read_assigned(folder, _BUFFERS)),
@@ -112,7 +112,7 @@ def _end_with(parent: int) -> None:
 
 def _await(process: int, folder: Path) -> str:
     """Waits until all is written or the process has ended; says how it ended."""
-    while not any(folder.glob(_LAST)):
+    while not _is_written(process, folder):
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
@@ -121,6 +121,19 @@ def _await(process: int, folder: Path) -> str:
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
     return ""
+
+
+def _is_written(process: int, folder: Path) -> bool:
+    """Whether the program and its buffers are there, and XLA has closed the files."""
+    found = [list(folder.glob(pattern)) for pattern in (_REPORT, _PROGRAM, _BUFFERS)]
+    if not all(found) or len({len(files) for files in found}) > 1:
+        return False
+    opened = set()
+    with contextlib.suppress(OSError):  # it has ended, or this is not Linux
+        for link in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                opened.add(link.readlink())
+    return opened.isdisjoint(path for files in found for path in files)
 
 
 def _read_assigned(folder: Path, pattern: str) -> str:
