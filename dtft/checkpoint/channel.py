@@ -27,7 +27,7 @@ SILENCE_MS = 10_000
 """A peer whose kernel acknowledges nothing for this long is gone."""
 SILENCE_S = 10.0
 """A peer that stops for this long in the middle of a frame is given up."""
-_BUFFERS_PER_CALL = 512
+_BUFFERS_PER_CALL = 512  # the kernel takes at most 1024
 _SCRATCH_BYTES = 1 << 20
 
 

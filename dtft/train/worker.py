@@ -220,7 +220,7 @@ def _import_everything(experiment: Any) -> None:
         keep_freed(large=bool(experiment.plan))
     import jax
 
-    import dtft.checkpoint.manager
+    from dtft.checkpoint.manager import AgentCheckpointManager  # noqa: F401
     import dtft.train.loop  # noqa: F401
     from dtft.train.data import make_datasets
 
