@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.replication import Commit
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.event_loop import EventLoop

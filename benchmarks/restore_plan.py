@@ -15,12 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dtft.checkpoint.inventory import HeldLeaves, Inventory
-from dtft.checkpoint.needs import Lost
-from dtft.checkpoint.partition import partition_of
-from dtft.checkpoint.placement import Placement, place
-from dtft.checkpoint.restore import plan_restore
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.replication import HeldLeaves
+from dtft.checkpoint.replication import Inventory
+from dtft.checkpoint.replication import Lost
+from dtft.checkpoint.state import partition_of
+from dtft.checkpoint.replication import CopyPlacement
+from dtft.checkpoint.replication import place_copies
+from dtft.checkpoint.replication import plan_restore
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.state import Leaf
+from dtft.checkpoint.state import MeshLayout
 
 MAX_SECONDS = 2.0
 RACK, FEED = 32, 2048
@@ -113,7 +117,7 @@ def measure(case: Case, num_leaves: int, copies: int) -> dict:
         if case.racks
         else None
     )
-    place_s, placement = _timed(lambda: place(old, copies))
+    place_s, placement = _timed(lambda: place_copies(old, copies))
     holdings = held_by(placement, hosts[:num_old])
     plan_s, plan = _timed(
         lambda: plan_restore(holdings, new, slots=slots, alive=alive, domains=domains)
@@ -133,7 +137,7 @@ def measure(case: Case, num_leaves: int, copies: int) -> dict:
     }
 
 
-def held_by(placement: Placement, hosts: Sequence[str]) -> Inventory:
+def held_by(placement: CopyPlacement, hosts: Sequence[str]) -> Inventory:
     """What the hosts of all slots, ascending, hold once every push has arrived."""
     mesh = placement.layout.mesh
     tables = tuple(

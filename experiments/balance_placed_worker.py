@@ -182,11 +182,11 @@ def kept(folder: str, state: Any) -> Any:
     import jax
     import numpy as np
 
-    from dtft.checkpoint import tree
+    from dtft.checkpoint.state import to_paths
 
     leaves = [
         np.load(file) if (file := _file(folder, path)).exists() else leaf
-        for path, leaf in tree.to_paths(state).items()
+        for path, leaf in to_paths(state).items()
     ]
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
@@ -225,10 +225,10 @@ class Worker:
         """Writes the arrays that are updated here to the folder."""
         import numpy as np
 
-        from dtft.checkpoint import tree
+        from dtft.checkpoint.state import to_paths
 
-        homes = tree.to_paths(self._now.homes)
-        for path, leaf in tree.to_paths(self._state).items():
+        homes = to_paths(self._now.homes)
+        for path, leaf in to_paths(self._state).items():
             if homes[path] == self._rank:
                 np.save(_file(folder, path), np.asarray(leaf))
 

@@ -15,7 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.interval import Automatic, Costs, inflation
+from dtft.checkpoint.replication import Automatic
+from dtft.checkpoint.replication import Costs
+from dtft.checkpoint.replication import inflation
 from dtft.train.bench import measure, tier_off
 from dtft.train.config import parse
 from experiments import report

@@ -14,10 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.link import Link, LinkClosed, listen
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.managers import AgentLink
+from dtft.checkpoint.managers import LinkClosed
+from dtft.checkpoint.managers import listen_for_links
+from dtft.checkpoint.state import Layout
 from dtft.checkpoint.timeouts import Timeouts
-from dtft.checkpoint.transport import Credentials, TransportServer
+from dtft.checkpoint.transport import Credentials
+from dtft.checkpoint.transport import TransportServer
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
@@ -97,7 +100,7 @@ class HostAgent:
         self._events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self._epoch = (0, 0)
         self._pushers: list[Pusher] = []
-        self._trainer: Link | None = None
+        self._trainer: AgentLink | None = None
         inbox = Inbox(
             epoch=lambda: self._epoch,
             holder=lambda: self._copies.holder,
@@ -113,9 +116,9 @@ class HostAgent:
                 "fetch": lambda channel: serve_fetch(channel, inbox),
             },
         )
-        self._listener = listen(socket_of(directory, task.slot))
+        self._listener = listen_for_links(socket_of(directory, task.slot))
         threading.Thread(target=self._accept, daemon=True).start()
-        self._leader = Link.connect(leader_socket(directory), LIMIT_S)
+        self._leader = AgentLink.connect(leader_socket(directory), LIMIT_S)
         self._tell("hello", address=self._server.address)
         threading.Thread(target=self._hear_leader, daemon=True).start()
 
@@ -132,10 +135,10 @@ class HostAgent:
 
     def _accept(self) -> None:
         while True:
-            self._trainer = Link(self._listener.accept()[0])
+            self._trainer = AgentLink(self._listener.accept()[0])
             self._hear_trainer(self._trainer)  # one trainer after the other
 
-    def _hear_trainer(self, link: Link) -> None:
+    def _hear_trainer(self, link: AgentLink) -> None:
         try:
             while True:
                 message = link.receive()

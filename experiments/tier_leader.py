@@ -9,10 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.commit import Commit, StepTracker
-from dtft.checkpoint.link import Link, LinkClosed, listen
-from dtft.checkpoint.placement import Placement, place
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import Commit
+from dtft.checkpoint.replication import StepTracker
+from dtft.checkpoint.managers import AgentLink
+from dtft.checkpoint.managers import LinkClosed
+from dtft.checkpoint.managers import listen_for_links
+from dtft.checkpoint.replication import CopyPlacement
+from dtft.checkpoint.replication import place_copies
+from dtft.checkpoint.state import Layout
 from dtft.elastic.recovery import Decision, decide, fetches_for
 from dtft.elastic.store import Store
 from experiments.tier_agent import leader_socket
@@ -28,7 +32,7 @@ class Leader:
         self._num_slots, self._copies, self._store = num_slots, copies, store
         self._key = f"/{directory.name}/commit"
         self._condition = threading.Condition(threading.RLock())
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, AgentLink] = {}
         self._hosts: dict[int, str] = {}
         self._addresses: dict[str, str] = {}
         self._commits: list[Commit] = []
@@ -40,7 +44,7 @@ class Leader:
         self.outcomes: dict[str, dict[str, Any]] = {}
         """Host to what its restore came to."""
         self.begin_formation()
-        self._listener = listen(leader_socket(directory))
+        self._listener = listen_for_links(leader_socket(directory))
         threading.Thread(target=self._accept, daemon=True).start()
 
     def begin_formation(self) -> None:
@@ -50,7 +54,7 @@ class Leader:
             self._layouts: dict[int, Layout] = {}
             self._replies: dict[str, dict[str, Any]] = {}
             self._trackers: dict[int, StepTracker] = {}
-            self._placement: Placement | None = None
+            self._placement: CopyPlacement | None = None
             self.outcomes = {}
 
     def wait_for(self, hosts: list[str], limit_s: float) -> None:
@@ -84,12 +88,12 @@ class Leader:
     def _accept(self) -> None:
         while True:
             try:
-                link = Link(self._listener.accept()[0])
+                link = AgentLink(self._listener.accept()[0])
             except OSError:
                 return
             threading.Thread(target=self._hear, args=(link,), daemon=True).start()
 
-    def _hear(self, link: Link) -> None:
+    def _hear(self, link: AgentLink) -> None:
         try:
             while True:
                 message = link.receive()
@@ -115,7 +119,7 @@ class Leader:
         ]
         return {"epoch": (self._epoch, 1), "addresses": by_slot}
 
-    def _on_hello(self, host: str, slot: int, address: str, link: Link) -> None:
+    def _on_hello(self, host: str, slot: int, address: str, link: AgentLink) -> None:
         self._links[slot], self._hosts[slot] = link, host
         self._addresses[host] = address
         if self._commits:  # a spare waits in the lost host's place
@@ -128,7 +132,7 @@ class Leader:
         if len(self._layouts) < self._num_slots:
             return
         self._layout = self._layouts[0]
-        self._placement = place(self._layout, self._copies)
+        self._placement = place_copies(self._layout, self._copies)
         if self._commits:
             self._tell_all("report", lambda _: {"epoch": (self._epoch, 1)})
         else:

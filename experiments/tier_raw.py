@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.arena import DEFAULT_DIRECTORY, Arena
-from dtft.checkpoint.digest import copy_and_digest
-from dtft.checkpoint.slabs import Slabs
+from dtft.checkpoint.memory import DEFAULT_DIRECTORY
+from dtft.checkpoint.memory import Arena
+from dtft.checkpoint.state import copy_and_digest
+from dtft.checkpoint.memory import Slabs
 
 CHUNK_BYTES = 4 << 20
 ROUNDS = 5

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import jax
 import orbax.checkpoint as ocp
 
-from dtft.checkpoint.link import Link
-from dtft.checkpoint.manager import AgentCheckpointManager, RestoreArgs, SaveArgs
+from dtft.checkpoint.managers import AgentLink
+from dtft.checkpoint.managers import AgentCheckpointManager
+from dtft.checkpoint.managers import RestoreArgs
+from dtft.checkpoint.managers import SaveArgs
 from experiments.tier_agent import CHUNK_BYTES, LIMIT_S, socket_of
 from experiments.tier_state import State, slices_of
 
@@ -52,7 +54,7 @@ class Ours:
         """
         self._abstract = abstract
         self._manager = AgentCheckpointManager(
-            Link.connect(socket_of(directory, rank), LIMIT_S),
+            AgentLink.connect(socket_of(directory, rank), LIMIT_S),
             slices_of(abstract),
             slot=rank,
             chunk_bytes=CHUNK_BYTES,

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft._jax_internals import cpu_buffer
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.state import Layout
 from dtft.train.state_layout import layout_of
 from experiments.tier_task import (
     COLUMNS,

@@ -8,26 +8,24 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.checkpoint.attach import NoAgent as NoAgent
-    from dtft.checkpoint.attached_memory import NotBrought as NotBrought
-    from dtft.checkpoint.dialogue import AgentGone as AgentGone
-    from dtft.checkpoint.options import ReplicatedOptions as ReplicatedOptions
-    from dtft.checkpoint.replicated import (
-        ReplicatedCheckpointManager as ReplicatedCheckpointManager,
-    )
-    from dtft.checkpoint.sealed_items import CorruptItems as CorruptItems
-    from dtft.checkpoint.storing import StorageFailed as StorageFailed
-    from dtft.checkpoint.versions import Corrupt as Corrupt
+    from dtft.checkpoint.managers import NoAgent as NoAgent
+    from dtft.checkpoint.managers import NotBrought as NotBrought
+    from dtft.checkpoint.managers import AgentGone as AgentGone
+    from dtft.checkpoint.managers import ReplicatedOptions as ReplicatedOptions
+    from dtft.checkpoint.managers import ReplicatedCheckpointManager as ReplicatedCheckpointManager
+    from dtft.checkpoint.state import CorruptItems as CorruptItems
+    from dtft.checkpoint.managers import StorageFailed as StorageFailed
+    from dtft.checkpoint.memory import Corrupt as Corrupt
 
 _PUBLIC = {
-    "AgentGone": "dialogue",
-    "Corrupt": "versions",
-    "CorruptItems": "sealed_items",
-    "NoAgent": "attach",
-    "NotBrought": "attached_memory",
-    "ReplicatedCheckpointManager": "replicated",
-    "ReplicatedOptions": "options",
-    "StorageFailed": "storing",
+    "AgentGone": "managers.agent_link",
+    "Corrupt": "memory.local_store",
+    "CorruptItems": "state.sealed_items",
+    "NoAgent": "managers.agent_link",
+    "NotBrought": "managers.agent_client",
+    "ReplicatedCheckpointManager": "managers.replicated",
+    "ReplicatedOptions": "managers.options",
+    "StorageFailed": "managers.local",
 }
 
 __all__ = [

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.replication import Commit
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
 from dtft.elastic.edges import Asked, Edges, local_edges

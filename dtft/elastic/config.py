@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtft.checkpoint.cadence import Cadence
-from dtft.checkpoint.commit import Share
-from dtft.checkpoint.interval import Automatic
+from dtft.checkpoint.replication import Cadence
+from dtft.checkpoint.replication import Share
+from dtft.checkpoint.replication import Automatic
 from dtft.checkpoint.timeouts import Timeouts
-from dtft.checkpoint.wire import Tls
+from dtft.checkpoint.transport import Tls
 from dtft.elastic.seat_policy import LAUNCHED, SERVED, SeatPolicy
 from dtft.elastic.sizing import SizeLimits
 

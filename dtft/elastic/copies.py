@@ -12,14 +12,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from dtft.checkpoint.arena import Arena
-from dtft.checkpoint.arena_map import arena_bytes
-from dtft.checkpoint.chunks import pack_flags
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.sealed_items import is_right
-from dtft.checkpoint.shares import Shares
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.memory import Arena
+from dtft.checkpoint.memory import arena_bytes
+from dtft.checkpoint.state import pack_flags
+from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.replication import place_copies
+from dtft.checkpoint.state import items_are_right
+from dtft.checkpoint.replication import Shares
+from dtft.checkpoint.state import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.replication import Pusher
@@ -106,7 +106,7 @@ class Copies:
         return Holder(
             layout,
             slot,
-            place(layout, self._config.copies, domains or None),
+            place_copies(layout, self._config.copies, domains or None),
             path=next(path for path in paths if not path.exists()),
             chunk_bytes=self._config.chunk_bytes,
             reserved=self._take_reserve(),
@@ -155,7 +155,7 @@ class Copies:
                 self._reserve = self._prepare(layout, tuple(domains))
 
     def _prepare(self, layout: Layout, domains: tuple[str, ...]) -> Arena:
-        placement = place(layout, self._config.copies, domains or None)
+        placement = place_copies(layout, self._config.copies, domains or None)
         needed = arena_bytes(layout, 0, placement)
         path = self._config.memory_directory / "reserve"
         arena = Arena.create(path, max(needed, 1))
@@ -185,7 +185,7 @@ class Copies:
                 if all(piece.key in digests for piece in holder.own_slices):
                     complete.setdefault(step, []).append(holder.slot)
                 beside = holder.items(step)
-                if not is_right(beside):
+                if not items_are_right(beside):
                     corrupt.append(f"{self._config.host} step {step}: its items")
                     beside = {}
                 items[step] = beside or items.get(step, {})

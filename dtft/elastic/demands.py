@@ -7,8 +7,8 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from dtft.checkpoint import wire
-from dtft.checkpoint.channel import no_payload
+from dtft.checkpoint.transport import MAX_REQUEST_HEADER
+from dtft.checkpoint.transport import no_payload
 from dtft.checkpoint.transport import Channel
 from dtft.elastic.config import AgentConfig
 
@@ -70,4 +70,4 @@ def serve_export(
 
 
 def _asked(channel: Channel) -> None:
-    channel.receive(10.0, no_payload, max_header=wire.MAX_REQUEST_HEADER)
+    channel.receive(10.0, no_payload, max_header=MAX_REQUEST_HEADER)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dtft.checkpoint.board import Board
-from dtft.checkpoint.storage_steps import storage_steps
+from dtft.checkpoint.managers import ProgressBoard
+from dtft.checkpoint.storage import storage_steps
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.coordinator import Coordinator
@@ -138,7 +138,7 @@ def local_edges(
     (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
     loop = EventLoop()
     credentials = Credentials(job=config.job, secret=config.secret, tls=config.tls)
-    board = Board(config.memory_directory / "board", create=True)
+    board = ProgressBoard(config.memory_directory / "board", create=True)
     network = TcpNetwork(loop, credentials, config.timeouts.connect)
 
     def follower(emit: Callable[..., None], report: Callable[..., None]) -> Follower:

@@ -8,8 +8,8 @@ must not know how a formation comes about.
 import dataclasses
 import json
 
-from dtft.checkpoint.apart import Spread
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import Spread
+from dtft.checkpoint.state import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.host_registry import HostRegistry

@@ -9,7 +9,7 @@ import json
 import time
 from typing import Any
 
-from dtft.checkpoint.domains import from_labels
+from dtft.checkpoint.replication import domains_from_labels
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.membership import claim
 from dtft.elastic.roles import HostRecord
@@ -58,7 +58,7 @@ def check_domain(store: Store, config: AgentConfig) -> None:
     records = read_view(store, config.job)[0].hosts.values()
     labels = {record.host: record.domain for record in records}
     try:
-        from_labels({**labels, config.host: config.domain})
+        domains_from_labels({**labels, config.host: config.domain})
     except ValueError as error:
         raise JobMismatch(f"--domain of {config.host}: {error}") from error
 

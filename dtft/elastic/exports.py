@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.board import Board
-from dtft.checkpoint.exporter_client import ExporterProcess, Hear
-from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.managers import ProgressBoard
+from dtft.checkpoint.storage import ExporterProcess
+from dtft.checkpoint.storage import Hear
+from dtft.checkpoint.memory import Holder
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.processes import die_with_parent, open_log
@@ -64,7 +65,7 @@ class ExportDesk:
         self,
         config: AgentConfig,
         credentials: Credentials,
-        board: Board,
+        board: ProgressBoard,
         emit: Callable[..., None],
         exported: Callable[[int, bool, str], None],
     ) -> None:

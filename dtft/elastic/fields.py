@@ -11,10 +11,11 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtft.checkpoint.addresses import parse_address
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.digest import DIGEST_BYTES
-from dtft.checkpoint.slices import Layout, Slice
+from dtft.checkpoint.transport import parse_address
+from dtft.checkpoint.replication import Commit
+from dtft.checkpoint.state import DIGEST_BYTES
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.state import Slice
 from dtft.elastic.roles import Assignment
 
 Check = Callable[[object], bool]

@@ -5,9 +5,9 @@ Must not know who asks, nor how the bytes are sent.
 
 from collections.abc import Sequence
 
-from dtft.checkpoint import wire
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.parts import Parts
+from dtft.checkpoint.transport import WireError
+from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.state import Parts
 
 
 def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
@@ -18,14 +18,14 @@ def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
     """
     found = list(spans) if isinstance(spans, list | tuple) else []
     if len(found) != len(slices):
-        raise wire.WireError("a fetch has not one span for each key")
+        raise WireError("a fetch has not one span for each key")
     parts = []
     for one, span in zip(slices, found, strict=True):
         pair = list(span) if isinstance(span, list | tuple) else []
         if len(pair) != 2 or any(type(number) is not int for number in pair):
-            raise wire.WireError("a fetch's span is not (start, stop)")
+            raise WireError("a fetch's span is not (start, stop)")
         if not 0 <= pair[0] <= pair[1] <= one.nbytes:
-            raise wire.WireError(f"a fetch's span {pair} is not inside its slice")
+            raise WireError(f"a fetch's span {pair} is not inside its slice")
         parts.append(Parts(one.cut(*pair)))
     return parts
 

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.addresses import parse_address
-from dtft.checkpoint.attach import SOCKET
-from dtft.checkpoint.board import Board
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.exporter_client import ExporterProcess
-from dtft.checkpoint.nixl import started
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.transport import parse_address
+from dtft.checkpoint.managers import AGENT_SOCKET
+from dtft.checkpoint.managers import ProgressBoard
+from dtft.checkpoint.replication import Commit
+from dtft.checkpoint.storage import ExporterProcess
+from dtft.checkpoint.transport import start_nixl
+from dtft.checkpoint.state import Layout
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
@@ -65,7 +65,7 @@ KEPT_COMMITS = 2
 class HostParts:
     """What a follower works with on its host."""
 
-    board: Board
+    board: ProgressBoard
     trainers: Trainers
     copies: Copies
     exports: ExportDesk
@@ -683,7 +683,7 @@ class Follower:
 def local_follower(
     config: AgentConfig,
     credentials: Credentials,
-    board: Board,
+    board: ProgressBoard,
     loop: Loop,
     network: Network,
     emit: Callable[..., None],
@@ -704,7 +704,7 @@ def local_follower(
     """
     copies = Copies(config)
     scrubber = Scrubber(copies.holders)
-    nixl = started() if config.nixl else None
+    nixl = start_nixl() if config.nixl else None
 
     def exported(step: int, ok: bool, error: str) -> None:
         follower.exported(step, ok, error)
@@ -713,7 +713,7 @@ def local_follower(
         board=board,
         trainers=trainers
         or Trainers(
-            config.memory_directory / SOCKET,
+            config.memory_directory / AGENT_SOCKET,
             job=config.job,
             host=config.host,
             deadline_s=config.timeouts.start,
@@ -757,7 +757,7 @@ def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}", "corrupt": []}
 
 
-def observe(board: Board, pid: int) -> Observation | None:
+def observe(board: ProgressBoard, pid: int) -> Observation | None:
     """What a trainer does now; None if it has no process any more."""
     state = process_state(pid) if pid else None
     if state is None:

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtft.checkpoint.interval import Window
-from dtft.checkpoint.pace import Pace
+from dtft.checkpoint.replication import Window
+from dtft.checkpoint.transport import PushPace
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.copies import Copies
 from dtft.elastic.replication import Pusher, share_pace
@@ -27,7 +27,7 @@ class Formation:
     turn: int = 0
     """Steps staged; equal on all hosts, which take turns in copying."""
     _pushers: list[Pusher] = field(default_factory=list)
-    _pace: Pace | None = None
+    _pace: PushPace | None = None
 
     @property
     def epoch(self) -> tuple[int, int]:

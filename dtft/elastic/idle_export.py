@@ -7,9 +7,9 @@ connections, nor how a step gets to storage.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.export_plan import export_world
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import Commit
+from dtft.checkpoint.storage import export_world
+from dtft.checkpoint.state import Layout
 
 Complete = Mapping[str, Mapping[int, Collection[int]]]
 """Host -> step -> the slots whose own slices it has, all of them and verified."""

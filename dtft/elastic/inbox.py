@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtft.checkpoint import wire
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.nixl import Nixl
-from dtft.checkpoint.parts import Parts
-from dtft.checkpoint.pushing import receive_chunks
-from dtft.checkpoint.serving import no_payload, serve
-from dtft.checkpoint.transport import Channel, ChannelClosed
+from dtft.checkpoint.transport import WireError
+from dtft.checkpoint.transport import MAX_DATA_HEADER
+from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.transport import Nixl
+from dtft.checkpoint.state import Parts
+from dtft.checkpoint.transport import receive_chunks
+from dtft.checkpoint.transport import no_payload
+from dtft.checkpoint.transport import serve_fetches
+from dtft.checkpoint.transport import Channel
+from dtft.checkpoint.transport import ChannelClosed
 from dtft.elastic.finding import cut_out, find_copies
 from dtft.elastic.replication import Epoch
 
@@ -75,7 +78,7 @@ class _Announced:
             or any(not isinstance(one, bytes) for one in digests)
             or not isinstance(items, dict)
         ):
-            raise wire.WireError(
+            raise WireError(
                 f"a push's header is wrong: {sorted(map(str, header))}"
             )
         return cls(
@@ -90,13 +93,13 @@ class _Announced:
 def _epoch(value: object) -> Epoch:
     pair = list(value) if isinstance(value, list | tuple) else []
     if len(pair) != 2 or any(type(number) is not int for number in pair):
-        raise wire.WireError("a peer's epoch is not (generation, attempt)")
+        raise WireError("a peer's epoch is not (generation, attempt)")
     return pair[0], pair[1]
 
 
 def _receive_push(channel: Channel, inbox: Inbox) -> bool:
     """Receives one push; whether the peer is done with it, well or for ever."""
-    header, _ = channel.receive(86400, no_payload, max_header=wire.MAX_DATA_HEADER)
+    header, _ = channel.receive(86400, no_payload, max_header=MAX_DATA_HEADER)
     push = _Announced.read(header)
     holder = inbox.holder()
     if holder is None or push.epoch != inbox.epoch():
@@ -129,12 +132,12 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
     def find(request: Mapping[str, Any]) -> Sequence[Parts]:
         step, keys = request.get("step"), request.get("keys")
         if type(step) is not int or not isinstance(keys, list):
-            raise wire.WireError("a fetch without a step or keys")
+            raise WireError("a fetch without a step or keys")
         if any(not isinstance(key, str) for key in keys):
-            raise wire.WireError("a fetch whose keys are not text")
+            raise WireError("a fetch whose keys are not text")
         if _epoch(request.get("epoch")) < inbox.epoch():
             raise KeyError("the order to fetch it is older than this host's")
         views = find_copies((inbox.holder(), *inbox.former()), step, keys)
         return cut_out(views, request["spans"]) if "spans" in request else views
 
-    serve(channel, find, inbox.nixl)
+    serve_fetches(channel, find, inbox.nixl)

@@ -6,10 +6,10 @@ nobody who looks. Must not know what is made of the answers.
 
 from typing import Any
 
-from dtft.checkpoint import wire
-from dtft.checkpoint.audit import audit
-from dtft.checkpoint.channel import no_payload
-from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.transport import MAX_REQUEST_HEADER
+from dtft.checkpoint.memory import audit
+from dtft.checkpoint.transport import no_payload
+from dtft.checkpoint.memory import Holder
 from dtft.checkpoint.transport import Channel
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.inbox import Inbox
@@ -34,7 +34,7 @@ def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> Non
 
 
 def _asked(channel: Channel) -> dict[str, Any]:
-    small = wire.MAX_REQUEST_HEADER
+    small = MAX_REQUEST_HEADER
     return channel.receive(ANSWER_S, no_payload, max_header=small)[0]
 
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dtft.checkpoint.board import Board, Field
+from dtft.checkpoint.managers import ProgressBoard
+from dtft.checkpoint.managers import ProgressField
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.etcd_supervision import Limits, Supervisor
@@ -288,12 +289,12 @@ class LocalCluster:
             asked=self._stop_recorded,
         )
 
-    def _most(self, name: Field) -> int:
+    def _most(self, name: ProgressField) -> int:
         return max((self._cell(host, name) for host in list(self.agents)), default=0)
 
-    def _cell(self, host: str, name: Field) -> int:
+    def _cell(self, host: str, name: ProgressField) -> int:
         try:
-            board = Board(self.memory_directory(host) / "board")
+            board = ProgressBoard(self.memory_directory(host) / "board")
         except (OSError, ValueError):  # none yet, or not any more
             return 0
         with contextlib.closing(board):

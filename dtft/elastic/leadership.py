@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.replication import Commit
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.leader import Leader
 from dtft.elastic.membership import Membership

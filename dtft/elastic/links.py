@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from dtft.checkpoint.wire import AuthenticationError
+from dtft.checkpoint.transport import AuthenticationError
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.network import (
     Closed,

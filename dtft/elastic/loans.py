@@ -6,11 +6,12 @@ not know how bytes travel, nor when a step is due.
 
 from collections.abc import Collection, Mapping, Sequence
 
-from dtft.checkpoint.inventory import inventory_of
-from dtft.checkpoint.needs import Lost
-from dtft.checkpoint.partition import nbytes_of
-from dtft.checkpoint.restore import Transfer, plan_restore
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import inventory_of
+from dtft.checkpoint.replication import Lost
+from dtft.checkpoint.state import nbytes_of
+from dtft.checkpoint.replication import SliceTransfer
+from dtft.checkpoint.replication import plan_restore
+from dtft.checkpoint.state import Layout
 
 Held = Mapping[str, Mapping[str, bytes]]
 """Host -> slice key -> digest of what it has of one step."""
@@ -21,7 +22,7 @@ def borrowed(
     writers: Mapping[str, int],
     held: Held | None,
     alive: Collection[str],
-) -> tuple[Transfer, ...] | None:
+) -> tuple[SliceTransfer, ...] | None:
     """The transfers after which every writer has all slices of its slot.
 
     Args:
@@ -53,7 +54,7 @@ def borrowed(
 
 
 def digests_for(
-    loans: Sequence[Transfer], held: Held | None, host: str
+    loans: Sequence[SliceTransfer], held: Held | None, host: str
 ) -> dict[str, bytes]:
     """Slice key to digest of what one writer borrows."""
     return {

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
-from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.replication import Commit
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.mirror import MirrorSource, Pairs
 from dtft.elastic.roles import HostRecord, process_of

@@ -7,8 +7,8 @@ ends with its formation. Must not know how a formation comes about.
 import time
 from collections.abc import Callable
 
-from dtft.checkpoint.commit import Located
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import Located
+from dtft.checkpoint.state import Layout
 from dtft.elastic.forming import Round
 from dtft.elastic.journal import Journal
 from dtft.elastic.mending import Mending, mending_of

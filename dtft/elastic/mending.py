@@ -10,8 +10,9 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dtft.checkpoint.commit import check_copy
-from dtft.checkpoint.placement import Placement, Push
+from dtft.checkpoint.replication import check_copy
+from dtft.checkpoint.replication import CopyPlacement
+from dtft.checkpoint.replication import Push
 from dtft.checkpoint.tables import size_text
 
 Holders = Mapping[str, Collection[str]]
@@ -90,7 +91,7 @@ class Mending:
 
 def mending_of(
     step: int,
-    placement: Placement,
+    placement: CopyPlacement,
     slots: Sequence[str],
     holders: Holders,
     domains: Mapping[str, str],

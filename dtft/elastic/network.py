@@ -9,11 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
-from dtft.checkpoint.channel import no_payload
-from dtft.checkpoint.dialing import dial
-from dtft.checkpoint.outbound import Outbound
-from dtft.checkpoint.transport import Channel, Credentials, connect
-from dtft.checkpoint.wire import WireError
+from dtft.checkpoint.transport import no_payload
+from dtft.checkpoint.transport import dial
+from dtft.checkpoint.transport import Outbound
+from dtft.checkpoint.transport import Channel
+from dtft.checkpoint.transport import Credentials
+from dtft.checkpoint.transport import connect
+from dtft.checkpoint.transport import WireError
 from dtft.elastic.event_loop import Loop
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ is ended; the agent goes on.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.state import Layout
 from dtft.elastic.fields import (
     Check,
     Table,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from dtft.checkpoint.board import Phase
+from dtft.checkpoint.managers import Phase
 from dtft.checkpoint.timeouts import Timeouts
 
 QUIET_S = 2.0

@@ -8,9 +8,9 @@ knew of a new one. Must not know how the bytes travelled.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dtft.checkpoint.commit import Located
-from dtft.checkpoint.digest import digest_root
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import Located
+from dtft.checkpoint.state import digest_root
+from dtft.checkpoint.state import Layout
 
 Digests = Mapping[str, bytes]
 """Slice key to the digests of its chunks."""

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.replication import Commit
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.journal import Journal
 from dtft.elastic.membership import Membership

@@ -7,10 +7,15 @@ rung, and who sends which slice to whom. Must not know processes, sockets or etc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from dtft.checkpoint.commit import Commit, Holdings, Located, locate
-from dtft.checkpoint.inventory import inventory_of
-from dtft.checkpoint.restore import RestorePlan, Transfer, plan_restore
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import Commit
+from dtft.checkpoint.replication import Holdings
+from dtft.checkpoint.replication import Located
+from dtft.checkpoint.replication import locate
+from dtft.checkpoint.replication import inventory_of
+from dtft.checkpoint.replication import RestorePlan
+from dtft.checkpoint.replication import SliceTransfer
+from dtft.checkpoint.replication import plan_restore
+from dtft.checkpoint.state import Layout
 from dtft.checkpoint.tables import size_text
 from dtft.elastic.roles import Source
 from dtft.elastic.sizing import REPLICA_AXIS, resized
@@ -214,7 +219,7 @@ def fetches_for(
 
 
 def transfers_to(
-    transfers: Sequence[Transfer], addresses: Mapping[str, str], host: str
+    transfers: Sequence[SliceTransfer], addresses: Mapping[str, str], host: str
 ) -> list[dict]:
     """The whole slices that one host fetches, by source, as plain values."""
     return [

@@ -9,12 +9,14 @@ nor how bytes travel.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dtft.checkpoint.commit import Commit, Located
-from dtft.checkpoint.digest import digest_root
-from dtft.checkpoint.inventory import inventory_of
-from dtft.checkpoint.placement import Placement
-from dtft.checkpoint.restore import RestorePlan, plan_restore
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import Commit
+from dtft.checkpoint.replication import Located
+from dtft.checkpoint.state import digest_root
+from dtft.checkpoint.replication import inventory_of
+from dtft.checkpoint.replication import CopyPlacement
+from dtft.checkpoint.replication import RestorePlan
+from dtft.checkpoint.replication import plan_restore
+from dtft.checkpoint.state import Layout
 from dtft.elastic.recovery import regions_to
 
 
@@ -30,14 +32,14 @@ class Remapping:
         self._located, self._layout = located, layout
         self._staged: dict[int, dict[int, Sequence[bytes]]] = {}
         """Step to slot to the digests of its slices."""
-        self._newest: tuple[Commit, Placement, dict[int, Sequence[bytes]]] | None = None
+        self._newest: tuple[Commit, CopyPlacement, dict[int, Sequence[bytes]]] | None = None
         self._planned: tuple[tuple[str, ...], RestorePlan] | None = None
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
         """A slot has staged its slices; their digests will be those of a commit."""
         self._staged.setdefault(step, {})[slot] = digests
 
-    def committed(self, commit: Commit, placement: Placement) -> None:
+    def committed(self, commit: Commit, placement: CopyPlacement) -> None:
         """A step is committed: it is the one that can be brought elsewhere.
 
         Costs nothing until somebody wants that.

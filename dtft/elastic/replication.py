@@ -10,12 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from dtft.checkpoint.chunks import Chunks
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.pace import Pace
-from dtft.checkpoint.placement import Push
-from dtft.checkpoint.pushing import Outgoing, send_push
-from dtft.checkpoint.transport import Channel, ChannelClosed, Credentials, connect
+from dtft.checkpoint.state import Chunks
+from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.transport import PushPace
+from dtft.checkpoint.replication import Push
+from dtft.checkpoint.transport import Outgoing
+from dtft.checkpoint.transport import send_push
+from dtft.checkpoint.transport import Channel
+from dtft.checkpoint.transport import ChannelClosed
+from dtft.checkpoint.transport import Credentials
+from dtft.checkpoint.transport import connect
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +121,9 @@ class Pusher:
         self._channel = None
 
 
-def share_pace(pushers: Sequence[Pusher], limit_s: float) -> Pace:
+def share_pace(pushers: Sequence[Pusher], limit_s: float) -> PushPace:
     """Has pushers that have not begun yet keep to one pace; their deadline is given."""
-    pace = Pace(sum(pusher.nbytes for pusher in pushers), limit_s)
+    pace = PushPace(sum(pusher.nbytes for pusher in pushers), limit_s)
     for pusher in pushers:
         pusher.paced = pace.bucket.sent
     return pace

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dtft.checkpoint.board import PHASES
-from dtft.checkpoint.interval import Window
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.managers import PHASES
+from dtft.checkpoint.replication import Window
+from dtft.checkpoint.state import Layout
 from dtft.elastic.fields import (
     Check,
     anything,

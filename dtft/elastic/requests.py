@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import Commit
+from dtft.checkpoint.state import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
 from dtft.elastic.forming import Ballot, Round, main_reason

@@ -17,15 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint import digest
-from dtft.checkpoint import fetch as fetching
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.nixl import Nixl
-from dtft.checkpoint.overlap import Region
-from dtft.checkpoint.parts import Parts
-from dtft.checkpoint.ranges import Wanted
-from dtft.checkpoint.regions import digests_in, move, span_of
-from dtft.checkpoint.slices import Layout, Slice
+from dtft.checkpoint.state import is_digest_right
+from dtft.checkpoint.state import digests_of_parts
+from dtft.checkpoint.state import verify_digests
+from dtft.checkpoint.transport import streams_each
+from dtft.checkpoint.transport import STREAMS
+from dtft.checkpoint.transport import fetch_slices
+from dtft.checkpoint.transport import FetchError
+from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.transport import Nixl
+from dtft.checkpoint.state import Region
+from dtft.checkpoint.state import Parts
+from dtft.checkpoint.state import WantedSlice
+from dtft.checkpoint.state import digests_in
+from dtft.checkpoint.state import move_regions
+from dtft.checkpoint.state import span_of
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.state import Slice
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
@@ -220,7 +228,7 @@ def _adopt(
                 continue  # not a slice of the commit
             target = holder.own_parts(step, piece)
             target.fill(here[piece.key])
-            if digest.is_right(target, good, holder.chunk_bytes):
+            if is_digest_right(target, good, holder.chunk_bytes):
                 holder.restored(step, {piece.key: good})
                 left.remove(piece)
     return left
@@ -228,7 +236,7 @@ def _adopt(
 
 def _digests_here(holder: Holder, step: int, piece: Slice) -> bytes:
     """The digests of the bytes that are in memory now."""
-    return digest.digests_of_parts(
+    return digests_of_parts(
         holder.own_parts(step, piece).views, holder.chunk_bytes
     )
 
@@ -322,7 +330,7 @@ def bring(
             _take_own(flat, source, holders, chunk_bytes)
     nbytes = 0
     if peers:
-        streams = fetching.streams_each(len(peers))
+        streams = streams_each(len(peers))
         rest = credentials, chunk_bytes, limit_s, nixl, streams
         failed: FetchFailed | None = None
         with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
@@ -385,14 +393,14 @@ def _take_own(
             raise FetchFailed(host, f"it has no copy of {old.key} any more") from None
         view, span = found.whole(), span_of(regions, chunk)
         expected = digests_in(order.digests[old.key], span, chunk)
-        if digest.verify(view[slice(*span)], expected, chunk):
+        if verify_digests(view[slice(*span)], expected, chunk):
             corrupt = [f"{host} step {step}: {old.key}"]
             raise FetchFailed(host, f"own copy of {old.key} is corrupt", corrupt)
         if _one(regions):
             memory[old.key].fill(found)
             continue
         for region in regions:
-            move(region, view, memory[region.new.key].views[0])
+            move_regions(region, view, memory[region.new.key].views[0])
 
 
 def fetch_into(
@@ -402,7 +410,7 @@ def fetch_into(
     chunk_bytes: int,
     limit_s: float,
     nixl: Nixl | None = None,
-    streams: int = fetching.STREAMS,
+    streams: int = STREAMS,
 ) -> int:
     """Fetches from one peer into memory, by key, and checks what comes.
 
@@ -423,7 +431,7 @@ def fetch_into(
         FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
     """
     wanted = [
-        Wanted(key=key, memory=memory[key], digests=order.digests[key])
+        WantedSlice(key=key, memory=memory[key], digests=order.digests[key])
         for key in _whole(order, memory)
     ]
     spans = [(0, one.memory.nbytes) for one in wanted]
@@ -437,7 +445,7 @@ def fetch_into(
         moves += [(region, whole) for region in regions]
         digests = digests_in(order.digests[old.key], span, chunk_bytes)
         view = Parts([whole[slice(*span)]])
-        wanted.append(Wanted(key=old.key, memory=view, digests=digests))
+        wanted.append(WantedSlice(key=old.key, memory=view, digests=digests))
         spans.append(span)
     asked = {"step": order.step, "epoch": order.epoch}
     fetched = _fetch(
@@ -451,24 +459,24 @@ def fetch_into(
         nixl=None if moves else nixl,
     )
     for region, whole in moves:
-        move(region, whole, memory[region.new.key].views[0])
+        move_regions(region, whole, memory[region.new.key].views[0])
     return fetched
 
 
 def _fetch(
     order: FetchOrder,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[WantedSlice],
     asked: dict[str, Any],
     credentials: Credentials,
     **limits: Any,
 ) -> int:
     host = order.transfer["host"]
     try:
-        fetched = fetching.fetch(
+        fetched = fetch_slices(
             *(order.transfer["address"], credentials, {"op": "fetch"}, asked, wanted),
             **limits,
         )
-    except fetching.FetchError as error:
+    except FetchError as error:
         corrupt = [f"{host} step {order.step}: {key}" for key in error.corrupt]
         raise FetchFailed(host, str(error), corrupt) from error
     if fetched.cuts:

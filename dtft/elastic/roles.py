@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dtft.checkpoint.apart import Spread
+from dtft.checkpoint.replication import Spread
 
 Source = Literal["memory", "storage", "init"]
 

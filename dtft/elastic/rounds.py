@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from dtft.checkpoint.domains import FailureDomains
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import FailureDomains
+from dtft.checkpoint.state import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.failure_account import FailureAccount

@@ -21,16 +21,21 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint import digest, wire
-from dtft.checkpoint.arena import Arena
-from dtft.checkpoint.channel import no_payload
-from dtft.checkpoint.chunks import Chunks
-from dtft.checkpoint.claims import adding_up
-from dtft.checkpoint.parts import Parts
-from dtft.checkpoint.slices import Layout, MeshLayout, Slice
-from dtft.checkpoint.storage_steps import storage_steps
-from dtft.checkpoint.transport import Channel, Credentials, connect
-from dtft.checkpoint.wire import Tls
+from dtft.checkpoint.state import chunk_digests
+from dtft.checkpoint.transport import MAX_REQUEST_HEADER
+from dtft.checkpoint.memory import Arena
+from dtft.checkpoint.transport import no_payload
+from dtft.checkpoint.state import Chunks
+from dtft.checkpoint.replication import adding_up
+from dtft.checkpoint.state import Parts
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.state import MeshLayout
+from dtft.checkpoint.state import Slice
+from dtft.checkpoint.storage import storage_steps
+from dtft.checkpoint.transport import Channel
+from dtft.checkpoint.transport import Credentials
+from dtft.checkpoint.transport import connect
+from dtft.checkpoint.transport import Tls
 from dtft.elastic.exports import save_fields, start_exporter
 from dtft.elastic.host_memory import make_memory_directory, remove_memory_directory
 from dtft.elastic.inbox import Inbox
@@ -77,7 +82,7 @@ def serve_salvage(channel: Channel, inbox: Inbox) -> None:
             }
         )
     channel.send({"epoch": inbox.epoch(), "holders": held}, timeout_s=ASK_S)
-    channel.receive(ASK_S, no_payload, max_header=wire.MAX_REQUEST_HEADER)
+    channel.receive(ASK_S, no_payload, max_header=MAX_REQUEST_HEADER)
 
 
 # -------------------------------------------------------------------------- the choice
@@ -180,7 +185,7 @@ def _complete(
 def undivided(layout: Layout) -> Layout:
     """The same leaves, each whole, in one slot.
 
-    >>> from dtft.checkpoint.slices import Leaf
+    >>> from dtft.checkpoint.state.slices import Leaf
     >>> mesh = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
     >>> leaf = Leaf(path="w", shape=(4,), dtype="int8", spec=(("fsdp",),))
     >>> [it.key for it in undivided(Layout(mesh=mesh, leaves=(leaf,))).slices(0)]
@@ -330,7 +335,7 @@ class Salvage:
         for key, piece in pieces.items():
             _place(leaves[piece.path], shapes[piece.path], piece, buffers[key])
         return [
-            digest.chunk_digests(leaves[piece.path], CHUNK_BYTES)
+            chunk_digests(leaves[piece.path], CHUNK_BYTES)
             for piece in chunks.slices
         ]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dtft.checkpoint import wire
-from dtft.checkpoint.channel import no_payload
+from dtft.checkpoint.transport import MAX_REQUEST_HEADER
+from dtft.checkpoint.transport import no_payload
 from dtft.checkpoint.transport import Channel
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
@@ -210,5 +210,5 @@ def serve_scaling(channel: Channel, ask: Callable[[int, Answer], None]) -> None:
 
 
 def _asked(channel: Channel) -> dict[str, Any]:
-    small = wire.MAX_REQUEST_HEADER
+    small = MAX_REQUEST_HEADER
     return channel.receive(ASK_S, no_payload, max_header=small)[0]

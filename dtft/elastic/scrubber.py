@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.memory import Holder
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtft.checkpoint.domains import FailureDomains
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import FailureDomains
+from dtft.checkpoint.state import Layout
 from dtft.elastic.reports import FIELDS, SERVED_FIELDS, Check
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.served import fill_by_process, scale_refusal

@@ -10,8 +10,9 @@ import dataclasses
 import time
 from pathlib import Path
 
-from dtft.checkpoint.attach import SOCKET, VARIABLE
-from dtft.checkpoint.link import Link
+from dtft.checkpoint.managers import AGENT_SOCKET
+from dtft.checkpoint.managers import AGENT_SOCKET_VARIABLE
+from dtft.checkpoint.managers import AgentLink
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.elastic.agent import Agent
 from dtft.elastic.config import AgentConfig
@@ -117,7 +118,7 @@ class ServingHost:
             job=config.job, host=config.host, processes=processes, agree=self._agree
         )
         self._trainers = Trainers(
-            config.memory_directory / SOCKET,
+            config.memory_directory / AGENT_SOCKET,
             job=config.job,
             host=config.host,
             deadline_s=config.timeouts.start,
@@ -126,9 +127,9 @@ class ServingHost:
 
     def _refuse_live_agent(self) -> None:
         """One that waits for terms is not registered yet, but its socket answers."""
-        path = self._config.memory_directory / SOCKET
+        path = self._config.memory_directory / AGENT_SOCKET
         with contextlib.suppress(OSError):
-            Link.connect(path, 1.0).close()
+            AgentLink.connect(path, 1.0).close()
             raise JobMismatch(
                 f"--host-name {self._config.host} is taken: an agent of job "
                 f"{self._config.job!r} listens at {path}. Give another name."
@@ -143,7 +144,7 @@ class ServingHost:
         config = self._config
         print(
             f"dtft: {config.host} serves job {config.job}; a process on this machine "
-            f"uses it by {VARIABLE}={self._trainers.path}",
+            f"uses it by {AGENT_SOCKET_VARIABLE}={self._trainers.path}",
             flush=True,
         )
         try:

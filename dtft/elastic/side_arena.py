@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint import digest
-from dtft.checkpoint.arena import Arena
-from dtft.checkpoint.chunks import Chunks
-from dtft.checkpoint.parts import Parts
-from dtft.checkpoint.slices import Layout, Slice
+from dtft.checkpoint.state import digests_of_parts
+from dtft.checkpoint.memory import Arena
+from dtft.checkpoint.state import Chunks
+from dtft.checkpoint.state import Parts
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.state import Slice
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
@@ -62,7 +63,7 @@ class SideArena:
         }
         bring(new)
         digests = [
-            digest.digests_of_parts(parts.views, chunk_bytes) for parts in new.values()
+            digests_of_parts(parts.views, chunk_bytes) for parts in new.values()
         ]
         return {"arena": str(arena.path), "digests": digests}
 

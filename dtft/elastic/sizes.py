@@ -5,7 +5,7 @@ that fails leads back to the size that worked. The choice itself is `sizing`'s; 
 know how a formation comes about, nor who asked.
 """
 
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.state import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.journal import Journal
 from dtft.elastic.records import Records

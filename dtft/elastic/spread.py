@@ -8,10 +8,16 @@ apart, and where none does, people are told. Must not know the store or the cloc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dtft.checkpoint.apart import Spread, choose_spares, copy_groups, domains_reached
-from dtft.checkpoint.domains import FailureDomains, domains_at, from_labels, separate
-from dtft.checkpoint.placement import Placement
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication import Spread
+from dtft.checkpoint.replication import choose_spares
+from dtft.checkpoint.replication import copy_groups
+from dtft.checkpoint.replication import domains_reached
+from dtft.checkpoint.replication import FailureDomains
+from dtft.checkpoint.replication import domains_at
+from dtft.checkpoint.replication import domains_from_labels
+from dtft.checkpoint.replication import separate_copies
+from dtft.checkpoint.replication import CopyPlacement
+from dtft.checkpoint.state import Layout
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.view import View
 
@@ -19,9 +25,9 @@ from dtft.elastic.view import View
 def known_domains(records: Iterable[HostRecord]) -> tuple[FailureDomains, str]:
     """What the labels of all hosts say, and why they say nothing if they disagree."""
     try:
-        return from_labels({record.host: record.domain for record in records}), ""
+        return domains_from_labels({record.host: record.domain for record in records}), ""
     except ValueError as error:
-        return from_labels({}), str(error)
+        return domains_from_labels({}), str(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,7 @@ def spread_over(slots: Sequence[str], domains: FailureDomains, copies: int) -> S
     """For a formation that begins without copies in memory."""
     if not domains.levels:
         return Spread(copies=copies)
-    found = separate(domains, slots, copies)
+    found = separate_copies(domains, slots, copies)
     return Spread(copies=copies, level=found.level, domains=found.domains)
 
 
@@ -124,7 +130,7 @@ def preferred(
 
 def shortfall(
     spread: Spread,
-    placement: Placement,
+    placement: CopyPlacement,
     slots: Sequence[str],
     domains: FailureDomains,
 ) -> tuple[int, str]:

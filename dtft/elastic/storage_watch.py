@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
-from dtft.checkpoint.storage_steps import storage_steps
+from dtft.checkpoint.storage import storage_steps
 from dtft.elastic.event_loop import Loop
 
 PATIENCE_S = 1.0

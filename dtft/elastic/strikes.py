@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.board import Board, Field
+from dtft.checkpoint.managers import ProgressBoard
+from dtft.checkpoint.managers import ProgressField
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.faults import Fault, in_order
 from dtft.elastic.inspect_job import Observer
@@ -40,7 +41,7 @@ SAMPLE_S = 0.05
 WARM_STEPS = 10
 """Steps left out of measured speeds: compilation, cold caches."""
 _STORE = ("kill-store", "crash-store", "pause-store", "empty-store")
-_PHASE_FIELD: dict[str, Field] = {
+_PHASE_FIELD: dict[str, ProgressField] = {
     "replicate": "replicating",
     "commit": "committing",
     "export": "exporting",
@@ -112,7 +113,7 @@ class Striker(threading.Thread):
         self._cancelled = threading.Event()
         self.strikes: list[Strike] = []
         self.error: str | None = None
-        self._boards: dict[str, Board] = {}
+        self._boards: dict[str, ProgressBoard] = {}
         self._slots: tuple[str, ...] = ()
         self._read_at = self._log_read_at = self._raised_at = 0.0
 
@@ -207,19 +208,19 @@ class Striker(threading.Thread):
             if event["event"] == "assignment":
                 self._slots = tuple(event["slots"])
 
-    def _board(self, host: str) -> Board | None:
+    def _board(self, host: str) -> ProgressBoard | None:
         if host not in self._boards:
             path = self._cluster.memory_directory(host) / "board"
             if not path.exists() or path.stat().st_size == 0:
                 return None
-            self._boards[host] = Board(path)
+            self._boards[host] = ProgressBoard(path)
         return self._boards[host]
 
-    def _cell(self, host: str, name: Field) -> int:
+    def _cell(self, host: str, name: ProgressField) -> int:
         board = self._board(host)
         return board.get(name) if board else 0
 
-    def _most(self, name: Field) -> int:
+    def _most(self, name: ProgressField) -> int:
         hosts = list(self._cluster.agents)
         return max((self._cell(host, name) for host in hosts), default=0)
 

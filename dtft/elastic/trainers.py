@@ -21,9 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.attach import ATTACHED, SOCKET, VARIABLE
-from dtft.checkpoint.link import Link, LinkClosed, NotReading, Outbox, listen, serve
-from dtft.checkpoint.socket_owner import foreign_peer
+from dtft.checkpoint.managers import ATTACHED
+from dtft.checkpoint.managers import AGENT_SOCKET
+from dtft.checkpoint.managers import AGENT_SOCKET_VARIABLE
+from dtft.checkpoint.managers import AgentLink
+from dtft.checkpoint.managers import LinkClosed
+from dtft.checkpoint.managers import NotReading
+from dtft.checkpoint.managers import Outbox
+from dtft.checkpoint.managers import listen_for_links
+from dtft.checkpoint.managers import serve_links
+from dtft.checkpoint.managers import foreign_peer
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.processes import (
     die_with_parent,
@@ -60,7 +67,7 @@ class Command:
             environment={
                 **os.environ,
                 **config.trainer_environment,
-                VARIABLE: str(config.memory_directory / SOCKET),
+                AGENT_SOCKET_VARIABLE: str(config.memory_directory / AGENT_SOCKET),
             },
             log=config.run_directory / "logs" / f"{config.host}.trainer.log",
         )
@@ -95,7 +102,7 @@ class Trainer:
     index: int = ABSENT
     """Of a process in the user's own job."""
     process: subprocess.Popen | None = None
-    link: Link | None = None
+    link: AgentLink | None = None
     outbox: Outbox | None = None
     """Set with `link` once it has attached."""
     start: Mapping[str, Any] | None = None
@@ -157,8 +164,8 @@ class Trainers:
         """Killed, and neither ended nor given up: none is told its slot meanwhile."""
         self._events: list[tuple[Any, ...]] = []
         self._emit: Emit | None = None
-        self._listener = listen(socket_path)
-        serve(self._listener, self._hear, SEND_S)
+        self._listener = listen_for_links(socket_path)
+        serve_links(self._listener, self._hear, SEND_S)
 
     def bind(self, emit: Emit) -> None:
         """Events go to `emit` from now on, with those that came before."""
@@ -203,7 +210,7 @@ class Trainers:
 
     # --------------------------------------------------------------- attaching
 
-    def _hear(self, link: Link) -> None:
+    def _hear(self, link: AgentLink) -> None:
         trainer = None
         try:
             foreign = foreign_peer(link.peer[1])
@@ -234,7 +241,7 @@ class Trainers:
             trainer.left = trainer.left or message["op"] == "left"
             self._tell("trainer", trainer.ident, message)
 
-    def _welcome(self, message: dict[str, Any], link: Link) -> Trainer | None:
+    def _welcome(self, message: dict[str, Any], link: AgentLink) -> Trainer | None:
         """Takes a process, or tells it why not."""
         started = self._started(message["pid"])
         error = None if started else self._objection(message)
@@ -248,7 +255,7 @@ class Trainers:
         return None
 
     def _take(
-        self, started: Trainer | None, message: dict[str, Any], link: Link
+        self, started: Trainer | None, message: dict[str, Any], link: AgentLink
     ) -> Trainer:
         """Takes a process; the caller holds the lock."""
         if started is None:

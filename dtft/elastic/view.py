@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.replication import Commit
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.sizing import WantedSize
 from dtft.elastic.store import KeyValue, Store

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import to_paths
+from dtft.checkpoint.state import from_paths
 from dtft.planner.types import Spec
 from dtft.train.plan_shardings import partition_spec
 
@@ -109,8 +110,8 @@ def parts_of(batch: Any, num_parts: int, specs: Mapping[str, Spec], mesh: Mesh) 
         sharding = NamedSharding(mesh, partition_spec(((), *spec)))
         return lax.with_sharding_constraint(parts, sharding)
 
-    leaves = tree.to_paths(batch)
-    return tree.from_paths(batch, {p: divided(p, leaf) for p, leaf in leaves.items()})
+    leaves = to_paths(batch)
+    return from_paths(batch, {p: divided(p, leaf) for p, leaf in leaves.items()})
 
 
 def check_rows(batch: Any, num_parts: int) -> None:
@@ -123,7 +124,7 @@ def check_rows(batch: Any, num_parts: int) -> None:
     Raises:
         ValueError: names two arrays with other numbers of rows.
     """
-    leaves = tree.to_paths(batch)
+    leaves = to_paths(batch)
     rows = {path: jnp.shape(leaf)[0] for path, leaf in leaves.items() if jnp.ndim(leaf)}
     if num_parts == 1 or len(set(rows.values())) < 2:
         return
@@ -137,7 +138,7 @@ def check_rows(batch: Any, num_parts: int) -> None:
 
 
 def _refuse_counts(aux: Any) -> None:
-    for path, leaf in tree.to_paths(aux).items():
+    for path, leaf in to_paths(aux).items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"microbatches: the loss returns {path!r} of dtype {leaf.dtype} beside "

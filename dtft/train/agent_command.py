@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.board import Board
+from dtft.checkpoint.managers import ProgressBoard
 from dtft.elastic.agent import Agent
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.etcd import EtcdStore, version_warning
@@ -62,7 +62,7 @@ def run_agent(options: "AgentOptions", words: list[str]) -> int:
 
     def leaving() -> None:
         with contextlib.suppress(OSError, ValueError):
-            board = Board(config.memory_directory / "board")
+            board = ProgressBoard(config.memory_directory / "board")
             committed.append(board.get("committed"))
 
     outcome = run_at(store_address(options.job), partial(Agent, config), leaving)

@@ -13,9 +13,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.board import Board, Phase
-from dtft.checkpoint.interval import Experience, Window
-from dtft.checkpoint.link import Link
+from dtft.checkpoint.managers import ProgressBoard
+from dtft.checkpoint.managers import Phase
+from dtft.checkpoint.replication import Experience
+from dtft.checkpoint.replication import Window
+from dtft.checkpoint.managers import AgentLink
 from dtft.train.config import refuse_other, to_json
 from dtft.train.drill_failure import DrillFailure
 from dtft.train.experiment import Experiment
@@ -37,7 +39,7 @@ class AgentRuntime:
     """The leading agent has the last step exported, and says so."""
 
     def __init__(
-        self, experiment: Experiment, link: Link, start: dict[str, Any], resume: str
+        self, experiment: Experiment, link: AgentLink, start: dict[str, Any], resume: str
     ) -> None:
         """Takes the slot that `start` describes; joins nothing yet."""
         self.slot: int = start["slot"]
@@ -52,7 +54,7 @@ class AgentRuntime:
         self.choice: Choice | None = None
         self._link, self._start = link, start
         self._resolved = to_json(experiment)
-        self._board = Board(Path(start["board"]))
+        self._board = ProgressBoard(Path(start["board"]))
         self._board.set("trainer_pid", os.getpid())
         self.at: tuple[str, int] = "start", 0
         """The phase, and the step that it makes; for whoever says what failed."""
@@ -112,9 +114,12 @@ class AgentRuntime:
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """The state and items that the leader chose, or None at the very start."""
-        from dtft.checkpoint import typed_keys
-        from dtft.checkpoint.manager import AgentCheckpointManager, RestoreArgs
-        from dtft.checkpoint.tree import from_paths, to_paths
+        from dtft.checkpoint.state import with_plain_keys
+        from dtft.checkpoint.state import with_typed_keys
+        from dtft.checkpoint.managers import AgentCheckpointManager
+        from dtft.checkpoint.managers import RestoreArgs
+        from dtft.checkpoint.state import from_paths
+        from dtft.checkpoint.state import to_paths
         from dtft.train.state_layout import layout_of
 
         layout = layout_of(abstract_state, range(self.num_slots), self._resolved)
@@ -130,7 +135,7 @@ class AgentRuntime:
             last=self._last_step,
         )
         abstract = to_paths(abstract_state)
-        wanted = RestoreArgs(abstract=typed_keys.plain(abstract))
+        wanted = RestoreArgs(abstract=with_plain_keys(abstract))
         logger.info("state is in memory")
         self.at = "restore", self._restored_step()
         found = self._manager.restore(args=wanted)
@@ -141,7 +146,7 @@ class AgentRuntime:
         saved = items.pop("config", self._resolved)
         refuse_other(saved, self._resolved, self.run_directory)
         self._step = items["step"]
-        return from_paths(abstract_state, typed_keys.typed(arrays, abstract)), items
+        return from_paths(abstract_state, with_typed_keys(arrays, abstract)), items
 
     def entered(self, phase: Phase, step: int) -> None:
         """The agent reads the phase and its beginning on the board."""
@@ -192,11 +197,11 @@ class AgentRuntime:
 
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
         """One snapshot, at a step boundary."""
-        from dtft.checkpoint.manager import SaveArgs
-        from dtft.checkpoint.tree import to_paths
-        from dtft.checkpoint.typed_keys import plain
+        from dtft.checkpoint.managers import SaveArgs
+        from dtft.checkpoint.state import to_paths
+        from dtft.checkpoint.state import with_plain_keys
 
-        arrays = plain(to_paths(state))
+        arrays = with_plain_keys(to_paths(state))
         args = SaveArgs(arrays=arrays, items=items, window=self._window)
         self._manager.save(step, args=args)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.interval import Automatic
+from dtft.checkpoint.replication import Automatic
 from dtft.elastic.launch import LocalCluster
 from dtft.train.experiment import Experiment
 from dtft.train.job_options import cluster_options, for_clusters

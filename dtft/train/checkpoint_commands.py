@@ -14,8 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint import inspect_storage
-from dtft.checkpoint.health import CommitHealth
+from dtft.checkpoint.storage import checkpoints_in
+from dtft.checkpoint.storage import list_steps
+from dtft.checkpoint.storage import pick_step
+from dtft.checkpoint.storage import describe_step
+from dtft.checkpoint.storage import verify_step
+from dtft.checkpoint.storage import copy_step
+from dtft.checkpoint.replication import CommitHealth
 from dtft.checkpoint.tables import size_text, table
 from dtft.train.checkpoint_text import (
     Record,
@@ -78,7 +83,7 @@ def _answer(
             record, lines, code = on_job(observer)
     else:
         try:
-            found = on_directory(inspect_storage.checkpoints_in(source.directory))
+            found = on_directory(checkpoints_in(source.directory))
         except RuntimeError as error:  # the step is damaged; its text says which
             raise ValueError(str(error)) from error
         record, lines, code = found
@@ -90,7 +95,7 @@ def _answer(
 
 
 def _ls_directory(directory: Path) -> Printed:
-    steps, unfinished = inspect_storage.list_steps(directory)
+    steps, unfinished = list_steps(directory)
     record = {
         "directory": str(directory),
         "steps": [vars(found) for found in steps],
@@ -101,8 +106,8 @@ def _ls_directory(directory: Path) -> Printed:
 
 def _show_directory(directory: Path, *, step: int | None) -> Printed:
     _use_cpu()
-    step = inspect_storage.pick(directory, step)
-    leaves, items = inspect_storage.describe(directory, step)
+    step = pick_step(directory, step)
+    leaves, items = describe_step(directory, step)
     record = {
         "directory": str(directory),
         "step": step,
@@ -123,12 +128,12 @@ def _show_directory(directory: Path, *, step: int | None) -> Printed:
 
 def _verify_directory(directory: Path, *, step: int | None) -> Printed:
     _use_cpu()
-    steps = [found.step for found in inspect_storage.list_steps(directory)[0]]
+    steps = [found.step for found in list_steps(directory)[0]]
     if step in steps:
         steps = [step]  # also a torn one, which is then said
     elif step is not None or not steps:
-        steps = [inspect_storage.pick(directory, step)]
-    found = inspect_storage.verify(directory, steps)
+        steps = [pick_step(directory, step)]
+    found = verify_step(directory, steps)
     record = {"directory": str(directory), "problems": found}
     lines = [
         f"step {number}: {text or 'every leaf is right'}"
@@ -141,8 +146,8 @@ def _export_directory(directory: Path, *, step: int | None, to: str) -> Printed:
     if not to:
         raise ValueError("--to DIR is missing: where shall the step be copied to?")
     _use_cpu()
-    step = inspect_storage.pick(directory, step)
-    written = inspect_storage.copy(directory, step, Path(to))
+    step = pick_step(directory, step)
+    written = copy_step(directory, step, Path(to))
     record = {"step": step, "directory": to, "num_bytes": written}
     return record, [f"step {step} copied to {to} ({size_text(written)})"], 0
 

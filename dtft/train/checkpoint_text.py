@@ -6,7 +6,7 @@ Decides wording only. Pure: must not know directories, hosts or how things are f
 import time
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.health import CommitHealth
+from dtft.checkpoint.replication import CommitHealth
 from dtft.checkpoint.tables import size_text, table
 
 if TYPE_CHECKING:

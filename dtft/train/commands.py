@@ -280,7 +280,8 @@ class BenchTransport:
 
         import tyro
 
-        from dtft.checkpoint.transport_bench import TransportBench, bench_transport
+        from dtft.checkpoint.transport import TransportBench
+        from dtft.checkpoint.transport import bench_transport
 
         prog = "dtft bench transport"
         figures = bench_transport(tyro.cli(TransportBench, args=words, prog=prog))
@@ -441,7 +442,7 @@ class CheckpointOdds:
 
     def run(self) -> int:
         """Prints a table."""
-        from dtft.checkpoint.odds import odds_table
+        from dtft.checkpoint.replication import odds_table
 
         print(odds_table(self.hosts, self.copies))
         return 0

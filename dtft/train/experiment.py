@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from dtft.checkpoint.cadence import Cadence
-from dtft.checkpoint.interval import Automatic
+from dtft.checkpoint.replication import Cadence
+from dtft.checkpoint.replication import Automatic
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.models.base import ModelConfig
 from dtft.train.balance_config import BalanceConfig

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtft.checkpoint.board import Phase
+from dtft.checkpoint.managers import Phase
 from dtft.train.data import Source, rows
 from dtft.train.functional_model import State
 from dtft.train.step import Arrays, TrainStep

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import to_paths
 from dtft.models.base import ModelConfig
 
 State = dict[str, Any]
@@ -81,7 +81,7 @@ def functional(config: ModelConfig, seed: int) -> FunctionalModel:
     """
     abstract = nnx.eval_shape(lambda: config.build(nnx.Rngs(seed)))
     graph, _, _, rest = nnx.split(abstract, nnx.Param, nnx.BatchStat, ...)
-    others = tree.to_paths(nnx.to_pure_dict(rest))
+    others = to_paths(nnx.to_pure_dict(rest))
     if others:
         raise ValueError(
             f"model {type(config).__name__} keeps {', '.join(others)} beside "

@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.domains import parse_file, parse_label
-from dtft.checkpoint.stream import check_tls
-from dtft.checkpoint.wire import Tls
+from dtft.checkpoint.replication import parse_domain_file
+from dtft.checkpoint.replication import parse_domain_label
+from dtft.checkpoint.transport import check_tls
+from dtft.checkpoint.transport import Tls
 
 if TYPE_CHECKING:
     from dtft.train.commands import HostFlags, PlaceFlags
@@ -117,7 +118,7 @@ def domain_of(flags: "HostFlags", place: "PlaceFlags", host: str) -> str:
         )
     else:
         try:
-            found = parse_label(place.domain)
+            found = parse_domain_label(place.domain)
         except ValueError as error:
             raise ValueError(f"--domain: {error}") from error
     return ",".join(f"{level}={name}" for level, name in found.items())
@@ -125,7 +126,7 @@ def domain_of(flags: "HostFlags", place: "PlaceFlags", host: str) -> str:
 
 def _domains_in(name: str):
     try:
-        return parse_file(Path(name).read_text())
+        return parse_domain_file(Path(name).read_text())
     except OSError as error:
         raise ValueError(f"--domain-file {name}: {error.strerror}") from error
     except ValueError as error:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtft.checkpoint.storage_steps import storage_steps
+from dtft.checkpoint.storage import storage_steps
 from dtft.elastic.host_memory import check_arena_directory, check_name
 from dtft.elastic.stopping import heard_signals
 from dtft.elastic.store_address import StoreAddress

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import to_paths
 
 Names = tuple[str | None, ...]
 
@@ -37,7 +37,7 @@ def logical_names(params: Any, planned: Iterable[str]) -> dict[str, Names]:
     """
     named = jax.tree.map(_in_place, params, is_leaf=_has_names)
     known, found = frozenset(planned), {}
-    for path, leaf in tree.to_paths(named).items():
+    for path, leaf in to_paths(named).items():
         bare = path.removesuffix("/value")
         found[path if path in known else bare] = leaf.names
     if not found:

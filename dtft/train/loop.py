@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtft.checkpoint.board import Phase
+from dtft.checkpoint.managers import Phase
 from dtft.train.balancing import balancer_of
 from dtft.train.config import ConfigError
 from dtft.train.data import make_datasets

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import to_paths
 from dtft.train.accumulate import check_rows
 from dtft.train.placed_arguments import part_weights
 from dtft.train.placed_calls import EACH, Key
@@ -38,7 +38,7 @@ def parts_of(batch: Any, num_parts: int) -> list[Any]:
     if num_parts < 1:
         raise ValueError(f"microbatches={num_parts} is not positive. Give 1 or more.")
     check_rows(batch, num_parts)
-    for path, leaf in tree.to_paths(batch).items():
+    for path, leaf in to_paths(batch).items():
         if np.ndim(leaf) and np.shape(leaf)[0] % num_parts:
             raise ValueError(
                 f"microbatches={num_parts}: batch {path!r} has {np.shape(leaf)[0]} "

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import to_paths
 from dtft.train.plan_arguments import check_like
 
 State = dict[str, Any]
@@ -67,7 +67,7 @@ class Layout:
             )
         check_like("state", dict(state), self.shapes)
         check_values("state", dict(state))
-        for path, leaf in tree.to_paths(dict(state)).items():
+        for path, leaf in to_paths(dict(state)).items():
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(
                     f"state {path!r} was given to a step already, which has used its "
@@ -85,8 +85,8 @@ class Layout:
         Raises:
             ValueError: names the path and both devices.
         """
-        homes = tree.to_paths(self.homes)
-        for path, leaf in tree.to_paths(dict(state)).items():
+        homes = to_paths(self.homes)
+        for path, leaf in to_paths(dict(state)).items():
             node = homes[path]
             if node not in nodes or not isinstance(leaf, jax.Array):
                 continue
@@ -115,7 +115,7 @@ def check_values(name: str, arrays: Any) -> None:
     Raises:
         ValueError: names the path of the first.
     """
-    for path, leaf in tree.to_paths(arrays).items():
+    for path, leaf in to_paths(arrays).items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"{name} {path!r} is {leaf}, which has no values. Allowed: arrays. "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import to_paths
 from dtft.planner.plan import Plan
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -119,7 +119,7 @@ def check_arrays(name: str, value: Any) -> None:
     Raises:
         ValueError: names the first such leaf.
     """
-    leaves = tree.to_paths(value)
+    leaves = to_paths(value)
     if not leaves:
         raise ValueError(
             f"{name}={value!r} has no arrays. Allowed: a tree of arrays or "
@@ -145,7 +145,7 @@ def check_like(name: str, value: Any, planned: Any) -> None:
     Raises:
         ValueError: another tree, shape or dtype; names the path and both.
     """
-    wanted, given = tree.to_paths(planned), tree.to_paths(value)
+    wanted, given = to_paths(planned), to_paths(value)
     if found := _difference(wanted, given):
         path, before, after = found
         raise ValueError(
@@ -189,7 +189,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _check_gradients(params: Any) -> None:
-    for path, leaf in tree.to_paths(params).items():
+    for path, leaf in to_paths(params).items():
         if not _is_real(leaf):
             raise ValueError(
                 f"{_named('params', path)} is {_dtype(leaf)}, which has no gradient. "
@@ -200,7 +200,7 @@ def _check_gradients(params: Any) -> None:
 
 
 def _check_rows(batch: Any) -> None:
-    for path, leaf in tree.to_paths(batch).items():
+    for path, leaf in to_paths(batch).items():
         if np.shape(leaf)[:1] == (0,):
             raise ValueError(
                 f"{_named('batch', path)} has the shape {np.shape(leaf)}: no rows. "
@@ -254,7 +254,7 @@ def check_result(result: Any, state: Any) -> None:
             f"step returned {_words(result)}. Allowed: a pair, the state after "
             "the step and anything else. Return (state, metrics)."
         )
-    if found := _difference(tree.to_paths(state), tree.to_paths(result[0])):
+    if found := _difference(to_paths(state), to_paths(result[0])):
         path, before, after = found
         raise ValueError(
             f"step turned state {path!r} from {before} into {after}. Allowed: the same "

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import to_paths
+from dtft.checkpoint.state import from_paths
+from dtft.checkpoint.state import listed
 from dtft.planner.types import Spec
 
 
@@ -75,7 +77,7 @@ def sharding_tree(
     Raises:
         ValueError: names the first path that does not fit the plan.
     """
-    leaves = tree.to_paths(like)
+    leaves = to_paths(like)
     _check_paths(what, leaves, specs)
     shardings = {
         path: _sharding(f"{what} {path!r}", leaf, specs[path], mesh)
@@ -84,7 +86,7 @@ def sharding_tree(
     for path, sharding in shardings.items():
         if path in host:
             shardings[path] = sharding.with_memory_kind(HOST)
-    return tree.from_paths(like, shardings)
+    return from_paths(like, shardings)
 
 
 def signature(tree: Any) -> Any:
@@ -106,7 +108,7 @@ def _check_paths(
     unexpected = [path for path in leaves if path not in specs]
     raise ValueError(
         f"{what} is another tree than the plan was made for. Only in the plan: "
-        f"{tree.listed(missing)}. Not in the plan: {tree.listed(unexpected)}. Pass "
+        f"{listed(missing)}. Not in the plan: {listed(unexpected)}. Pass "
         f"the {what} that was planned, or make a plan for this one."
     )
 

@@ -15,7 +15,8 @@ import optax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import to_paths
+from dtft.checkpoint.state import from_paths
 from dtft.planner.ir import POLICIES, rematerialized, traced
 from dtft.planner.plan import Plan
 from dtft.planner.types import Spec
@@ -119,13 +120,13 @@ class Update:
             return opt_state
         specs, mesh = self.plan.optimizer, self.mesh
         here = sharding_tree("optimizer", opt_state, specs, mesh)
-        leaves = tree.to_paths(opt_state)
+        leaves = to_paths(opt_state)
         moved = {
             path: jax.device_put(leaves[path], sharding.with_memory_kind("device"))
-            for path, sharding in tree.to_paths(here).items()
+            for path, sharding in to_paths(here).items()
             if path in self.plan.host
         }
-        return tree.from_paths(opt_state, {**leaves, **moved})
+        return from_paths(opt_state, {**leaves, **moved})
 
     def gathered(self, params: Any) -> Any:
         """Parameters that are whole over `fsdp`, for what is not differentiated."""
@@ -142,7 +143,7 @@ class Update:
         def prepared(params: Any, batch: Any) -> tuple[jax.Array, Any]:
             args = (params, batch, *fixed)
             program, shape = traced(loss, *args)
-            changed = self._changed(program, list(tree.to_paths(params)))
+            changed = self._changed(program, list(to_paths(params)))
             results = jaxpr_as_fun(changed)(*jax.tree.leaves(args))
             return jax.tree.unflatten(jax.tree.structure(shape), results)
 
@@ -189,10 +190,10 @@ def update_specs(
     ... )
     {'w': (('replica',),)}
     """
-    states = tree.to_paths(opt_state)
-    paths = tree.from_paths(opt_state, {path: path for path in states})
-    names = tree.from_paths(params, {name: name for name in tree.to_paths(params)})
-    leaves = tree.to_paths(params)
+    states = to_paths(opt_state)
+    paths = from_paths(opt_state, {path: path for path in states})
+    names = from_paths(params, {name: name for name in to_paths(params)})
+    leaves = to_paths(params)
 
     def alike(node: Any) -> bool:
         return _places(node, names) is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import to_paths
 from dtft.planner import wording
 from dtft.planner.plan import Plan
 from dtft.planner.report import (
@@ -167,7 +167,7 @@ class RunnablePlan(Plan):
         names = logical_names(params, self.state)
         shapes = {
             path.removesuffix("/value") if path not in names else path: leaf.shape
-            for path, leaf in tree.to_paths(params).items()
+            for path, leaf in to_paths(params).items()
         }
         return axis_rules(self.state, names, shapes)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
-from dtft.checkpoint.board import Phase
+from dtft.checkpoint.managers import Phase
 from dtft.train.experiment import Experiment
 from dtft.train.functional_model import State
 from dtft.train.plan_choice import Choice

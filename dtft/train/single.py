@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.board import Phase
-from dtft.checkpoint.storage_steps import storage_steps
+from dtft.checkpoint.managers import Phase
+from dtft.checkpoint.storage import storage_steps
 from dtft.elastic.stopping import heard_signals
 from dtft.train import config as configs
 from dtft.train.devices_here import devices_of
@@ -148,14 +148,17 @@ class LocalRuntime:
         Raises:
             UnreadableCheckpoint: there is one, but it cannot be loaded.
         """
-        from dtft.checkpoint import tree, typed_keys
+        from dtft.checkpoint.state import to_paths
+        from dtft.checkpoint.state import from_paths
+        from dtft.checkpoint.state import with_plain_keys
+        from dtft.checkpoint.state import with_typed_keys
 
         step = self._storage.latest_step()
         if step is None:
             return None
         try:
-            abstract = tree.to_paths(abstract_state)
-            arrays, items = self._storage.restore(step, typed_keys.plain(abstract))
+            abstract = to_paths(abstract_state)
+            arrays, items = self._storage.restore(step, with_plain_keys(abstract))
         except Exception as error:
             raise UnreadableCheckpoint(
                 f"the checkpoint of step {step} cannot be loaded: {error} To start "
@@ -164,8 +167,8 @@ class LocalRuntime:
         saved = items.pop("config", self._resolved)
         configs.refuse_other(saved, self._resolved, self.run_directory)
         self._saved = step
-        arrays = typed_keys.typed(arrays, abstract)
-        return tree.from_paths(abstract_state, arrays), items
+        arrays = with_typed_keys(arrays, abstract)
+        return from_paths(abstract_state, arrays), items
 
     def entered(self, phase: Phase, step: int) -> None:
         """Remembers it, for whoever is told of a crash."""
@@ -244,10 +247,11 @@ class LocalRuntime:
                 signal.signal(number, handler)
 
     def _store(self, step: int, state: Any, items: dict[str, Any]) -> None:
-        from dtft.checkpoint import tree, typed_keys
+        from dtft.checkpoint.state import to_paths
+        from dtft.checkpoint.state import with_plain_keys
 
         self._storage.wait_until_finished()  # raises what went wrong in the last one
-        arrays = typed_keys.plain(tree.to_paths(state))
+        arrays = with_plain_keys(to_paths(state))
         if self._devices[0].platform == "cpu":
             # The next step donates these buffers. Orbax returns once it has copied
             # what is on a device, but reads the CPU's buffers while it writes.

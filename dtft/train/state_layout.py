@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import jax
 
-from dtft.checkpoint import tree, typed_keys
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.state import to_paths
+from dtft.checkpoint.state import with_plain_keys
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.state import Leaf
+from dtft.checkpoint.state import MeshLayout
 from dtft.train.functional_model import State
 
 
@@ -29,7 +32,7 @@ def layout_of(
             dtype=leaf.dtype.name,
             spec=tuple(_axes(part) for part in leaf.sharding.spec),
         )
-        for path, leaf in typed_keys.plain(tree.to_paths(abstract_state)).items()
+        for path, leaf in with_plain_keys(to_paths(abstract_state)).items()
     )
     mesh = jax.tree.leaves(abstract_state)[0].sharding.mesh
     slots = tuple(process_to_slot[device.process_index] for device in mesh.devices.flat)

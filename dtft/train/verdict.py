@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.storage_steps import storage_steps
+from dtft.checkpoint.storage import storage_steps
 from dtft.elastic.journal import read_events
 from dtft.elastic.strikes import STORE_AWAY_S, Strike, Striker
 from dtft.train import interruption_check, shares_check
@@ -99,13 +99,13 @@ def expected_status(strikes: Sequence[Strike]) -> str:
 
 def _differing(control: Path, faulted: Path, step: int) -> list[str]:
 
-    from dtft.checkpoint.compare import compare
+    from dtft.checkpoint.storage import compare_steps
 
     if step and step not in storage_steps(control / "checkpoints"):
         return _differing_roots(control, faulted, step)
     if not step:
         return [f"no final step in common (faulted run ended at {step})"]
-    return compare(control / "checkpoints", step, faulted / "checkpoints", step)
+    return compare_steps(control / "checkpoints", step, faulted / "checkpoints", step)
 
 
 def _differing_roots(control: Path, faulted: Path, step: int) -> list[str]:

@@ -6,7 +6,7 @@ From these moments follow the steps that ran beside a replication and those that
 not. Is told the times; must not know clocks, managers or agents.
 """
 
-from dtft.checkpoint.interval import Window
+from dtft.checkpoint.replication import Window
 
 AHEAD = 2
 """Dispatching step s, the loop has heard of the end of step s - AHEAD."""

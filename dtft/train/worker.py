@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.attach import hello
-from dtft.checkpoint.link import Link, LinkClosed
+from dtft.checkpoint.managers import hello
+from dtft.checkpoint.managers import AgentLink
+from dtft.checkpoint.managers import LinkClosed
 from dtft.elastic.stack_dump import accept_requests
 from dtft.train.agent_runtime import AgentRuntime
 from dtft.train.config import ConfigError, load, to_json
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     _keep_stdout_for_people()
     config, *overrides = arguments
     experiment = load(config, overrides, prog="dtft.train.worker")
-    link = Link.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), timeout_s=10.0)
+    link = AgentLink.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), timeout_s=10.0)
     trainer = Trainer(experiment, link, arguments)
     try:
         _import_everything(experiment)
@@ -115,7 +116,7 @@ def _log_path() -> str:
     return path if path.startswith("/") else ""
 
 
-def _last_words(link: Link, op: str, **fields: Any) -> None:
+def _last_words(link: AgentLink, op: str, **fields: Any) -> None:
     """Tells the agent how this ends, and leaves the end of this process to it.
 
     An agent that does not take the message, or does not end this process, is not
@@ -136,7 +137,7 @@ class Trainer:
     """Trains in the slot that the agent gives."""
 
     def __init__(
-        self, experiment: Experiment, link: Link, arguments: Sequence[str]
+        self, experiment: Experiment, link: AgentLink, arguments: Sequence[str]
     ) -> None:
         """Has no slot yet."""
         self._experiment, self._link, self._arguments = experiment, link, arguments
@@ -220,7 +221,7 @@ def _import_everything(experiment: Any) -> None:
         keep_freed(large=bool(experiment.plan))
     import jax
 
-    from dtft.checkpoint.manager import AgentCheckpointManager  # noqa: F401
+    from dtft.checkpoint.managers import AgentCheckpointManager  # noqa: F401
     import dtft.train.loop  # noqa: F401
     from dtft.train.data import make_datasets
 

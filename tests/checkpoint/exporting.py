@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.chunks import Chunks
-from dtft.checkpoint.digest import chunk_digests
-from dtft.checkpoint.slices import Layout, offsets_of
+from dtft.checkpoint.state.digests import Chunks
+from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import offsets_of
 from tests.checkpoint.states import extent, state
 
 CHUNK = 64
@@ -19,7 +20,7 @@ class Process:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dtft.checkpoint.exporter"],
+            [sys.executable, "-m", "dtft.checkpoint.storage.exporter"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

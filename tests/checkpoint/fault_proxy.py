@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dtft.checkpoint import seal, wire
-from dtft.checkpoint.transport import parse_address
+from dtft.checkpoint.transport import protocol
+from dtft.checkpoint.transport.dialing import parse_address
 
 Kind = Literal[
     "flip",
@@ -263,16 +263,16 @@ def _read(source: socket.socket, number: int) -> tuple[bytes, dict[str, int]]:
     """The next message of one direction and the sizes of its fields."""
     if number == 0:
         fields = {"magic": 4, "version": 1, "pad": 3, "nonce": 32}
-        return _exactly(source, wire.GREETING_BYTES), fields
+        return _exactly(source, protocol.GREETING_BYTES), fields
     if number == 1:
-        return _exactly(source, wire.PROOF_BYTES), {"proof": wire.PROOF_BYTES}
-    start = _exactly(source, seal.FRAME_START_BYTES)
-    header_bytes, payload_bytes = wire.decode_prefix(start[: wire.PREFIX_BYTES])
-    rest = _exactly(source, header_bytes + seal.SEAL_BYTES + payload_bytes)
+        return _exactly(source, protocol.PROOF_BYTES), {"proof": protocol.PROOF_BYTES}
+    start = _exactly(source, protocol.FRAME_START_BYTES)
+    header_bytes, payload_bytes = protocol.decode_prefix(start[: protocol.PREFIX_BYTES])
+    rest = _exactly(source, header_bytes + protocol.SEAL_BYTES + payload_bytes)
     fields = PREFIX_FIELDS | {
-        "prefix seal": seal.SEAL_BYTES,
+        "prefix seal": protocol.SEAL_BYTES,
         "header": header_bytes,
-        "header seal": seal.SEAL_BYTES,
+        "header seal": protocol.SEAL_BYTES,
         "payload": payload_bytes,
     }
     return start + rest, fields

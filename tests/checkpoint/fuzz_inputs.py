@@ -11,10 +11,10 @@ from typing import Any
 
 import msgpack
 
-from dtft.checkpoint import seal, wire
-from dtft.checkpoint.digest import chunk_digests
-from dtft.checkpoint.stream import Stream
-from dtft.checkpoint.transport import Credentials
+from dtft.checkpoint.transport import protocol
+from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.transport.connection import SocketStream
+from dtft.checkpoint.transport.protocol import Credentials
 from tests.checkpoint.hosts import CHUNK, EPOCH, JOB, Host, content
 
 STEP = 7
@@ -24,7 +24,7 @@ OTHER = Credentials(job="another", secret=b"o" * 32)
 Say = Callable[["Member"], None]
 
 
-class MemoryStream(Stream):
+class MemoryStream(SocketStream):
     """A connection whose client says what it has to say and hangs up."""
 
     def __init__(self, said: bytes) -> None:
@@ -65,16 +65,16 @@ class Member:
     def __init__(self, say: Say, credentials: Credentials = JOB) -> None:
         """`say` calls `frame` and `raw` once the handshake is done."""
         self._credentials = credentials
-        greeting, self._nonce = wire.greeting()
+        greeting, self._nonce = protocol.greeting()
         self.stream = MemoryStream(greeting)
         self.stream.answer = self._prove
         self._say, self._key, self._count = say, b"", 0
 
     def _prove(self) -> None:
-        other = wire.read_greeting(self.stream.heard)
-        handshake = wire.Handshake(client_nonce=self._nonce, server_nonce=other)
-        self.stream.said += wire.proof(self._credentials, "client", handshake)
-        self._key, _ = wire.session_keys(self._credentials, handshake)
+        other = protocol.read_greeting(self.stream.heard)
+        handshake = protocol.Handshake(client_nonce=self._nonce, server_nonce=other)
+        self.stream.said += protocol.proof(self._credentials, "client", handshake)
+        self._key, _ = protocol.session_keys(self._credentials, handshake)
         self.stream.answer = lambda: None
         self._say(self)
 
@@ -90,8 +90,8 @@ class Member:
     def sealed(self, prefix: bytes, packed: bytes) -> None:
         """Prefix and header as given, with the seals that belong to them."""
         said = self.stream.said
-        said += prefix + seal._seal(self._key, self._count, b"p", prefix)
-        said += packed + seal._seal(self._key, self._count, b"h", prefix + packed)
+        said += prefix + protocol._seal(self._key, self._count, b"p", prefix)
+        said += packed + protocol._seal(self._key, self._count, b"h", prefix + packed)
         self._count += 1
 
 
@@ -165,10 +165,10 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 def stranger(rng: random.Random, _: Host) -> MemoryStream:
     """Someone without the secret: noise, false proofs, frames all the same."""
-    greeting = wire.greeting()[0]
-    claim = rng.choice((b"", wire.REFUSAL, rng.randbytes(32), greeting[8:]))
+    greeting = protocol.greeting()[0]
+    claim = rng.choice((b"", protocol.REFUSAL, rng.randbytes(32), greeting[8:]))
     frames = b"".join(
-        wire.encode_header({"op": rng.choice(("push", "fetch", "echo"))}, 9)
+        protocol.encode_header({"op": rng.choice(("push", "fetch", "echo"))}, 9)
         for _ in range(rng.randrange(3))
     )
     said = greeting + claim + frames
@@ -317,7 +317,7 @@ def bomb(rng: random.Random, _: Host) -> MemoryStream:
 
     def say(member: Member) -> None:
         member.frame({"op": rng.choice(OPS), "host": "host-0"})
-        member.frame(packed[: wire.MAX_HEADER])
+        member.frame(packed[: protocol.MAX_HEADER])
 
     return Member(say).stream
 

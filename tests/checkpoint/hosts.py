@@ -14,13 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.digest import chunk_digests
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.parts import Parts
-from dtft.checkpoint.placement import Push, place
-from dtft.checkpoint.pushing import Sent
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.checkpoint.transport import Channel, Credentials, TransportServer
+from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.state.digests import Parts
+from dtft.checkpoint.replication.copy_placement import Push
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.transport.push import PushedBytes
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic import replication
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.edges import Asked
@@ -78,7 +83,7 @@ class Host:
         self, folder: Path, slot: int, layout: Layout, credentials: Credentials = JOB
     ) -> None:
         """Starts to serve; nothing is held yet."""
-        copies = place(layout, 2)
+        copies = place_copies(layout, 2)
         path = folder / f"arena-{slot}"
         self.slot = slot
         self.holder = Holder(layout, slot, copies, path=path, chunk_bytes=CHUNK)
@@ -250,12 +255,12 @@ def fetch_back(
 
 
 @contextlib.contextmanager
-def recorded_pushes() -> Iterator[list[Sent]]:
+def recorded_pushes() -> Iterator[list[PushedBytes]]:
     """How every try to push ended, while the context lasts."""
-    sent: list[Sent] = []
+    sent: list[PushedBytes] = []
     real = replication.send_push
 
-    def recording(*arguments: Any) -> Sent:
+    def recording(*arguments: Any) -> PushedBytes:
         sent.append(real(*arguments))
         return sent[-1]
 

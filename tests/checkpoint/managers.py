@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.options import ReplicatedOptions
-from dtft.checkpoint.replicated import ReplicatedCheckpointManager
+from dtft.checkpoint.managers.options import ReplicatedOptions
+from dtft.checkpoint.managers.replicated import ReplicatedCheckpointManager
 
 NEVER = 10**9
 """An interval that no test reaches."""

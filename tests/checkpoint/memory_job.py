@@ -13,14 +13,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtft.checkpoint.chunks import pack_flags
-from dtft.checkpoint.commit import Commit, Share, StepTracker
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.shares import Shares
-from dtft.checkpoint.slices import Layout
-from dtft.checkpoint.snapshot import Snapshot, SnapshotPlan
-from dtft.checkpoint.transport import Credentials, TransportServer
+from dtft.checkpoint.state.digests import pack_flags
+from dtft.checkpoint.replication.commit import Commit
+from dtft.checkpoint.replication.commit import Share
+from dtft.checkpoint.replication.commit import StepTracker
+from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.replication.copy_placement import Shares
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.memory.snapshot import Snapshot
+from dtft.checkpoint.memory.snapshot import SnapshotPlan
+from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
 from dtft.elastic.recovery import Decision, decide, fetches_for
 from dtft.elastic.replication import Pusher
@@ -42,7 +46,7 @@ class Host:
         path.mkdir()
         self.arrived: queue.Queue[tuple[int, int, str]] = queue.Queue()
         self.holder = Holder(
-            layout, slot, place(layout, copies), path=path / "arena", chunk_bytes=CHUNK
+            layout, slot, place_copies(layout, copies), path=path / "arena", chunk_bytes=CHUNK
         )
         self.plan = SnapshotPlan(layout, slot, CHUNK)
         self.last: Snapshot | None = None
@@ -134,7 +138,7 @@ class Job:
 
     def save(self, step: int, arrays: Mapping[str, jax.Array]) -> Commit:
         """Snapshot on every host, replication, commit."""
-        tracker = StepTracker(self.layout, place(self.layout, self.copies), step)
+        tracker = StepTracker(self.layout, place_copies(self.layout, self.copies), step)
         for host in self.hosts.values():
             copied = self.shares and self.shares.of(host.slot, step)
             tracker.staged(host.slot, host.snapshot(step, arrays, copied))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.storage import StorageTier
+from dtft.checkpoint.storage.directory import StorageTier
 from tests.checkpoint.states import same_bits, state
 
 

@@ -5,11 +5,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from dtft.checkpoint.inventory import Inventory, inventory_of
-from dtft.checkpoint.partition import partition_of
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.restore import RestorePlan, plan_restore
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout, Slice
+from dtft.checkpoint.replication.restore_plan import Inventory
+from dtft.checkpoint.replication.restore_plan import inventory_of
+from dtft.checkpoint.state.partition import partition_of
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.replication.restore_plan import RestorePlan
+from dtft.checkpoint.replication.restore_plan import plan_restore
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.slices import Slice
 
 SMALL = 64 * 1024
 """Bytes that are not cut between senders: the leaves here are small, too."""
@@ -53,7 +58,7 @@ def held_at(
     without: Collection[tuple[str, Slice]] = (),
 ) -> Inventory:
     """What the hosts of these slots hold, but for some (host, slice)."""
-    placed = place(layout, copies).holders.items()
+    placed = place_copies(layout, copies).holders.items()
     holders = {
         piece.key: {slots[at] for at in found if (slots[at], piece) not in without}
         for piece, found in placed

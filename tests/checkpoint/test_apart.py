@@ -4,10 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.apart import Spread, choose_spares, copy_groups, domains_reached
-from dtft.checkpoint.domains import separate
+from dtft.checkpoint.replication.copy_placement import Spread
+from dtft.checkpoint.replication.copy_placement import choose_spares
+from dtft.checkpoint.replication.copy_placement import copy_groups
+from dtft.checkpoint.replication.copy_placement import domains_reached
+from dtft.checkpoint.replication.failure_domains import separate_copies
 from tests.checkpoint.restores import hosts, layout_of
-from tests.checkpoint.test_domains import FILE, parse_file
+from tests.checkpoint.test_domains import FILE
+from dtft.checkpoint.replication.failure_domains import parse_domain_file
 
 FSDP = {"w": (("fsdp",),)}
 
@@ -30,7 +34,7 @@ def test_who_keeps_copies_together(axes: dict, specs: dict, groups: tuple) -> No
 
 
 def test_racks_are_crossed_and_a_spare_of_the_lost_rack_is_taken() -> None:
-    found = separate(parse_file(FILE), hosts(4), 2)
+    found = separate_copies(parse_domain_file(FILE), hosts(4), 2)
     spread = Spread(copies=2, level=found.level, domains=found.domains)
     assert spread.domains == ("a", "a", "b", "b")
     groups = copy_groups(spread.place(layout_of({"fsdp": 4}, FSDP)))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.arena import Arena
+from dtft.checkpoint.memory.arena import Arena
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def path() -> Iterator[Path]:
 def test_another_process_sees_the_bytes_and_they_outlive_it(path: Path) -> None:
     arena = Arena.create(path, 10_000)
     code = (
-        "import sys; from dtft.checkpoint.arena import Arena\n"
+        "import sys; from dtft.checkpoint.memory.arena import Arena\n"
         "arena = Arena.attach(sys.argv[1]); arena.view(5000, 5)[:] = b'hello'"
     )
     root = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_too_large_is_refused_with_the_numbers(path: Path) -> None:
 def test_full_while_reserving_is_refused_and_removed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtft.checkpoint.arena._available", lambda path: 1 << 60)
+    monkeypatch.setattr("dtft.checkpoint.memory.arena._available", lambda path: 1 << 60)
     with pytest.raises(OSError, match="Enlarge it"):
         Arena.create(path, 1 << 50)
     assert not path.exists()

@@ -6,11 +6,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.arena_map import HOSTED_PLACES, OWN_PLACES, ArenaMap, arena_bytes
-from dtft.checkpoint.chunks import Chunks, pack_flags, unpack_flags
-from dtft.checkpoint.parts import Parts
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.slices import ALIGNMENT, Slice
+from dtft.checkpoint.memory.arena import HOSTED_PLACES
+from dtft.checkpoint.memory.arena import OWN_PLACES
+from dtft.checkpoint.memory.arena import ArenaMap
+from dtft.checkpoint.memory.arena import arena_bytes
+from dtft.checkpoint.state.digests import Chunks
+from dtft.checkpoint.state.digests import pack_flags
+from dtft.checkpoint.state.digests import unpack_flags
+from dtft.checkpoint.state.digests import Parts
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state.slices import ALIGNMENT
+from dtft.checkpoint.state.slices import Slice
 from tests.checkpoint.states import layout
 
 
@@ -28,7 +34,7 @@ def ranges(chunks: Chunks, start: int, num_places: int) -> list[tuple[int, int]]
 @settings(deadline=None)
 def test_places_lie_apart(slot: int, copies: int, chunk_bytes: int) -> None:
     whole = layout()
-    found = ArenaMap.of(whole, slot, place(whole, copies, "abcd"), chunk_bytes)
+    found = ArenaMap.of(whole, slot, place_copies(whole, copies, "abcd"), chunk_bytes)
     held = ranges(found.own, 0, OWN_PLACES)
     for source, chunks in found.hosted.items():
         assert chunks.slices == found.incoming[source].slices
@@ -38,12 +44,12 @@ def test_places_lie_apart(slot: int, copies: int, chunk_bytes: int) -> None:
         assert start + size <= after
     assert held[0][0] == 0 and sum(held[-1]) <= found.size
     assert found.own.slices == whole.slices(slot)
-    assert found.size == arena_bytes(whole, slot, place(whole, copies, "abcd"))
+    assert found.size == arena_bytes(whole, slot, place_copies(whole, copies, "abcd"))
 
 
 def test_who_pushes_nothing_has_no_memory() -> None:
     whole = layout()
-    found = ArenaMap.of(whole, 0, place(whole, 1, "abcd"), 64)
+    found = ArenaMap.of(whole, 0, place_copies(whole, 1, "abcd"), 64)
     assert not found.incoming and found.size == OWN_PLACES * found.own.nbytes
 
 

@@ -3,12 +3,13 @@
 import time
 from pathlib import Path
 
-from dtft.checkpoint.board import PHASES, Board
+from dtft.checkpoint.managers.progress import PHASES
+from dtft.checkpoint.managers.progress import ProgressBoard
 
 
 def test_a_phase_and_its_beginning_are_read_together(tmp_path: Path) -> None:
-    agent = Board(tmp_path / "board", create=True)
-    trainer = Board(tmp_path / "board")
+    agent = ProgressBoard(tmp_path / "board", create=True)
+    trainer = ProgressBoard(tmp_path / "board")
     assert agent.phase() == ("", 0)
     for phase in PHASES[1:]:
         now = time.monotonic_ns()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.checkpoint import bounded, wire
+from dtft.checkpoint.transport import protocol
 
 scalars = (
     st.none()
@@ -43,8 +43,8 @@ def packb(value: Any) -> bytes:
 @given(values)
 def test_every_value_is_counted(value: Any) -> None:
     packed = packb(value)
-    assert bounded.count(packed, limit=10_000) == number(value)
-    assert bounded.unpack(packed, limit=10_000) == value
+    assert protocol.count(packed, limit=10_000) == number(value)
+    assert protocol.unpack(packed, limit=10_000) == value
 
 
 @pytest.mark.parametrize("size", [15, 16, 255, 256, 65_535, 65_536])
@@ -58,9 +58,9 @@ def test_every_length_is_read(kind: type, size: int) -> None:
     }
     packed = packb([made[kind], 1])
     expected = 3 + {list: size, dict: 2 * size}.get(kind, 0)
-    assert bounded.count(packed, limit=expected) == expected
+    assert protocol.count(packed, limit=expected) == expected
     with pytest.raises(ValueError, match="packs more than"):
-        bounded.count(packb([[None] * 9, made[kind], 1]), limit=9)
+        protocol.count(packb([[None] * 9, made[kind], 1]), limit=9)
 
 
 HOSTILE = {
@@ -77,11 +77,11 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_is_refused_takes_no_memory(name: str) -> None:
     data = HOSTILE[name]
-    assert len(data) <= wire.MAX_DATA_HEADER
+    assert len(data) <= protocol.MAX_DATA_HEADER
     tracemalloc.start()
     try:
-        with pytest.raises(wire.WireError):
-            wire.decode_header(data, len(data))
+        with pytest.raises(protocol.WireError):
+            protocol.decode_header(data, len(data))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -91,11 +91,11 @@ def test_what_is_refused_takes_no_memory(name: str) -> None:
 def test_what_is_taken_is_bounded_by_the_header() -> None:
     """The worst that passes: as many of the costliest values as are allowed."""
     limit = 1 << 20
-    allowed = bounded.max_items(limit)
+    allowed = protocol.max_items(limit)
     data = b"\x81\x00\xdd" + (allowed - 3).to_bytes(4, "big") + b"\x80" * (allowed - 3)
     tracemalloc.start()
     try:
-        (found,) = wire.decode_header(data, limit).values()
+        (found,) = protocol.decode_header(data, limit).values()
         assert len(found) == allowed - 3
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -105,4 +105,4 @@ def test_what_is_taken_is_bounded_by_the_header() -> None:
 
 def test_the_sender_is_told_too() -> None:
     with pytest.raises(ValueError, match="packs more than"):
-        wire.encode_header({"x": [None] * (bounded.max_items(wire.MAX_HEADER))}, 0)
+        protocol.encode_header({"x": [None] * (protocol.max_items(protocol.MAX_HEADER))}, 0)

@@ -5,8 +5,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from dtft.checkpoint.compare import compare
-from dtft.checkpoint.storage import StorageTier
+from dtft.checkpoint.storage.directory import compare_steps
+from dtft.checkpoint.storage.directory import StorageTier
 
 
 def save(directory: Path, step: int, **values: np.ndarray) -> None:
@@ -20,6 +20,6 @@ def test_differences_are_named(tmp_path: Path) -> None:
     empty = np.zeros((0, 2), np.float32)
     save(tmp_path / "a", 1, a=zeros, nan=nan, sign=zeros, shape=empty, only=zeros)
     save(tmp_path / "b", 2, a=zeros, nan=nan, sign=-zeros, shape=empty.T)
-    found = compare(tmp_path / "a", 1, tmp_path / "b", 2)
+    found = compare_steps(tmp_path / "a", 1, tmp_path / "b", 2)
     assert found == ["only", "shape", "sign"]
-    assert compare(tmp_path / "a", 1, tmp_path / "a", 1) == []
+    assert compare_steps(tmp_path / "a", 1, tmp_path / "a", 1) == []

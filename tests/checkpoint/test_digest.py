@@ -5,13 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.checkpoint.digest import (
-    DIGEST_BYTES,
-    chunk_digests,
-    copy_and_digest,
-    digest_root,
-    verify,
-)
+from dtft.checkpoint.state.digests import DIGEST_BYTES
+from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.state.digests import copy_and_digest
+from dtft.checkpoint.state.digests import digest_root
+from dtft.checkpoint.state.digests import verify_digests
 
 data = st.binary(max_size=300)
 chunk_sizes = st.integers(1, 64)
@@ -21,7 +19,7 @@ chunk_sizes = st.integers(1, 64)
 def test_one_digest_per_chunk(buffer: bytes, chunk_bytes: int) -> None:
     digests = chunk_digests(buffer, chunk_bytes)
     assert len(digests) == DIGEST_BYTES * max(1, -(-len(buffer) // chunk_bytes))
-    assert verify(buffer, digests, chunk_bytes) == ()
+    assert verify_digests(buffer, digests, chunk_bytes) == ()
 
 
 @given(data, chunk_sizes)
@@ -40,19 +38,19 @@ def test_a_flipped_bit_is_found_in_its_chunk(
     at = choose.draw(st.integers(0, len(buffer) - 1))
     bad = bytearray(buffer)
     bad[at] ^= 1 << choose.draw(st.integers(0, 7))
-    assert verify(bad, digests, chunk_bytes) == (at // chunk_bytes,)
+    assert verify_digests(bad, digests, chunk_bytes) == (at // chunk_bytes,)
 
 
 @given(data, st.binary(max_size=100), chunk_sizes)
 def test_foreign_digests_never_pass(
     buffer: bytes, digests: bytes, chunk_bytes: int
 ) -> None:
-    assert verify(buffer, digests, chunk_bytes)
+    assert verify_digests(buffer, digests, chunk_bytes)
 
 
 @given(st.binary(min_size=3, max_size=100), chunk_sizes)
 def test_cut_buffers_never_pass(buffer: bytes, chunk_bytes: int) -> None:
-    assert verify(buffer[:-1], chunk_digests(buffer, chunk_bytes), chunk_bytes)
+    assert verify_digests(buffer[:-1], chunk_digests(buffer, chunk_bytes), chunk_bytes)
 
 
 def test_arrays_of_any_shape() -> None:

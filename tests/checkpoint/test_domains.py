@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.domains import from_labels, parse_file, parse_label, separate
-from dtft.checkpoint.placement import place
+from dtft.checkpoint.replication.failure_domains import domains_from_labels
+from dtft.checkpoint.replication.failure_domains import parse_domain_file
+from dtft.checkpoint.replication.failure_domains import parse_domain_label
+from dtft.checkpoint.replication.failure_domains import separate_copies
+from dtft.checkpoint.replication.copy_placement import place_copies
 from tests.checkpoint.restores import hosts, layout_of
 
 FILE = """
@@ -19,7 +22,7 @@ h03 power=b rack=4
 
 
 def test_file() -> None:
-    domains = parse_file(FILE)
+    domains = parse_domain_file(FILE)
     assert domains.levels == ("power", "rack")
     assert domains.names == {"h00": "a/1", "h01": "a/2", "h02": "b/3", "h03": "b/4"}
 
@@ -31,25 +34,25 @@ def test_file() -> None:
 def test_the_widest_level_with_enough_domains(
     copies: int, level: str, effective: int
 ) -> None:
-    found = separate(parse_file(FILE), hosts(4), copies)
+    found = separate_copies(parse_domain_file(FILE), hosts(4), copies)
     assert (found.level, found.effective_copies) == (level, effective)
     layout = layout_of({"fsdp": 4}, {"w": (("fsdp",),)})
-    assert place(layout, copies, found.domains).effective_copies == effective
+    assert place_copies(layout, copies, found.domains).effective_copies == effective
 
 
 def test_three_copies_over_racks_are_on_both_feeds() -> None:
     labels = {h: f"power={'ab'[i % 2]},rack={i}" for i, h in enumerate(hosts(6))}
-    found = separate(from_labels(labels), hosts(6), 3)
+    found = separate_copies(domains_from_labels(labels), hosts(6), 3)
     assert found.level == "rack"
-    placement = place(layout_of({"fsdp": 6}, {"w": (("fsdp",),)}), 3, found.domains)
+    placement = place_copies(layout_of({"fsdp": 6}, {"w": (("fsdp",),)}), 3, found.domains)
     for slots in placement.holders.values():
         assert {slot % 2 for slot in slots} == {0, 1}
 
 
 def test_without_labels_every_host_is_its_own_domain() -> None:
-    nothing = from_labels({})
-    assert separate(nothing, hosts(3), 2).domains == ("h00", "h01", "h02")
-    assert from_labels({"h00": "", "h01": ""}) == nothing
+    nothing = domains_from_labels({})
+    assert separate_copies(nothing, hosts(3), 2).domains == ("h00", "h01", "h02")
+    assert domains_from_labels({"h00": "", "h01": ""}) == nothing
     assert nothing.of(["x"]) == {"x": "x"}
 
 
@@ -65,9 +68,9 @@ def test_copies_are_never_in_one_domain(
         host: f"power=p{power},rack=r{power}-{rack}"
         for host, (power, rack) in zip(hosts(len(places)), places, strict=True)
     }
-    found = separate(from_labels(labels), list(labels), copies)
+    found = separate_copies(domains_from_labels(labels), list(labels), copies)
     layout = layout_of({"fsdp": len(places)}, {"w": (("fsdp",),)}, shape=(2520, 1))
-    placement = place(layout, copies, found.domains)
+    placement = place_copies(layout, copies, found.domains)
     assert placement.effective_copies == found.effective_copies
     for slots in placement.holders.values():
         assert len({found.domains[slot] for slot in slots}) == found.effective_copies
@@ -88,10 +91,10 @@ def test_copies_are_never_in_one_domain(
 )
 def test_what_makes_no_sense_is_refused(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason.replace("/", "[/]")):
-        parse_file(text)
+        parse_domain_file(text)
 
 
 def test_a_host_without_a_label_is_named() -> None:
     with pytest.raises(ValueError, match="no failure domain is known for 'x'"):
-        separate(parse_file(FILE), ["h00", "x"], 2)
-    assert parse_label("") == {}
+        separate_copies(parse_domain_file(FILE), ["h00", "x"], 2)
+    assert parse_domain_label("") == {}

@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint import digest, fetch
-from dtft.checkpoint.parts import Parts
-from dtft.checkpoint.ranges import MAX_PARTS, Part, Wanted, not_right, split
-from dtft.checkpoint.transport import Channel, connect
+from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.transport import fetch
+from dtft.checkpoint.state.digests import Parts
+from dtft.checkpoint.state.ranges import MAX_PARTS
+from dtft.checkpoint.state.ranges import Part
+from dtft.checkpoint.state.ranges import WantedSlice
+from dtft.checkpoint.state.ranges import not_right
+from dtft.checkpoint.state.ranges import split_ranges
+from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.server import connect
 from dtft.elastic.replication import Pusher
 from dtft.elastic.restoring import FetchFailed, FetchOrder
 from tests.checkpoint.hosts import (
@@ -34,7 +40,7 @@ from tests.checkpoint.hosts import (
 def test_ranges_cover_every_byte_once(
     sizes: list[int], chunk_bytes: int, range_bytes: int
 ) -> None:
-    ranges = split(sizes, chunk_bytes, range_bytes)
+    ranges = split_ranges(sizes, chunk_bytes, range_bytes)
     parts = [part for one in ranges for part in one]
     for index, size in enumerate(sizes):
         mine = [part for part in parts if part.index == index]
@@ -53,9 +59,9 @@ def test_only_wrong_chunks_are_not_right(
     data: bytes, chunk: int, choose: st.DataObject
 ) -> None:
     memory = bytearray(data)
-    digests = digest.chunk_digests(data, chunk)
-    wanted = [Wanted(key="k", memory=Parts([memoryview(memory)]), digests=digests)]
-    (range_,) = split([len(data)], chunk, 1000) or [()]
+    digests = chunk_digests(data, chunk)
+    wanted = [WantedSlice(key="k", memory=Parts([memoryview(memory)]), digests=digests)]
+    (range_,) = split_ranges([len(data)], chunk, 1000) or [()]
     flips = choose.draw(st.sets(st.integers(0, max(len(data) - 1, 0))))
     for at in flips if data else ():
         memory[at] ^= 255

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.fingerprint import fingerprints
+from dtft.checkpoint.state.array_bytes import fingerprints
 from tests.checkpoint.states import state
 
 VALUES = {path: value for path, value in state().items() if value.size}

@@ -11,8 +11,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.checkpoint import ReplicatedCheckpointManager
-from dtft.checkpoint.inspect_storage import copy, describe, verify
-from dtft.checkpoint.storage import CheckpointUnreadable, StorageTier, load_numpy
+from dtft.checkpoint.storage.inspect import copy_step
+from dtft.checkpoint.storage.inspect import describe_step
+from dtft.checkpoint.storage.inspect import verify_step
+from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
+from dtft.checkpoint.storage.directory import StorageTier
+from dtft.checkpoint.storage.directory import load_numpy
 from tests.checkpoint.states import same_bits, state
 
 ARCHIVE = Path(__file__).parent / "data" / "steps_of_3d5ab71.tar.xz"
@@ -64,11 +68,11 @@ def test_a_jobs_step_is_followed_by_one_in_todays_format(stored: Path) -> None:
 
 def test_people_see_a_jobs_step_as_before(stored: Path, tmp_path: Path) -> None:
     directory = stored / "job"
-    leaves, items = describe(directory, 5)
+    leaves, items = describe_step(directory, 5)
     assert [leaf.path for leaf in leaves] == sorted(state())
-    assert items["position"] == 5 and verify(directory, [5]) == {5: ""}
-    assert copy(directory, 5, tmp_path / "copy") > 200
-    assert verify(tmp_path / "copy", [5]) == {5: ""}
+    assert items["position"] == 5 and verify_step(directory, [5]) == {5: ""}
+    assert copy_step(directory, 5, tmp_path / "copy") > 200
+    assert verify_step(tmp_path / "copy", [5]) == {5: ""}
 
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "d"])
@@ -78,7 +82,7 @@ def test_damage_in_a_jobs_step_is_told(stored: Path, name: str) -> None:
     good = file.read_bytes()
     middle = len(good) // 2
     file.write_bytes(good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :])
-    assert "exists but cannot be read" in verify(stored / "job", [5])[5]
+    assert "exists but cannot be read" in verify_step(stored / "job", [5])[5]
     with pytest.raises(CheckpointUnreadable, match="job/5 exists but cannot be read"):
         load_numpy(stored / "job", 5)
 

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dtft.checkpoint import Corrupt, StorageFailed, placing
-from dtft.checkpoint.record import record_of
-from dtft.checkpoint.versions import Versions
+from dtft.checkpoint import Corrupt
+from dtft.checkpoint import StorageFailed
+from dtft.checkpoint.state import leaf_codec
+from dtft.checkpoint.state.record import record_of
+from dtft.checkpoint.memory.local_store import Versions
 from tests.checkpoint.managers import forget, memory_only
 from tests.checkpoint.test_replicated import Save, bits
 
@@ -41,13 +43,13 @@ def leaf(kind: str, value: int) -> Any:
 def what_is_copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of the leaves that were copied."""
     found: list[str] = []
-    copy_out = placing.copy_out
+    copy_out = leaf_codec.copy_leaf
 
     def recording(value: Any, record: Any, *rest: Any) -> bytes:
         found.append(record.path.rpartition("/")[2])
         return copy_out(value, record, *rest)
 
-    monkeypatch.setattr(placing, "copy_out", recording)
+    monkeypatch.setattr(leaf_codec, "copy_out", recording)
     return found
 
 

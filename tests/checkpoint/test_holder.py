@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtft.checkpoint import digest
-from dtft.checkpoint.arena_map import OWN_PLACES
-from dtft.checkpoint.chunks import pack_flags
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.state import digests
+from dtft.checkpoint.memory.arena import OWN_PLACES
+from dtft.checkpoint.state.digests import pack_flags
+from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state.slices import Layout
 from tests.checkpoint.hosts import hand_over, write
 from tests.checkpoint.hosts import stage as write_step
 from tests.elastic.test_recovery import layout
@@ -20,7 +20,7 @@ CHUNK = 16
 
 def holder(tmp_path: Path, state: Layout, slot: int) -> Holder:
     path = tmp_path / f"arena-{slot}"
-    return Holder(state, slot, place(state, 2), path=path, chunk_bytes=CHUNK)
+    return Holder(state, slot, place_copies(state, 2), path=path, chunk_bytes=CHUNK)
 
 
 def content(step: int, key: str, size: int) -> bytes:
@@ -145,7 +145,7 @@ def test_a_new_host_reads_nothing_before_it_fetches(pair, monkeypatch):
     )
     a.keep_only(set())
     read = []
-    monkeypatch.setattr(digest, "chunk_digests", lambda *_: read.append(1) or b"")
+    monkeypatch.setattr(digests, "chunk_digests", lambda *_: read.append(1) or b"")
     assert a.begin_restore(1, digests, {}) == list(a.own_slices)
     assert read == [] and a.holdings() == ({}, [])
 
@@ -159,9 +159,9 @@ def test_steps_share_what_did_not_change_and_it_is_read_once(pair, monkeypatch):
     kept = pack_flags(np.ones(count, bool))
     a.staged(2, a.all_own_digests(1), {"step": 2}, kept)
     assert a.own_places(1) == a.own_places(2) != room.places
-    read, real = [], digest.chunk_digests
+    read, real = [], digests.chunk_digests
     monkeypatch.setattr(
-        digest, "chunk_digests", lambda *given: read.append(1) or real(*given)
+        digests, "chunk_digests", lambda *given: read.append(1) or real(*given)
     )
     good, bad = a.holdings()
     assert good[1] == good[2] and not bad and len(read) == count
@@ -172,7 +172,7 @@ def test_steps_share_what_did_not_change_and_it_is_read_once(pair, monkeypatch):
 
 def test_too_little_memory_is_refused_before_anything_is_taken(tmp_path, monkeypatch):
     state = layout(1, 2)
-    monkeypatch.setattr("dtft.checkpoint.arena._available", lambda path: 100)
+    monkeypatch.setattr("dtft.checkpoint.memory.arena._available", lambda path: 100)
     with pytest.raises(OSError, match="100"):
         holder(tmp_path, state, 0)
     assert not (tmp_path / "arena-0").exists()

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
-from dtft.checkpoint.host_bytes import host_bytes
+from dtft.checkpoint.state.array_bytes import host_bytes
 
 TURNED = [((5, 3), (1, 0)), ((2, 3, 4), (2, 0, 1)), ((2, 3, 4), (0, 2, 1))]
 

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.slices import Layout, Leaf
-from dtft.checkpoint.snapshot import SnapshotPlan
-from dtft.checkpoint.storage import StorageTier
-from dtft.checkpoint.tree import from_paths, to_paths
-from dtft.checkpoint.typed_keys import plain, typed
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.memory.snapshot import SnapshotPlan
+from dtft.checkpoint.storage.directory import StorageTier
+from dtft.checkpoint.state.tree import from_paths
+from dtft.checkpoint.state.tree import to_paths
+from dtft.checkpoint.state.tree import with_plain_keys
+from dtft.checkpoint.state.tree import with_typed_keys
 from tests.checkpoint import states
 from tests.checkpoint.memory_job import CHUNK, Job
 
@@ -52,14 +55,14 @@ def layout(slots: tuple[int, ...]) -> Layout:
         Leaf(path=path, shape=leaf.shape, dtype=leaf.dtype.name, spec=SPECS[path])
         if path in SPECS
         else Leaf(path=path, shape=leaf.shape, dtype=leaf.dtype.name, spec=())
-        for path, leaf in plain(abstract(leaves())).items()
+        for path, leaf in with_plain_keys(abstract(leaves())).items()
     ]
     return Layout(mesh=states.layout(slots).mesh, leaves=tuple(words))
 
 
 def bits(arrays: Paths) -> dict[str, tuple[Any, ...]]:
     """Dtype, shape and bytes by path; of keys those of their words."""
-    words = {path: np.asarray(leaf) for path, leaf in plain(arrays).items()}
+    words = {path: np.asarray(leaf) for path, leaf in with_plain_keys(arrays).items()}
     return {
         path: (str(arrays[path].dtype), leaf.shape, leaf.tobytes())
         for path, leaf in words.items()
@@ -68,7 +71,7 @@ def bits(arrays: Paths) -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("lost", [0, 3])
 def test_a_peer_gives_every_bit_back(tmp_path: Path, lost: int) -> None:
-    arrays = plain(leaves())
+    arrays = with_plain_keys(leaves())
     job = Job(layout((0, 1, 2, 3)), 2, tmp_path)
     try:
         job.save(1, arrays)
@@ -92,9 +95,9 @@ def test_every_bit_gets_from_devices_to_memory_and_back() -> None:
     plan = SnapshotPlan(layout((0, 0, 0, 0)), 0, CHUNK)
     memory = memoryview(bytearray(plan.chunks.nbytes))
     places = np.zeros(plan.chunks.num_chunks, np.uint8)
-    digests = plan.write(1, plain(arrays), memory, places).digests
+    digests = plan.write(1, with_plain_keys(arrays), memory, places).digests
     wanted = abstract(arrays)
-    back = typed(plan.read(memory, places, digests, plain(wanted)), wanted)
+    back = with_typed_keys(plan.read(memory, places, digests, with_plain_keys(wanted)), wanted)
     assert bits(back) == bits(arrays)
     for path, leaf in back.items():
         assert leaf.sharding.is_equivalent_to(sharding(path), leaf.ndim), path
@@ -106,10 +109,10 @@ def test_every_bit_gets_from_devices_to_memory_and_back() -> None:
 def test_every_bit_gets_to_storage_and_onto_another_mesh(tmp_path: Path) -> None:
     arrays = leaves()
     tier = StorageTier(tmp_path)
-    tier.save(1, plain(arrays), {})
+    tier.save(1, with_plain_keys(arrays), {})
     tier.wait_until_finished()
     wanted = abstract(arrays, devices=(4, 2))
-    back = typed(tier.restore(1, plain(wanted))[0], wanted)
+    back = with_typed_keys(tier.restore(1, with_plain_keys(wanted))[0], wanted)
     tier.close()
     assert bits(back) == bits(arrays)
     assert all(len(leaf.sharding.device_set) == 8 for leaf in back.values())
@@ -118,6 +121,6 @@ def test_every_bit_gets_to_storage_and_onto_another_mesh(tmp_path: Path) -> None
 def test_none_is_where_it_was() -> None:
     state = {"a": None, "b": [jax.random.key(1), None], "c": {}}
     paths = to_paths(state)
-    back = from_paths(state, typed(plain(paths), paths))
+    back = from_paths(state, with_typed_keys(with_plain_keys(paths), paths))
     assert jax.tree.structure(back) == jax.tree.structure(state)
     assert bits(to_paths(back)) == bits(paths)

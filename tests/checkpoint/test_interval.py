@@ -6,17 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.cadence import Cadence, Schedule
-from dtft.checkpoint.interval import (
-    AIM,
-    Automatic,
-    Costs,
-    Experience,
-    Window,
-    affordable,
-    inflation,
-    next_interval,
-)
+from dtft.checkpoint.replication.snapshot_interval import Cadence
+from dtft.checkpoint.replication.snapshot_interval import SnapshotSchedule
+from dtft.checkpoint.replication.snapshot_interval import AIM
+from dtft.checkpoint.replication.snapshot_interval import Automatic
+from dtft.checkpoint.replication.snapshot_interval import Costs
+from dtft.checkpoint.replication.snapshot_interval import Experience
+from dtft.checkpoint.replication.snapshot_interval import Window
+from dtft.checkpoint.replication.snapshot_interval import affordable
+from dtft.checkpoint.replication.snapshot_interval import inflation
+from dtft.checkpoint.replication.snapshot_interval import next_interval
 
 fewer = settings(deadline=None, max_examples=30)
 costs = st.builds(
@@ -33,7 +32,7 @@ class Job:
 
     def __init__(self, allowed: Automatic, seed: int, noise: float) -> None:
         self.allowed, self.noise = allowed, noise
-        self.schedule = Schedule.of(Cadence(interval=1, period=allowed.maximum))
+        self.schedule = SnapshotSchedule.of(Cadence(interval=1, period=allowed.maximum))
         self.seen, self.decided, self.step = Experience(), 1, 0
         self.changes: list[int] = []
         self._random = random.Random(seed)
@@ -172,7 +171,7 @@ def test_two_hosts_that_learn_at_different_moments_agree(
     intervals: list[int], data: st.DataObject
 ) -> None:
     """Told with the release of a boundary, a change is in force after the next one."""
-    hosts = [Schedule.of(Cadence(interval=2, period=16)) for _ in range(2)]
+    hosts = [SnapshotSchedule.of(Cadence(interval=2, period=16)) for _ in range(2)]
     known: list[tuple[int, int]] = []
     found: list[list[int]] = [[], []]
     for number, interval in enumerate(intervals):

@@ -11,9 +11,13 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.job_shardings import placed, shardings_had, shardings_json
-from dtft.checkpoint.record import DEFAULT, Record, record_of
-from dtft.checkpoint.wanted import wanted_of
+from dtft.checkpoint.managers.distributed import placed
+from dtft.checkpoint.managers.distributed import shardings_had
+from dtft.checkpoint.managers.distributed import shardings_json
+from dtft.checkpoint.state.record import DEFAULT
+from dtft.checkpoint.state.record import Record
+from dtft.checkpoint.state.record import record_of
+from dtft.checkpoint.state.leaf_codec import restore_targets
 
 TYPES = AxisType.Auto, AxisType.Explicit
 
@@ -41,17 +45,17 @@ def test_shardings_come_back_from_json() -> None:
     record, shardings = saved()
     assert shardings_had(record) == [*shardings[:2], None, None]
     assert shardings_had(dataclasses.replace(record, shardings=None)) == [None] * 4
-    found = placed(record, wanted_of(record, None))[DEFAULT]
+    found = placed(record, restore_targets(record, None))[DEFAULT]
     assert found is not None and found.targets.keys() == {0, 1}
     assert found.targets[0].sharding == shardings[0]
     bare = {name: jax.ShapeDtypeStruct((3,), jnp.float32) for name in "bc"}
     bare |= {"a": jax.ShapeDtypeStruct((8, 2), jnp.float32), "d": 0}
     args = ocp.args.StandardRestore(bare)
-    found = placed(record, wanted_of(record, args))[DEFAULT]
+    found = placed(record, restore_targets(record, args))[DEFAULT]
     assert found is not None and found.targets[0].sharding == shardings[0]
     assert found.targets[2].sharding is None and found.targets[3] == 0
     fallback = ocp.args.StandardRestore(bare, fallback_sharding=shardings[1])
-    found = placed(record, wanted_of(record, fallback))[DEFAULT]
+    found = placed(record, restore_targets(record, fallback))[DEFAULT]
     assert found is not None and found.targets[0].sharding is None
 
 
@@ -67,4 +71,4 @@ def test_a_mesh_is_found_on_devices_with_other_ids_or_refused() -> None:
     lost = dataclasses.replace(record, shardings=raw)
     assert shardings_had(lost) == [None] * 4
     with pytest.raises(ValueError, match=r"'default/a' was saved over .*x: 2, y: 5"):
-        placed(lost, wanted_of(lost, None))
+        placed(lost, restore_targets(lost, None))

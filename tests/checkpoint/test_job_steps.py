@@ -25,9 +25,10 @@ from dtft.checkpoint import (
     NotBrought,
     ReplicatedOptions,
 )
-from dtft.checkpoint.job_steps import JobSteps
-from dtft.checkpoint.slices import Layout, MeshLayout
-from dtft.checkpoint.storing import StorageFailed
+from dtft.checkpoint.managers.distributed import JobSteps
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.managers.local import StorageFailed
 from dtft.elastic.entry import JobMismatch
 from dtft.elastic.membership import job_key
 from dtft.elastic.memory_store import MemoryStore

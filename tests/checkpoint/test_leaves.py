@@ -12,8 +12,9 @@ import pytest
 import tensorstore
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dtft.checkpoint.record import STORABLE, record_of
-from dtft.checkpoint.wanted import wanted_of
+from dtft.checkpoint.state.record import STORABLE
+from dtft.checkpoint.state.record import record_of
+from dtft.checkpoint.state.leaf_codec import restore_targets
 from tests.checkpoint.managers import forget, memory_only
 from tests.checkpoint.test_replicated import Restore, Save
 
@@ -103,12 +104,12 @@ def test_a_target_that_does_not_divide_is_refused_before_anything_is_read(
     record, _ = record_of(Save(state))
     wanted = over_eight(state[name])
     with pytest.raises(ValueError, match=f"leaf 'default/{name}'.*4.*Nothing was read"):
-        wanted_of(record, Restore(state | {name: wanted}))
+        restore_targets(record, Restore(state | {name: wanted}))
     with pytest.raises(ValueError, match="leaf 'default/keys'.*Nothing was read"):
-        wanted_of(record, Restore(fallback_sharding=wanted.sharding))
+        restore_targets(record, Restore(fallback_sharding=wanted.sharding))
     wider = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=wanted.sharding)
     with pytest.raises(ValueError, match=r"saved was .*\[4.*the tree has.*\[8, 4\]"):
-        wanted_of(record, Restore(state | {name: wider}))
+        restore_targets(record, Restore(state | {name: wider}))
 
 
 def test_a_target_that_does_not_divide_says_nothing_of_storage(tmp_path: Path) -> None:

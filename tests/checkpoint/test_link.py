@@ -6,21 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.link import Link, LinkClosed, Outbox, listen
+from dtft.checkpoint.managers.agent_link import AgentLink
+from dtft.checkpoint.managers.agent_link import LinkClosed
+from dtft.checkpoint.managers.agent_link import Outbox
+from dtft.checkpoint.managers.agent_link import listen_for_links
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[Link, Link]]:
-    listener = listen(tmp_path / "agent.sock")
-    trainer = Link.connect(tmp_path / "agent.sock", timeout_s=5.0)
-    agent = Link(listener.accept()[0])
+def ends(tmp_path: Path) -> Iterator[tuple[AgentLink, AgentLink]]:
+    listener = listen_for_links(tmp_path / "agent.sock")
+    trainer = AgentLink.connect(tmp_path / "agent.sock", timeout_s=5.0)
+    agent = AgentLink(listener.accept()[0])
     yield trainer, agent
     for end in (trainer, agent):
         end.close()
     listener.close()
 
 
-def test_waiting_for_the_end_takes_no_message(ends: tuple[Link, Link]) -> None:
+def test_waiting_for_the_end_takes_no_message(ends: tuple[AgentLink, AgentLink]) -> None:
     trainer, agent = ends
     waiting = threading.Thread(target=trainer.wait_closed)
     waiting.start()
@@ -35,7 +38,7 @@ def test_waiting_for_the_end_takes_no_message(ends: tuple[Link, Link]) -> None:
         trainer.receive()
 
 
-def test_an_end_that_came_before_is_noticed(ends: tuple[Link, Link]) -> None:
+def test_an_end_that_came_before_is_noticed(ends: tuple[AgentLink, AgentLink]) -> None:
     trainer, agent = ends
     agent.send("release", step=1)
     agent.close()
@@ -44,7 +47,7 @@ def test_an_end_that_came_before_is_noticed(ends: tuple[Link, Link]) -> None:
 
 
 def test_what_cannot_be_sent_is_refused_and_the_rest_goes_on(
-    ends: tuple[Link, Link],
+    ends: tuple[AgentLink, AgentLink],
 ) -> None:
     trainer, agent = ends
     outbox = Outbox(trainer)

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.digest import chunk_digests
-from dtft.checkpoint.fetch import FetchError, fetch
-from dtft.checkpoint.nixl import Nixl, started
-from dtft.checkpoint.parts import Parts
-from dtft.checkpoint.ranges import Wanted
-from dtft.checkpoint.serving import serve
-from dtft.checkpoint.transport import TransportServer
+from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.transport.fetch import FetchError
+from dtft.checkpoint.transport.fetch import fetch_slices
+from dtft.checkpoint.transport.rdma import Nixl
+from dtft.checkpoint.transport.rdma import start_nixl
+from dtft.checkpoint.state.digests import Parts
+from dtft.checkpoint.state.ranges import WantedSlice
+from dtft.checkpoint.transport.fetch import serve_fetches
+from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic.restoring import restore_into
 from tests.checkpoint.hosts import (
     CHUNK,
@@ -58,7 +60,7 @@ def lend(nixl: bool = True) -> None:
             send(header, payload, timeout_s=timeout_s)
 
         channel.send = counted
-        serve(channel, lambda request: slices, agent)
+        serve_fetches(channel, lambda request: slices, agent)
 
     server = TransportServer("127.0.0.1:0", JOB, {"fetch": answer})
     print(server.address, flush=True)
@@ -71,7 +73,7 @@ def lend(nixl: bool = True) -> None:
 def lend_holder(folder: str) -> None:
     """Serves a holder as an agent with --nixl does; runs in a process of its own."""
     host = Host(Path(folder), 0, replicated(2))
-    host.inbox = dataclasses.replace(host.inbox, nixl=started())
+    host.inbox = dataclasses.replace(host.inbox, nixl=start_nixl())
     host.stage(7)
     print(host.address, flush=True)
     sys.stdin.read()
@@ -79,9 +81,9 @@ def lend_holder(folder: str) -> None:
     os._exit(0)  # NIXL's threads may not end
 
 
-def wanted() -> list[Wanted]:
+def wanted() -> list[WantedSlice]:
     return [
-        Wanted(
+        WantedSlice(
             key=str(i),
             memory=Parts([memoryview(bytearray(size))]),
             digests=chunk_digests(content(1, str(i), size), CHUNK),
@@ -90,8 +92,8 @@ def wanted() -> list[Wanted]:
     ]
 
 
-def fetched(address: str, slices: list[Wanted], nixl: Nixl | None) -> int:
-    return fetch(
+def fetched(address: str, slices: list[WantedSlice], nixl: Nixl | None) -> int:
+    return fetch_slices(
         address,
         JOB,
         {"op": "fetch"},
@@ -150,7 +152,7 @@ def test_a_peer_without_nixl_answers_over_tcp() -> None:
         Parts([one[:512], one[512:]] if i else [one]) for i, one in enumerate(whole)
     ]
     server = TransportServer(
-        "127.0.0.1:0", JOB, {"fetch": lambda channel: serve(channel, lambda _: slices)}
+        "127.0.0.1:0", JOB, {"fetch": lambda channel: serve_fetches(channel, lambda _: slices)}
     )
     try:
         assert fetched(server.address, wanted(), Nixl()) == sum(SIZES)
@@ -192,7 +194,7 @@ def test_a_restore_reads_from_a_peers_holder(
             ],
         }
         reads: list[int] = []
-        nixl = started()
+        nixl = start_nixl()
         assert nixl is not None
         read = nixl.read
         monkeypatch.setattr(

@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from dtft.checkpoint import ReplicatedCheckpointManager, ReplicatedOptions
-from dtft.checkpoint.interval import Automatic
+from dtft.checkpoint.replication.snapshot_interval import Automatic
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from dtft.checkpoint import wire
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.checkpoint.snapshot import CorruptCopy, SnapshotPlan
-from dtft.checkpoint.storage import StorageTier
-from dtft.checkpoint.transport import Credentials, connect
-from dtft.checkpoint.wire import AuthenticationError
+from dtft.checkpoint.transport import protocol
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.memory.snapshot import CorruptCopy
+from dtft.checkpoint.memory.snapshot import SnapshotPlan
+from dtft.checkpoint.storage.directory import StorageTier
+from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.server import connect
+from dtft.checkpoint.transport.protocol import AuthenticationError
 from tests.checkpoint.memory_job import CHUNK, Job
 
 State = dict[str, jax.Array]
@@ -265,8 +269,8 @@ def test_no_authentication_who_skips_the_handshake_hears_only_a_nonce(
     job = start(arrays, hosts=2)
     job.save(1, arrays)
     host, port = job.addresses["h1"].split(":")
-    greeting, _ = wire.greeting()
-    request = wire.encode_header({"op": "fetch"}, 0) + wire.encode_header(
+    greeting, _ = protocol.greeting()
+    request = protocol.encode_header({"op": "fetch"}, 0) + protocol.encode_header(
         {"step": 1, "keys": ["w[0:4096]:float32"]}, 0
     )
     with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -277,7 +281,7 @@ def test_no_authentication_who_skips_the_handshake_hears_only_a_nonce(
                 heard += part
         except ConnectionResetError:  # it closed before it had read all we sent
             pass
-    assert heard[wire.GREETING_BYTES :] in (b"", wire.REFUSAL)
+    assert heard[protocol.GREETING_BYTES :] in (b"", protocol.REFUSAL)
 
 
 def test_no_authentication_no_server_listens_on_every_address(start: Start) -> None:

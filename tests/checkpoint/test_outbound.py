@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dtft.checkpoint.channel import SILENCE_MS, Channel, ChannelClosed
-from dtft.checkpoint.outbound import Limits, Outbound
-from dtft.checkpoint.stream import Stream, TlsStream
-from dtft.checkpoint.wire import Tls
+from dtft.checkpoint.transport.connection import SILENCE_MS
+from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.connection import ChannelClosed
+from dtft.checkpoint.transport.outbound import OutboundLimits
+from dtft.checkpoint.transport.outbound import Outbound
+from dtft.checkpoint.transport.connection import SocketStream
+from dtft.checkpoint.transport.connection import TlsStream
+from dtft.checkpoint.transport.protocol import Tls
 from tests.checkpoint.hosts import wait_until
 
 Pair = Callable[[], tuple[Channel, Channel]]
@@ -45,7 +49,7 @@ def sockets() -> tuple[socket.socket, socket.socket]:
 
 def plain() -> tuple[Channel, Channel]:
     near, far = sockets()
-    return protected(Stream(near, SILENCE_MS), Stream(far, SILENCE_MS))
+    return protected(SocketStream(near, SILENCE_MS), SocketStream(far, SILENCE_MS))
 
 
 def encrypted(tls: Tls) -> tuple[Channel, Channel]:
@@ -62,7 +66,7 @@ def encrypted(tls: Tls) -> tuple[Channel, Channel]:
     return protected(*ends)
 
 
-def protected(near: Stream, far: Stream) -> tuple[Channel, Channel]:
+def protected(near: SocketStream, far: SocketStream) -> tuple[Channel, Channel]:
     here, there = Channel(near, "far:1"), Channel(far, "near:1")
     here.peer, there.peer = {"host": "slow"}, {"host": "here"}
     here.protect(b"a" * 32, b"b" * 32)
@@ -142,7 +146,7 @@ def test_a_peer_that_never_reads_loses_its_connection(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     here, there = pair()
-    outbound = Outbound(here, Limits(deadline_s=0.5))
+    outbound = Outbound(here, OutboundLimits(deadline_s=0.5))
     ended: list[float] = []
 
     def receive() -> None:  # as a link does: it notices that the channel is closed
@@ -167,10 +171,10 @@ def test_a_peer_that_never_reads_loses_its_connection(
 
 
 @pytest.mark.parametrize(
-    "limits", [Limits(max_messages=40), Limits(max_bytes=FILLING + 400_000)], ids=str
+    "limits", [OutboundLimits(max_messages=40), OutboundLimits(max_bytes=FILLING + 400_000)], ids=str
 )
 def test_only_so_much_waits(
-    pair: Pair, limits: Limits, caplog: pytest.LogCaptureFixture
+    pair: Pair, limits: OutboundLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
     here, _ = pair()
     outbound = Outbound(here, limits)
@@ -246,7 +250,7 @@ def test_two_hundred_stuck_peers_take_one_thread_and_disturb_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pairs = [plain() for _ in range(200)]
-    outbounds = [Outbound(here, Limits(deadline_s=20)) for here, _ in pairs]
+    outbounds = [Outbound(here, OutboundLimits(deadline_s=20)) for here, _ in pairs]
     wait_until(lambda: not writers(), 5)  # one of an earlier test
     try:
         for outbound in outbounds[:190]:

@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint import pace
-from dtft.checkpoint.pace import AGAIN, SETTLE, TRIED, Bucket, Pace, Trial, spread_rate
-from dtft.checkpoint.transport import Credentials, TransportServer, connect
+from dtft.checkpoint.transport import push
+from dtft.checkpoint.transport.push import AGAIN
+from dtft.checkpoint.transport.push import SETTLE
+from dtft.checkpoint.transport.push import TRIED
+from dtft.checkpoint.transport.push import Bucket
+from dtft.checkpoint.transport.push import PushPace
+from dtft.checkpoint.transport.push import Trial
+from dtft.checkpoint.transport.push import spread_rate
+from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.server import TransportServer
+from dtft.checkpoint.transport.server import connect
 
 
 def run(trial: Trial, pushes: int, full_s: float, spread_s: float) -> Trial:
@@ -21,7 +29,7 @@ def run(trial: Trial, pushes: int, full_s: float, spread_s: float) -> Trial:
 @given(st.floats(0.01, 10.0), st.floats(0.5, 2.0))
 def test_what_makes_steps_shorter_is_kept(full_s: float, factor: float) -> None:
     trial = run(Trial(), SETTLE + 2 * TRIED, full_s, factor * full_s)
-    assert trial.spread == (factor * full_s <= pace.GAIN * full_s)
+    assert trial.spread == (factor * full_s <= push.GAIN * full_s)
     assert run(trial, 100, full_s, factor * full_s).spread == trial.spread
 
 
@@ -58,7 +66,7 @@ def test_a_push_ends_long_before_the_next_snapshot(
         bucket.sent(min(part, left))
         left -= min(part, left)
     spent_s, sent = now[0] - 100.0, (nbytes - left) / nbytes
-    assert spent_s <= sent * pace.SPREAD * step_s * interval * (1 + 1e-6) + 1e-9
+    assert spent_s <= sent * push.SPREAD * step_s * interval * (1 + 1e-6) + 1e-9
     assert spent_s <= sent * 30.0 / 4 * (1 + 1e-6) + 1e-9
 
 
@@ -77,14 +85,14 @@ def test_two_senders_share_the_rate_and_no_limit_means_none() -> None:
 
 
 def test_what_is_small_is_never_held_up() -> None:
-    small = Pace(pace.SMALL_BYTES - 1, 30.0)
+    small = PushPace(push.SMALL_BYTES - 1, 30.0)
     for _ in range(SETTLE + TRIED + 1):
         small.staged(1.0, 1)
     assert small.bucket._rate is None
-    large = Pace(pace.SMALL_BYTES, 30.0)
+    large = PushPace(push.SMALL_BYTES, 30.0)
     for _ in range(SETTLE + TRIED + 1):
         large.staged(1.0, 1)
-    assert large.bucket._rate == spread_rate(pace.SMALL_BYTES, 1.0, 1, 30.0)
+    assert large.bucket._rate == spread_rate(push.SMALL_BYTES, 1.0, 1, 30.0)
 
 
 def test_a_channel_tells_every_byte_that_it_sends() -> None:

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.placement import Placement, place
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.replication.copy_placement import CopyPlacement
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
 
 
 def layout_of(replicas: int, shards: int, num_leaves: int = 2) -> Layout:
@@ -40,7 +43,7 @@ def cases(draw: st.DrawFn) -> tuple[Layout, int, list[str]]:
 @settings(max_examples=150, deadline=None)
 def test_every_slice_is_in_enough_domains(case: tuple[Layout, int, list[str]]) -> None:
     layout, copies, domains = case
-    placement = place(layout, copies, domains)
+    placement = place_copies(layout, copies, domains)
     wanted = min(copies, len(set(domains)))
     assert placement.effective_copies == wanted
     assert list(placement.holders) == list(layout.owners)
@@ -57,7 +60,7 @@ def test_every_slice_is_in_enough_domains(case: tuple[Layout, int, list[str]]) -
 @settings(max_examples=100, deadline=None)
 def test_pushes_say_the_same_as_holders(case: tuple[Layout, int, list[str]]) -> None:
     layout, copies, domains = case
-    placement = place(layout, copies, domains)
+    placement = place_copies(layout, copies, domains)
     pairs = [(push.source, push.target) for push in placement.pushes]
     assert pairs == sorted(set(pairs))
     pushed = [
@@ -82,10 +85,10 @@ def test_pushes_say_the_same_as_holders(case: tuple[Layout, int, list[str]]) -> 
 def test_every_host_computes_the_same(case: tuple[Layout, int, list[str]]) -> None:
     layout, copies, domains = case
     again = Layout.from_json(layout.to_json())
-    assert place(again, copies, domains) == place(layout, copies, domains)
+    assert place_copies(again, copies, domains) == place_copies(layout, copies, domains)
 
 
-def hosted_bytes(placement: Placement, num_slots: int) -> list[int]:
+def hosted_bytes(placement: CopyPlacement, num_slots: int) -> list[int]:
     return [sum(p.nbytes for p in placement.hosted(i)) for i in range(num_slots)]
 
 
@@ -98,17 +101,17 @@ def test_sharded_state_is_hosted_evenly(num_slots: int, copies: int) -> None:
     layout = Layout(
         mesh=layout.mesh, leaves=tuple(leaf for leaf in layout.leaves if leaf != whole)
     )
-    loads = hosted_bytes(place(layout, copies), num_slots)
+    loads = hosted_bytes(place_copies(layout, copies), num_slots)
     assert loads == [8 * extra] * num_slots
 
 
 def test_replicated_state_moves_nothing() -> None:
-    assert place(layout_of(2, 4), 2).pushes == ()
+    assert place_copies(layout_of(2, 4), 2).pushes == ()
 
 
 def test_owners_take_turns_as_sources() -> None:
     layout = layout_of(2, 2, num_leaves=8)
-    placement = place(layout, 3)
+    placement = place_copies(layout, 3)
     sent = {slot: 0 for slot in range(4)}
     for push in placement.pushes:
         sent[push.source] += sum(piece.nbytes for piece in push.slices)
@@ -126,13 +129,13 @@ def test_owners_take_turns_as_sources() -> None:
 def test_groups_and_a_ring_for_the_rest(
     num_slots: int, copies: int, pairs: list[tuple[int, int]]
 ) -> None:
-    placement = place(layout_of(1, num_slots, num_leaves=1), copies)
+    placement = place_copies(layout_of(1, num_slots, num_leaves=1), copies)
     found = [(push.source, push.target) for push in placement.pushes]
     assert found == pairs
 
 
 def test_racks_are_told_apart() -> None:
-    placement = place(layout_of(1, 4), 2, ["rack-a", "rack-a", "rack-b", "rack-b"])
+    placement = place_copies(layout_of(1, 4), 2, ["rack-a", "rack-a", "rack-b", "rack-b"])
     found = [(push.source, push.target) for push in placement.pushes]
     assert found == [(0, 2), (1, 3), (2, 0), (3, 1)]
 
@@ -150,13 +153,13 @@ def test_thousands_of_slots_take_seconds_at_most() -> None:
     for case in (layout, wide):
         assert case.owners
         begun = time.thread_time()  # what others do meanwhile is not counted
-        placement = place(case, 2)
+        placement = place_copies(case, 2)
         assert time.thread_time() - begun < 5
         assert placement.effective_copies == 2
 
 
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"copies=0 is below 1. Allowed: 1 .* to 2"):
-        place(layout_of(1, 2), 0)
+        place_copies(layout_of(1, 2), 0)
     with pytest.raises(ValueError, match="domains has 1 entries"):
-        place(layout_of(1, 2), 2, ["a"])
+        place_copies(layout_of(1, 2), 2, ["a"])

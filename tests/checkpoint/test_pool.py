@@ -18,13 +18,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dtft.checkpoint.chunks import ABSENT, Chunks, pack_flags
-from dtft.checkpoint.digest import chunk_digests
-from dtft.checkpoint.owning import Owning
-from dtft.checkpoint.pool import PlacePool
-from dtft.checkpoint.receiving import Hosting
-from dtft.checkpoint.shelf import Copy, Shelf
-from dtft.checkpoint.slices import Slice
+from dtft.checkpoint.state.digests import ABSENT
+from dtft.checkpoint.state.digests import Chunks
+from dtft.checkpoint.state.digests import pack_flags
+from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.memory.own_copies import Owning
+from dtft.checkpoint.memory.chunk_pool import PlacePool
+from dtft.checkpoint.memory.incoming import Hosting
+from dtft.checkpoint.memory.chunk_pool import Copy
+from dtft.checkpoint.memory.chunk_pool import Shelf
+from dtft.checkpoint.state.slices import Slice
 
 CHUNK = 4
 SLICES = tuple(

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.checkpoint import pushing
-from dtft.checkpoint.chunks import Chunks, unpack_flags
-from dtft.checkpoint.digest import chunk_digests
-from dtft.checkpoint.pushing import frames_of
-from dtft.checkpoint.transport import Channel, connect
+from dtft.checkpoint.transport import push
+from dtft.checkpoint.state.digests import Chunks
+from dtft.checkpoint.state.digests import unpack_flags
+from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.transport.push import frames_of
+from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.server import connect
 from dtft.elastic import replication
 from dtft.elastic.replication import Pusher
 from tests.checkpoint.hosts import (
@@ -35,7 +37,7 @@ from tests.checkpoint.hosts import (
 def test_frames_have_every_lacking_chunk_once(sizes, most, numbers) -> None:
     lacks = np.array(sorted(n for n in numbers if n < len(sizes)), np.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pushing, "FRAME_BYTES", most)
+        patch.setattr(push, "FRAME_BYTES", most)
         frames = frames_of(lacks, np.array(sizes, np.int64))
     assert [number for frame in frames for number in frame] == lacks.tolist()
     for frame in frames:
@@ -44,7 +46,7 @@ def test_frames_have_every_lacking_chunk_once(sizes, most, numbers) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Host]]:
-    monkeypatch.setattr(pushing, "FRAME_BYTES", 4 * CHUNK)
+    monkeypatch.setattr(push, "FRAME_BYTES", 4 * CHUNK)
     with hosts(tmp_path, divided(2)) as made:
         yield made
 
@@ -166,7 +168,7 @@ def test_a_push_that_was_cut_goes_on_after_what_was_verified(pair: list[Host]) -
 def test_large_pushes_take_several_connections(
     pair: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pushing, "STREAM_BYTES", 4000)
+    monkeypatch.setattr(push, "STREAM_BYTES", 4000)
     opened: list[str] = []
     serving = pair[1].server._handlers["push"]
 

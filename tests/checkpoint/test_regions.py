@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dtft.checkpoint.digest import chunk_digests, verify
-from dtft.checkpoint.overlap import Region
-from dtft.checkpoint.regions import digests_in, move, span_of
-from dtft.checkpoint.restore import RestorePlan, plan_restore
-from dtft.checkpoint.slices import Layout, Leaf, Slice
+from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.state.digests import verify_digests
+from dtft.checkpoint.state.partition import Region
+from dtft.checkpoint.state.partition import digests_in
+from dtft.checkpoint.state.partition import move_regions
+from dtft.checkpoint.state.partition import span_of
+from dtft.checkpoint.replication.restore_plan import RestorePlan
+from dtft.checkpoint.replication.restore_plan import plan_restore
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import Slice
 from tests.checkpoint.restores import SMALL, held_at, hosts
 from tests.checkpoint.test_restore import layouts
 
@@ -36,7 +42,7 @@ def read_span(leaf: Leaf, regions: list[Region]) -> memoryview:
     assert span[0] % CHUNK == 0
     assert span[1] % CHUNK == 0 or span[1] == old.nbytes
     expected = digests_in(chunk_digests(whole, CHUNK), span, CHUNK)
-    assert verify(whole[slice(*span)], expected, CHUNK) == ()
+    assert verify_digests(whole[slice(*span)], expected, CHUNK) == ()
     seen = bytearray(b"?" * old.nbytes)
     seen[slice(*span)] = whole[slice(*span)]
     return memoryview(seen)
@@ -66,7 +72,7 @@ def test_every_slice_of_a_new_layout_is_assembled(old: Layout, new: Layout) -> N
             for parts in by_old.values():
                 seen = read_span(leaves[parts[0].old.path], parts)
                 for region in parts:
-                    move(region, seen, memoryview(made[region.new]))
+                    move_regions(region, seen, memoryview(made[region.new]))
         for piece, found in made.items():
             assert found == content(leaves[piece.path], piece), piece.key
 
@@ -78,5 +84,5 @@ def test_not_a_bit_changes_whatever_the_numbers_mean(dtype: str) -> None:
     new = Slice(path="w", start=(4, 0), stop=(12, 4), dtype=dtype)
     noise = np.random.default_rng(0).bytes(old.nbytes)  # NaNs with payloads, -0.0
     target = bytearray(new.nbytes)
-    move(Region(old=old, new=new, moved=new), memoryview(noise), memoryview(target))
+    move_regions(Region(old=old, new=new, moved=new), memoryview(noise), memoryview(target))
     assert target == noise[4 * 4 * size : 12 * 4 * size]

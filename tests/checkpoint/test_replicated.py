@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.checkpoint import Corrupt, ReplicatedCheckpointManager, ReplicatedOptions
 from dtft.checkpoint import StorageFailed as Failed
-from dtft.checkpoint.storage import CheckpointUnreadable
+from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
 from tests.checkpoint.managers import NEVER, forget, memory_only
 from tests.checkpoint.states import NANS
 

@@ -6,12 +6,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.balance import Demand, share_out
-from dtft.checkpoint.inventory import inventory_of
-from dtft.checkpoint.needs import Lost
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.restore import WHOLE_BYTES, RestorePlan, plan_restore
-from dtft.checkpoint.slices import Layout, Leaf
+from dtft.checkpoint.replication.sender_assignment import Demand
+from dtft.checkpoint.replication.sender_assignment import share_out
+from dtft.checkpoint.replication.restore_plan import inventory_of
+from dtft.checkpoint.replication.restore_plan import Lost
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.replication.restore_plan import WHOLE_BYTES
+from dtft.checkpoint.replication.restore_plan import RestorePlan
+from dtft.checkpoint.replication.restore_plan import plan_restore
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
 from tests.checkpoint.restores import (
     SMALL,
     check,
@@ -87,7 +91,7 @@ def test_every_byte_exactly_once_from_live_holders(
 
     found = plan()
     if isinstance(found, Lost):
-        assert found.slices and len(dead) >= place(old, copies).effective_copies
+        assert found.slices and len(dead) >= place_copies(old, copies).effective_copies
         return
     check(found, holdings, new, after, alive)
     again = plan()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dtft.checkpoint.needs import Lost
-from dtft.checkpoint.restore import plan_restore
+from dtft.checkpoint.replication.restore_plan import Lost
+from dtft.checkpoint.replication.restore_plan import plan_restore
 from tests.checkpoint.restores import held_at, hosts, layout_of, restore, routes_of
 
 FSDP = (("fsdp",),)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.checkpoint.holder import Holder
+from dtft.checkpoint.memory.replica_store import Holder
 from dtft.elastic import scrubber
 from dtft.elastic.replication import Pusher
 from dtft.elastic.scrubber import BYTES_PER_S, LEAST_BYTES, PASS_S, Rota, Scrubber

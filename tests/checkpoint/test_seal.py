@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint import seal, wire
-from dtft.checkpoint.seal import FRAME_START_BYTES, Opener, Sealer
+from dtft.checkpoint.transport import protocol
+from dtft.checkpoint.transport.protocol import FRAME_START_BYTES
+from dtft.checkpoint.transport.protocol import Opener
+from dtft.checkpoint.transport.protocol import Sealer
 
 values = st.integers(-(2**63), 2**63) | st.binary()
 headers = st.dictionaries(st.text(), values, max_size=3)
@@ -22,7 +24,7 @@ def frames(*headers: dict, key: bytes = b"k") -> list[bytes]:
 def take(opener: Opener, frame: bytes | bytearray) -> dict:
     length, payload_bytes = opener.start(frame[:FRAME_START_BYTES])
     assert payload_bytes == 7
-    assert length == len(frame) - FRAME_START_BYTES - seal.SEAL_BYTES
+    assert length == len(frame) - FRAME_START_BYTES - protocol.SEAL_BYTES
     return opener.header(frame[FRAME_START_BYTES:])
 
 
@@ -39,7 +41,7 @@ def test_no_flipped_bit_is_accepted(header: dict, choose: st.DataObject) -> None
     frame = bytearray(frames(header)[0])
     bit = choose.draw(st.integers(0, 8 * len(frame) - 1))
     frame[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(wire.WireError):
+    with pytest.raises(protocol.WireError):
         take(Opener(b"k"), frame)
 
 
@@ -48,19 +50,19 @@ def test_every_single_bit_of_one_frame_is_covered() -> None:
     for bit in range(8 * len(frame)):
         flipped = bytearray(frame)
         flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(wire.WireError):
+        with pytest.raises(protocol.WireError):
             take(Opener(b"k"), flipped)
 
 
 def test_skipped_repeated_and_foreign_frames_are_refused() -> None:
     first, second = frames({"n": 1}, {"n": 2})
     opener = Opener(b"k")
-    with pytest.raises(wire.WireError, match="frame 0 has a wrong seal"):
+    with pytest.raises(protocol.WireError, match="frame 0 has a wrong seal"):
         take(opener, second)
     take(opener, first)
-    with pytest.raises(wire.WireError, match="not the next frame"):
+    with pytest.raises(protocol.WireError, match="not the next frame"):
         take(opener, first)
-    with pytest.raises(wire.WireError):
+    with pytest.raises(protocol.WireError):
         take(opener, frames({"n": 1}, {"n": 2}, key=b"other direction")[1])
     take(opener, second)
 

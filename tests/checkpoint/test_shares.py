@@ -9,10 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.commit import Divergence, StepTracker
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.shares import Shares
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout, Slice
+from dtft.checkpoint.replication.commit import Divergence
+from dtft.checkpoint.replication.commit import StepTracker
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.replication.copy_placement import Shares
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.slices import Slice
 from dtft.elastic.recovery import RecoveryReport
 from dtft.elastic.restoring import borrow
 from tests.checkpoint.memory_job import Job
@@ -59,7 +63,7 @@ def test_every_slice_is_in_enough_domains_at_every_turn(
 ) -> None:
     state = layout(replica, fsdp, found)
     domains = [f"rack{slot % 4}" for slot in range(state.mesh.num_slots)]
-    placement = place(state, copies, domains)
+    placement = place_copies(state, copies, domains)
     shares = Shares(state, copies, domains)
     seen: dict[Slice, set[int]] = {piece: set() for piece in state.owners}
     for now in range(turn, turn + -(-replica * fsdp // copies)):
@@ -171,7 +175,7 @@ def test_silent_divergence_is_found_within_two_commits(
     job: Job, wrong: int, begun: int
 ) -> None:
     assert job.shares is not None
-    placement = place(job.layout, job.copies)
+    placement = place_copies(job.layout, job.copies)
     with pytest.raises(Divergence, match=r"different bytes for w3\["):
         for step in range(begun, begun + 2):  # ceil(3 / 2)
             tracker = StepTracker(job.layout, placement, step)
@@ -184,7 +188,7 @@ def test_silent_divergence_is_found_within_two_commits(
 
 def test_a_slice_that_too_few_copied_is_not_committed(job: Job) -> None:
     assert job.shares is not None
-    tracker = StepTracker(job.layout, place(job.layout, job.copies), 1)
+    tracker = StepTracker(job.layout, place_copies(job.layout, job.copies), 1)
     for slot, host in enumerate(job.hosts.values()):
         copied = job.shares.of(slot, 0)
         if slot == 1:

@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.attach import NoAgent, ask, attach, own_link
-from dtft.checkpoint.link import Link, LinkClosed, listen, serve
-from dtft.checkpoint.socket_owner import ForeignSocket, check_path, foreign_peer
+from dtft.checkpoint.managers.agent_link import NoAgent
+from dtft.checkpoint.managers.agent_link import ask
+from dtft.checkpoint.managers.agent_link import attach
+from dtft.checkpoint.managers.agent_link import own_link
+from dtft.checkpoint.managers.agent_link import AgentLink
+from dtft.checkpoint.managers.agent_link import LinkClosed
+from dtft.checkpoint.managers.agent_link import listen_for_links
+from dtft.checkpoint.managers.agent_link import serve_links
+from dtft.checkpoint.managers.agent_link import ForeignSocket
+from dtft.checkpoint.managers.agent_link import check_path
+from dtft.checkpoint.managers.agent_link import foreign_peer
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -23,9 +31,9 @@ def path(tmp_path: Path) -> Iterator[Path]:
     """A socket where an agent would listen; who connects is told who that is."""
     directory = tmp_path / "dtft-agent"
     directory.mkdir(0o700)
-    listener = listen(directory / "agent.sock")
+    listener = listen_for_links(directory / "agent.sock")
 
-    def hear(link: Link) -> None:
+    def hear(link: AgentLink) -> None:
         with contextlib.suppress(LinkClosed, TimeoutError):
             foreign = foreign_peer(link.peer[1])
             if foreign is None:
@@ -36,7 +44,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
                 pass
         link.close()
 
-    serve(listener, hear)
+    serve_links(listener, hear)
     yield directory / "agent.sock"
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()

@@ -11,8 +11,10 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.storage import CheckpointUnreadable, StorageTier, load_numpy
-from dtft.checkpoint.tree import to_paths
+from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
+from dtft.checkpoint.storage.directory import StorageTier
+from dtft.checkpoint.storage.directory import load_numpy
+from dtft.checkpoint.state.tree import to_paths
 from tests.checkpoint.states import same_bits, state
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import orbax.checkpoint as ocp
 
-from dtft.checkpoint.storage_steps import storage_steps
+from dtft.checkpoint.storage.step_directories import storage_steps
 
 
 def test_complete_steps_are_listed_as_stock_orbax_does(tmp_path: Path) -> None:

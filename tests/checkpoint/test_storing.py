@@ -18,7 +18,7 @@ from dtft.checkpoint import (
     ReplicatedOptions,
     StorageFailed,
 )
-from dtft.checkpoint.exporter_client import ExporterProcess
+from dtft.checkpoint.storage.exporter_client import ExporterProcess
 from tests.checkpoint.managers import forget, memory_only
 
 Save = ocp.args.StandardSave
@@ -181,7 +181,7 @@ def test_whatever_ends_a_write_is_told(tmp_path: Path, step: Any) -> None:
 def test_an_exporter_that_is_stuck_is_ended_at_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtft.checkpoint.exporter_client.START_S", 0.1)
+    monkeypatch.setattr("dtft.checkpoint.storage.exporter_client.EXPORTER_START_S", 0.1)
     told: list[dict[str, Any]] = []
     opening = {"directory": str(tmp_path), "layout": "", "chunk_bytes": 64}
     exporter = ExporterProcess(opening, lambda _, answer: told.append(answer))

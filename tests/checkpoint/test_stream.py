@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint import wire
-from dtft.checkpoint.stream import TlsStream
-from dtft.checkpoint.transport import (
-    Channel,
-    ChannelClosed,
-    Credentials,
-    TransportServer,
-    connect,
-    parse_address,
-)
-from dtft.checkpoint.wire import Tls
+from dtft.checkpoint.transport import protocol
+from dtft.checkpoint.transport.connection import TlsStream
+from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.connection import ChannelClosed
+from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.server import TransportServer
+from dtft.checkpoint.transport.server import connect
+from dtft.checkpoint.transport.dialing import parse_address
+from dtft.checkpoint.transport.protocol import Tls
 from dtft.elastic.replication import Pusher
 from tests.checkpoint.hosts import (
     EPOCH,
@@ -152,10 +150,10 @@ def test_a_man_in_the_middle_with_a_certificate_of_his_own_is_refused(
             up, down = Channel(genuine, "genuine"), Channel(victim, "victim")
             with up, down:
                 for source, sink, size in (
-                    (down, up, wire.GREETING_BYTES),
-                    (up, down, wire.GREETING_BYTES),
-                    (down, up, wire.PROOF_BYTES),
-                    (up, down, wire.PROOF_BYTES),
+                    (down, up, protocol.GREETING_BYTES),
+                    (up, down, protocol.GREETING_BYTES),
+                    (down, up, protocol.PROOF_BYTES),
+                    (up, down, protocol.PROOF_BYTES),
                 ):
                     said = source.read(size, deadline=deadline)
                     sink.write(said, deadline=deadline)
@@ -163,7 +161,7 @@ def test_a_man_in_the_middle_with_a_certificate_of_his_own_is_refused(
         thread = threading.Thread(target=relay)
         thread.start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(wire.AuthenticationError, match="refused this host's"):
+        with pytest.raises(protocol.AuthenticationError, match="refused this host's"):
             connect(address, job, {"op": "echo"}, 10)
         thread.join(10)
 

@@ -14,14 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint import transport, wire
-from dtft.checkpoint.transport import (
-    Channel,
-    ChannelClosed,
-    Credentials,
-    TransportServer,
-    connect,
-)
+from dtft.checkpoint.transport import server as transport
+from dtft.checkpoint.transport import protocol
+from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.connection import ChannelClosed
+from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.server import TransportServer
+from dtft.checkpoint.transport.server import connect
 from tests.checkpoint.hosts import echo, wait_until
 
 JOB = Credentials(job="job", secret=b"s" * 32)
@@ -159,7 +158,7 @@ def test_wrong_secrets_are_told_on_both_sides(
 ) -> None:
     server = serve(echo=echo)
     with caplog.at_level(logging.WARNING):
-        with pytest.raises(wire.AuthenticationError, match=server.address) as error:
+        with pytest.raises(protocol.AuthenticationError, match=server.address) as error:
             connect(server.address, wrong, {"op": "echo"}, 5)
         assert "secret file of this host differs" in str(error.value)
         assert_serves(server)
@@ -181,10 +180,10 @@ def test_a_server_without_the_secret_learns_nothing_and_is_refused() -> None:
         thread = threading.Thread(target=impostor)
         thread.start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(wire.AuthenticationError, match="wrong proof"):
+        with pytest.raises(protocol.AuthenticationError, match="wrong proof"):
             connect(address, JOB, {"op": "echo"}, 5)
         thread.join(5)
-    assert len(got[0]) == wire.PROOF_BYTES
+    assert len(got[0]) == protocol.PROOF_BYTES
 
 
 def test_nobody_listening_is_connection_refused() -> None:
@@ -344,14 +343,14 @@ def test_fuzzed_handshakes(
     with raw(shared_server) as stranger:
         answer = b""
         try:
-            stranger.sendall((wire.greeting()[0] if greet else b"") + data)
+            stranger.sendall((protocol.greeting()[0] if greet else b"") + data)
             stranger.shutdown(socket.SHUT_WR)
             while part := stranger.recv(4096):
                 answer += part
         except OSError as error:  # the server may have hung up at any point
             assert not isinstance(error, TimeoutError)
-    assert len(answer) <= wire.GREETING_BYTES + wire.PROOF_BYTES
-    assert answer[wire.GREETING_BYTES :] in (b"", wire.REFUSAL)
+    assert len(answer) <= protocol.GREETING_BYTES + protocol.PROOF_BYTES
+    assert answer[protocol.GREETING_BYTES :] in (b"", protocol.REFUSAL)
 
 
 @given(

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint import pushing
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.transport import push
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
 from tests.checkpoint.memory_job import CHUNK, Job
 
 FROZEN, ADAPTED, HOSTS = 95 * CHUNK, 5 * CHUNK, 2
@@ -41,13 +43,13 @@ def test_with_95_percent_frozen_5_percent_are_written_and_sent(
 ) -> None:
     job = Job(layout(), 2, tmp_path)
     written, sent, asked = [], [], []
-    frames_of = pushing.frames_of
+    frames_of = push.frames_of
 
     def recording(lacks: np.ndarray, sizes: np.ndarray) -> list[list[int]]:
         asked.append(int(sizes[lacks].sum()))
         return frames_of(lacks, sizes)
 
-    monkeypatch.setattr(pushing, "frames_of", recording)
+    monkeypatch.setattr(push, "frames_of", recording)
     try:
         for step in range(1, 6):
             asked.clear()

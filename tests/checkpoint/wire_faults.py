@@ -22,7 +22,8 @@ from pathlib import Path
 
 import jax
 
-from dtft.checkpoint import channel, fetch
+from dtft.checkpoint.transport import connection
+from dtft.checkpoint.transport import fetch
 from tests.checkpoint.fault_bench import LIMIT_S, Bench
 from tests.checkpoint.fault_proxy import Kind
 from tests.checkpoint.hosts import CHUNK, divided, hosts, replicated
@@ -138,8 +139,8 @@ def run(cases: int, seed: int, folder: Path, workers: int = 4) -> Found:
 
     They mostly wait, so several run at a time, each worker on hosts of its own.
     """
-    usual = (channel.SILENCE_S, fetch.BEGIN_S, fetch.RANGE_BYTES, fetch.STREAM_BYTES)
-    channel.SILENCE_S, fetch.BEGIN_S = 0.4, 0.8
+    usual = (connection.SILENCE_S, fetch.BEGIN_S, fetch.RANGE_BYTES, fetch.STREAM_BYTES)
+    connection.SILENCE_S, fetch.BEGIN_S = 0.4, 0.8
     fetch.RANGE_BYTES = fetch.STREAM_BYTES = 8 * CHUNK
     try:
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -149,7 +150,7 @@ def run(cases: int, seed: int, folder: Path, workers: int = 4) -> Found:
             ]
             parts = [job.result() for job in jobs]
     finally:
-        channel.SILENCE_S, fetch.BEGIN_S, *sizes = usual
+        connection.SILENCE_S, fetch.BEGIN_S, *sizes = usual
         fetch.RANGE_BYTES, fetch.STREAM_BYTES = sizes
     return Found(
         tally=sum((part.tally for part in parts), Tally()),

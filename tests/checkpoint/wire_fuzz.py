@@ -22,12 +22,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtft.checkpoint import holder as holder_module
-from dtft.checkpoint import wire
-from dtft.checkpoint.arena import Arena
-from dtft.checkpoint.arena_map import OWN_PLACES
-from dtft.checkpoint.channel import Channel
-from dtft.checkpoint.transport import connect, parse_address
+from dtft.checkpoint.memory.arena import Arena
+from dtft.checkpoint.transport import protocol
+from dtft.checkpoint.memory.arena import Arena
+from dtft.checkpoint.memory.arena import OWN_PLACES
+from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.server import connect
+from dtft.checkpoint.transport.dialing import parse_address
 from tests.checkpoint.fuzz_inputs import (
     KINDS,
     OTHER,
@@ -79,11 +80,11 @@ class GuardedArena(Arena):
 @contextlib.contextmanager
 def guarded_arenas() -> Iterator[None]:
     """Holders that begin meanwhile have guarded arenas."""
-    usual, holder_module.Arena = holder_module.Arena, GuardedArena
+    usual, Arena = Arena, GuardedArena
     try:
         yield
     finally:
-        holder_module.Arena = usual
+        Arena = usual
 
 
 class Target:
@@ -152,8 +153,8 @@ def one(target: Target, other: Host, rng: random.Random) -> str:
     if kind in (stranger, outsider):
         assert target.fingerprint() == before, "a stranger changed something"
         assert not target.host.events, "a stranger was heard"
-        assert len(stream.heard) <= wire.GREETING_BYTES + wire.PROOF_BYTES
-        assert stream.heard[wire.GREETING_BYTES :] in (b"", wire.REFUSAL)
+        assert len(stream.heard) <= protocol.GREETING_BYTES + protocol.PROOF_BYTES
+        assert stream.heard[protocol.GREETING_BYTES :] in (b"", protocol.REFUSAL)
     if kind is stranger:
         elsewhere = MemoryStream(said)
         other.server._serve(Channel(elsewhere, "client"))
@@ -164,7 +165,7 @@ def one(target: Target, other: Host, rng: random.Random) -> str:
 
 def _known(heard: bytearray) -> bytes:
     """What a server said, without its nonce, which is new each time."""
-    nonce = slice(wire.GREETING_BYTES - wire.NONCE_BYTES, wire.GREETING_BYTES)
+    nonce = slice(protocol.GREETING_BYTES - protocol.NONCE_BYTES, protocol.GREETING_BYTES)
     known = bytearray(heard)
     del known[nonce]
     return bytes(known)
@@ -184,7 +185,7 @@ def over_a_socket(target: Target, rng: random.Random) -> None:
             raise
         except OSError:
             pass  # the server may hang up at any point
-    assert heard[wire.GREETING_BYTES :] in (b"", wire.REFUSAL)
+    assert heard[protocol.GREETING_BYTES :] in (b"", protocol.REFUSAL)
 
 
 def _text(record: logging.LogRecord) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.storage_steps import storage_steps
+from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.elastic.journal import read_events
 from tests.drills.harness import dtft, launched
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.storage_steps import storage_steps
+from dtft.checkpoint.storage.step_directories import storage_steps
 from tests.drills.harness import dtft, memory
 from tests.drills.test_launch import SMALL, commits, left_behind, start, until
 

@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from dtft.checkpoint.storage_steps import storage_steps
+from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.elastic.journal import read_events
 from dtft.train.commands import HostFlags
 from dtft.train.host_flags import own_certificate

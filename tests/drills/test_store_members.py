@@ -19,9 +19,9 @@ from typing import Any, Self
 
 import pytest
 
-from dtft.checkpoint.board import Board
-from dtft.checkpoint.compare import compare
-from dtft.checkpoint.storage_steps import storage_steps
+from dtft.checkpoint.managers.progress import ProgressBoard
+from dtft.checkpoint.storage.directory import compare_steps
+from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.elastic.interruptions import session
 from dtft.elastic.journal import read_events
 from dtft.elastic.strikes import rate
@@ -101,12 +101,12 @@ class Job:
 
     def _sample(self) -> None:
         """Notes every time at which the last finished step was seen to grow."""
-        boards: dict[str, Board] = {}
+        boards: dict[str, ProgressBoard] = {}
         while not self._ended.wait(0.004):
             for host in self.agents:
                 path = self.memory / f"dtft-{self.name}-{host}" / "board"
                 if host not in boards and path.exists() and path.stat().st_size:
-                    boards[host] = Board(path)
+                    boards[host] = ProgressBoard(path)
             step = max((it.get("finished") for it in boards.values()), default=0)
             if step and (not self.samples or step > self.samples[-1][1]):
                 self.samples.append((time.time(), step))
@@ -287,7 +287,7 @@ def test_training_goes_on_without_members_of_the_store(
     assert events[-1]["event"] == "end" and events[-1]["status"] == "done"
     assert storage_steps(job.run / "checkpoints")[-1] == STEPS
     checkpoints = [it / "checkpoints" for it in (undisturbed, job.run)]
-    assert compare(checkpoints[0], STEPS, checkpoints[1], STEPS) == []
+    assert compare_steps(checkpoints[0], STEPS, checkpoints[1], STEPS) == []
     assert samples_exactly_once(job.run, undisturbed, STEPS, BATCH, events)
     assert not any(session(agent.pid) for agent in job.agents.values())
     assert leftovers.of_job(job.name, job.memory, job.run) == []

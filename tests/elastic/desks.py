@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from dtft.checkpoint.storage_steps import storage_steps
+from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.journal import Journal, read_events
 from dtft.elastic.leader import Leader

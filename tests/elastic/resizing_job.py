@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.commit import Commit, Located
-from dtft.checkpoint.digest import digest_root
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.slices import Layout, Slice
-from dtft.checkpoint.transport import Credentials, TransportServer
+from dtft.checkpoint.replication.commit import Commit
+from dtft.checkpoint.replication.commit import Located
+from dtft.checkpoint.state.digests import digest_root
+from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Slice
+from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.forming import Round
@@ -93,7 +96,7 @@ class Job:
 
     def train(self, layout: Layout, slots: Sequence[str], step: int) -> Commit:
         """Every host of a formation holds a step, own and hosted; it is committed."""
-        placement = place(layout, self.num_copies)
+        placement = place_copies(layout, self.num_copies)
         digests: dict[str, bytes] = {}
         for slot, name in enumerate(slots):
             holder = self.hosts[name].copies.hold(layout, slot, keep=step)

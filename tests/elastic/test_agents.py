@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.transport import Credentials, connect
-from dtft.checkpoint.wire import Tls
+from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.server import connect
+from dtft.checkpoint.transport.protocol import Tls
 from dtft.elastic.agent import Agent
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.entry import JobMismatch

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint import attach as attaching
-from dtft.checkpoint.attach import Attached, NoAgent, attach, find, seen_here
-from dtft.checkpoint.link import LinkClosed
+from dtft.checkpoint.managers import agent_link as attaching
+from dtft.checkpoint.managers.agent_link import Attached
+from dtft.checkpoint.managers.agent_link import NoAgent
+from dtft.checkpoint.managers.agent_link import attach
+from dtft.checkpoint.managers.agent_link import find
+from dtft.checkpoint.managers.agent_link import seen_here
+from dtft.checkpoint.managers.agent_link import LinkClosed
 from dtft.elastic.served import Admission, Terms
 from dtft.elastic.store import StoreUnavailable
 from dtft.elastic.trainers import Trainers
@@ -211,8 +215,8 @@ def test_the_only_free_agent_is_found(
         hosts.append(Host(tmp_path / f"dtft-j-{name}"))
     with pytest.raises(NoAgent, match="2 agents on this machine are free"):
         find(None, {})
-    assert find(None, {attaching.VARIABLE: "/x"}) == Path("/x")
-    assert find("/y", {attaching.VARIABLE: "/x"}) == Path("/y")
+    assert find(None, {attaching.AGENT_SOCKET_VARIABLE: "/x"}) == Path("/x")
+    assert find("/y", {attaching.AGENT_SOCKET_VARIABLE: "/x"}) == Path("/y")
     hosts[0].attach()
     assert [bool(seen.taken_by) for seen in seen_here(tmp_path)] == [True, False]
     assert find(None, {}) == hosts[1].socket

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.apart import Spread
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.digest import digest_root
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication.copy_placement import Spread
+from dtft.checkpoint.replication.commit import Commit
+from dtft.checkpoint.state.digests import digest_root
+from dtft.checkpoint.state.slices import Layout
 from dtft.elastic.recovery import Decision, decide, fetches_for
 from tests.checkpoint.restores import hosts, layout_of, restore, routes_of
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.board import Board
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
-from dtft.checkpoint.storage import StorageTier
+from dtft.checkpoint.managers.progress import ProgressBoard
+from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.storage.directory import StorageTier
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.exports import ExportDesk
 from tests.checkpoint.hosts import JOB, stage, wait_until
@@ -41,7 +43,7 @@ def config(tmp_path: Path) -> AgentConfig:
 @pytest.fixture
 def holder(tmp_path: Path) -> Any:
     made = Holder(
-        LAYOUT, 0, place(LAYOUT, 1), path=tmp_path / "arena", chunk_bytes=4096
+        LAYOUT, 0, place_copies(LAYOUT, 1), path=tmp_path / "arena", chunk_bytes=4096
     )
     for step in (1, 2):
         stage(made, step, lambda key, size, step=step: bytes([step]) * size)
@@ -58,7 +60,7 @@ class Host:
         self.desk = ExportDesk(
             config,
             JOB,
-            Board(tmp_path / "board", create=True),
+            ProgressBoard(tmp_path / "board", create=True),
             lambda *event: self.events.put(event),
             lambda *outcome: self.told.append(outcome),
         )

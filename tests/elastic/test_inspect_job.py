@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.digest import digest_root
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.transport import Credentials, TransportServer
+from dtft.checkpoint.replication.commit import Commit
+from dtft.checkpoint.state.digests import digest_root
+from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer, Demands, serve_export
 from dtft.elastic.entry import JobMismatch, proof_of
@@ -71,7 +72,7 @@ class Job:
             config_digest="",
         )
         path = directory / f"arena-{slot}"
-        holder = Holder(STATE, slot, place(STATE, 2), path=path, chunk_bytes=CHUNK)
+        holder = Holder(STATE, slot, place_copies(STATE, 2), path=path, chunk_bytes=CHUNK)
         stage(holder, 7, lambda key, size: bytes(size))
         keys = [piece.key for piece in holder.own_slices]
         digests = dict(zip(keys, holder.all_own_digests(7), strict=True))

@@ -13,18 +13,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dtft.checkpoint.cadence import Cadence
-from dtft.checkpoint.commit import push_root
-from dtft.checkpoint.holder import Holder
-from dtft.checkpoint.interval import Automatic
-from dtft.checkpoint.link import Link, LinkClosed
-from dtft.checkpoint.manager import (
-    AgentCheckpointManager,
-    RestoreArgs,
-    SaveArgs,
-)
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.replication.snapshot_interval import Cadence
+from dtft.checkpoint.replication.commit import push_root
+from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.replication.snapshot_interval import Automatic
+from dtft.checkpoint.managers.agent_link import AgentLink
+from dtft.checkpoint.managers.agent_link import LinkClosed
+from dtft.checkpoint.managers.agent_client import AgentCheckpointManager
+from dtft.checkpoint.managers.agent_client import RestoreArgs
+from dtft.checkpoint.managers.agent_client import SaveArgs
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.ledger import Ledger
 from dtft.elastic.roles import Assignment
@@ -43,14 +42,14 @@ class Agents:
 
     def __init__(self, directory: Path, state: Layout) -> None:
         self.state, self.step, self.ends = state, 0, []
-        placement = place(state, 2)
+        placement = place_copies(state, 2)
         self.holders = [
             Holder(state, slot, placement, path=directory / host, chunk_bytes=CHUNK)
             for slot, host in enumerate(HOSTS)
         ]
         self.committed: list[int] = []
 
-    def begin(self) -> list[Link]:
+    def begin(self) -> list[AgentLink]:
         """A formation: the trainers' ends of new links."""
         config = AgentConfig(
             job="j",
@@ -89,7 +88,7 @@ class Agents:
         )
         reports: queue.Queue[Any] = queue.Queue()
         pairs = [socket.socketpair() for _ in HOSTS]
-        self.ends = [Link(end) for _, end in pairs]
+        self.ends = [AgentLink(end) for _, end in pairs]
         for slot in range(2):
             threading.Thread(
                 target=self._serve, args=(slot, reports), daemon=True
@@ -97,7 +96,7 @@ class Agents:
         threading.Thread(
             target=self._lead, args=(ledger, reports, recorded), daemon=True
         ).start()
-        return [Link(end) for end, _ in pairs]
+        return [AgentLink(end) for end, _ in pairs]
 
     def _release(self, host: str, op: str, **fields: Any) -> None:
         self.holders[HOSTS.index(host)].drop_before(
@@ -164,7 +163,7 @@ class Agents:
 class Trainer(threading.Thread):
     """A training loop without a model; slot 1 is slow now and then."""
 
-    def __init__(self, link: Link, state: Layout, slot: int, last: int) -> None:
+    def __init__(self, link: AgentLink, state: Layout, slot: int, last: int) -> None:
         super().__init__(daemon=True)
         self.link, self.state, self.slot, self.last = link, state, slot, last
         self.saved: list[int] = []
@@ -258,9 +257,9 @@ def test_trainers_agree_before_and_after_a_restore(tmp_path: Path) -> None:
 def test_a_fixed_interval_overrules_that_of_the_commit(
     automatic: bool, kept: int, tmp_path: Path
 ) -> None:
-    ours, theirs = (Link(end) for end in socket.socketpair())
+    ours, theirs = (AgentLink(end) for end in socket.socketpair())
     holder = Holder(
-        layout(1, 1), 0, place(layout(1, 1), 1), path=tmp_path / "a", chunk_bytes=CHUNK
+        layout(1, 1), 0, place_copies(layout(1, 1), 1), path=tmp_path / "a", chunk_bytes=CHUNK
     )
     zeros = {p.key: bytes(16) for p in holder.own_slices}
     holder.begin_restore(8, zeros, {"step": 8, "interval": 8})

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.cadence import Cadence, Schedule
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.interval import Automatic
-from dtft.checkpoint.shares import Shares
+from dtft.checkpoint.replication.snapshot_interval import Cadence
+from dtft.checkpoint.replication.snapshot_interval import SnapshotSchedule
+from dtft.checkpoint.replication.commit import Commit
+from dtft.checkpoint.replication.snapshot_interval import Automatic
+from dtft.checkpoint.replication.copy_placement import Shares
 from dtft.elastic.ledger import GRACE_S, Ledger
 from dtft.elastic.roles import Assignment
 from dtft.elastic.storage_health import FIRST_PAUSE_S, StorageHealth
@@ -227,7 +228,7 @@ def test_an_automatic_interval_is_told_before_any_trainer_needs_it():
     allowed = Automatic(budget=0.01, maximum=32)
     cadence = Cadence(interval=1, period=32)
     desk = Desk(2, 1, cadence=cadence, automatic=allowed)
-    trainers = [Schedule.of(cadence), Schedule.of(cadence)]
+    trainers = [SnapshotSchedule.of(cadence), SnapshotSchedule.of(cadence)]
     step, previous, used = 11, 10, []
     while step < 400:
         for slot, trainer in enumerate(trainers):
@@ -254,7 +255,7 @@ def test_an_automatic_interval_is_told_before_any_trainer_needs_it():
     assert sum(a != b for a, b in itertools.pairwise(used)) == 1
 
 
-def _tell(trainer: Schedule, changes: Sequence[tuple[int, int]]) -> Schedule:
+def _tell(trainer: SnapshotSchedule, changes: Sequence[tuple[int, int]]) -> SnapshotSchedule:
     for after, interval in changes:
         trainer = trainer.changed(interval, after=after)
     return trainer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.board import Board
+from dtft.checkpoint.managers.progress import ProgressBoard
 from dtft.elastic.host_memory import (
     OWNER,
     UNMARKED_S,
@@ -131,7 +131,7 @@ def test_without_a_lock_only_what_nobody_has_open(tmp_path: Path) -> None:
     """As versions before the lock left it: a board that is mapped, and a socket."""
     path = tmp_path / "dtft-j-a"
     path.mkdir()
-    board = Board(path / "board", create=True)
+    board = ProgressBoard(path / "board", create=True)
     old(path)
     assert sweep(tmp_path) == []
     board.close()

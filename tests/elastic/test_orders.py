@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint import wire
-from dtft.checkpoint.overlap import Region
+from dtft.checkpoint.transport import protocol
+from dtft.checkpoint.state.partition import Region
 from dtft.elastic.orders import FIELDS, OPTIONAL, fault_of_order, order_fields
 from tests.elastic.test_recovery import commit_of, layout, value
 from tests.elastic.test_remapping import order as planned
@@ -221,9 +221,9 @@ def test_what_is_no_order_is_named(message: Any) -> None:
 
 def test_a_hostile_header_is_refused_before_it_takes_memory() -> None:
     """`Channel.receive` bounds bytes and values; what passes is checked quickly."""
-    assert wire.MAX_HEADER <= 16 << 20
-    with pytest.raises(wire.WireError, match="header"):
-        wire.decode_header(b"\x81\xa2op" + b"\xdd\xff\xff\xff\xff" + b"\xc0" * 4000)
+    assert protocol.MAX_HEADER <= 16 << 20
+    with pytest.raises(protocol.WireError, match="header"):
+        protocol.decode_header(b"\x81\xa2op" + b"\xdd\xff\xff\xff\xff" + b"\xc0" * 4000)
     huge = {"op": "prepare", "hosts": ["x" * (8 << 20)], "ballot": [1] * 100_000}
     found = fault_of_order(huge)
     assert found is not None and len(found) < 200

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.replication.commit import Commit
 from dtft.elastic.journal import Journal, read_events
 from dtft.elastic.membership import Membership
 from dtft.elastic.memory_store import MemoryStore

@@ -2,17 +2,18 @@
 
 import pytest
 
-from dtft.checkpoint.commit import (
-    Commit,
-    Divergence,
-    Mislabelled,
-    StepTracker,
-    locate,
-    push_root,
-)
-from dtft.checkpoint.digest import digest_root
-from dtft.checkpoint.placement import Push, place
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.replication.commit import Commit
+from dtft.checkpoint.replication.commit import Divergence
+from dtft.checkpoint.replication.commit import Mislabelled
+from dtft.checkpoint.replication.commit import StepTracker
+from dtft.checkpoint.replication.commit import locate
+from dtft.checkpoint.replication.commit import push_root
+from dtft.checkpoint.state.digests import digest_root
+from dtft.checkpoint.replication.copy_placement import Push
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
 from dtft.elastic.forming import Round, main_reason, next_round
 from dtft.elastic.recovery import RecoveryReport, decide, fetches_for
 from dtft.elastic.roles import Assignment
@@ -55,7 +56,7 @@ def commit_of(state: Layout, step: int) -> Commit:
 
 
 def holdings_of(state: Layout, copies: int, step: int) -> dict:
-    placement = place(state, copies)
+    placement = place_copies(state, copies)
     found: dict[str, dict[int, dict[str, bytes]]] = {}
     for slot in range(state.mesh.num_slots):
         pieces = (*state.slices(slot), *placement.hosted(slot))
@@ -169,7 +170,7 @@ def test_a_host_with_another_steps_bytes_is_no_source(liar: str) -> None:
 @pytest.mark.parametrize("first", ["staged", "held"])
 def test_a_copy_of_another_step_completes_nothing(first: str) -> None:
     state = layout(1, 2)
-    tracker = StepTracker(state, place(state, 2), 3)
+    tracker = StepTracker(state, place_copies(state, 2), 3)
     push = tracker.placement.pushes[0]
     wrong = push_root(push, {piece.key: b"step 2".ljust(16) for piece in push.slices})
     staged = [value(p.key) for p in state.slices(push.source)]
@@ -185,7 +186,7 @@ def test_a_copy_of_another_step_completes_nothing(first: str) -> None:
 
 def test_a_step_is_complete_only_with_every_copy():
     state = layout(1, 2)
-    placement = place(state, 2)
+    placement = place_copies(state, 2)
     tracker = StepTracker(state, placement, 3)
     for slot in range(2):
         tracker.staged(slot, [value(p.key) for p in state.slices(slot)])
@@ -197,7 +198,7 @@ def test_a_step_is_complete_only_with_every_copy():
 
 def test_diverged_replicas_are_named():
     state = layout(2, 1)
-    tracker = StepTracker(state, place(state, 2), 3)
+    tracker = StepTracker(state, place_copies(state, 2), 3)
     tracker.staged(0, [value(p.key) for p in state.slices(0)])
     with pytest.raises(Divergence, match="slots 0 and 1.*w"):
         tracker.staged(1, [b"y" * 16 for _ in state.slices(1)])

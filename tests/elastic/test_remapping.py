@@ -2,10 +2,12 @@
 
 import pytest
 
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.digest import digest_root
-from dtft.checkpoint.placement import place
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.replication.commit import Commit
+from dtft.checkpoint.state.digests import digest_root
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
 from dtft.elastic.remapping import NotPlanned, Remapping
 
 MESH = MeshLayout(axis_names=("x",), axis_sizes=(3,), slots=(0, 1, 2))
@@ -42,7 +44,7 @@ def saved(*steps: int, slots: int = 3) -> Remapping:
             value = bytes([step, slot]) * 8
             made.staged(slot, step, [value])
             digests[ROWS.slices(slot)[0].key] = value
-        made.committed(commit(step, digests), place(ROWS, 2))
+        made.committed(commit(step, digests), place_copies(ROWS, 2))
     return made
 
 
@@ -76,7 +78,7 @@ def test_digests_that_are_not_the_commits_are_not_used() -> None:
     remapping = saved(1)
     for slot in range(3):
         remapping.staged(slot, 2, [b"?" * 16])
-    remapping.committed(commit(2, {"w": b"!" * 16}), place(ROWS, 2))
+    remapping.committed(commit(2, {"w": b"!" * 16}), place_copies(ROWS, 2))
     with pytest.raises(NotPlanned, match="step 2 is not what was committed"):
         order(remapping, "a", 2)
 

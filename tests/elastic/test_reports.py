@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.interval import Window
+from dtft.checkpoint.replication.snapshot_interval import Window
 from dtft.elastic.follower import REPORTED
 from dtft.elastic.forming import Round
 from dtft.elastic.host_registry import Attendance

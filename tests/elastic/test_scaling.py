@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.commit import Commit
-from dtft.checkpoint.placement import place
+from dtft.checkpoint.replication.commit import Commit
+from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.elastic.inspect_job import NotThere, Observer
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.scale_job import ScaleRefused, scale
@@ -103,7 +103,7 @@ class Desk(LeaderDesk):
         for slot in range(ledger.layout.mesh.num_slots):
             told = [value(piece.key) for piece in ledger.layout.slices(slot)]
             ledger.staged(slot, step, told)
-        for push in place(ledger.layout, 2).pushes:
+        for push in place_copies(ledger.layout, 2).pushes:
             ledger.held(step, push.source, push.target, root_of(push))
         told = self.leader._journal
         self.until(lambda: told.last_commit == step)
@@ -143,7 +143,7 @@ def _assignment() -> Assignment:
 
 
 def _commit(step: int, state: Any) -> Commit:
-    from dtft.checkpoint.digest import digest_root
+    from dtft.checkpoint.state.digests import digest_root
 
     slots = state.mesh.num_slots
     return Commit(

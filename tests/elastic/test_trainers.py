@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.attach import SOCKET, NoAgent, ask, attach
+from dtft.checkpoint.managers.agent_link import AGENT_SOCKET
+from dtft.checkpoint.managers.agent_link import NoAgent
+from dtft.checkpoint.managers.agent_link import ask
+from dtft.checkpoint.managers.agent_link import attach
 from dtft.elastic import trainers as module
 from dtft.elastic.processes import ended_with, process_alive
 from dtft.elastic.trainers import Command, Trainer, Trainers
@@ -21,8 +24,8 @@ Events = queue.Queue[tuple[Any, ...]]
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from dtft.checkpoint.attach import hello
-from dtft.checkpoint.link import Link
+from dtft.checkpoint.managers.agent_link import hello
+from dtft.checkpoint.managers.agent_link import AgentLink
 link = Link.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), 5.0)
 hello(link, {})
 start = link.receive()
@@ -46,7 +49,7 @@ def trainers(
     config = agent_config(tmp_path, "a", arena_directory=tmp_path, **command)
     config.memory_directory.mkdir()
     made = Trainers(
-        config.memory_directory / SOCKET,
+        config.memory_directory / AGENT_SOCKET,
         job="j",
         host="a",
         deadline_s=5.0,

@@ -8,7 +8,7 @@ import itertools
 import json
 from typing import Any
 
-from dtft.checkpoint.commit import Commit
+from dtft.checkpoint.replication.commit import Commit
 from dtft.elastic.roles import Assignment, process_of
 from dtft.elastic.view import job_key
 from tests.simulation.memory import SimHolder, right

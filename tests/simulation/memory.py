@@ -11,10 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.commit import push_root
-from dtft.checkpoint.owning import Room
-from dtft.checkpoint.placement import Placement, Push, place
-from dtft.checkpoint.slices import Layout, Leaf, MeshLayout, Slice
+from dtft.checkpoint.replication.commit import push_root
+from dtft.checkpoint.memory.own_copies import Room
+from dtft.checkpoint.replication.copy_placement import CopyPlacement
+from dtft.checkpoint.replication.copy_placement import Push
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.slices import Slice
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.restoring import FetchFailed
@@ -38,9 +43,9 @@ def layout_from(text: str) -> Layout:
 
 
 @functools.lru_cache(maxsize=64)
-def placed(layout_text: str, copies: int, domains: tuple[str, ...]) -> Placement:
+def placed(layout_text: str, copies: int, domains: tuple[str, ...]) -> CopyPlacement:
     """As `place`; once for all hosts."""
-    return place(layout_from(layout_text), copies, domains or None)
+    return place_copies(layout_from(layout_text), copies, domains or None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -77,7 +82,7 @@ class SimHolder:
         self,
         layout: Layout,
         slot: int,
-        placement: Placement,
+        placement: CopyPlacement,
         outgoing: tuple[Push, ...],
         path: Path,
     ) -> None:

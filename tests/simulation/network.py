@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgpack
 
-from dtft.checkpoint import wire
+from dtft.checkpoint.transport import protocol
 from dtft.elastic.network import Closed, ControlChannel, Heard, Message, PortState
 from tests.simulation.scheduler import Scheduler, SimLoop
 
@@ -208,7 +208,7 @@ class Wire:
         """The bytes of a message; of `large` worlds the message, for want of memory."""
         if self.mutate is not None:
             message = self.mutate(end.process.host, message)
-        data = wire.pack(message)
+        data = protocol.pack(message)
         self.messages += 1
         self.bytes += len(data)
         if self.sent is not None:

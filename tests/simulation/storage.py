@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.board import Board
-from dtft.checkpoint.export_plan import export_world
+from dtft.checkpoint.managers.progress import ProgressBoard
+from dtft.checkpoint.storage.export_plan import export_world
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.exports import ExportDesk
 from tests.simulation.memory import SimHolder, right
@@ -165,7 +165,7 @@ class SimExportDesk(ExportDesk):
     def __init__(
         self,
         config: AgentConfig,
-        board: Board,
+        board: ProgressBoard,
         emit: Callable[..., None],
         exported: Callable[[int, bool, str], None],
         storage: Storage,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtft.checkpoint.board import Phase
+from dtft.checkpoint.managers.progress import Phase
 from dtft.elastic.progress import STOPPED, Observation
 from tests.simulation.memory import layout_from, right
 from tests.simulation.network import Process, Wire

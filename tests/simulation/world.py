@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.timeouts import Timeouts
-from dtft.checkpoint.transport import Credentials
+from dtft.checkpoint.transport.protocol import Credentials
 from dtft.elastic import agent as agent_module
 from dtft.elastic import membership as membership_module
 from dtft.elastic.agent import Agent

@@ -10,7 +10,7 @@ import jax
 import jax.monitoring
 import numpy as np
 
-from dtft.checkpoint.board import Phase
+from dtft.checkpoint.managers.progress import Phase
 from dtft.models.base import CNNConfig
 from dtft.train.datasets import DigitsConfig
 from dtft.train.experiment import (

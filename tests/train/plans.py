@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import tree
 from dtft.planner.plan import Knobs, Plan, Prediction
 from dtft.planner.types import Spec
 

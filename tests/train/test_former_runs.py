@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.storage import load_numpy
+from dtft.checkpoint.storage.directory import load_numpy
 from dtft.train.config import ConfigError, parse
 from dtft.train.loop import run
 from dtft.train.single import LocalRuntime

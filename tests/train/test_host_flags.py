@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.stream import check_tls
-from dtft.checkpoint.wire import Tls
+from dtft.checkpoint.transport.connection import check_tls
+from dtft.checkpoint.transport.protocol import Tls
 from dtft.train.commands import HostFlags, PlaceFlags
 from dtft.train.host_flags import handed_on, own_certificate
 from dtft.train.host_flags import settings as settings_of

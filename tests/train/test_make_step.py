@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import tree
 from dtft.optim.max_adabelief import max_adabelief
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Knobs

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import tree
 from dtft.planner.aot import gpu_targets
 from dtft.planner.aot.check import Compiled, gate
 from dtft.planner.aot.compile import compile_all

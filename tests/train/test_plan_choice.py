@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import tree
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost.calibration import read_log
 from dtft.planner.plan import Knobs, Plan

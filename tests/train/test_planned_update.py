@@ -6,7 +6,7 @@ import jax
 import optax
 import pytest
 
-from dtft.checkpoint import tree
+from dtft.checkpoint.state import tree
 from dtft.optim import max_adabelief, shampoo, skip_outlier_gradients
 from dtft.train.planned_update import update_specs
 

@@ -11,8 +11,8 @@ import optax
 import pytest
 from flax import nnx
 
-from dtft.checkpoint import tree
-from dtft.checkpoint.placement import place
+from dtft.checkpoint.state import tree
+from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.optim import max_belief_phases
 from dtft.train.config import shape_relevant, to_json
 from dtft.train.data import make_datasets
@@ -153,7 +153,7 @@ def test_layout_has_a_slice_per_replica_and_every_slice_gets_a_copy(
     rows = [piece for piece in on_hosts.owners if piece.path == ROW]
     assert [piece.start[0] for piece in rows] == [0, 1, 2]
     assert all(len(on_hosts.owners[piece]) == 1 for piece in rows)
-    holders = place(on_hosts, copies=2).holders
+    holders = place_copies(on_hosts, copies=2).holders
     assert all(len(slots) >= 2 for slots in holders.values())
 
 

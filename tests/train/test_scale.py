@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from dtft.checkpoint.slices import Layout
+from dtft.checkpoint.state.slices import Layout
 from dtft.cli import main
 from dtft.elastic.sizing import SizeLimits, resized, size_for
 from dtft.train.balance_config import BalanceConfig

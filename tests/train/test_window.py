@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.interval import Experience, Window
+from dtft.checkpoint.replication.snapshot_interval import Experience
+from dtft.checkpoint.replication.snapshot_interval import Window
 from dtft.train.window import WindowClock
 
 

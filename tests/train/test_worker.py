@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.link import Link, listen
+from dtft.checkpoint.managers.agent_link import AgentLink
+from dtft.checkpoint.managers.agent_link import listen_for_links
 from dtft.elastic.stack_dump import dump_stack
 from dtft.train import worker
 from dtft.train.drill_failure import DrillFailure
@@ -48,7 +49,7 @@ def test_an_agent_that_does_not_read_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(worker, "LAST_WORDS_S", 0.3)
     here, there = socket.socketpair()
-    link = Link(here)
+    link = AgentLink(here)
     begun = time.monotonic()
     worker._last_words(link, "failed", traceback="x" * (8 << 20))
     assert 0.3 <= time.monotonic() - begun < 2.0
@@ -83,7 +84,7 @@ class Agent:
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "trainer.log"
-        self._listener = listen(folder / "agent.sock")
+        self._listener = listen_for_links(folder / "agent.sock")
         with open(self.log, "ab") as log:
             command = [sys.executable, "-m", "dtft.train.worker", "digits_cnn"]
             self.process = subprocess.Popen(
@@ -93,7 +94,7 @@ class Agent:
                 stderr=log,
             )
         self._listener.settimeout(50)
-        self.link = Link(self._listener.accept()[0])
+        self.link = AgentLink(self._listener.accept()[0])
 
     def close(self) -> None:
         self.process.kill()

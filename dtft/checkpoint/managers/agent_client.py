@@ -1,0 +1,548 @@
+"""The trainer's side of the memory tier, through the agent that it is attached to.
+
+`AgentCheckpointManager` has the shape of Orbax's CheckpointManager, for dtft's own
+trainers. `AttachedMemory` is what a process of a user's own job needs beside it.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+import jax
+import numpy as np
+from dtft.checkpoint.memory import Arena
+from dtft.checkpoint.replication import Cadence
+from dtft.checkpoint.replication import SnapshotSchedule
+from dtft.checkpoint.state import pack_flags
+from dtft.checkpoint.managers.agent_link import Dialogue
+from dtft.checkpoint.replication import Window
+from dtft.checkpoint.managers.agent_link import AgentLink
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.memory import Snapshot
+from dtft.checkpoint.memory import SnapshotPlan
+from dtft.checkpoint.storage import StorageTier
+from dtft.checkpoint.storage import storage_steps
+import contextlib
+import itertools
+from dtft.checkpoint.managers.agent_link import Attached
+from dtft.checkpoint.managers.agent_link import AgentGone
+from dtft.checkpoint.managers.agent_link import LinkClosed
+
+
+
+
+ITEM = "interval"
+"""The item of a commit that says in how many steps the next one follows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveArgs:
+    """What a commit holds."""
+
+    arrays: Mapping[str, jax.Array | np.ndarray]
+    """Leaf path to global array, all ready; or to a numpy array of all processes."""
+    items: Mapping[str, Any] = field(default_factory=dict)
+    """What is not an array, as JSON values: data position and so on."""
+    window: Window | None = None
+    """What the steps since the last snapshot took, for an automatic interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreArgs:
+    """What is wanted back."""
+
+    abstract: Mapping[str, jax.ShapeDtypeStruct]
+    """Leaf path to shape, dtype and sharding."""
+
+
+class AgentCheckpointManager:
+    """Every saved step in several hosts' memory; see the module's text."""
+
+    def __init__(
+        self,
+        link: AgentLink,
+        layout: Layout | None,
+        *,
+        slot: int,
+        chunk_bytes: int,
+        storage_directory: Path,
+        deadline_s: float,
+        cadence: Cadence | None = None,
+        automatic: bool = False,
+        last: int | None = None,
+    ) -> None:
+        """Announces the layout, if it is known, as `announce` does.
+
+        Args:
+            link: to the agent.
+            layout: of the state.
+            slot: whose slices these are.
+            chunk_bytes: bytes under one digest.
+            storage_directory: of the storage tier.
+            deadline_s: limit of every wait for the agent.
+            cadence: after which steps `should_save`; by default after every step.
+            automatic: the leader changes the interval; commits hold it.
+            last: the last step of all, which is saved whatever the cadence is. If it is
+                given, room for a step is asked for when the one before it is safe.
+
+        Raises:
+            TimeoutError: the agent did not answer in time.
+            AgentGone: the agent has ended.
+        """
+        self._dialogue = Dialogue(link, deadline_s)
+        self._slot, self._chunk_bytes = slot, chunk_bytes
+        self._storage_directory = storage_directory
+        self._order: dict[str, Any] | None = None
+        self._room: dict[str, Any] | None = None
+        self._last: Snapshot | None = None
+        self._asked: int | None = None
+        self._last_step = last
+        self._released = self._committed = self._saved = 0
+        self._stop_at: int | None = None
+        self._schedule = SnapshotSchedule.of(cadence or Cadence.every(1))
+        self._automatic = automatic
+        self.released_at = 0.0
+        """When the newest step became safe, on the monotonic clock."""
+        self._arena: Arena | None = None
+        self._mapping: threading.Thread | None = None
+        self.bytes_from_storage = 0
+        self.stalls_s: list[float] = []
+        """Seconds that each `save` held up the training thread."""
+        self._dialogue.start(self._take)
+        if layout is not None:
+            self.announce(layout)
+
+    def announce(self, layout: Layout) -> None:
+        """Tells the layout and waits for what the agent was told to restore.
+
+        Raises:
+            TimeoutError: the agent did not answer in time.
+            AgentGone: the agent has ended.
+        """
+        self._plan = SnapshotPlan(layout, self._slot, self._chunk_bytes)
+        self._dialogue.send("layout", layout=layout.to_json())
+        self._dialogue.wait(
+            lambda: self._order is not None, "the agent's restore order"
+        )
+        assert self._order is not None
+        self._arena = Arena.attach(Path(self._order["arena"]))
+        self._released = self._committed = self._saved = self._order["step"]
+        if self._order["source"] != "memory":
+            self._mapping = self._arena.prefault()
+
+    # -------------------------------------------------------- what the agent says
+
+    def _take(self, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == "restore":
+            self._order = message
+        elif op == "room" and message["step"] == self._asked:
+            self._room = message
+        elif op == "release":
+            if message["step"] > self._released:
+                self._released, self.released_at = message["step"], time.monotonic()
+            if message["committed"]:
+                self._committed = max(self._committed, message["step"])
+            self._stop_at = message["stop_at"]
+            for after, interval in message["changes"]:
+                self._schedule = self._schedule.changed(interval, after=after)
+            if message["step"] == self._saved and self._asked is None:
+                self._ask_ahead()
+
+    def _ask_ahead(self) -> None:
+        """Asks for room for the next step, while the devices compute it."""
+        if self._last_step is not None and self._saved < self._last_step:
+            following = self._schedule.following(self._saved)
+            self._ask(min(following, self._last_step))
+
+    def _ask(self, step: int) -> None:
+        self._asked, self._room = step, None
+        self._dialogue.queue("stage", step=step)
+
+    # ------------------------------------------------------------- Orbax's shape
+
+    def latest_step(self) -> int | None:
+        """The newest step that can be restored: commits, else what was restored."""
+        return self._committed or None
+
+    def all_steps(self) -> tuple[int, ...]:
+        """Steps on offer: the last commit and what storage holds, ascending."""
+        stored = storage_steps(self._storage_directory)
+        return tuple(sorted({*stored, self._committed} - {0}))
+
+    def should_save(self, step: int) -> bool:
+        """Whether a snapshot is taken after `step`; equal on all hosts.
+
+        To be asked once every boundary before `step` was saved and waited for.
+        """
+        with self._dialogue.condition:
+            return self._schedule.is_boundary(step)
+
+    def interval(self) -> int:
+        """Steps from the last saved step to the next."""
+        with self._dialogue.condition:
+            return self._schedule.interval(after=self._saved)
+
+    def save(self, step: int, *, args: SaveArgs) -> bool:
+        """Copies a step into this host's arena; the rest happens elsewhere.
+
+        What did not change since the last save is not written. The arrays may be
+        donated as soon as this returns.
+        """
+        begun = time.monotonic()
+        with self._dialogue.condition:
+            if self._asked != step:
+                self._ask(step)
+        self._dialogue.wait(lambda: self._room is not None, f"room for step {step}")
+        self._last = written = self._write(step, args.arrays)
+        with self._dialogue.condition:
+            self._saved, self._asked = step, None
+        interval = self.interval()
+        items = dict(args.items) | ({ITEM: interval} if self._automatic else {})
+        self._dialogue.queue(
+            "staged",
+            step=step,
+            digests=written.digests,
+            kept=pack_flags(written.kept),
+            items=items,
+            interval=interval,
+            window=asdict(args.window) if args.window else None,
+        )
+        self.stalls_s.append(time.monotonic() - begun)
+        return True
+
+    def _write(
+        self, step: int, arrays: Mapping[str, jax.Array | np.ndarray]
+    ) -> Snapshot:
+        room, last = self._room, self._last
+        assert room is not None and self._arena is not None
+        return self._plan.write(
+            step,
+            arrays,
+            self._arena.view(0, self._arena.size),
+            np.frombuffer(room["places"], np.uint8),
+            last if last is not None and last.step == room["base"] else None,
+            self._plan.copied(room["copied"]),
+        )
+
+    def restore(
+        self, step: int | None = None, *, args: RestoreArgs
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]] | None:
+        """The state the leader chose for this formation, or None for a fresh start.
+
+        Raises:
+            ValueError: `step` is not the one that the leader chose.
+            CorruptCopy: a copy in this host's memory is corrupt; all hosts must form
+                anew, and this copy will not be offered again.
+        """
+        order = self._order
+        assert order is not None
+        if step is not None and step != order["step"]:
+            raise ValueError(
+                f"step={step} is not on offer: all hosts restore step {order['step']}."
+            )
+        if order["source"] == "init":
+            return None
+        if order["source"] == "memory":
+            arrays, items = self._from_memory(order, args), order["items"]
+        else:
+            arrays, items = self._from_storage(order["step"], args)
+        if self._automatic:
+            interval = items.get(ITEM, self._schedule.interval(after=order["step"]))
+            with self._dialogue.condition:
+                self._schedule = self._schedule.changed(interval, after=order["step"])
+        return arrays, items
+
+    def _from_memory(
+        self, order: Mapping[str, Any], args: RestoreArgs
+    ) -> dict[str, jax.Array]:
+        assert self._arena is not None
+        memory = self._arena.view(0, self._arena.size)
+        places = np.frombuffer(order["places"], np.uint8)
+        arrays = self._plan.read(memory, places, order["digests"], args.abstract)
+        self._last = self._plan.recalled(order["step"], order["digests"])
+        self._mapping = self._arena.prefault()
+        return arrays
+
+    def _from_storage(
+        self, step: int, args: RestoreArgs
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        storage = StorageTier(self._storage_directory, read_only=True)
+        try:
+            arrays, items = storage.restore(step, dict(args.abstract))
+        finally:
+            storage.close()
+        self.bytes_from_storage = sum(piece.nbytes for piece in self._plan.slices)
+        return arrays, items
+
+    def wait_until_finished(self) -> None:
+        """Waits until the last saved step is safe in memory."""
+        self._dialogue.wait(
+            lambda: self._released >= self._saved, f"step {self._saved}"
+        )
+
+    def wait_until_mapped(self) -> None:
+        """Waits until the arena is mapped here: saves before that take longer.
+
+        Raises:
+            TimeoutError: it is not in time.
+        """
+        limit_s = self._dialogue.deadline_s
+        if self._mapping is not None:
+            self._mapping.join(limit_s)
+            if self._mapping.is_alive():
+                raise TimeoutError(f"{limit_s:.0f} s mapping the arena; it goes on")
+
+    def close(self) -> None:
+        """Detaches from the arena; its bytes stay."""
+        self._dialogue.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    # ---------------------------------------------------------------- for the loop
+
+    def stop_at(self) -> int | None:
+        """The step after which all hosts shall stop, if a stop was asked for."""
+        with self._dialogue.condition:
+            return self._stop_at
+
+
+# The memory tier of a user's own process, through the agent that it is attached to.
+#
+# What a trainer of dtft does over its link (`manager.py`), and what only a user's
+# process needs: it hears when all processes of the job are there, finds a committed
+# step again, asks for storage, and is told why its agent lets it go.
+
+
+LEAVE_S = 5.0
+NONE = -1
+"""No step; users count from 0."""
+
+
+class NotHeld(LookupError):
+    """The agent does not hold this step (any more)."""
+
+
+class NotBrought(RuntimeError):
+    """A step that memory has could not be brought onto the wanted shardings."""
+
+
+class AttachedMemory(AgentCheckpointManager):
+    """This process's steps in the memory of several hosts."""
+
+    def __init__(
+        self, attached: Attached, *, slot: int, chunk_bytes: int, directory: Path
+    ) -> None:
+        """Waits until every process of the job has attached.
+
+        Raises:
+            TimeoutError: some did not in time; names them.
+            AgentGone: the agent has let go of this process, or has ended.
+        """
+        self._attached = attached
+        self._formed: dict[str, Any] | None = None
+        self._note = "the agents of the job to agree"
+        self._located: dict[str, Any] | None = None
+        self._assembled: dict[str, Any] | None = None
+        self._flushed: dict[int, str] = {}
+        self._tokens = itertools.count()
+        self.storage_errors: list[str] = []
+        """Why steps did not reach storage; whoever raises them takes them out."""
+        super().__init__(
+            attached.link,
+            None,
+            slot=slot,
+            chunk_bytes=chunk_bytes,
+            storage_directory=directory,
+            deadline_s=attached.deadline_s,
+        )
+        if not self._dialogue.gone:  # or it was told why already
+            self._dialogue.farewell = (
+                f"the agent of host {attached.host} (job {attached.job!r}, "
+                f"{attached.path}) has ended. Start it again, or another one, and "
+                "restart all processes"
+            )
+        try:
+            self._dialogue.wait(lambda: self._formed is not None, "the job")
+        except TimeoutError as error:
+            self.leave()
+            raise TimeoutError(
+                f"{attached.deadline_s:.0f} s waiting for {self._note}; limit: "
+                "timeouts.start of the agents"
+            ) from error
+        assert self._formed is not None
+        self._formed_step = NONE
+        if self._formed["source"] != "init":
+            self._formed_step = self._formed["step"]
+        self._released = self._committed = self._saved = self._formed_step
+        self._attached.link.send(
+            "running", step=max(0, self._formed_step), bytes_from_storage=0
+        )
+
+    def _take(self, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == "formed":
+            self._formed = message
+        elif op == "note":
+            self._note = message["text"]
+        elif op == "located":
+            self._located = message
+        elif op == "assembled":
+            self._assembled = message
+        elif op == "flushed":
+            self._flushed[message["token"]] = message["error"]
+        elif op == "storage_failed":
+            self.storage_errors.append(message["error"])
+        elif op == "detached":
+            self._dialogue.farewell, self._dialogue.gone = message["reason"], True
+        else:
+            super()._take(message)
+
+    def announce(self, layout: Layout) -> None:
+        """Tells the layout; see `AgentCheckpointManager.announce`."""
+        super().announce(layout)
+        assert self._order is not None
+        if self._order["source"] == "init":
+            self._released = self._committed = self._saved = NONE
+
+    # -------------------------------------------------------------------- steps
+
+    @property
+    def in_memory(self) -> int | None:
+        """The committed step that memory has, if there is one."""
+        with self._dialogue.condition:
+            step = self._committed
+        assert self._formed is not None
+        if step == self._formed_step and self._formed["source"] != "memory":
+            return None
+        return None if step == NONE else step
+
+    @property
+    def saved(self) -> int | None:
+        """The newest step that was saved or restored here."""
+        return None if self._saved == NONE else self._saved
+
+    @property
+    def is_replicating(self) -> bool:
+        """Whether the step saved last is not safe yet."""
+        with self._dialogue.condition:
+            return self._released < self._saved
+
+    def check(self) -> None:
+        """Raises AgentGone if the agent has let go of this process, or has ended."""
+        self._dialogue.check()
+
+    # ------------------------------------------------------------------ restore
+
+    def locate(self, step: int) -> dict[str, Any]:
+        """Where a committed step lies: arena, places, digests, layout and items.
+
+        Raises:
+            NotHeld: it is not here.
+        """
+        self._located = None
+        self._dialogue.send("locate", step=step)
+        self._dialogue.wait(lambda: self._located is not None, f"step {step}")
+        assert self._located is not None
+        if "error" in self._located:
+            raise NotHeld(self._located["error"])
+        return self._located
+
+    def read(
+        self, found: Mapping[str, Any], abstract: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, Any]:
+        """The leaves of a located step, every byte checked; see `SnapshotPlan.read`."""
+        plan = self._plan_of(found["layout"])
+        places = np.frombuffer(found["places"], np.uint8)
+        return self._read(plan, found, places, abstract)
+
+    def read_on(
+        self, step: int, layout: Layout, abstract: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, Any]:
+        """As `read`, on slices that this process did not save; the agents bring them.
+
+        Args:
+            step: the newest commit.
+            layout: how it is wanted; the same on every process.
+            abstract: leaf path to shape, dtype and sharding.
+
+        Raises:
+            NotBrought: a host was lost meanwhile, memory is short, or a copy is wrong.
+        """
+        self._assembled, text = None, layout.to_json()
+        self._dialogue.send("want", step=step, layout=text)
+        what = f"step {step} on other shardings"
+        self._dialogue.wait(lambda: self._assembled is not None, what)
+        found = self._assembled
+        assert found is not None
+        if "error" in found:
+            raise NotBrought(
+                f"step {step} in memory could not be brought onto the wanted "
+                f"shardings: {found['error']}. Restart all processes of the job; with "
+                "the shardings of the save each needs its own slices only."
+            )
+        plan = self._plan_of(text)
+        try:
+            places = np.zeros(plan.chunks.num_chunks, np.uint8)
+            return self._read(plan, found, places, abstract)
+        finally:
+            self._dialogue.send("taken")
+
+    def _plan_of(self, layout: str) -> SnapshotPlan:
+        return SnapshotPlan(Layout.from_json(layout), self._slot, self._chunk_bytes)
+
+    def _read(
+        self,
+        plan: SnapshotPlan,
+        found: Mapping[str, Any],
+        places: np.ndarray,
+        abstract: Mapping[str, jax.ShapeDtypeStruct],
+    ) -> dict[str, Any]:
+        arena = Arena.attach(Path(found["arena"]))
+        try:
+            memory = arena.view(0, arena.size)
+            return plan.read(memory, places, found["digests"], abstract)
+        finally:
+            arena.close()
+
+    # ------------------------------------------------------------------ storage
+
+    def flush(self, step: int, *, store: bool, limit_s: float) -> str:
+        """Waits until a step is committed, and with `store` in storage.
+
+        Returns:
+            "" or why it did not reach storage.
+
+        Raises:
+            AgentGone: the agent has let go of this process, or has ended.
+            TimeoutError: it took too long.
+        """
+        token = self.ask_storage(step, store=store)
+        what = f"step {step} to be {'in storage' if store else 'committed'}"
+        self._dialogue.wait(lambda: token in self._flushed, what, limit_s)
+        return self._flushed.pop(token)
+
+    def ask_storage(self, step: int, *, store: bool) -> int:
+        """As `flush`, without waiting."""
+        token = next(self._tokens)
+        self._dialogue.send("flush", token=token, step=step, store=store)
+        return token
+
+    def leave(self) -> None:
+        """Lets go of the agent in good order; what is committed stays in memory.
+
+        The step saved last is waited for, not long: its peers may have gone.
+        """
+        with contextlib.suppress(AgentGone, TimeoutError):
+            what = f"step {self._saved}"
+            self._dialogue.wait(lambda: self._released >= self._saved, what, LEAVE_S)
+        try:
+            self._attached.link.send("left", step=max(0, self._saved))
+        except LinkClosed:
+            pass
+        self._attached.link.close()
+        self.close()

@@ -1,0 +1,569 @@
+"""The steps of one process of several: in the memory of their hosts, some in storage.
+
+`JobSteps` is what `ReplicatedCheckpointManager` does in a `jax.distributed` job. Every
+process makes the same calls. The module turns trees into slices and back and chooses
+memory or storage, alike on every process; agents copy, replicate and commit the steps.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+import jax
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+from jax.sharding import Sharding
+from dtft.checkpoint.state import kind_wanted
+from dtft.checkpoint.state import struct_of
+from dtft.checkpoint.state import Record
+from dtft.checkpoint.state import RestoreTarget
+from etils import epath
+from dtft.checkpoint.state import is_free_target
+from dtft.checkpoint.managers.options import ReplicatedOptions
+from dtft.checkpoint.state import LeafRecord
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.state import Leaf
+import logging
+from pathlib import Path
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+from dtft.checkpoint.managers.agent_link import attach
+from dtft.checkpoint.managers.agent_client import AttachedMemory
+from dtft.checkpoint.managers.agent_client import NotBrought
+from dtft.checkpoint.storage import config_of
+from dtft.checkpoint.storage import layout_difference
+from dtft.checkpoint.storage import dynamic_part
+from dtft.checkpoint.storage import layout_of
+from dtft.checkpoint.storage import moved_leaf
+from dtft.checkpoint.storage import record_in
+from dtft.checkpoint.storage import same_slices
+from dtft.checkpoint.managers.agent_client import SaveArgs
+from dtft.checkpoint.managers.options import chosen_step
+from dtft.checkpoint.state import record_of
+from dtft.checkpoint.storage import StoredSteps
+from dtft.checkpoint.managers.local import StorageFailed
+from dtft.checkpoint.state import listed
+from dtft.checkpoint.state import item_metadata
+from dtft.checkpoint.state import restore_result
+from dtft.checkpoint.state import restore_targets
+
+
+# The shardings that a step of a job was saved with: as JSON beside it, and back.
+#
+# Slices do not say on which mesh an array was, so a restore that states no sharding
+# needs this. Devices are found again by their ids, or by process where ids have
+# changed.
+
+
+ELSEWHERE = -1
+"""In place of the number of a sharding: of one process's own, or no jax array."""
+Numbered = tuple[int, int]
+"""A device: (process index, id)."""
+
+
+def shardings_json(shardings: Sequence[Sharding | None]) -> dict[str, Any]:
+    """The shardings of leaves that several processes have, as JSON values.
+
+    Args:
+        shardings: of each leaf; None for what is no jax array.
+
+    Returns:
+        `meshes`, `specs` (number of the mesh, then axes per dim), and per leaf the
+        number of its spec.
+
+    >>> mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
+    >>> found = shardings_json([None, NamedSharding(mesh, PartitionSpec(None, "x"))])
+    >>> found["leaves"], found["specs"], found["meshes"][0]["names"]
+    ([-1, 0], [[0, None, 'x']], ['x'])
+    """
+    meshes: dict[Mesh, int] = {}
+    specs: dict[tuple[Any, ...], int] = {}
+    leaves: list[int] = []
+    for sharding in shardings:
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if not isinstance(mesh, Mesh) or _is_local(mesh):
+            leaves.append(ELSEWHERE)
+            continue
+        assert isinstance(sharding, NamedSharding)
+        spec = meshes.setdefault(mesh, len(meshes)), *sharding.spec
+        leaves.append(specs.setdefault(spec, len(specs)))
+    return {
+        "meshes": [_mesh_json(mesh) for mesh in meshes],
+        "specs": [[_plain(part) for part in spec] for spec in specs],
+        "leaves": leaves,
+    }
+
+
+def _is_local(mesh: Mesh) -> bool:
+    """Whether it is one process's own, beside others."""
+    processes = {device.process_index for device in mesh.devices.flat}
+    return len(processes) < jax.process_count()
+
+
+def _plain(part: Any) -> Any:
+    return list(part) if isinstance(part, tuple) else part
+
+
+def _mesh_json(mesh: Mesh) -> dict[str, Any]:
+    return {
+        "names": [str(name) for name in mesh.axis_names],
+        "sizes": list(mesh.devices.shape),
+        "types": [kind.name for kind in mesh.axis_types],
+        "devices": [[it.process_index, it.id] for it in mesh.devices.flat],
+    }
+
+
+def shardings_had(record: Record) -> list[NamedSharding | None]:
+    """The sharding that each leaf was saved with, on the devices of this run.
+
+    Returns:
+        None for what is no array of the whole job, and for a leaf whose mesh cannot be
+        made of this run's devices.
+    """
+    raw = record.shardings
+    if raw is None:
+        return [None] * len(record.leaves)
+    devices = jax.devices()
+    meshes = [_mesh_on(mesh, devices) for mesh in raw["meshes"]]
+    found = [_sharding(spec, meshes) for spec in raw["specs"]]
+    return [None if number == ELSEWHERE else found[number] for number in raw["leaves"]]
+
+
+def _sharding(
+    spec: Sequence[Any], meshes: Sequence[Mesh | None]
+) -> NamedSharding | None:
+    number, *parts = spec
+    mesh = meshes[number]
+    if mesh is None:
+        return None
+    axes = (tuple(part) if isinstance(part, list) else part for part in parts)
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def _mesh_on(raw: Mapping[str, Any], devices: Sequence[Any]) -> Mesh | None:
+    wanted = [(process, ident) for process, ident in raw["devices"]]
+    known = {(device.process_index, device.id): device for device in devices}
+    there = renumbered(wanted, list(known))
+    if there is None:
+        return None
+    array = np.array([known[pair] for pair in there], object).reshape(raw["sizes"])
+    types = tuple(AxisType[name] for name in raw["types"])
+    return Mesh(array, tuple(raw["names"]), axis_types=types)
+
+
+def renumbered(
+    wanted: Sequence[Numbered], there: Sequence[Numbered]
+) -> list[Numbered] | None:
+    """The devices that stand for those that were saved on; None if there are too few.
+
+    Every process keeps its part; where ids have changed their order counts.
+
+    >>> renumbered([(1, 9), (0, 4)], [(0, 4), (1, 9)])
+    [(1, 9), (0, 4)]
+    >>> renumbered([(0, 9), (0, 4)], [(0, 0), (0, 1), (1, 2)])
+    [(0, 1), (0, 0)]
+    >>> renumbered([(0, 4), (1, 9)], [(0, 4)])
+    """
+    if set(wanted) <= set(there):
+        return list(wanted)
+    found: dict[Numbered, Numbered] = {}
+    for process in {process for process, _ in wanted}:
+        mine = sorted(pair for pair in wanted if pair[0] == process)
+        theirs = sorted(pair for pair in there if pair[0] == process)
+        if len(theirs) < len(mine):
+            return None
+        found |= dict(zip(mine, theirs, strict=False))
+    return [found[pair] for pair in wanted]
+
+
+def placed(
+    record: Record, wanted: Mapping[str, RestoreTarget | None]
+) -> dict[str, RestoreTarget | None]:
+    """What is wanted, on the shardings of the save where none is stated.
+
+    Raises:
+        ValueError: a leaf's mesh cannot be made of this run's devices; names both.
+    """
+    had = shardings_had(record)
+    return {
+        name: None if item is None else _item_placed(record, name, item, had)
+        for name, item in wanted.items()
+    }
+
+
+def _item_placed(
+    record: Record, name: str, item: RestoreTarget, had: Sequence[NamedSharding | None]
+) -> RestoreTarget:
+    targets = dict(item.targets)
+    numbers = jax.tree.leaves(record.tree(name, range(len(record.leaves))))
+    for number in [] if item.fallback else numbers:
+        leaf, target = record.leaves[number], targets.get(number)
+        if leaf.kind not in ("array", "key") or getattr(target, "sharding", None):
+            continue
+        if kind_wanted(target, leaf) not in ("array", "key"):
+            continue
+        sharding = had[number]
+        if sharding is None:
+            _refuse_lost(record, number)
+            continue
+        like = struct_of(leaf, None) if target is None else target
+        targets[number] = jax.ShapeDtypeStruct(
+            like.shape, like.dtype, sharding=sharding
+        )
+    return dataclasses.replace(item, targets=targets)
+
+
+def _refuse_lost(record: Record, number: int) -> None:
+    """Raises ValueError if several processes had this leaf."""
+    raw = record.shardings
+    if raw is None or raw["leaves"][number] == ELSEWHERE:
+        return
+    mesh, *spec = raw["specs"][raw["leaves"][number]]
+    devices = dict(Counter(device.process_index for device in jax.devices()))
+    raise ValueError(
+        f"leaf {record.leaves[number].path!r} was saved over {spec} of a mesh "
+        f"{_text(raw['meshes'][mesh])}, which this run's devices (per process: "
+        f"{devices}) do not make up, and the target states no sharding. Give "
+        "StandardRestore a tree of arrays, or of jax.ShapeDtypeStruct with sharding."
+    )
+
+
+def _text(mesh: Mapping[str, Any]) -> str:
+    axes = zip(mesh["names"], mesh["sizes"], strict=True)
+    return "(" + ", ".join(f"{name}: {size}" for name, size in axes) + ")"
+
+
+# What the processes of a job tell their agents, and what they want back.
+#
+# Decides which options make sense in a job, what all processes must say alike, and
+# where each leaf of a restore shall go.
+
+
+KEEP_ALL = 2**31 - 1
+
+
+def refuse_unfit(directory: epath.Path, options: ReplicatedOptions) -> None:
+    """Raises ValueError for what has no meaning in a job of several processes."""
+    for name, allowed in (("best_fn", None), ("memory_to_keep", 1)):
+        if getattr(options, name) != allowed:
+            raise ValueError(
+                f"{name}={getattr(options, name)!r}: in a job of several processes "
+                f"memory and storage keep the newest steps. Allowed: {allowed}. Leave "
+                f"ReplicatedOptions.{name} out."
+            )
+    if "://" in str(directory):
+        raise ValueError(
+            f"directory={directory}: in a job of several processes the agents write "
+            "to a path that every host sees. Give a mounted directory."
+        )
+
+
+def terms_of(
+    directory: epath.Path, options: ReplicatedOptions, processes: int
+) -> dict[str, Any]:
+    """What every process of the job must say alike, and which one this is."""
+    return {
+        "process": jax.process_index(),
+        "terms": {
+            "processes": processes,
+            "directory": str(directory),
+            "storage_interval_steps": options.storage_interval_steps,
+            "max_to_keep": options.max_to_keep or KEEP_ALL,
+            "chunk_bytes": options.chunk_bytes,
+            "storage_timeout_s": options.storage_timeout_s,
+        },
+    }
+
+
+def wanted_structs(
+    record: Record, wanted: dict[str, RestoreTarget | None], layout: Layout
+) -> dict[str, Any]:
+    """For every wanted leaf shape, dtype and, if it becomes an array, sharding."""
+    structs: dict[str, Any] = {}
+    for name, item in wanted.items():
+        if item is None:
+            continue
+        for number in jax.tree.leaves(record.tree(name, range(len(record.leaves)))):
+            leaf = record.leaves[number]
+            sharding = _wanted_sharding(
+                leaf, item.targets.get(number), item.fallback, layout.leaves[number]
+            )
+            structs[leaf.path] = jax.ShapeDtypeStruct(
+                leaf.shape, np.dtype(leaf.dtype), sharding=sharding
+            )
+    return structs
+
+
+def _wanted_sharding(leaf: LeafRecord, target: Any, fallback: Any, saved: Leaf) -> Any:
+    """None for what becomes a numpy array at first, whole."""
+    on_devices = kind_wanted(target, leaf) in ("array", "key")
+    if on_devices and is_free_target(target):
+        return None
+    on_devices = on_devices and leaf.kind in ("array", "key")
+    sharding = (getattr(target, "sharding", None) or fallback) if on_devices else None
+    if sharding is None and saved.spec:
+        raise ValueError(
+            f"leaf {leaf.path!r} was saved divided over processes ({saved.spec}) and "
+            "the target has no sharding. Give StandardRestore a tree of arrays, or of "
+            "jax.ShapeDtypeStruct with sharding."
+        )
+    return sharding
+
+
+
+
+logger = logging.getLogger(__name__)
+
+
+class JobSteps:
+    """See `ReplicatedCheckpointManager` for what each method promises."""
+
+    def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
+        """Attaches to this host's agent and waits for the other processes.
+
+        Raises:
+            ValueError: an option or the directory does not fit a job.
+            NoAgent: no agent takes this process.
+            TimeoutError: the other processes did not attach in time.
+        """
+        refuse_unfit(directory, options)
+        self._options, self._stored = options, StoredSteps(directory)
+        self._processes = jax.process_count()
+        attached = attach(options.agent, terms_of(directory, options, self._processes))
+        self._memory = AttachedMemory(
+            attached,
+            slot=jax.process_index(),
+            chunk_bytes=options.chunk_bytes,
+            directory=Path(directory),
+        )
+        self._listed = self._stored.steps()
+        """What storage had when it could be listed last."""
+        self._looks: tuple[Any, ...] | None = None
+        self._layout: Layout | None = None
+        """What was announced, at the first save."""
+        self._shardings: dict[str, Any] | None = None
+        """Of the leaves of the last save."""
+
+    # -------------------------------------------------------------------- steps
+
+    def all_steps(self, read: bool = False) -> list[int]:
+        """The steps on offer, ascending, once the step saved last is safe."""
+        del read  # it is always listed: the agents write there
+        self._memory.wait_until_finished()
+        here = self._memory.in_memory
+        return sorted({*self._in_storage(), *([] if here is None else [here])})
+
+    def _in_storage(self) -> tuple[int, ...]:
+        """The stored steps; where they cannot be listed, those known before."""
+        try:
+            self._listed = self._stored.steps()
+        except OSError as error:
+            logger.warning("%s cannot be listed: %s", self._stored.directory, error)
+        return self._listed
+
+    def newest(self) -> int | None:
+        """The newest step on offer: what `should_save` goes by. Does not wait."""
+        if self._memory.saved is not None:
+            return self._memory.saved
+        return max(self._in_storage(), default=None)
+
+    def best_step(self) -> int | None:
+        """The newest step: there is no `best_fn` in a job."""
+        return max(self.all_steps(), default=None)
+
+    def _chosen(self, step: int | None) -> int:
+        places = f"the memory of the job nor in {self._stored.directory}"
+        return chosen_step(step, self.all_steps(), places)
+
+    # --------------------------------------------------------------------- save
+
+    def save(
+        self, step: int, args: Any, metrics: Any, custom_metadata: Any, at_once: bool
+    ) -> None:
+        """Copies this process's slices into its agent's memory."""
+        self._memory.check()
+        newest = self.newest()
+        if newest is not None and step <= newest:
+            raise StepAlreadyExistsError(
+                f"step={step} is not above step {newest}, the newest one. Allowed in a "
+                "job of several processes: steps that grow."
+            )
+        record, values = record_of(args, metrics, custom_metadata)
+        record = self._announce(record, values)
+        self._memory.wait_until_finished()  # at most one step is not safe
+        arrays = {
+            leaf.path: _as_saved(leaf, value)
+            for leaf, value in zip(record.leaves, values, strict=True)
+        }
+        jax.block_until_ready([v for v in arrays.values() if isinstance(v, jax.Array)])
+        items = dynamic_part(record)
+        self._memory.save(step, args=SaveArgs(arrays=arrays, items=items))
+        if at_once:
+            self._memory.ask_storage(step, store=True)
+
+    def _announce(self, record: Record, values: list[Any]) -> Record:
+        """Tells the agents the layout, which stays the same until the job's restart.
+
+        Returns:
+            The record, with the shardings.
+        """
+        shardings = [getattr(value, "sharding", None) for value in values]
+        looks = record.default, record.structures, record.leaves, shardings
+        if self._looks == looks:
+            return dataclasses.replace(record, shardings=self._shardings)
+        layout = layout_of(record.leaves, shardings, self._processes, config_of(record))
+        if self._layout is None:
+            self._memory.announce(layout)
+        elif layout.digest != self._layout.digest:
+            raise ValueError(
+                f"the tree differs from that of the first save of this run: "
+                f"{layout_difference(self._layout, layout)}. Allowed in a job of several "
+                "processes: the same leaves on the same shardings at every step."
+            )
+        self._looks, self._layout = looks, layout
+        self._shardings = shardings_json(shardings)
+        return dataclasses.replace(record, shardings=self._shardings)
+
+    # ------------------------------------------------------------------ restore
+
+    def restore(self, step: int | None, args: Any) -> Any:
+        """A step: from memory, on whatever shardings, else from storage."""
+        chosen = self._chosen(step)
+        if chosen != self._memory.in_memory:
+            return self._from_storage(chosen, args)
+        found = self._memory.locate(chosen)
+        layout = Layout.from_json(found["layout"])
+        record = record_in(layout, found["items"])
+        if record is None:
+            raise ValueError(f"step {chosen} in memory is not a tree of this API.")
+        wanted = placed(record, restore_targets(record, args))
+        abstract = wanted_structs(record, wanted, layout)
+        arrays = self._read(found, chosen, record, layout, abstract)
+        values = [arrays.get(leaf.path) for leaf in record.leaves]
+        nowhere = [None] * len(values)
+        return restore_result(record, values, dict(record.json_items), wanted, nowhere)
+
+    def _read(
+        self,
+        found: dict[str, Any],
+        step: int,
+        record: Record,
+        saved: Layout,
+        abstract: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The wanted leaves: of this process's slices, or of what peers have, too."""
+        leaves = [leaf for leaf in record.leaves if leaf.path in abstract]
+        shardings = [abstract[leaf.path].sharding for leaf in leaves]
+        wanted = layout_of(leaves, shardings, self._processes)
+        if same_slices(saved, wanted):  # says the same on every process
+            return self._memory.read(found, abstract)
+        try:
+            return self._memory.read_on(step, wanted, abstract)
+        except NotBrought as error:
+            first = moved_leaf(saved, wanted)
+            raise NotBrought(f"{error} The first one: {first}.") from error
+
+    def _from_storage(self, step: int, args: Any) -> Any:
+        found = self._stored.record(step)
+        if found is None:
+            return self._stored.stock(step, args)
+        record, prints = found
+        wanted = placed(record, restore_targets(record, args))
+        values, items = self._stored.read(step, record, prints, wanted)
+        return restore_result(record, values, items, wanted, [None] * len(values))
+
+    # ----------------------------------------------------------------- metadata
+
+    def _record(self, step: int) -> Record | None:
+        """What was saved as a step; None if stock Orbax wrote it."""
+        if step == self._memory.in_memory:
+            found = self._memory.locate(step)
+            return record_in(Layout.from_json(found["layout"]), found["items"])
+        stored = self._stored.record(step)
+        return stored[0] if stored else None
+
+    def item_metadata(self, step: int) -> Any:
+        """A struct for every leaf, on the sharding that it had."""
+        step = self._chosen(step)
+        record = self._record(step)
+        if record is None:
+            return self._stored.stock_metadata(step)
+        return item_metadata(record, shardings_had(record))
+
+    def metadata(self, step: int | None) -> Any:
+        """Orbax's metadata of a step, or of the directory without `step`."""
+        record = None if step is None else self._record(self._chosen(step))
+        if step is None or record is None:
+            with self._stored.manager() as manager:
+                return manager.metadata(step)
+        return ocp.metadata.StepMetadata(
+            item_metadata=self.item_metadata(step),
+            metrics=record.metrics or {},
+            custom_metadata=record.custom_metadata or {},
+        )
+
+    def metrics(self, step: int) -> Any:
+        """The metrics that were saved with a step, or None."""
+        record = self._record(self._chosen(step))
+        return record.metrics if record else None
+
+    # ---------------------------------------------------------- waiting and ending
+
+    def wait_until_finished(self) -> None:
+        """Waits until the newest step is committed and nothing is being stored."""
+        if self._layout is not None:
+            self._flush(store=False)
+        self.check_for_errors()
+
+    def _flush(self, *, store: bool) -> str:
+        assert self._memory.saved is not None
+        limit_s = 2 * self._options.storage_timeout_s
+        return self._memory.flush(self._memory.saved, store=store, limit_s=limit_s)
+
+    def check_for_errors(self) -> None:
+        """Raises AgentGone, or StorageFailed once if a step did not reach storage."""
+        self._memory.check()
+        errors, self._memory.storage_errors = self._memory.storage_errors, []
+        if errors:
+            raise StorageFailed(errors[-1])
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether the step saved last is not safe yet."""
+        return self._memory.is_replicating
+
+    def delete(self, step: int) -> None:
+        """Removes a step from storage; every process makes the same call."""
+        if self._chosen(step) == self._memory.in_memory:
+            raise ValueError(
+                f"step={step} is the newest commit in memory, from which lost hosts "
+                "are restored. It goes when the next step is saved. Allowed: older "
+                f"steps ({listed(list(map(str, self._in_storage())))})."
+            )
+        with self._stored.manager(read_only=False) as manager:
+            manager.delete(step)
+
+    def close(self) -> None:
+        """Brings the newest step to storage; it stays in the agents' memory, too."""
+        try:
+            error = self._flush(store=True) if self._layout is not None else ""
+            self.check_for_errors()
+        finally:
+            self._memory.leave()
+        if error:
+            raise StorageFailed(error)
+
+    def leave(self) -> None:
+        """The process ends in trouble: the agents keep what is committed."""
+        self._memory.leave()
+
+
+def _as_saved(leaf: LeafRecord, value: Any) -> jax.Array | np.ndarray:
+    if leaf.kind == "key":
+        return jax.random.key_data(value)
+    if isinstance(value, jax.Array):
+        return value
+    return np.asarray(value, np.dtype(leaf.dtype))

@@ -1,0 +1,563 @@
+"""The steps of one process: in its own memory, some of them in storage.
+
+`LocalSteps` is what `ReplicatedCheckpointManager` does without a job. `Reader` chooses
+which copy of a step is read. `Storing` decides which steps go to storage and when,
+without holding up training.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from typing import Any
+from etils import epath
+from dtft.checkpoint.state import Chunks
+from dtft.checkpoint.storage import EXPORTER_START_S
+from dtft.checkpoint.storage import ExporterProcess
+from dtft.checkpoint.storage import config_of
+from dtft.checkpoint.storage import dynamic_part
+from dtft.checkpoint.managers.options import ReplicatedOptions
+from dtft.checkpoint.managers.options import is_storage_due
+from dtft.checkpoint.managers.options import superfluous
+from dtft.checkpoint.storage import StoredSteps
+from dtft.checkpoint.memory import Version
+from dtft.checkpoint.memory import Versions
+import copy
+import orbax.checkpoint as ocp
+from dtft.checkpoint.managers.options import chosen_step
+from dtft.checkpoint.state import listed
+from dtft.checkpoint.memory import Corrupt
+from dtft.checkpoint.state import item_metadata
+from dtft.checkpoint.state import restore_result
+from dtft.checkpoint.state import restore_targets
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+from dtft.checkpoint.managers.options import best
+from dtft.checkpoint.state import Record
+from dtft.checkpoint.state import record_of
+
+
+# Brings steps from this process's memory to storage, without holding up training.
+#
+# Decides when a step is written (one at a time; of those that become due meanwhile the
+# newest waits, and keeps its memory), which stored steps go, and who is told of a
+# failure.
+
+
+logger = logging.getLogger(__name__)
+
+
+class StorageFailed(RuntimeError):
+    """A step did not reach storage; training and memory are not affected."""
+
+
+class Storing:
+    """The storage side of one manager; the caller holds `condition`."""
+
+    def __init__(
+        self,
+        directory: epath.Path,
+        options: ReplicatedOptions,
+        versions: Versions,
+        condition: threading.Condition,
+    ) -> None:
+        """Lists the directory; starts nothing yet."""
+        self._options, self._versions = options, versions
+        self._condition = condition
+        self._exporter: ExporterProcess | None = None
+        self._opening: dict[str, Any] = {}
+        """What the exporter was told first."""
+        self.stored = StoredSteps(directory)
+        self._steps: set[int] = set()
+        self._metrics: dict[int, Any] = {}
+        self._writing: Version | None = None
+        self._replaced: tuple[int, ...] = ()
+        """Steps that go once the one in writing is there."""
+        self._waiting: list[Version] = []
+        """Due and pinned: one, and once the manager closes the newest step as well."""
+        self._closing = False
+        self._failure: tuple[int, str] | None = None
+        """Step and reason of the last failure that nobody was told."""
+        self.reload()
+        self._tried = max(self._steps, default=None)
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """The steps that storage has, as of the last write or `reload`."""
+        return frozenset(self._steps)
+
+    def reload(self) -> None:
+        """Lists the directory again."""
+        self._steps = set(self.stored.steps())
+
+    def committed(self, version: Version, *, at_once: bool) -> None:
+        """A step is in memory: it is written now, later or never."""
+        if at_once or is_storage_due(self._options, version.step, self._tried):
+            self._tried = version.step
+            self._drop_waiting()
+            self._wait_for_turn(version)
+            self._begin()
+        elif self._exporter is None:
+            # The newest step is written at the latest when the process ends, and from
+            # Python 3.12 on no thread can be started then.
+            with contextlib.suppress(RuntimeError):
+                self._exporter_for(version)
+
+    def write_newest(self) -> None:
+        """Writes the newest step in memory, if storage does not have it.
+
+        It goes first; what is due besides follows, if that is still worth keeping.
+        """
+        self._closing = True
+        newest = max(self._versions.steps, default=None)
+        if newest is None or newest in self._steps:
+            return
+        version = self._versions.get(newest)
+        if version is not self._writing and version not in self._waiting:
+            self._wait_for_turn(version)
+            self._begin()
+
+    def give_way(self) -> bool:
+        """Gives up steps that wait for storage; whether that made memory free."""
+        return self._drop_waiting() > 0
+
+    def _wait_for_turn(self, version: Version) -> None:
+        self._versions.pin(version)
+        self._waiting.append(version)
+
+    def _drop_waiting(self, below: int | None = None) -> int:
+        """Forgets the steps that wait (`below` a step), and says how many."""
+        going = [one for one in self._waiting if below is None or one.step < below]
+        for version in going:
+            logger.info("step %d does not go to storage after all", version.step)
+            self._waiting.remove(version)
+            self._versions.unpin(version)
+        return len(going)
+
+    def _begin(self) -> None:
+        while self._writing is None and self._waiting:
+            version = max(self._waiting, key=lambda one: one.step)
+            self._waiting.remove(version)
+            going = self._going(version.step)
+            if version.step in self._steps or version.step in going:
+                self._versions.unpin(version)
+            else:
+                self._write(version, going)
+
+    def _write(self, version: Version, going: tuple[int, ...]) -> None:
+        """Hands a pinned version to the exporter."""
+        self._writing, self._replaced = version, going
+        try:
+            exporter = self._exporter_for(version)
+            pieces = version.record.layout.slices(0)
+            chunks = Chunks.of(pieces, self._versions.chunk_bytes)
+            fields = {
+                "step": version.step,
+                "memory": version.exported,
+                "places": bytes(chunks.num_chunks).hex(),
+                "digests": [one.hex() for one in version.digests],
+                "items": dynamic_part(version.record),
+                "delete": going,
+            }
+            exporter.save(lambda: fields, self._options.storage_timeout_s)
+        except Exception as error:  # there is no thread to be had, say
+            self._done(f"{type(error).__name__}: {error}")
+
+    def _exporter_for(self, version: Version) -> ExporterProcess:
+        """That of the step before, if the tree is the same; else a new one."""
+        record = version.record
+        layout = dataclasses.replace(record.layout, config=config_of(record))
+        opening = {
+            "directory": str(self.stored.directory),
+            "layout": layout.to_json(),
+            "chunk_bytes": self._versions.chunk_bytes,
+            "scored": self._options.best_fn is not None,
+            "shared": True,
+            "limit_s": self._options.storage_timeout_s,
+        }
+        if self._exporter is None or self._opening != opening:
+            self._end_exporter()
+            self._exporter = ExporterProcess(opening, self._heard)
+            self._opening = opening
+        return self._exporter
+
+    def _heard(self, exporter: ExporterProcess, answer: dict[str, Any]) -> None:
+        """The exporter has written the step, failed, or ended. From another thread."""
+        with self._condition:
+            if exporter is not self._exporter or answer.get("op") == "open":
+                return
+            if not answer["ok"]:
+                self._end_exporter()  # Orbax's threads may still be at that step
+            if self._writing is not None:
+                self._done(None if answer["ok"] else answer["error"])
+
+    def _end_exporter(self) -> None:
+        exporter, self._exporter = self._exporter, None
+        if exporter is not None:
+            exporter.close()
+
+    def _going(self, step: int) -> tuple[int, ...]:
+        """The stored steps that go once `step` is there; none if that is not known."""
+        stored = {*self._steps, step}
+        try:
+            return superfluous(self._options, stored, self.scores(stored))
+        except Exception as error:  # the user's function, or what storage holds
+            logger.warning(
+                "step %d goes to storage, but none is removed for it: %s", step, error
+            )
+            return ()
+
+    def _done(self, error: str | None) -> None:
+        """The step in writing is in storage, or why it is not."""
+        version, self._writing = self._writing, None
+        assert version is not None
+        self._versions.unpin(version)
+        if error is None:
+            self._steps = {*self._steps, version.step} - set(self._replaced)
+            for step in self._replaced:
+                self._metrics.pop(step, None)
+            logger.info("step %d is in storage", version.step)
+        else:
+            self._versions.distrust()
+            self._failure = version.step, _short(error)
+            logger.warning("%s", self._text(*self._failure))
+            self._drop_waiting(below=version.step)
+        try:
+            self._begin()
+        finally:
+            self._condition.notify_all()
+
+    def _text(self, step: int, reason: str) -> str:
+        """What is told of a failure, and what follows from it."""
+        later = max((one for one in self._steps if one > step), default=None)
+        if later is not None:
+            follows = f"Step {later} did, after it."
+        elif self._closing:
+            follows = (
+                "Steps stored before are as they were. The manager is closed, so it is "
+                "not tried again."
+            )
+        else:
+            follows = (
+                "Steps stored before are as they were; the next one that is due is "
+                "tried again."
+            )
+        return (
+            f"step {step} did not reach storage in {self.stored.directory}: {reason}. "
+            f"{follows}"
+        )
+
+    def wait(self) -> None:
+        """Waits for what is being written or due.
+
+        Raises:
+            StorageFailed: that, or a write before, failed; or it took too long.
+        """
+        self._wait_idle()
+        self.check()
+
+    def _wait_idle(self) -> None:
+        steps = [one.step for one in (self._writing, *self._waiting) if one is not None]
+        limit_s = len(steps) * (self._options.storage_timeout_s + EXPORTER_START_S)
+        if not self._condition.wait_for(
+            lambda: self._writing is None and not self._waiting, timeout=limit_s
+        ):
+            raise StorageFailed(
+                f"{limit_s:.0f} s waiting for steps {steps} to reach storage in "
+                f"{self.stored.directory}; limit: ReplicatedOptions.storage_timeout_s"
+            )
+
+    def check(self) -> None:
+        """Raises the last failure that was not raised yet, as StorageFailed."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise StorageFailed(self._text(*failure))
+
+    # ------------------------------------------------------------------- metrics
+
+    def metrics(self, step: int) -> Any:
+        """The metrics that were saved with a step, or None."""
+        if step in self._versions.steps:
+            return self._versions.get(step).record.metrics
+        if step not in self._metrics:
+            self._metrics[step] = self._stored_metrics(step)
+        return self._metrics[step]
+
+    def _stored_metrics(self, step: int) -> Any:
+        found = self.stored.record(step)
+        if found is not None:
+            return found[0].metrics
+        with self.stored.manager(best_fn=self._options.best_fn) as manager:
+            return manager.metrics(step)
+
+    def scores(self, steps: set[int]) -> dict[int, float | None]:
+        """The score of each step; none without `best_fn`."""
+        if self._options.best_fn is None:
+            return {}
+        return {step: self.score(step, self.metrics(step)) for step in steps}
+
+    def score(self, step: int, metrics: Any) -> float | None:
+        """The score of a step with these metrics; None without metrics or `best_fn`.
+
+        Raises:
+            ValueError: `best_fn` does not take them.
+        """
+        try:
+            return self._options.score(metrics)
+        except Exception as error:
+            raise ValueError(
+                f"best_fn does not take the metrics of step {step}, {metrics!r:.80}: "
+                f"{type(error).__name__}: {error}. Give `save` metrics of which it "
+                "makes a number, or none; delete a stored step that has others."
+            ) from error
+
+    # -------------------------------------------------------------------- ending
+
+    def delete(self, step: int) -> None:
+        """Removes a stored step, after what is being written.
+
+        Raises:
+            StorageFailed: that takes too long.
+        """
+        for version in [one for one in self._waiting if one.step == step]:
+            self._waiting.remove(version)
+            self._versions.unpin(version)
+        self._wait_idle()
+        if step in self._steps:
+            with self.stored.manager(read_only=False) as manager:
+                manager.delete(step)
+            self._steps.discard(step)
+        self._metrics.pop(step, None)
+        if self._tried == step:
+            self._tried = max(self._steps, default=None)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a step is being written."""
+        return self._writing is not None
+
+    def end(self) -> None:
+        """Ends the exporter; a step that it was writing is not written."""
+        with self._condition:
+            self._drop_waiting()
+            self._end_exporter()
+            if self._writing is not None:
+                self._done("the manager was closed")
+
+
+def _short(error: str) -> str:
+    """The first line, without what Orbax prints of the values."""
+    line = error.partition("\n")[0]
+    return line if len(line) < 300 else f"{line[:300]}..."
+
+
+# Which copy of a step is read: the one in memory, else the one in storage.
+#
+# Knows what is on offer in both, refuses a copy in memory that has a wrong byte, and
+# says what a step consists of.
+
+
+class Reader:
+    """The steps of one manager, for reading; the caller holds the manager's lock."""
+
+    def __init__(self, versions: Versions, storing: Storing) -> None:
+        """Reads from both, memory first."""
+        self._versions, self._storing = versions, storing
+
+    def steps(self) -> list[int]:
+        """The steps on offer, ascending."""
+        return sorted({*self._versions.steps, *self._storing.steps})
+
+    @property
+    def offered(self) -> str:
+        """The steps on offer, for messages."""
+        return listed([str(step) for step in self.steps()])
+
+    def chosen(self, step: int | None) -> int:
+        """The step, or the newest one on offer.
+
+        Raises:
+            FileNotFoundError: it is not on offer, or nothing is.
+        """
+        places = f"memory nor in {self._storing.stored.directory}"
+        return chosen_step(step, self.steps(), places)
+
+    def restore(self, step: int | None, args: Any) -> Any:
+        """A step as `args` asks for it; see the manager's `restore`."""
+        while True:
+            chosen = self.chosen(step)
+            if chosen not in self._versions.steps:
+                return self._from_storage(chosen, args)
+            try:
+                return self._from_memory(chosen, args)
+            except Corrupt as error:
+                if chosen not in self._storing.steps and step is not None:
+                    raise
+                logger.warning("%s", error)
+
+    def _from_memory(self, step: int, args: Any) -> Any:
+        wanted = restore_targets(self._versions.get(step).record, args)
+        version, values = self._versions.read(step)
+        items = copy.deepcopy(dict(version.record.json_items))
+        return restore_result(version.record, values, items, wanted, version.shardings)
+
+    def _from_storage(self, step: int, args: Any) -> Any:
+        stored = self._storing.stored
+        found = stored.record(step)
+        if found is None:
+            return stored.stock(step, args)
+        record, prints = found
+        wanted = restore_targets(record, args)
+        values, items = stored.read(step, record, prints, wanted)
+        return restore_result(record, values, items, wanted, [None] * len(values))
+
+    def item_metadata(self, step: int) -> Any:
+        """A struct for every leaf, in the tree or trees that were saved."""
+        step = self.chosen(step)
+        if step in self._versions.steps:
+            version = self._versions.get(step)
+            return item_metadata(version.record, version.shardings)
+        found = self._storing.stored.record(step)
+        if found is not None:
+            return item_metadata(found[0], [None] * len(found[0].leaves))
+        return self._storing.stored.stock_metadata(step)
+
+    def metadata(self, step: int | None) -> Any:
+        """Orbax's metadata of a step, or of the directory without `step`."""
+        if step is not None and self.chosen(step) in self._versions.steps:
+            record = self._versions.get(step).record
+            return ocp.metadata.StepMetadata(
+                item_metadata=self.item_metadata(step),
+                metrics=record.metrics or {},
+                custom_metadata=record.custom_metadata or {},
+            )
+        with self._storing.stored.manager() as manager:
+            found = manager.metadata(step)
+        if step is None:
+            return found
+        return dataclasses.replace(found, item_metadata=self.item_metadata(step))
+
+
+
+
+class LocalSteps:
+    """See `ReplicatedCheckpointManager` for what each method promises."""
+
+    def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
+        """Lists the directory; memory is reserved by the first save.
+
+        Raises:
+            ValueError: an option makes sense with an agent only.
+        """
+        if options.agent is not None:
+            raise ValueError(
+                f"agent={options.agent!r}: this is no job of several processes, so "
+                "there is no agent to use. Leave ReplicatedOptions.agent out, or call "
+                "jax.distributed.initialize first."
+            )
+        self._options = options
+        self._condition = threading.Condition()
+        self._versions = Versions(
+            keep=options.memory_to_keep, chunk_bytes=options.chunk_bytes
+        )
+        self._storing = Storing(directory, options, self._versions, self._condition)
+        self._reader = Reader(self._versions, self._storing)
+
+    def all_steps(self, read: bool = False) -> list[int]:
+        """The steps on offer, ascending; `read` lists the directory again."""
+        with self._condition:
+            if read:
+                self._storing.reload()
+            return self._reader.steps()
+
+    def newest(self) -> int | None:
+        """The newest step on offer: what `should_save` goes by."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The step on offer with the best metrics; without `best_fn` the newest."""
+        if self._options.best_fn is None:
+            return self.newest()
+        with self._condition:
+            steps = self._reader.steps()
+            return best(steps, self._storing.scores(set(steps)))
+
+    def save(
+        self, step: int, args: Any, metrics: Any, custom_metadata: Any, at_once: bool
+    ) -> None:
+        """Copies a step into memory; it goes to storage when due, or `at_once`."""
+        record, values = record_of(args, metrics, custom_metadata)
+        self._storing.score(step, record.metrics)  # refuses what it could not go by
+        with self._condition:
+            if step in self._reader.steps():
+                raise StepAlreadyExistsError(
+                    f"step={step} exists already: {self._reader.offered}. Allowed: "
+                    "a step that does not. Call delete(step) first."
+                )
+            version = self._write(step, record, values)
+            self._storing.committed(version, at_once=at_once)
+
+    def _write(self, step: int, record: Record, values: list[Any]) -> Version:
+        try:
+            return self._versions.write(step, record, values)
+        except OSError:  # a step that waits for storage may hold up none
+            if not self._storing.give_way():
+                raise
+        return self._versions.write(step, record, values)
+
+    def restore(self, step: int | None, args: Any) -> Any:
+        """A step, from memory or else from storage."""
+        with self._condition:
+            return self._reader.restore(step, args)
+
+    def item_metadata(self, step: int) -> Any:
+        """A struct for every leaf, in the tree or trees that were saved."""
+        with self._condition:
+            return self._reader.item_metadata(step)
+
+    def metadata(self, step: int | None) -> Any:
+        """Orbax's metadata of a step, or of the directory without `step`."""
+        with self._condition:
+            return self._reader.metadata(step)
+
+    def metrics(self, step: int) -> Any:
+        """The metrics that were saved with a step, or None."""
+        with self._condition:
+            return self._storing.metrics(self._reader.chosen(step))
+
+    def wait_until_finished(self) -> None:
+        """Waits until storage has what was due; memory has every step at once."""
+        with self._condition:
+            self._storing.wait()
+
+    def check_for_errors(self) -> None:
+        """Raises StorageFailed, once, if a write to storage has failed."""
+        with self._condition:
+            self._storing.check()
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a step is being written to storage."""
+        with self._condition:
+            return self._storing.is_writing
+
+    def delete(self, step: int) -> None:
+        """Removes a step from memory and from storage."""
+        with self._condition:
+            self._reader.chosen(step)
+            self._storing.delete(step)
+            if step in self._versions.steps:
+                self._versions.drop(step)
+
+    def close(self) -> None:
+        """Brings the newest step to storage, then gives all memory back."""
+        try:
+            with self._condition:
+                self._storing.write_newest()
+                self._storing.wait()
+        finally:
+            self._storing.end()
+            with self._condition:
+                self._versions.close()
+
+    def leave(self) -> None:
+        """The process ends, well or not: the newest step goes to storage."""
+        self.close()

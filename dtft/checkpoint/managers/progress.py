@@ -1,0 +1,87 @@
+"""A host's progress board: a few numbers in shared memory, written without a call.
+
+The trainer and its agent write where they are; whoever watches (the agent's stuck
+detection, a drill that wants to strike at a phase) reads.
+"""
+
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Literal
+from typing import get_args
+
+
+ProgressField = Literal[
+    "generation",
+    "attempt",
+    "computing",
+    "finished",
+    "staged",
+    "replicating",
+    "committing",
+    "committed",
+    "exporting",
+    "recovering",
+    "trainer_pid",
+    "phase",
+]
+"""Steps, except `generation`, `attempt`, `recovering` (1 while this host is being
+re-formed), `trainer_pid` and `phase` (see `Board.enter`); 0 means none."""
+
+Phase = Literal["", "start", "compile", "data", "step", "evaluate", "save"]
+"""What a trainer is doing: nothing that is watched; start (imports, joining the world,
+restoring); compile (tracing and compiling); data (reading rows); step (computing, and
+waiting for the devices); evaluate; save (waiting for the last snapshot to be safe, and
+copying the next)."""
+
+FIELDS: tuple[str, ...] = get_args(ProgressField)
+PHASES: tuple[Phase, ...] = get_args(Phase)
+_INDEX = {name: index for index, name in enumerate(FIELDS)}
+_NUMBER = {name: index for index, name in enumerate(PHASES)}
+_FORMAT = struct.Struct("@Q")  # native: an aligned cell is read and written whole
+_PHASE_BITS = 3
+
+
+class ProgressBoard:
+    """Fixed cells of 8 bytes; each cell has one writer, so no lock is needed."""
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        """Maps the board at `path`, which is made anew when `create` is set."""
+        flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if create:
+                os.ftruncate(descriptor, _FORMAT.size * len(FIELDS))
+            self._memory = mmap.mmap(descriptor, _FORMAT.size * len(FIELDS))
+        finally:
+            os.close(descriptor)
+
+    def set(self, field: ProgressField, value: int) -> None:
+        """Writes one cell."""
+        _FORMAT.pack_into(self._memory, _FORMAT.size * _INDEX[field], value)
+
+    def get(self, field: ProgressField) -> int:
+        """Reads one cell."""
+        return _FORMAT.unpack_from(self._memory, _FORMAT.size * _INDEX[field])[0]
+
+    def enter(self, phase: Phase, now_ns: int) -> None:
+        """Writes the trainer's phase and when it began, in one cell.
+
+        A reader never sees the phase of one moment with the time of another.
+
+        Args:
+            phase: what begins now; "" for nothing that is watched.
+            now_ns: `time.monotonic_ns()`, which all processes of a machine share.
+        """
+        self.set("phase", now_ns << _PHASE_BITS | _NUMBER[phase] if phase else 0)
+
+    def phase(self) -> tuple[Phase, int]:
+        """The trainer's phase and the `time.monotonic_ns()` at which it began."""
+        cell = self.get("phase")
+        number = cell & (1 << _PHASE_BITS) - 1
+        return (PHASES[number] if number < len(PHASES) else ""), cell >> _PHASE_BITS
+
+    def close(self) -> None:
+        """Unmaps the board; the file stays."""
+        self._memory.close()

@@ -1,0 +1,87 @@
+"""Measures what saves cost in a loop of one process, for an automatic interval.
+
+From the end of one save to the moment at which the state of the next is computed, all
+time belongs to steps; from there to its end, to the save. What follows from it is
+decided by `interval.py`.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+import jax
+import orbax.checkpoint as ocp
+from dtft.checkpoint.replication import Cadence
+from dtft.checkpoint.replication import Automatic
+from dtft.checkpoint.replication import Experience
+from dtft.checkpoint.replication import Window
+from dtft.checkpoint.replication import next_interval
+
+
+class SaveClock:
+    """Says which steps are saved; of a fixed interval it measures nothing."""
+
+    def __init__(
+        self,
+        interval: int | None,
+        allowed: Automatic,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begins with every step, if `interval` is None.
+
+        Raises:
+            ValueError: the interval is automatic and this is one process of several,
+                which would measure different things and save different steps.
+        """
+        self._automatic = interval is None
+        if self._automatic and jax.distributed.is_initialized():
+            if jax.process_count() > 1:
+                raise ValueError(
+                    "save_interval_steps='auto' is for one process, this is one of "
+                    f"{jax.process_count()}. Give a number of steps; jobs under `dtft "
+                    "launch` or `dtft agent` have --checkpoint.interval auto."
+                )
+        self._allowed, self._clock = allowed, clock
+        self.cadence = (
+            Cadence(interval=1, period=allowed.maximum)
+            if interval is None
+            else Cadence.every(interval)
+        )
+        """After which steps a save is due."""
+        self._seen = Experience()
+        self._last: tuple[int, float] | None = None
+
+    @contextmanager
+    def saving(self, step: int, args: Any) -> Iterator[None]:
+        """Around the save of a step; `args` are what Orbax's `save` is given."""
+        if not self._automatic:
+            yield
+            return
+        jax.block_until_ready(_arrays(args))
+        begun = self._clock()
+        yield
+        ended = self._clock()
+        if self._last is not None and step > self._last[0]:
+            self._learn(step - self._last[0], begun - self._last[1], ended - begun)
+        self._last = step, ended
+
+    def _learn(self, steps: int, steps_s: float, save_s: float) -> None:
+        window = Window(
+            affected_steps=0,
+            affected_s=save_s,
+            quiet_steps=steps,
+            quiet_s=steps_s,
+            stall_s=save_s,
+        )
+        self._seen = self._seen.and_window(window)
+        wanted = next_interval(self.cadence.interval, self._seen, self._allowed)
+        self.cadence = self.cadence.at(wanted)
+
+
+def _arrays(args: Any) -> list[jax.Array]:
+    """The arrays of all items; which leaves cannot be saved is told by the save."""
+    parts = args.values() if isinstance(args, ocp.args.Composite) else [args]
+    leaves = jax.tree.leaves([getattr(part, "item", None) for part in parts])
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    return [array for array in arrays if not array.is_deleted()]

@@ -1,0 +1,61 @@
+"""The memory tier of one process: which versions of which slices it keeps, and where.
+
+* `arena`: shared memory that outlives a trainer; `chunk_pool`: several buffers for each
+  chunk, so that a version is staged while the last commit is kept.
+* `replica_store`: what a host keeps of its own slices (`own_copies`) and its peers'
+  (`incoming`), in one arena; `scrub` reads it again.
+* `local_store`: the steps of one process without an agent. `snapshot`: from devices
+  into an arena and back. These two import JAX, the others do not.
+
+Which copies there should be is decided in `replication`; bytes travel in `transport`.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.checkpoint.memory.arena import Arena
+    from dtft.checkpoint.memory.arena import DEFAULT_DIRECTORY
+    from dtft.checkpoint.memory.arena import Slabs
+    from dtft.checkpoint.memory.arena import arena_bytes
+    from dtft.checkpoint.memory.incoming import Receiving
+    from dtft.checkpoint.memory.local_store import Corrupt
+    from dtft.checkpoint.memory.local_store import Version
+    from dtft.checkpoint.memory.local_store import Versions
+    from dtft.checkpoint.memory.replica_store import Holder
+    from dtft.checkpoint.memory.replica_store import audit
+    from dtft.checkpoint.memory.snapshot import Snapshot
+    from dtft.checkpoint.memory.snapshot import SnapshotPlan
+
+_PUBLIC = {
+    "Arena": "arena",
+    "Corrupt": "local_store",
+    "DEFAULT_DIRECTORY": "arena",
+    "Holder": "replica_store",
+    "Receiving": "incoming",
+    "Slabs": "arena",
+    "Snapshot": "snapshot",
+    "SnapshotPlan": "snapshot",
+    "Version": "local_store",
+    "Versions": "local_store",
+    "arena_bytes": "arena",
+    "audit": "replica_store",
+}
+
+__all__ = [
+    "Arena",
+    "Corrupt",
+    "DEFAULT_DIRECTORY",
+    "Holder",
+    "Receiving",
+    "Slabs",
+    "Snapshot",
+    "SnapshotPlan",
+    "Version",
+    "Versions",
+    "arena_bytes",
+    "audit",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

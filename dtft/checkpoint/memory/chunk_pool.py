@@ -1,0 +1,208 @@
+"""A pool of chunk buffers: each chunk has several, so that a copy can be staged beside
+the last commit.
+
+`Shelf` holds copies of some slices; a `Copy` says in which buffer each of its chunks
+is, and equal chunks are shared. `Pool` counts the references to each buffer.
+"""
+
+import numpy as np
+from dtft.checkpoint.state import ABSENT
+from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dtft.checkpoint.state import chunk_digests
+from dtft.checkpoint.state import equal_chunks
+from dtft.checkpoint.state import Chunks
+from dtft.checkpoint.state import DIGEST_BYTES
+from dtft.checkpoint.state import Parts
+from dtft.checkpoint.state import Slice
+
+
+# Which places of which chunks are in use, by reference count.
+#
+# Every chunk has the same number of places. A version refers to one place of each of
+# its chunks; versions that share a chunk refer to the same place, which is free again
+# when the last of them has gone. Vectorised: a version of 10^5 chunks costs little. Not
+# thread-safe.
+
+
+class PlacePool:
+    """Reference counts of places.
+
+    >>> pool = PlacePool(num_chunks=2, num_places=2)
+    >>> first = pool.acquire(np.array([0, 1]))
+    >>> second = pool.acquire(np.array([1]))
+    >>> first.tolist(), second.tolist(), pool.acquire(np.array([1]))
+    ([0, 0], [255, 1], None)
+    >>> pool.release(first)
+    >>> pool.free_places.tolist()
+    [True, False]
+    """
+
+    def __init__(self, num_chunks: int, num_places: int) -> None:
+        """Starts with every place free."""
+        if num_chunks < 0 or not 1 <= num_places < ABSENT:
+            raise ValueError(
+                f"num_chunks={num_chunks}, num_places={num_places}. Allowed: 0 or more "
+                f"chunks with 1 to {ABSENT - 1} places. Change the one that is not."
+            )
+        self.num_places = num_places
+        self._counts = np.zeros((num_places, num_chunks), np.uint16)
+
+    @property
+    def free_places(self) -> np.ndarray:
+        """[places] bool: whether no chunk is there."""
+        return (self._counts == 0).all(axis=1)
+
+    def acquire(self, numbers: np.ndarray) -> np.ndarray | None:
+        """A free place of each of some chunks, now referred to once.
+
+        Args:
+            numbers: the numbers of the chunks, each at most once.
+
+        Returns:
+            [chunks] uint8, absent for the other chunks; None, and nothing is taken, if
+            one of them has no free place.
+        """
+        free = self._counts[:, numbers] == 0
+        if not free.any(axis=0).all():
+            return None
+        places = self.absent()
+        places[numbers] = free.argmax(axis=0)
+        self._counts[places[numbers], numbers] = 1
+        return places
+
+    def absent(self) -> np.ndarray:
+        """[chunks] uint8: a version that has no chunk."""
+        return np.full(self._counts.shape[1], ABSENT, np.uint8)
+
+    def retain(self, places: np.ndarray) -> None:
+        """One more reference to the place of each chunk that is not absent."""
+        self._counts[self._in_use(places)] += 1
+
+    def release(self, places: np.ndarray) -> None:
+        """One reference less; a place that nobody refers to is free."""
+        self._counts[self._in_use(places)] -= 1
+
+    def _in_use(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        numbers = np.flatnonzero(places != ABSENT)
+        at = places[numbers], numbers
+        if numbers.size and not self._counts[at].all():
+            wrong = int(numbers[self._counts[at] == 0][0])
+            raise ValueError(
+                f"places has place {places[wrong]} for chunk {wrong}, which is free. "
+                "Acquire it first, and release it once per acquire or retain."
+            )
+        return at
+
+
+# Memory for some slices with several places for every chunk, and copies in it.
+#
+# A copy says in which place each of its chunks is; copies share the chunks that are
+# equal.
+
+
+Read = dict[tuple[int, int], bytes]
+"""(place, chunk) to the digest of the bytes there, read just now."""
+
+
+@dataclass(kw_only=True)
+class Copy:
+    """What one version has of a shelf's slices. Holds a reference to its places."""
+
+    places: np.ndarray
+    """[chunks] uint8: the place of each chunk."""
+    digests: list[bytes]
+    """Per slice 16 bytes for each chunk; empty if this version has not got it."""
+
+
+class Shelf:
+    """The places of some slices' chunks. Not thread-safe."""
+
+    def __init__(
+        self, chunks: Chunks, num_places: int, memory: Callable[[], memoryview]
+    ) -> None:
+        """`memory` gives `num_places` times `chunks.nbytes` bytes, always the same."""
+        self.chunks, self._memory = chunks, memory
+        self.pool = PlacePool(chunks.num_chunks, num_places)
+        self.index = {piece: at for at, piece in enumerate(chunks.slices)}
+        self.rotten: set[tuple[int, int]] = set()
+        """(place, chunk) whose bytes were found wrong, until they are written anew."""
+
+    def acquire(self, numbers: np.ndarray) -> np.ndarray | None:
+        """Free places of some chunks, to be written; see `PlacePool.acquire`."""
+        found = self.pool.acquire(numbers)
+        if found is not None and self.rotten:
+            self.rotten -= {(int(found[number]), int(number)) for number in numbers}
+        return found
+
+    def rotten_in(self, copy: Copy) -> list[int]:
+        """The chunks of a copy that were found wrong."""
+        return [number for place, number in self.rotten if copy.places[number] == place]
+
+    def parts(self, copy: Copy, index: int) -> Parts:
+        """The bytes of one slice, in as few pieces as there are."""
+        return self.chunks.parts(self._memory(), copy.places, index)
+
+    def chunk(self, places: np.ndarray, number: int) -> memoryview:
+        """The bytes of one chunk."""
+        return self.at(int(places[number]), number)
+
+    def at(self, place: int, number: int) -> memoryview:
+        """The bytes of one chunk at one of its places."""
+        return self.chunks.chunk(self._memory(), place, number)
+
+    def held(self, copy: Copy) -> Iterator[tuple[Slice, Parts, bytes]]:
+        """Every slice that a copy has, with its bytes and digests; reads nothing.
+
+        One with a chunk that was found wrong does not count.
+        """
+        wrong = self.chunks.owners_of(self.rotten_in(copy)) if self.rotten else ()
+        for index, digests in enumerate(copy.digests):
+            if digests and index not in wrong:
+                yield self.chunks.slices[index], self.parts(copy, index), digests
+
+    def right(self, copy: Copy, index: int, read: Read) -> bool:
+        """Whether every byte of a slice is what its digests say.
+
+        Args:
+            copy: the copy.
+            index: which of the slices; a slice that the copy lacks is not right.
+            read: what was read just now; not read again, and added to.
+        """
+        if not copy.digests[index]:
+            return False
+        numbers = self.chunks.numbers(index)
+        for number in range(numbers.start, numbers.stop):
+            at = int(copy.places[number]), number
+            if at not in read:
+                read[at] = chunk_digests(
+                    self.chunk(copy.places, number), self.chunks.chunk_bytes
+                )
+        found = [
+            read[int(copy.places[number]), number]
+            for number in range(numbers.start, numbers.stop)
+        ]
+        return b"".join(found) == copy.digests[index]
+
+    def fits(self, digests: list[bytes]) -> bool:
+        """Whether there are as many digests as there are chunks, slice by slice."""
+        counts = np.diff(self.chunks.first) * DIGEST_BYTES
+        return [len(one) for one in digests] == counts.tolist()
+
+    def unchanged(self, copy: Copy, digests: list[bytes]) -> np.ndarray:
+        """[chunks] bool: where a copy has the bytes that other digests describe.
+
+        Bytes are taken to be equal because their digests (xxh3-128) are: a changed
+        chunk is mistaken for the old one by accident with a chance of 2^-128.
+        """
+        missing = [b"\0" * len(one) for one in digests]
+        known = [one or none for one, none in zip(copy.digests, missing, strict=True)]
+        equal = equal_chunks(b"".join(known), b"".join(digests))
+        if self.rotten:
+            equal[self.rotten_in(copy)] = False
+        return equal & (copy.places != ABSENT)
+
+    def release(self, copy: Copy) -> None:
+        """Gives up a copy; chunks that no other copy has are free."""
+        self.pool.release(copy.places)

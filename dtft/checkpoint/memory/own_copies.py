@@ -1,0 +1,220 @@
+"""A host's copies of its own slices, by step: staged, pinned, restored, dropped.
+
+A step shares with the one before it the chunks that did not change. Not thread-safe.
+"""
+
+import itertools
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+import numpy as np
+from dtft.checkpoint.state import chunk_digests
+from dtft.checkpoint.state import ABSENT
+from dtft.checkpoint.state import unpack_flags
+from dtft.checkpoint.state import Parts
+from dtft.checkpoint.memory.chunk_pool import Copy
+from dtft.checkpoint.memory.chunk_pool import Read
+from dtft.checkpoint.memory.chunk_pool import Shelf
+from dtft.checkpoint.state import Slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Where the trainer may write a step; plain values, for its link."""
+
+    base: int
+    """The step whose chunks may be kept where they did not change; -1 for none."""
+    places: bytes
+    """A free place for each chunk, one byte each."""
+
+
+@dataclass(kw_only=True)
+class _Staging:
+    """A step that is being written; refers to its places and to those of its base."""
+
+    base: Copy
+    places: np.ndarray
+
+
+class Owning:
+    """The copies of own slices on one shelf."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        """Has no copy yet."""
+        self.shelf = shelf
+        self.copies: dict[int, Copy] = {}
+        self.items: dict[int, dict[str, Any]] = {}
+        self._staging: dict[int, _Staging] = {}
+        self.pins: dict[int, tuple[int, Copy]] = {}
+        """Number of the pin to the step and the copy that it keeps."""
+        self._pin_numbers = itertools.count()
+
+    # ---------------------------------------------------------------- staging
+
+    def begin_stage(self, step: int) -> Room:
+        """Reserves a place for every chunk.
+
+        Raises:
+            RuntimeError: a chunk has no free place, so a commit or export is stuck.
+        """
+        for asked in list(self._staging):
+            self._cancel(asked)  # there is one trainer, and it writes one step
+        pool = self.shelf.pool
+        places = self.shelf.acquire(np.arange(self.shelf.chunks.num_chunks))
+        if places is None:
+            raise RuntimeError(
+                f"no free place for step {step}: all {pool.num_places} places of a "
+                f"chunk hold steps that are still needed; held are "
+                f"{sorted(self.copies)}."
+            )
+        newest = max(self.copies, default=-1)
+        if newest in self.copies and self.shelf.rotten_in(self.copies[newest]):
+            newest = -1  # every chunk is written anew
+        base = self.copies.get(newest) or self._nothing()
+        pool.retain(base.places)
+        self._staging[step] = _Staging(base=base, places=places)
+        return Room(base=newest, places=places.tobytes())
+
+    def staged(
+        self, step: int, digests: Sequence[bytes], items: dict, kept: bytes
+    ) -> None:
+        """The step has been written; see `Holder.staged`."""
+        staging, chunks = self._staging.pop(step), self.shelf.chunks
+        is_kept = unpack_flags(kept, chunks.num_chunks)
+        copied = chunks.mask([i for i, one in enumerate(digests) if one])
+        places = np.where(is_kept, staging.base.places, staging.places)
+        places = np.where(copied, places, ABSENT).astype(np.uint8)
+        self.shelf.pool.retain(places)
+        self._let_go(staging)
+        self._drop(step)
+        self.copies[step] = Copy(places=places, digests=list(digests))
+        self.items[step] = items
+
+    def _let_go(self, staging: _Staging) -> None:
+        self.shelf.pool.release(staging.places)
+        self.shelf.release(staging.base)
+
+    def _cancel(self, step: int) -> None:
+        if (staging := self._staging.pop(step, None)) is not None:
+            self._let_go(staging)
+
+    def _nothing(self) -> Copy:
+        digests = [b""] * len(self.shelf.chunks.slices)
+        return Copy(places=self.shelf.pool.absent(), digests=digests)
+
+    # -------------------------------------------------------------- retention
+
+    def drop(self, needed: Callable[[int], bool]) -> None:
+        """Drops what is of steps that are not needed."""
+        for step in [step for step in self._staging if not needed(step)]:
+            self._cancel(step)
+        for step in [step for step in self.copies if not needed(step)]:
+            self._drop(step)
+
+    def _drop(self, step: int) -> None:
+        if (copy := self.copies.pop(step, None)) is not None:
+            self.shelf.release(copy)
+            self.items.pop(step)
+
+    def pin(self, step: int) -> int:
+        """Keeps a copy's bytes until `unpin`, though the step be dropped."""
+        copy = self.copies[step]
+        self.shelf.pool.retain(copy.places)
+        number = next(self._pin_numbers)
+        kept = Copy(places=copy.places.copy(), digests=list(copy.digests))
+        self.pins[number] = step, kept
+        return number
+
+    def complete(self, pin: int) -> tuple[dict[Slice, Parts], int]:
+        """Places for the slices that a pinned copy lacks, and where they are.
+
+        Returns:
+            The memory, and one more pin, which whoever writes there ends afterwards.
+
+        Raises:
+            RuntimeError: a chunk has no free place.
+        """
+        step, copy = self.pins[pin]
+        lacking = [index for index, known in enumerate(copy.digests) if not known]
+        mask = self.shelf.chunks.mask(lacking) & (copy.places == ABSENT)
+        fresh = self.shelf.acquire(np.flatnonzero(mask))
+        if fresh is None:
+            raise RuntimeError("no free place for slices that are to be exported")
+        copy.places = np.where(mask, fresh, copy.places)
+        self.shelf.pool.retain(copy.places)
+        guard = next(self._pin_numbers)
+        self.pins[guard] = step, copy
+        slices = self.shelf.chunks.slices
+        memory = {slices[index]: self.shelf.parts(copy, index) for index in lacking}
+        return memory, guard
+
+    def completed(self, pin: int, digests: Mapping[str, bytes]) -> None:
+        """Slices (key to digests) that a pinned copy lacked are there, verified."""
+        copy = self.pins[pin][1]
+        for index, piece in enumerate(self.shelf.chunks.slices):
+            copy.digests[index] = copy.digests[index] or digests.get(piece.key, b"")
+
+    def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
+        """The place of each chunk of a pinned copy, one byte each, and its digests."""
+        copy = self.pins[pin][1]
+        return copy.places.tobytes(), list(copy.digests)
+
+    def unpin(self, pin: int) -> None:
+        """Ends one `pin`."""
+        self.shelf.release(self.pins.pop(pin)[1])
+
+    # ---------------------------------------------------------------- restore
+
+    def begin_restore(
+        self, step: int, expected: Sequence[bytes | None], items: dict, read: bool
+    ) -> list[int]:
+        """Makes a copy in which every slice that is right has its place already.
+
+        Args:
+            step: the step.
+            expected: the digests of every slice; None for one that is to be made of
+                others, which nobody has yet.
+            items: the items of the step.
+            read: whether what is recorded to be right is read and checked now.
+
+        Returns:
+            The slices that are absent or not right. They have places of their own now,
+            to which nobody else refers, and count as held once `restored` was called.
+        """
+        old = self.copies.get(step) or self._nothing()
+        known: Read = {}
+        rotten = self.shelf.chunks.owners_of(self.shelf.rotten_in(old))
+        lacking = [
+            index
+            for index, good in enumerate(expected)
+            if old.digests[index] != good
+            or index in rotten
+            or (read and not self.shelf.right(old, index, known))
+        ]
+        mask, pool = self.shelf.chunks.mask(lacking), self.shelf.pool
+        pool.release(np.where(mask, old.places, ABSENT).astype(np.uint8))
+        fresh = self.shelf.acquire(np.flatnonzero(mask))
+        assert fresh is not None, "one version is kept, and exports have ended"
+        copy = Copy(places=np.where(mask, fresh, old.places), digests=list(old.digests))
+        for index in lacking:
+            # Nobody sends what has no bytes: every host has it.
+            empty = not self.shelf.chunks.slices[index].nbytes
+            nothing = chunk_digests(b"", 1) if empty else b""
+            good = expected[index] in (None, nothing)
+            copy.digests[index] = nothing if good else b""
+        self.copies[step], self.items[step] = copy, items
+        return [index for index in lacking if not copy.digests[index]]
+
+    def fill(self, step: int, index: int, source: Parts, digests: bytes) -> None:
+        """Copies a slice from elsewhere in this host's memory; it is held then."""
+        copy = self.copies[step]
+        self.shelf.parts(copy, index).fill(source)
+        copy.digests[index] = digests
+
+    def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
+        """Slices (key to digests) were fetched and verified: they are held now."""
+        for index, piece in enumerate(self.shelf.chunks.slices):
+            if piece.key in digests:
+                self.copies[step].digests[index] = digests[piece.key]

@@ -1,0 +1,441 @@
+"""What one host holds: its own slices and its peers', by step, in one arena.
+
+`Holder` keeps the last commit until the next is complete, and answers which verified
+copies are here; it is thread-safe. `HeldCopies` looks through own and peers' copies of
+a step. `audit` reads the copies of a step again while training goes on.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+from dtft.checkpoint.memory.own_copies import Owning
+from dtft.checkpoint.state import Parts
+from dtft.checkpoint.memory.incoming import Hosting
+from dtft.checkpoint.memory.chunk_pool import Copy
+from dtft.checkpoint.memory.chunk_pool import Read
+from dtft.checkpoint.memory.chunk_pool import Shelf
+from dtft.checkpoint.state import Slice
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence
+from pathlib import Path
+from dtft.checkpoint.memory.arena import Arena
+from dtft.checkpoint.memory.arena import HOSTED_PLACES
+from dtft.checkpoint.memory.arena import OWN_PLACES
+from dtft.checkpoint.memory.arena import ArenaMap
+from dtft.checkpoint.memory.arena import arena_bytes
+from dtft.checkpoint.state import Chunks
+from dtft.checkpoint.memory.own_copies import Room
+from dtft.checkpoint.replication import CopyPlacement
+from dtft.checkpoint.replication import Push
+from dtft.checkpoint.memory.incoming import Receiving
+from dtft.checkpoint.memory.scrub import Scrub
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.state import check_copies
+
+
+# Which copies one host has of a step, own and peers' together, and which are right.
+#
+# Looks through both kinds of shelves: for what can be sent, what a check finds, and
+# what a restore can take from here. Not thread-safe.
+
+
+class HeldCopies:
+    """All copies on one host."""
+
+    def __init__(self, own: Owning, hosting: Hosting) -> None:
+        """Looks at both whenever it is asked."""
+        self._own, self._hosting = own, hosting
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of which something is held, ascending."""
+        return tuple(sorted({*self._own.copies, *self._hosting.copies}))
+
+    def items(self, step: int) -> dict[str, Any]:
+        """The items (data position and so on) that came with the copies of `step`."""
+        found = self._own.items.get(step)
+        return self._hosting.items[step] if found is None else found
+
+    def _copies(self, step: int) -> Iterator[tuple[Shelf, Copy]]:
+        if step in self._own.copies:
+            yield self._own.shelf, self._own.copies[step]
+        for source, copy in self._hosting.copies.get(step, {}).items():
+            yield self._hosting.shelves[source], copy
+
+    def listed(self, step: int) -> list[tuple[str, Parts, bytes]]:
+        """Slice key, bytes and recorded digest of every copy of `step`, not read."""
+        return [
+            (piece.key, parts, digests)
+            for shelf, copy in self._copies(step)
+            for piece, parts, digests in shelf.held(copy)
+        ]
+
+    def sendable(self, step: int) -> dict[str, Parts]:
+        """Every slice of `step` that peers can have, pinned ones too; reads nothing."""
+        found = {key: parts for key, parts, _ in self.listed(step)}
+        for pinned, copy in self._own.pins.values():
+            if pinned == step:
+                for piece, parts, _ in self._own.shelf.held(copy):
+                    found.setdefault(piece.key, parts)
+        return found
+
+    # --------------------------------------------------------------- verified
+
+    def recorded(self) -> dict[int, dict[str, bytes]]:
+        """step -> slice key -> digest of every copy, as when it was last verified.
+
+        Copies for peers that are known to be wrong are forgotten.
+        """
+        self._hosting.forget_rotten()
+        copies = {
+            step: {key: digests for key, _, digests in self.listed(step)}
+            for step in self.steps()
+        }
+        return {step: found for step, found in copies.items() if found}
+
+    # ---------------------------------------------------------------- restore
+
+    def begin_restore(
+        self, step: int, digests: Mapping[str, bytes], items: dict, read: bool
+    ) -> list[Slice]:
+        """Begins an own copy of `step` with every byte of it that is here and right.
+
+        Returns:
+            The own slices that must be fetched; see `Holder.begin_restore`.
+        """
+        own_slices = self._own.shelf.chunks.slices
+        expected = [digests.get(piece.key) for piece in own_slices]
+        lacking = self._own.begin_restore(step, expected, items, read)
+        hosted = self._hosted_right(step) if lacking else {}
+        missing = []
+        for index in lacking:
+            piece, good = own_slices[index], expected[index]
+            found = None if good is None else hosted.get((piece.key, good))
+            if good is None or found is None:
+                missing.append(piece)
+            else:
+                self._own.fill(step, index, found, good)
+        return missing
+
+    def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
+        """Verified hosted slices: a spare that hosted one before may own it now."""
+        found = {}
+        for source, copy in self._hosting.copies.get(step, {}).items():
+            shelf, read = self._hosting.shelves[source], Read()
+            for piece, parts, digests in shelf.held(copy):
+                mine = piece in self._own.shelf.index
+                if mine and shelf.right(copy, shelf.index[piece], read):
+                    found[piece.key, digests] = parts
+        return found
+
+
+
+
+class Holder:
+    """All copies on one host for one layout and slot."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        slot: int,
+        placement: CopyPlacement,
+        *,
+        path: Path,
+        chunk_bytes: int,
+        reserved: Arena | None = None,
+    ) -> None:
+        """Reserves the arena at `path`, or takes over one that is large enough.
+
+        Raises:
+            OSError: the memory is not there; names the bytes needed and available.
+        """
+        self.layout, self.slot, self.placement = layout, slot, placement
+        self.chunk_bytes = chunk_bytes
+        self.own_slices = layout.slices(slot)
+        self.outgoing = tuple(p for p in placement.pushes if p.source == slot)
+        # Before the state is cut into chunks: it may be far too large.
+        needed = arena_bytes(layout, slot, placement)
+        self.arena = Arena.reserve(path, max(needed, 1), reserved)
+        self.path = self.arena.path
+        self.map = ArenaMap.of(layout, slot, placement, chunk_bytes)
+        self._lock = threading.RLock()
+        self._own = Owning(self._new_shelf(self.map.own, OWN_PLACES, 0))
+        index = self._own.shelf.index
+        self._sent = {
+            push.target: self.map.own.numbers_of([index[p] for p in push.slices])
+            for push in self.outgoing
+        }
+        starts = self.map.hosted_starts
+        shelves = {
+            source: self._new_shelf(chunks, HOSTED_PLACES, starts[source])
+            for source, chunks in self.map.hosted.items()
+        }
+        self._hosting = Hosting(shelves, self._lock)
+        self._held = HeldCopies(self._own, self._hosting)
+        self.scrub = Scrub(self._own, self._hosting, self._lock)
+
+    def _new_shelf(self, chunks: Chunks, num_places: int, start: int) -> Shelf:
+        size = num_places * chunks.nbytes
+        return Shelf(chunks, num_places, lambda: self.arena.view(start, size))
+
+    # ------------------------------------------------------------- own slices
+
+    def begin_stage(self, step: int) -> Room:
+        """Reserves a place for every chunk of this host's own slices of `step`.
+
+        Raises:
+            RuntimeError: a chunk has no free place, so a commit or export is stuck.
+        """
+        with self._lock:
+            return self._own.begin_stage(step)
+
+    def staged(
+        self, step: int, digests: Sequence[bytes], items: dict, kept: bytes = b""
+    ) -> None:
+        """Records that the trainer has a step's own slices in the arena.
+
+        Args:
+            step: the step, after its `begin_stage`.
+            digests: per own slice; empty for one that was not copied.
+            items: the items (data position and so on) of the step.
+            kept: packed, the chunks that are as in the base and were not written.
+        """
+        with self._lock:
+            self._own.staged(step, digests, items, kept)
+
+    def own_parts(self, step: int, piece: Slice) -> Parts:
+        """The bytes of one own slice of a step, or where a fetch puts them."""
+        with self._lock:
+            shelf = self._own.shelf
+            return shelf.parts(self._own.copies[step], shelf.index[piece])
+
+    def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
+        """Digests of some of the own slices of a staged step."""
+        with self._lock:
+            known, index = self._own.copies[step].digests, self._own.shelf.index
+            return [known[index[piece]] for piece in slices]
+
+    def all_own_digests(self, step: int) -> list[bytes]:
+        """Digests of all own slices of a staged or restored step."""
+        return self.own_digests(step, self.own_slices)
+
+    def own_places(self, step: int) -> bytes:
+        """The place of each chunk of the own slices of a step, one byte each."""
+        with self._lock:
+            return self._own.copies[step].places.tobytes()
+
+    def push_chunks(
+        self, step: int, push: Push, numbers: Sequence[int]
+    ) -> list[memoryview]:
+        """The bytes of some chunks of what is pushed, counted through its slices."""
+        with self._lock:
+            places, sent = self._own.copies[step].places, self._sent[push.target]
+            return [self._own.shelf.chunk(places, int(sent[n])) for n in numbers]
+
+    def items(self, step: int) -> dict[str, Any]:
+        """The items (data position and so on) that came with the copies of `step`."""
+        with self._lock:
+            return self._held.items(step)
+
+    # ---------------------------------------------------------- hosted slices
+
+    def has_received(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
+        """Whether the very bytes of a push are here already, verified."""
+        with self._lock:
+            return self._hosting.has(step, source, digests)
+
+    def begin_receive(
+        self, step: int, source: int, digests: list[bytes]
+    ) -> Receiving | None:
+        """Lets a connection bring a push; needs an `end_receive`.
+
+        Args:
+            step: the step.
+            source: the slot that sends.
+            digests: of each slice of the push, 16 bytes per chunk.
+
+        Returns:
+            None if the push does not belong here, if other bytes of the same step are
+            here or on their way (nothing overwrites them), or if no place is free.
+        """
+        with self._lock:
+            return self._hosting.begin(step, source, digests)
+
+    def received(
+        self, step: int, source: int, receiving: Receiving, items: dict
+    ) -> bool:
+        """Keeps a push whose every byte has arrived and was verified.
+
+        Returns:
+            Whether it became a copy by this call: once, and never if it was dropped.
+        """
+        with self._lock:
+            return self._hosting.conclude(step, source, receiving, items)
+
+    def end_receive(self, step: int, source: int, receiving: Receiving) -> None:
+        """A connection brings no more; what it had verified waits for the next."""
+        with self._lock:
+            self._hosting.end(step, source, receiving)
+
+    # -------------------------------------------------------------- retention
+
+    def keep_only(self, steps: set[int]) -> None:
+        """Drops every version except those of `steps`."""
+        self._drop(lambda step: step in steps)
+
+    def drop_after(self, step: int) -> None:
+        """Drops versions newer than `step`."""
+        self._drop(lambda one: one <= step)
+
+    def drop_before(self, step: int, keep: set[int]) -> None:
+        """Drops versions older than `step`, except those of `keep`."""
+        self._drop(lambda one: one >= step or one in keep)
+
+    def _drop(self, needed: Callable[[int], bool]) -> None:
+        with self._lock:
+            self._own.drop(needed)
+            self._hosting.drop(needed)
+
+    def pin(self, step: int) -> int:
+        """Keeps the own copy of `step` until `unpin`; returns the pin's number.
+
+        Raises:
+            KeyError: the step is not held here any more.
+        """
+        with self._lock:
+            return self._own.pin(step)
+
+    def unpin(self, pin: int) -> None:
+        """Ends one `pin`."""
+        with self._lock:
+            self._own.unpin(pin)
+
+    def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
+        """The place of each chunk of a pinned copy, one byte each, and its digests."""
+        with self._lock:
+            return self._own.pinned(pin)
+
+    def complete_pin(self, pin: int) -> tuple[dict[Slice, Parts], int]:
+        """Memory for the own slices that a pinned copy lacks, to be fetched into.
+
+        Returns:
+            The memory, and one more pin, which whoever writes there ends afterwards.
+
+        Raises:
+            RuntimeError: a chunk has no free place.
+            KeyError: the pin has ended.
+        """
+        with self._lock:
+            return self._own.complete(pin)
+
+    def completed(self, pin: int, digests: Mapping[str, bytes]) -> None:
+        """Slices (key to digests) of a pinned copy were fetched and verified.
+
+        Raises:
+            KeyError: the pin has ended.
+        """
+        with self._lock:
+            self._own.completed(pin, digests)
+
+    # --------------------------------------------------------------- verified
+
+    def holdings(
+        self, read: bool = True
+    ) -> tuple[dict[int, dict[str, bytes]], list[str]]:
+        """Every slice held.
+
+        Args:
+            read: read every chunk again and check it now, without holding up others; a
+                copy for a peer that is wrong is forgotten, so that it can be sent
+                again. Otherwise what was verified when it came counts, unless the
+                scrubber has found it wrong since; whoever takes it verifies it.
+
+        Returns:
+            step -> slice key -> digest of each good copy, and a description of each
+            bad one ("step 12: params/w[0:4]:float32").
+        """
+        for number in range(self.scrub.num_chunks if read else 0):
+            self.scrub.look(number)
+        with self._lock:
+            known = self.scrub.known()
+            return self._held.recorded(), known
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of which something is held, ascending."""
+        with self._lock:
+            return self._held.steps()
+
+    def copies(self, step: int) -> list[tuple[str, Parts, bytes]]:
+        """Slice key, bytes and recorded digest of every copy of `step`, not read."""
+        with self._lock:
+            return self._held.listed(step)
+
+    def find(self, step: int, keys: Sequence[str]) -> list[Parts]:
+        """The bytes of the named slices of `step`, from own, hosted or pinned copies.
+
+        Raises:
+            KeyError: a slice is not held here for that step.
+        """
+        here = self.here(step)
+        return [here[key] for key in keys]
+
+    def here(self, step: int) -> dict[str, Parts]:
+        """Every slice of `step` that can be sent to peers, by key; reads nothing."""
+        with self._lock:
+            return self._held.sendable(step)
+
+    # ---------------------------------------------------------------- restore
+
+    def begin_restore(
+        self, step: int, digests: Mapping[str, bytes], items: dict, read: bool = True
+    ) -> list[Slice]:
+        """Makes `step` the only version; own slices that are right stay.
+
+        Args:
+            step: the step to restore.
+            digests: slice key to digest. An own slice without one is not the commit's,
+                but is to be made of those.
+            items: the items of the commit.
+            read: read what is recorded to be here (a new host reads nothing) and check
+                it now; otherwise only the records are compared, and whoever loads it
+                verifies it.
+
+        Returns:
+            The own slices that must be fetched (absent, or not matching). Each has a
+            place of its own now, and counts as held once `restored` was called.
+        """
+        with self._lock:
+            self.keep_only({step})
+            return self._held.begin_restore(step, digests, items, read)
+
+    def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
+        """Slices (key to digests) were fetched and verified: they are held now."""
+        with self._lock:
+            self._own.restored(step, digests)
+
+    def close(self) -> None:
+        """Frees the arena's memory."""
+        self.arena.close()
+        self.arena.unlink()
+
+
+# Reads one host's copies again and compares digests, while training goes on.
+#
+# Takes no lock while it reads: a version that is dropped meanwhile is left out, not
+# taken for corrupt.
+
+
+def audit(holder: Holder, step: int) -> tuple[dict[str, bytes], list[str]] | None:
+    """Checks every copy of a step.
+
+    Returns:
+        Slice key to digest of each good copy, and the keys of bad ones; None if the
+        step was dropped or replaced before all was read.
+    """
+    copies = holder.copies(step)
+    found = check_copies(copies, holder.chunk_bytes)
+    known = [(key, expected) for key, _, expected in copies]
+    now = [(key, expected) for key, _, expected in holder.copies(step)]
+    if not copies or now[: len(known)] != known:
+        return None
+    return found

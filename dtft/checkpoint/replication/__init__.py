@@ -1,0 +1,162 @@
+"""Decisions about copies: values in, values out, without I/O and without JAX.
+
+* `copy_placement`: which slots copy which slices; `failure_domains`: which hosts share
+  a rack or a power feed; `odds`: how likely several losses are survived.
+* `commit`: when a step counts as committed, and which commit can be restored.
+* `restore_plan`: what every host needs of a layout; `sender_assignment`: who sends it.
+* `snapshot_interval`: after which steps a snapshot is taken.
+
+Who asks and who carries it out is in `dtft.elastic`.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.checkpoint.replication.commit import Commit
+    from dtft.checkpoint.replication.commit import CommitHealth
+    from dtft.checkpoint.replication.commit import Divergence
+    from dtft.checkpoint.replication.commit import Holdings
+    from dtft.checkpoint.replication.commit import Located
+    from dtft.checkpoint.replication.commit import MemoryCommitLog
+    from dtft.checkpoint.replication.commit import Mislabelled
+    from dtft.checkpoint.replication.commit import Share
+    from dtft.checkpoint.replication.commit import StepTracker
+    from dtft.checkpoint.replication.commit import adding_up
+    from dtft.checkpoint.replication.commit import check_copy
+    from dtft.checkpoint.replication.commit import commit_health
+    from dtft.checkpoint.replication.commit import locate
+    from dtft.checkpoint.replication.commit import worth_showing
+    from dtft.checkpoint.replication.copy_placement import CopyPlacement
+    from dtft.checkpoint.replication.copy_placement import Push
+    from dtft.checkpoint.replication.copy_placement import Shares
+    from dtft.checkpoint.replication.copy_placement import Spread
+    from dtft.checkpoint.replication.copy_placement import choose_spares
+    from dtft.checkpoint.replication.copy_placement import copy_groups
+    from dtft.checkpoint.replication.copy_placement import domains_reached
+    from dtft.checkpoint.replication.copy_placement import place_copies
+    from dtft.checkpoint.replication.failure_domains import FailureDomains
+    from dtft.checkpoint.replication.failure_domains import domains_at
+    from dtft.checkpoint.replication.failure_domains import domains_from_labels
+    from dtft.checkpoint.replication.failure_domains import parse_domain_file
+    from dtft.checkpoint.replication.failure_domains import parse_domain_label
+    from dtft.checkpoint.replication.failure_domains import separate_copies
+    from dtft.checkpoint.replication.odds import odds_table
+    from dtft.checkpoint.replication.restore_plan import HeldLeaves
+    from dtft.checkpoint.replication.restore_plan import Inventory
+    from dtft.checkpoint.replication.restore_plan import Lost
+    from dtft.checkpoint.replication.restore_plan import RestorePlan
+    from dtft.checkpoint.replication.restore_plan import SliceTransfer
+    from dtft.checkpoint.replication.restore_plan import inventory_of
+    from dtft.checkpoint.replication.restore_plan import new_specs
+    from dtft.checkpoint.replication.restore_plan import plan_restore
+    from dtft.checkpoint.replication.snapshot_interval import Automatic
+    from dtft.checkpoint.replication.snapshot_interval import Cadence
+    from dtft.checkpoint.replication.snapshot_interval import Costs
+    from dtft.checkpoint.replication.snapshot_interval import Experience
+    from dtft.checkpoint.replication.snapshot_interval import LEAST_MAXIMUM
+    from dtft.checkpoint.replication.snapshot_interval import SnapshotSchedule
+    from dtft.checkpoint.replication.snapshot_interval import Window
+    from dtft.checkpoint.replication.snapshot_interval import inflation
+    from dtft.checkpoint.replication.snapshot_interval import next_interval
+
+_PUBLIC = {
+    "Automatic": "snapshot_interval",
+    "Cadence": "snapshot_interval",
+    "Commit": "commit",
+    "CommitHealth": "commit",
+    "CopyPlacement": "copy_placement",
+    "Costs": "snapshot_interval",
+    "Divergence": "commit",
+    "Experience": "snapshot_interval",
+    "FailureDomains": "failure_domains",
+    "HeldLeaves": "restore_plan",
+    "Holdings": "commit",
+    "Inventory": "restore_plan",
+    "LEAST_MAXIMUM": "snapshot_interval",
+    "Located": "commit",
+    "Lost": "restore_plan",
+    "MemoryCommitLog": "commit",
+    "Mislabelled": "commit",
+    "Push": "copy_placement",
+    "RestorePlan": "restore_plan",
+    "Share": "commit",
+    "Shares": "copy_placement",
+    "SliceTransfer": "restore_plan",
+    "SnapshotSchedule": "snapshot_interval",
+    "Spread": "copy_placement",
+    "StepTracker": "commit",
+    "Window": "snapshot_interval",
+    "adding_up": "commit",
+    "check_copy": "commit",
+    "choose_spares": "copy_placement",
+    "commit_health": "commit",
+    "copy_groups": "copy_placement",
+    "domains_at": "failure_domains",
+    "domains_from_labels": "failure_domains",
+    "domains_reached": "copy_placement",
+    "inflation": "snapshot_interval",
+    "inventory_of": "restore_plan",
+    "locate": "commit",
+    "new_specs": "restore_plan",
+    "next_interval": "snapshot_interval",
+    "odds_table": "odds",
+    "parse_domain_file": "failure_domains",
+    "parse_domain_label": "failure_domains",
+    "place_copies": "copy_placement",
+    "plan_restore": "restore_plan",
+    "separate_copies": "failure_domains",
+    "worth_showing": "commit",
+}
+
+__all__ = [
+    "Automatic",
+    "Cadence",
+    "Commit",
+    "CommitHealth",
+    "CopyPlacement",
+    "Costs",
+    "Divergence",
+    "Experience",
+    "FailureDomains",
+    "HeldLeaves",
+    "Holdings",
+    "Inventory",
+    "LEAST_MAXIMUM",
+    "Located",
+    "Lost",
+    "MemoryCommitLog",
+    "Mislabelled",
+    "Push",
+    "RestorePlan",
+    "Share",
+    "Shares",
+    "SliceTransfer",
+    "SnapshotSchedule",
+    "Spread",
+    "StepTracker",
+    "Window",
+    "adding_up",
+    "check_copy",
+    "choose_spares",
+    "commit_health",
+    "copy_groups",
+    "domains_at",
+    "domains_from_labels",
+    "domains_reached",
+    "inflation",
+    "inventory_of",
+    "locate",
+    "new_specs",
+    "next_interval",
+    "odds_table",
+    "parse_domain_file",
+    "parse_domain_label",
+    "place_copies",
+    "plan_restore",
+    "separate_copies",
+    "worth_showing",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -1,0 +1,188 @@
+"""Failure domains: which hosts share a rack or a power feed.
+
+Reads them from a label per host or from a file, checks that they make sense, and
+decides at which level copies are kept apart.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+LEVELS = ("power", "rack")
+"""Levels that a label can name, widest first. Below them is the host itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureDomains:
+    """The nested domain of every host."""
+
+    levels: tuple[str, ...]
+    """Those in use, widest first; the same for all hosts."""
+    names: Mapping[str, str]
+    """Host to the names of its domains, joined by "/": "power-1/rack-3"."""
+
+    def of(self, hosts: Iterable[str]) -> Mapping[str, str]:
+        """The domains of some hosts, as `plan_restore` takes them.
+
+        Raises:
+            ValueError: a host has no label though others have.
+        """
+        hosts = list(hosts)
+        unknown = [host for host in hosts if host not in self.names]
+        if self.levels and unknown:
+            raise ValueError(
+                f"no failure domain is known for {unknown[0]!r} (and "
+                f"{len(unknown) - 1} more), but {len(self.names)} hosts have a label "
+                f"with {', '.join(self.levels)}. Label all hosts or none."
+            )
+        return {host: self.names.get(host, host) for host in hosts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Separation:
+    """How copies are kept apart."""
+
+    level: str
+    """The level: one of `LEVELS`, or "host"."""
+    domains: tuple[str, ...]
+    """Per slot the domain at that level, as `place` takes them."""
+    effective_copies: int
+    """min(copies, live domains at that level)."""
+
+
+def parse_domain_label(text: str) -> dict[str, str]:
+    """Reads one host's label.
+
+    >>> parse_label("rack=r7,power=p1")
+    {'power': 'p1', 'rack': 'r7'}
+
+    Raises:
+        ValueError: it is not of the form "power=NAME,rack=NAME" (either may be absent).
+    """
+    found: dict[str, str] = {}
+    for word in text.replace(",", " ").split():
+        level, equals, name = word.partition("=")
+        if not equals or level not in LEVELS or level in found or not name:
+            raise ValueError(
+                f"label {text!r}: cannot read {word!r}. Allowed: each of "
+                f"{', '.join(LEVELS)} at most once, as LEVEL=NAME. Example: "
+                "power=p1,rack=r7."
+            )
+        if "/" in name:
+            raise ValueError(f"label {text!r}: name {name!r} must not contain '/'.")
+        found[level] = name
+    return {level: found[level] for level in LEVELS if level in found}
+
+
+def parse_domain_file(text: str) -> FailureDomains:
+    """Reads a file: a host and its label on each line, `#` begins a comment.
+
+    >>> parse_file("h0 power=p1 rack=r1  # left\\nh1 power=p1 rack=r2\\n").names
+    {'h0': 'p1/r1', 'h1': 'p1/r2'}
+
+    Raises:
+        ValueError: a line cannot be read, a host occurs twice, or as `from_labels`.
+    """
+    labels: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        host, _, label = line.partition("#")[0].strip().partition(" ")
+        if host in labels:
+            raise ValueError(f"line {number}: host {host!r} has a line already.")
+        if host:
+            labels[host] = label
+    return domains_from_labels(labels)
+
+
+def domains_from_labels(labels: Mapping[str, str]) -> FailureDomains:
+    """Checks the labels of all hosts together.
+
+    Args:
+        labels: host to its label; empty labels mean that nothing is known.
+
+    Raises:
+        ValueError: a label cannot be read, hosts name different levels, or a rack is
+            said to be in two power domains.
+    """
+    parsed = {host: parse_domain_label(label) for host, label in labels.items()}
+    levels: tuple[str, ...] = ()
+    first = ""
+    for host, found in parsed.items():
+        if not first:
+            first, levels = host, tuple(found)
+        if tuple(found) != levels:
+            raise ValueError(
+                f"host {host!r} is labelled with {_listed(found)}, but {first!r} with "
+                f"{_listed(levels)}. Name the same levels for all hosts."
+            )
+    names = {host: "/".join(found.values()) for host, found in parsed.items()}
+    _check_nested(parsed)
+    return FailureDomains(levels=levels, names=names if levels else {})
+
+
+def separate_copies(domains: FailureDomains, slots: Sequence[str], copies: int) -> Separation:
+    """The widest level with enough domains for all copies; the hosts if there is none.
+
+    At a narrow level copies still go to different wide domains first, see `place`.
+
+    Args:
+        domains: what is known about hosts.
+        slots: the host of each slot.
+        copies: domains that every slice shall be in.
+
+    >>> two_racks = from_labels({"a": "rack=1", "b": "rack=1", "c": "rack=2"})
+    >>> separate(two_racks, ["a", "b", "c"], 2).domains
+    ('1', '1', '2')
+    >>> separate(two_racks, ["a", "b", "c"], 3).level
+    'host'
+
+    Raises:
+        ValueError: a host has no label though others have.
+    """
+    for level in domains.levels:
+        found = domains_at(domains, slots, level)
+        if len(set(found)) >= copies:
+            return Separation(level=level, domains=found, effective_copies=copies)
+    return Separation(
+        level="host",
+        domains=domains_at(domains, slots, "host"),
+        effective_copies=min(copies, len(set(slots))),
+    )
+
+
+def domains_at(
+    domains: FailureDomains, hosts: Sequence[str], level: str
+) -> tuple[str, ...]:
+    """The domain of each host at one level, with the wider ones before it.
+
+    >>> racks = from_labels({"a": "power=p rack=1", "b": "power=p rack=2"})
+    >>> domains_at(racks, ["b"], "rack"), domains_at(racks, ["b"], "host")
+    (('p/2',), ('p/2/b',))
+
+    Raises:
+        ValueError: a host has no label though others have.
+    """
+    names = domains.of(hosts)
+    if level not in domains.levels:  # the host itself
+        return tuple(f"{names[h]}/{h}" if domains.levels else h for h in hosts)
+    depth = domains.levels.index(level) + 1
+    return tuple("/".join(names[host].split("/")[:depth]) for host in hosts)
+
+
+def _check_nested(parsed: Mapping[str, Mapping[str, str]]) -> None:
+    feeds: dict[str, tuple[str, str]] = {}
+    for host, found in parsed.items():
+        if tuple(found) != LEVELS:
+            continue
+        power, other = feeds.setdefault(found["rack"], (found["power"], host))
+        if power != found["power"]:
+            raise ValueError(
+                f"rack {found['rack']!r} is in power domain {power!r} for host "
+                f"{other!r} and in {found['power']!r} for {host!r}. Racks must have "
+                "different names, or give the same power for all their hosts."
+            )
+
+
+def _listed(levels: Iterable[str]) -> str:
+    return ", ".join(levels) or "nothing"

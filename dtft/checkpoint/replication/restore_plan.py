@@ -1,0 +1,619 @@
+"""Who sends what to whom, so that every host has its slices of any layout.
+
+The one planner of restores: after a loss, onto another mesh, and for exports. A slice
+is identified by leaf path, global index range and dtype. `Inventory` is who holds what;
+needs follow from the overlaps of old and new slices; `plan_restore` puts them together.
+Decided once per way of being divided, so it takes a second or two at 10,000 hosts.
+"""
+
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dtft.checkpoint.state import Partition
+from dtft.checkpoint.state import Spec
+from dtft.checkpoint.state import leaves_by_spec
+from dtft.checkpoint.state import partition_of
+from dtft.checkpoint.state import Layout
+import numpy as np
+from dtft.checkpoint.state import LeafBundle
+from dtft.checkpoint.state import overlap
+from dtft.checkpoint.state import nbytes_of
+from dtft.checkpoint.state import normal_spec
+from dtft.checkpoint.replication.sender_assignment import Needs
+from dtft.checkpoint.state import Slice
+import functools
+from collections.abc import Iterator
+from dtft.checkpoint.state import Region
+from dtft.checkpoint.replication.sender_assignment import Routes
+from dtft.checkpoint.replication.sender_assignment import route
+
+
+# Which hosts hold which slices of a commit, verified.
+#
+# The compact form of what hosts report slice by slice: leaves whose parts have the same
+# holders share one table. Pure values.
+
+
+Holders = tuple[tuple[int, ...], ...]
+"""Per part the hosts that hold it: positions in `Inventory.hosts`, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldLeaves:
+    """Leaves that are divided alike and whose parts have the same holders."""
+
+    leaves: tuple[int, ...]
+    """Positions in `layout.leaves`."""
+    spec: Spec
+    """How they are divided."""
+    holders: Holders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """Verified holders of every slice of a commit."""
+
+    layout: Layout = field(repr=False)
+    """The layout in which the state was committed."""
+    hosts: tuple[str, ...]
+    """Everyone who holds something, ascending."""
+    tables: tuple[HeldLeaves, ...] = field(repr=False)
+    """Every leaf in one table."""
+
+
+def inventory_of(layout: Layout, holders: Mapping[str, Collection[str]]) -> Inventory:
+    """From what was reported slice by slice, e.g. `Located.holders`.
+
+    Args:
+        layout: in which the state was committed.
+        holders: slice key to the hosts with a verified copy; absent means none.
+
+    >>> from dtft.checkpoint.state.slices import Leaf, MeshLayout
+    >>> mesh = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
+    >>> leaf = Leaf(path="w", shape=(4,), dtype="int8", spec=(("fsdp",),))
+    >>> layout = Layout(mesh=mesh, leaves=(leaf,))
+    >>> found = inventory_of(layout, {"w[0:2]:int8": {"b", "a"}})
+    >>> found.hosts, found.tables[0].holders
+    (('a', 'b'), ((0, 1), ()))
+    """
+    hosts = tuple(sorted({host for found in holders.values() for host in found}))
+    at = {host: index for index, host in enumerate(hosts)}
+    grouped: dict[tuple[Spec, Holders], list[int]] = {}
+    for spec, leaves in leaves_by_spec(layout).items():
+        partition = partition_of(layout.mesh, spec)
+        for leaf in leaves:
+            found = tuple(
+                tuple(sorted(at[host] for host in set(holders.get(key, ()))))
+                for key in _keys(layout, leaf, partition)
+            )
+            grouped.setdefault((spec, found), []).append(leaf)
+    tables = tuple(
+        HeldLeaves(leaves=tuple(leaves), spec=spec, holders=found)
+        for (spec, found), leaves in grouped.items()
+    )
+    return Inventory(layout=layout, hosts=hosts, tables=tables)
+
+
+def check_slots(layout: Layout, slots: Sequence[str | None]) -> None:
+    """Checks that each slot has one host, or None.
+
+    Raises:
+        ValueError: there are too few or too many, or a host has two slots.
+    """
+    hosts = [host for host in slots if host is not None]
+    if len(slots) != layout.mesh.num_slots or len(set(hosts)) != len(hosts):
+        raise ValueError(
+            f"slots names {len(slots)} hosts, {len(set(hosts))} of them distinct, but "
+            f"the layout has {layout.mesh.num_slots} slots: give each its own host."
+        )
+
+
+def _keys(layout: Layout, leaf: int, partition: Partition) -> list[str]:
+    return [
+        partition.slice_of(layout.leaves[leaf], part).key
+        for part in range(partition.num_parts)
+    ]
+
+
+# What every host needs of a new layout: what it has itself, and what it lacks.
+#
+# Decides which pieces of committed slices make up the slices of the new layout, and who
+# could send each.
+
+
+MAX_NAMED = 8
+"""Lost slices that are named one by one."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WantedCells:
+    """Cells that targets want, one row for each target and cell."""
+
+    target: np.ndarray
+    """[rows] int64: position in the plan's hosts."""
+    bundle: np.ndarray
+    """[rows] int64: position in the plan's bundles."""
+    cell: np.ndarray
+    """[rows] int64: position in the bundle's cells."""
+    nbytes: np.ndarray
+    """[rows] int64: bytes of the cell, all leaves of the bundle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """Why no plan exists: needed slices that no live host holds."""
+
+    slices: tuple[Slice, ...]
+    """The first of them."""
+    num_slices: int
+    nbytes: int
+
+    @property
+    def reason(self) -> str:
+        """For messages."""
+        named = ", ".join(piece.key for piece in self.slices)
+        more = "" if self.num_slices == len(self.slices) else ", ..."
+        return (
+            f"{self.num_slices} needed slices ({self.nbytes} bytes) have no verified "
+            f"copy on a live host: {named}{more}"
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FoundCells:
+    """Everything that is needed."""
+
+    bundles: tuple[LeafBundle, ...]
+    own: WantedCells
+    absent: WantedCells
+    needs: Needs
+    """Row by row as `absent`."""
+
+
+def find_needs(
+    holdings: Inventory,
+    new_layout: Layout,
+    hosts: Sequence[str],
+    slots: Sequence[str | None],
+    alive: Collection[str],
+) -> FoundCells | Lost:
+    """Compares what is needed with what is held.
+
+    Args:
+        holdings: verified holders, in the layout of the commit.
+        new_layout: what is needed.
+        hosts: all hosts, ascending; positions in the result refer to them.
+        slots: the host of each slot of the new layout, None where nothing is needed.
+        alive: hosts that can send.
+
+    Raises:
+        ValueError: a leaf of the new layout is not one of the commit's.
+    """
+    at = {host: index for index, host in enumerate(hosts)}
+    number = np.array([at[host] for host in holdings.hosts], np.int64)
+    living = np.array([host in alive for host in holdings.hosts], bool)
+    seat = np.array([-1 if host is None else at[host] for host in slots], np.int64)
+    bundles, holders = _bundles(holdings, new_layout)
+    parts, senders = [], _Senders()
+    lost: list[tuple[LeafBundle, np.ndarray]] = []
+    for index, (bundle, held) in enumerate(zip(bundles, holders, strict=True)):
+        part, holder = _flat(held)
+        part, holder = part[living[holder]], number[holder[living[holder]]]
+        target, cell = _cells_of(bundle, seat)
+        old = bundle.cells.old[cell]
+        mine = np.isin(old * len(hosts) + target, part * len(hosts) + holder)
+        lacking = np.zeros(bundle.old.num_parts, bool)
+        lacking[old[~mine]] = True
+        wanted = np.flatnonzero(lacking)
+        ends = np.searchsorted(part, [wanted, wanted + 1])
+        gone = wanted[ends[0] == ends[1]]
+        if len(gone):
+            lost.append((bundle, gone))
+            continue
+        sets = [senders.add(holder[a:b]) for a, b in ends.T]
+        choice = np.full(len(old), -1)
+        choice[~mine] = np.array(sets, np.int64)[np.searchsorted(wanted, old[~mine])]
+        parts.append((target, np.full(len(cell), index), cell, choice))
+    if lost:
+        return _lost(lost)
+    return _found(bundles, parts, senders)
+
+
+class _Senders:
+    """Distinct sets of hosts."""
+
+    def __init__(self) -> None:
+        self.sets: list[np.ndarray] = []
+        self._known: dict[bytes, int] = {}
+
+    def add(self, hosts: np.ndarray) -> int:
+        found = self._known.setdefault(hosts.tobytes(), len(self.sets))
+        if found == len(self.sets):
+            self.sets.append(hosts)
+        return found
+
+
+def _found(
+    bundles: tuple[LeafBundle, ...], parts: Sequence[tuple], senders: _Senders
+) -> FoundCells:
+    empty = (np.zeros(0, np.int64),) * 4
+    columns = [np.concatenate(column) for column in zip(empty, *parts, strict=True)]
+    target, bundle, cell, choice = columns
+    nbytes = np.zeros(len(cell), np.int64)
+    for index, one in enumerate(bundles):
+        mine = bundle == index
+        nbytes[mine] = one.nbytes[cell[mine]]
+
+    def rows(mask: np.ndarray) -> WantedCells:
+        return WantedCells(
+            target=target[mask],
+            bundle=bundle[mask],
+            cell=cell[mask],
+            nbytes=nbytes[mask],
+        )
+
+    own, absent = rows(choice < 0), rows(choice >= 0)
+    needs = Needs(
+        target=absent.target,
+        nbytes=absent.nbytes,
+        candidates=choice[choice >= 0],
+        senders=senders.sets,
+    )
+    return FoundCells(bundles=bundles, own=own, absent=absent, needs=needs)
+
+
+def _lost(found: Sequence[tuple[LeafBundle, np.ndarray]]) -> Lost:
+    named = tuple(
+        bundle.old.slice_of(leaf, int(part))
+        for bundle, parts in found
+        for leaf in bundle.leaves[:MAX_NAMED]
+        for part in parts[:MAX_NAMED]
+    )
+    sizes = [
+        (len(parts), bundle.old.num_parts, bundle.leaves) for bundle, parts in found
+    ]
+    return Lost(
+        slices=named[:MAX_NAMED],
+        num_slices=sum(count * len(leaves) for count, _, leaves in sizes),
+        nbytes=sum(
+            count * sum(nbytes_of(leaf) // of for leaf in leaves)
+            for count, of, leaves in sizes
+        ),
+    )
+
+
+def _bundles(
+    holdings: Inventory, new_layout: Layout
+) -> tuple[tuple[LeafBundle, ...], list[tuple[tuple[int, ...], ...]]]:
+    """Leaves that are divided alike, before and after, and held alike; the holders."""
+    old_leaves = holdings.layout.leaves
+    specs = new_specs(holdings.layout, new_layout)
+    old_mesh, new_mesh = holdings.layout.mesh, new_layout.mesh
+    new = {spec: partition_of(new_mesh, spec) for spec in set(specs.values())}
+    old: dict[Spec, Partition] = {}
+    bundles, holders, cells = [], [], {}
+    for table in holdings.tables:
+        if table.spec not in old:
+            old[table.spec] = partition_of(old_mesh, table.spec)
+        grouped: dict[Spec, list[int]] = {}
+        for leaf in table.leaves:
+            if leaf in specs and nbytes_of(old_leaves[leaf]):
+                grouped.setdefault(specs[leaf], []).append(leaf)
+        for spec, leaves in grouped.items():
+            pair = old[table.spec], new[spec]
+            if (table.spec, spec) not in cells:
+                cells[table.spec, spec] = overlap(*pair)
+            bundles.append(
+                LeafBundle(
+                    leaves=tuple(old_leaves[leaf] for leaf in leaves),
+                    old=pair[0],
+                    new=pair[1],
+                    cells=cells[table.spec, spec],
+                )
+            )
+            holders.append(table.holders)
+    return tuple(bundles), holders
+
+
+def new_specs(old_layout: Layout, new_layout: Layout) -> dict[int, Spec]:
+    """For each needed leaf, as a position in the old layout, how it is now divided.
+
+    Raises:
+        ValueError: a leaf was not committed, or has another shape or dtype now.
+    """
+    known: Mapping[str, int] = {
+        leaf.path: index for index, leaf in enumerate(old_layout.leaves)
+    }
+    specs = {}
+    for leaf in new_layout.leaves:
+        if leaf.path not in known:
+            raise ValueError(
+                f"new_layout has leaf {leaf.path!r}, which was not committed. Restore "
+                "the leaves that were, and make the others anew."
+            )
+        old = old_layout.leaves[known[leaf.path]]
+        if (old.shape, old.dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(
+                f"leaf {leaf.path!r} is {leaf.dtype}{list(leaf.shape)} in new_layout, "
+                f"but {old.dtype}{list(old.shape)} was committed. Only how a leaf is "
+                "divided may change: convert it after the restore."
+            )
+        specs[known[leaf.path]] = normal_spec(new_layout.mesh, leaf)
+    return specs
+
+
+def _flat(held: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """([pairs] part, [pairs] holder), by part, then holder."""
+    lengths = [len(found) for found in held]
+    holder = np.fromiter((h for found in held for h in found), np.int64, sum(lengths))
+    return np.repeat(np.arange(len(held)), lengths), holder
+
+
+def _cells_of(bundle: LeafBundle, seat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """([rows] target, [rows] cell): the cells of the parts of slots with a host."""
+    part, slot = bundle.new.owned
+    part, slot = part[seat[slot] >= 0], slot[seat[slot] >= 0]
+    by_part = np.argsort(bundle.cells.new, kind="stable")
+    ordered = bundle.cells.new[by_part]
+    first, last = np.searchsorted(ordered, [part, part + 1])
+    lengths = last - first
+    ends = np.cumsum(lengths)
+    within = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
+    return seat[np.repeat(slot, lengths)], by_part[np.repeat(first, lengths) + within]
+
+
+
+
+WHOLE_BYTES = 64 << 20
+"""A piece of a slice of at most this many bytes is not cut between senders. Whoever
+sends a part of it sends the whole chunks around that part (4 MiB each by default)."""
+GRAINS = 64
+"""Pieces above this fraction of a sender's even load may be cut to even it out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceTransfer:
+    """What one host fetches from another."""
+
+    source: str
+    target: str
+    regions: tuple[Region, ...]
+    """In the order of the target's leaves."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return sum(region.moved.nbytes for region in self.regions)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RestorePlan:
+    """Every needed byte exactly once: in own memory, or in one transfer.
+
+    Kept as numbers; a host's regions are made when it is asked for. Leaves without
+    elements have nothing to move and appear nowhere.
+    """
+
+    hosts: tuple[str, ...]
+    """Everyone concerned, ascending."""
+    bundles: tuple[LeafBundle, ...]
+    own_cells: WantedCells
+    """What targets hold themselves."""
+    absent_cells: WantedCells
+    """What targets lack."""
+    routes: Routes
+    """Where that comes from; sorted by target, then source."""
+
+    def own(self, host: str) -> tuple[Region, ...]:
+        """What a host takes from its own memory."""
+        wanted, rows = self.own_cells, self._own_rows(host)
+        return _ordered(
+            region
+            for bundle, cell in zip(wanted.bundle[rows], wanted.cell[rows], strict=True)
+            for region in self.bundles[bundle].regions(
+                cell, 0, int(self.bundles[bundle].nbytes[cell])
+            )
+        )
+
+    def read_by(self, host: str) -> list[str]:
+        """Keys of the committed slices that a host's slices are made of."""
+        fetched = (it for one in self.transfers_to(host) for it in one.regions)
+        return sorted({region.old.key for region in (*self.own(host), *fetched)})
+
+    def moves_whole(self, host: str) -> bool:
+        """Every slice of a host is a committed one, and comes from one place."""
+        own = np.unique(self.own_cells.bundle[self._own_rows(host)])
+        fetched = (it for one in self.transfers_to(host) for it in one.regions)
+        return all(self.bundles[index].unchanged for index in own) and all(
+            region.whole for region in fetched
+        )
+
+    def transfers_to(self, host: str) -> tuple[SliceTransfer, ...]:
+        """What a host fetches, by source."""
+        at = self._at(host)
+        first, last = np.searchsorted(self._targets, [at, at + 1])
+        found: dict[int, list[Region]] = {}
+        for index in range(first, last):
+            found.setdefault(int(self.routes.source[index]), []).extend(
+                self._regions(index)
+            )
+        return tuple(
+            SliceTransfer(source=self.hosts[source], target=host, regions=_ordered(regions))
+            for source, regions in sorted(found.items())
+        )
+
+    @property
+    def transfers(self) -> tuple[SliceTransfer, ...]:
+        """All transfers, by target, then source; at most one for each pair."""
+        targets = [self.hosts[at] for at in np.unique(self._targets)]
+        return tuple(found for host in targets for found in self.transfers_to(host))
+
+    @functools.cached_property
+    def sent(self) -> Mapping[str, int]:
+        """Host to the bytes that it sends to others; who sends nothing is absent."""
+        sent = np.zeros(len(self.hosts), np.int64)
+        np.add.at(sent, self.routes.source, self.routes.stop - self.routes.start)
+        return {self.hosts[at]: int(sent[at]) for at in np.flatnonzero(sent)}
+
+    def _own_rows(self, host: str) -> np.ndarray:
+        at = self._at(host)
+        order, targets = self._own_order
+        return order[slice(*np.searchsorted(targets, [at, at + 1]))]
+
+    @functools.cached_property
+    def _own_order(self) -> tuple[np.ndarray, np.ndarray]:
+        order = np.argsort(self.own_cells.target, kind="stable")
+        return order, self.own_cells.target[order]
+
+    @functools.cached_property
+    def _targets(self) -> np.ndarray:
+        return self.absent_cells.target[self.routes.need]
+
+    def _at(self, host: str) -> int:
+        if host not in self._index:
+            raise ValueError(
+                f"host={host!r} is not in this plan. Allowed: {self.hosts[:4]} ..."
+            )
+        return self._index[host]
+
+    @functools.cached_property
+    def _index(self) -> dict[str, int]:
+        return {host: index for index, host in enumerate(self.hosts)}
+
+    def _regions(self, index: int) -> Iterator[Region]:
+        need = self.routes.need[index]
+        return self.bundles[self.absent_cells.bundle[need]].regions(
+            int(self.absent_cells.cell[need]),
+            int(self.routes.start[index]),
+            int(self.routes.stop[index]),
+        )
+
+
+def plan_restore(
+    holdings: Inventory,
+    new_layout: Layout,
+    *,
+    slots: Sequence[str | None],
+    alive: Collection[str],
+    domains: Mapping[str, str] | None = None,
+    whole_bytes: int = WHOLE_BYTES,
+) -> RestorePlan | Lost:
+    """Plans all transfers of a restore onto any layout.
+
+    A host uses its own memory first. The rest is shared evenly over the hosts that hold
+    it, several at once, near ones first as far as no sender has more than 1.2 times its
+    share for it.
+
+    Args:
+        holdings: verified holders of the commit's slices, in the layout of the commit.
+        new_layout: what is needed; its leaves must be those of the commit, or some.
+        slots: the host of each slot of the new layout; None if nobody there needs its
+            slices.
+        alive: hosts that can send. All in `slots` are taken to be alive.
+        domains: host to its failure domain, "power/rack"; hosts not named are near to
+            nobody.
+        whole_bytes: pieces of slices of at most so many bytes are not cut.
+
+    Returns:
+        The plan, or what no live host holds.
+
+    Raises:
+        ValueError: the arguments do not fit together, or a leaf is not the commit's.
+    """
+    check_slots(new_layout, slots)
+    targets = {host for host in slots if host is not None}
+    hosts = tuple(sorted({*holdings.hosts, *targets}))
+    found = find_needs(holdings, new_layout, hosts, slots, {*alive, *targets})
+    if isinstance(found, Lost):
+        return found
+    grain = whole_bytes
+    if len(found.needs.target):
+        senders = len(np.unique(np.concatenate(found.needs.senders)))
+        grain = max(grain, int(found.needs.nbytes.sum()) // (senders * GRAINS))
+        routes = route(found.needs, _numbered(hosts, domains or {}))
+    else:
+        nothing = np.zeros(0, np.int64)
+        routes = Routes(need=nothing, source=nothing, start=nothing, stop=nothing)
+    return RestorePlan(
+        hosts=hosts,
+        bundles=found.bundles,
+        own_cells=found.own,
+        absent_cells=found.absent,
+        routes=_settled(routes, found.absent, found.bundles, grain),
+    )
+
+
+def _settled(
+    routes: Routes, absent: WantedCells, bundles: Sequence[LeafBundle], grain: int
+) -> Routes:
+    """The routes with ends where cells can be cut, by target, then source.
+
+    A piece that several hosts share, but that cannot be cut, is sent by the one that is
+    furthest behind its shares of such pieces so far. The largest piece comes first.
+    """
+    need, names = routes.need, routes.source.tolist()
+    right = np.flatnonzero(routes.start)  # rows whose need begins in the row before
+    low, high = _cuts(right, routes, absent, bundles, grain)
+    pieces: dict[tuple[int, int, int], list[int]] = {}
+    piece_of = zip(need[right].tolist(), low.tolist(), high.tolist(), strict=True)
+    for index, piece in enumerate(piece_of):
+        pieces.setdefault(piece, []).append(index)
+    behind = dict.fromkeys(names, 0)  # bytes
+    sizes, ends = (high - low).tolist(), low.copy()
+    for found in sorted(pieces.values(), key=lambda them: -sizes[them[0]]):
+        first = found[0]
+        rows = range(int(right[first]) - 1, int(right[found[-1]]) + 1)
+        inside = np.minimum(routes.stop[rows], high[first])
+        inside -= np.maximum(routes.start[rows], low[first])
+        for row, share in zip(rows, inside.tolist(), strict=True):
+            behind[names[row]] += share
+        best = max(rows, key=lambda row: behind[names[row]])
+        behind[names[best]] -= sizes[first]
+        for index in found:
+            ends[index] = (high if right[index] > best else low)[index]
+    start, stop = routes.start.copy(), routes.stop.copy()
+    start[right] = stop[right - 1] = ends
+    order = np.lexsort((need, routes.source, absent.target[need]))
+    order = order[start[order] < stop[order]]
+    return Routes(
+        need=need[order],
+        source=routes.source[order],
+        start=start[order],
+        stop=stop[order],
+    )
+
+
+def _cuts(
+    rows: np.ndarray,
+    routes: Routes,
+    absent: WantedCells,
+    bundles: Sequence[LeafBundle],
+    grain: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `Bundle.cuts`, for the starts of some rows of the routes."""
+    need, offset = routes.need[rows], routes.start[rows]
+    low, high = offset.copy(), offset.copy()
+    for index in np.unique(absent.bundle[need]):
+        at = np.flatnonzero(absent.bundle[need] == index)
+        cells = absent.cell[need[at]]
+        low[at], high[at] = bundles[index].cuts(cells, offset[at], grain)
+    return low, high
+
+
+def _numbered(hosts: Sequence[str], domains: Mapping[str, str]) -> np.ndarray:
+    """[hosts, levels]: a number for each domain at each level, widest first."""
+    # A host without a domain is one of its own, whose name no domain can have.
+    names = [domains.get(host, f"\0{host}").split("/") for host in hosts]
+    num_levels = max(len(name) for name in names) if domains else 0
+    numbers = np.zeros((len(hosts), num_levels), np.int64)
+    for level in range(num_levels):
+        known: dict[tuple[str, ...], int] = {}
+        for row, name in zip(numbers, names, strict=True):
+            row[level] = known.setdefault(tuple(name[: level + 1]), len(known))
+    return numbers
+
+
+def _ordered(regions: Iterator[Region] | list[Region]) -> tuple[Region, ...]:
+    return tuple(sorted(regions, key=lambda region: region.moved.key))

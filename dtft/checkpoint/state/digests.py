@@ -1,0 +1,413 @@
+"""Slices cut into chunks, and 16 bytes of digest (xxh3-128) for every chunk.
+
+`Chunks` says where the chunks of a version lie; `Parts` is memory in several pieces
+that is read and written as one. A digest finds an accident and names the chunk; it does
+not detect forgery.
+"""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+import numpy as np
+from dtft.checkpoint.state.slices import Slice
+from dtft.checkpoint.state.slices import offsets_of
+from collections.abc import Iterable
+from collections.abc import Iterator
+import xxhash
+
+
+# Memory in several pieces that is read and written as if it were one.
+
+
+_EMPTY = memoryview(bytearray())
+
+
+class Parts:
+    """Memory in several pieces that is addressed as if it were one.
+
+    >>> parts = Parts([memoryview(b"abc"), memoryview(b"defg")])
+    >>> [bytes(piece) for piece in parts.cut(2, 5)], bytes(parts), len(parts)
+    ([b'c', b'de'], b'abcdefg', 7)
+    """
+
+    __slots__ = ("_starts", "nbytes", "views")
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        """Keeps views of bytes, in order; one view is one piece."""
+        self.views = [view.cast("B") if view.nbytes else _EMPTY for view in views]
+        self._starts = [0]
+        for view in self.views:
+            self._starts.append(self._starts[-1] + view.nbytes)
+        self.nbytes = self._starts.pop()
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.views)
+
+    def cut(self, start: int, stop: int) -> list[memoryview]:
+        """The pieces of bytes `start` to `stop`, one empty piece for no bytes."""
+        if start >= stop:
+            return [_EMPTY]
+        found = []
+        index = bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            begin, view = self._starts[index], self.views[index]
+            end = min(stop, begin + view.nbytes)
+            if end > start:
+                found.append(view[start - begin : end - begin])
+                start = end
+            index += 1
+        return found
+
+    def fill(self, source: "Parts | memoryview") -> None:
+        """Overwrites all of it with as many bytes from elsewhere."""
+        given = source if isinstance(source, Parts) else Parts([source])
+        begun = 0
+        for view in self.views:
+            cut = given.cut(begun, begun + view.nbytes)
+            view[:] = cut[0] if len(cut) == 1 else b"".join(cut)
+            begun += view.nbytes
+
+    def whole(self) -> memoryview:
+        """All of it in one piece: the memory itself, or a copy if it is scattered."""
+        return self.views[0] if len(self.views) == 1 else memoryview(bytes(self))
+
+
+# Slices cut into chunks, and where the chunks of one version lie.
+#
+# A chunk never crosses a slice, and a slice that is smaller than a chunk is one chunk.
+# Every chunk has the same few places in memory: place p of a chunk is where it lies in
+# the p-th of several versions laid out one after the other. So what changes at every
+# step stays in one piece, and what does not change stays where it is.
+
+
+ABSENT = 255
+"""In place of a place: this version does not have the chunk."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Chunks:
+    """The chunks of some slices, numbered slice by slice."""
+
+    slices: tuple[Slice, ...]
+    chunk_bytes: int
+    nbytes: int
+    """Size of a version: the slices where `offsets_of` puts them."""
+    first: np.ndarray
+    """[slices + 1] int64: number of the first chunk of each slice, then of all."""
+    starts: np.ndarray
+    """[chunks] int64: where in a version each chunk begins."""
+    sizes: np.ndarray
+    """[chunks] int64: bytes of each chunk."""
+
+    @classmethod
+    def of(cls, slices: Sequence[Slice], chunk_bytes: int) -> "Chunks":
+        """Cuts slices.
+
+        >>> one = Slice(path="w", start=(0,), stop=(10,), dtype="uint8")
+        >>> empty = Slice(path="e", start=(0,), stop=(0,), dtype="uint8")
+        >>> chunks = Chunks.of([one, empty, one], 4)
+        >>> chunks.first.tolist(), chunks.sizes.tolist()
+        ([0, 3, 4, 7], [4, 4, 2, 0, 4, 4, 2])
+
+        Raises:
+            ValueError: `chunk_bytes` is not a size.
+        """
+        if chunk_bytes < 1:
+            raise ValueError(
+                f"chunk_bytes={chunk_bytes} is not a size. Allowed: 1 or more bytes; "
+                "4 to 16 MiB suit. Set chunk_bytes."
+            )
+        offsets, nbytes = offsets_of(slices)
+        sizes = np.array([piece.nbytes for piece in slices], np.int64)
+        counts = np.maximum(-(-sizes // chunk_bytes), 1)
+        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        before = np.arange(first[-1]) - np.repeat(first[:-1], counts)
+        before *= chunk_bytes
+        return cls(
+            slices=tuple(slices),
+            chunk_bytes=chunk_bytes,
+            nbytes=nbytes,
+            first=first,
+            starts=np.repeat(np.array(offsets, np.int64), counts) + before,
+            sizes=np.minimum(np.repeat(sizes, counts) - before, chunk_bytes),
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks of all slices."""
+        return len(self.sizes)
+
+    def numbers(self, index: int) -> slice:
+        """The numbers of the chunks of one slice."""
+        return slice(int(self.first[index]), int(self.first[index + 1]))
+
+    def numbers_of(self, indices: Sequence[int]) -> np.ndarray:
+        """[chunks of these slices] int64: their numbers, slice by slice."""
+        found = [np.arange(self.first[i], self.first[i + 1]) for i in indices]
+        return np.concatenate([np.arange(0), *found])
+
+    def mask(self, indices: Sequence[int]) -> np.ndarray:
+        """[chunks] bool: whether a chunk is of one of these slices."""
+        chosen = np.zeros(len(self.slices), bool)
+        chosen[list(indices)] = True
+        return np.repeat(chosen, np.diff(self.first))
+
+    def owners_of(self, numbers: Sequence[int]) -> set[int]:
+        """Which of the slices some chunks are of."""
+        return set((np.searchsorted(self.first, numbers, side="right") - 1).tolist())
+
+    def chunk(self, memory: memoryview, place: int, number: int) -> memoryview:
+        """One chunk at one of its places."""
+        start = place * self.nbytes + int(self.starts[number])
+        return memory[start : start + int(self.sizes[number])]
+
+    def parts(self, memory: memoryview, places: np.ndarray, index: int) -> Parts:
+        """Where one slice of a version lies: in as few pieces as there are.
+
+        Args:
+            memory: all places, version after version.
+            places: [chunks] uint8, the place of each chunk in this version.
+            index: which of the slices; none of its chunks may be absent.
+        """
+        numbers = self.numbers(index)
+        mine = places[numbers]
+        ends = [*(np.flatnonzero(np.diff(mine)) + 1).tolist(), len(mine)]
+        views, begun = [], 0
+        for end in ends:
+            start = int(mine[begun]) * self.nbytes
+            low, high = numbers.start + begun, numbers.start + end - 1
+            stop = start + int(self.starts[high] + self.sizes[high])
+            views.append(memory[start + int(self.starts[low]) : stop])
+            begun = end
+        return Parts(views)
+
+
+def pack_flags(flags: np.ndarray) -> bytes:
+    """Booleans as bits, for a message.
+
+    >>> unpack_flags(pack_flags(np.array([True, False, True])), 3).tolist()
+    [True, False, True]
+    """
+    return np.packbits(flags).tobytes()
+
+
+def unpack_flags(packed: bytes, count: int) -> np.ndarray:
+    """[count] bool from `pack_flags`; no bytes at all mean that none is set.
+
+    Raises:
+        ValueError: there are too few or too many bytes.
+    """
+    if not packed:
+        return np.zeros(count, bool)
+    if len(packed) != -(-count // 8):
+        raise ValueError(
+            f"packed has {len(packed)} bytes, but {count} flags need "
+            f"{-(-count // 8)}. Send the bits of exactly the flags that there are."
+        )
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(bool)
+
+
+# Digests of slices: 16 bytes (xxh3-128) for every chunk.
+#
+# Computes and compares digests of memory, so that a corrupt copy is found and named by
+# chunk. They detect accidents, not forgery.
+
+
+Buffer = bytes | bytearray | memoryview
+
+DIGEST_BYTES = 16
+"""Size of the digest of one chunk."""
+_BLOCK_BYTES = 1 << 20
+"""Copied, then digested while a cache has it: a chunk may be too large for that, and
+smaller copies are slower."""
+
+
+def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
+    """The digests of all chunks, one after the other.
+
+    An empty buffer has one chunk, which is empty.
+
+    >>> len(chunk_digests(b"four chunks", chunk_bytes=3))
+    64
+    >>> len(chunk_digests(b"", chunk_bytes=3))
+    16
+    """
+    view = _flat(buffer)
+    return b"".join(
+        xxhash.xxh3_128_digest(view[start:stop])
+        for start, stop in _chunks(len(view), chunk_bytes)
+    )
+
+
+def is_same(buffer: Buffer, digests: bytes, chunk_bytes: int) -> bool:
+    """Whether a buffer has these digests; reads as far as the first that differs.
+
+    >>> digests = chunk_digests(b"abcdef", chunk_bytes=4)
+    >>> is_same(b"abcdef", digests, 4), is_same(b"Abcdef", digests, 4)
+    (True, False)
+    """
+    view = _flat(buffer)
+    chunks = list(_chunks(len(view), chunk_bytes))
+    return len(digests) == DIGEST_BYTES * len(chunks) and all(
+        xxhash.xxh3_128_digest(view[start:stop])
+        == digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        for number, (start, stop) in enumerate(chunks)
+    )
+
+
+def copy_and_digest(
+    source: Buffer, destination: bytearray | memoryview, chunk_bytes: int
+) -> bytes:
+    """Copies a buffer and digests the copy, block by block while it is in cache.
+
+    Returns:
+        The same as `chunk_digests(destination, chunk_bytes)` afterwards.
+
+    Raises:
+        ValueError: the two differ in size.
+    """
+    target = _flat(destination)
+    if len(_flat(source)) != len(target):
+        raise ValueError(
+            f"destination has {len(target)} bytes, but source has "
+            f"{len(_flat(source))}. Give a destination of the source's size."
+        )
+    from_array = np.frombuffer(_flat(source), np.uint8)
+    return b"".join(
+        copy_chunk(from_array[start:stop], target[start:stop])
+        for start, stop in _chunks(len(target), chunk_bytes)
+    )
+
+
+def copy_chunk(source: np.ndarray, target: memoryview) -> bytes:
+    """Copies one chunk and returns the digest of the copy; one pass over the source.
+
+    Args:
+        source: [bytes] uint8.
+        target: as many bytes.
+    """
+    # numpy copies without holding the interpreter lock, slice assignment holds it.
+    to_array = np.frombuffer(target, np.uint8)
+    if len(target) <= _BLOCK_BYTES:
+        np.copyto(to_array, source)
+        return xxhash.xxh3_128_digest(target)
+    state = xxhash.xxh3_128()
+    for low in range(0, len(target), _BLOCK_BYTES):
+        high = low + _BLOCK_BYTES
+        np.copyto(to_array[low:high], source[low:high])
+        state.update(target[low:high])
+    return state.digest()
+
+
+def verify_digests(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[int, ...]:
+    """The numbers of the chunks that do not match; empty if all is well.
+
+    A wrong number of digests makes every chunk bad, so a cut or longer buffer never
+    passes.
+
+    >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
+    >>> verify(b"abcdef", good, chunk_bytes=2), verify(b"abXdef", good, chunk_bytes=2)
+    ((), (1,))
+    """
+    return differing(chunk_digests(buffer, chunk_bytes), digests)
+
+
+def differing(actual: bytes, digests: bytes) -> tuple[int, ...]:
+    """The numbers of the chunks whose digests are not as they should be; see `verify`.
+
+    >>> differing(b"a" * 16 + b"b" * 16, b"a" * 16 + b"c" * 16)
+    (1,)
+    """
+    if len(actual) != len(digests):
+        return tuple(range(len(actual) // DIGEST_BYTES))
+    return tuple(
+        start // DIGEST_BYTES
+        for start in range(0, len(actual), DIGEST_BYTES)
+        if actual[start : start + DIGEST_BYTES] != digests[start : start + DIGEST_BYTES]
+    )
+
+
+def is_digest_right(parts: Parts, digests: bytes, chunk_bytes: int) -> bool:
+    """Whether memory in pieces of whole chunks is what its digests say.
+
+    >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
+    >>> is_right(Parts([memoryview(b"abcd"), memoryview(b"ef")]), good, chunk_bytes=2)
+    True
+    """
+    return digests_of_parts(parts.views, chunk_bytes) == digests
+
+
+def digests_of_parts(views: Iterable[memoryview], chunk_bytes: int) -> bytes:
+    """The digests of memory in pieces, each of whole chunks but for the last."""
+    return b"".join(chunk_digests(view, chunk_bytes) for view in views)
+
+
+def equal_chunks(one: bytes, other: bytes) -> np.ndarray:
+    """[chunks] bool: where two strings of as many digests agree.
+
+    >>> equal_chunks(b"a" * 16 + b"b" * 16, b"a" * 16 + b"c" * 16).tolist()
+    [True, False]
+    """
+    pairs = [np.frombuffer(text, np.uint64).reshape(-1, 2) for text in (one, other)]
+    return (pairs[0] == pairs[1]).all(axis=1)
+
+
+def check_copies(
+    copies: Iterable[tuple[str, Parts, bytes]], chunk_bytes: int
+) -> tuple[dict[str, bytes], list[str]]:
+    """Reads copies, given as (key, bytes, digests that they should have).
+
+    Returns:
+        Key to digests of each good copy, and the keys of bad ones.
+
+    >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
+    >>> a, b = Parts([memoryview(b"abcdef")]), Parts([memoryview(b"abXdef")])
+    >>> found = check_copies([("a", a, good), ("b", b, good)], 2)
+    >>> list(found[0]), found[1]
+    (['a'], ['b'])
+    """
+    good: dict[str, bytes] = {}
+    bad: list[str] = []
+    for key, content, expected in copies:
+        if is_digest_right(content, expected, chunk_bytes):
+            good[key] = expected
+        else:
+            bad.append(key)
+    return good, bad
+
+
+def digest_root(entries: Iterable[tuple[str, bytes]]) -> str:
+    """One hex digest over the digests of many slices, whatever their order.
+
+    >>> entries = [("a", b"1"), ("b", b"2")]
+    >>> digest_root(entries) == digest_root(reversed(entries))
+    True
+    """
+    root = xxhash.xxh3_128()
+    for key, digests in sorted(entries):
+        # Lengths first: without them ("a", b"bc") and ("ab", b"c") would agree.
+        name = key.encode()
+        root.update(b"%d,%d:" % (len(name), len(digests)))
+        root.update(name)
+        root.update(digests)
+    return root.hexdigest()
+
+
+def _chunks(num_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    if chunk_bytes < 1:
+        raise ValueError(
+            f"chunk_bytes={chunk_bytes} is not a size. Allowed: 1 or more bytes; "
+            "4 to 16 MiB suit. Set chunk_bytes."
+        )
+    for start in range(0, max(num_bytes, 1), chunk_bytes):
+        yield start, min(start + chunk_bytes, num_bytes)
+
+
+def _flat(buffer: Buffer) -> memoryview:
+    view = memoryview(buffer)
+    if view.nbytes == 0:
+        return memoryview(b"")  # a view with a zero in its shape cannot be cast
+    return view.cast("B")

@@ -1,0 +1,443 @@
+"""Leaves as bytes, and back into what a restore asks for: array, key, number.
+
+A restore's arguments become a `RestoreTarget` per item, checked against what was saved.
+The leaves are put into the user's tree, or into the tree that stock Orbax would return.
+"""
+
+import functools
+from typing import Any
+import jax
+import numpy as np
+from dtft.checkpoint.state.digests import copy_and_digest
+from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.state.digests import is_same
+from dtft.checkpoint.state.array_bytes import host_bytes
+from dtft.checkpoint.state.record import LeafRecord
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+import orbax.checkpoint as ocp
+from dtft.checkpoint.state.record import DEFAULT
+from dtft.checkpoint.state.record import Record
+from dtft.checkpoint.state.record import escaped
+from dtft.checkpoint.state.record import leaves_of
+from dtft.checkpoint.state.record import structure_of
+from dtft.checkpoint.state.tree import listed
+
+
+
+
+_BLOCK_BYTES = 1 << 20
+_PYTHON = {"bool": bool, "int": int, "float": float}
+
+
+# ------------------------------------------------------------------------- copying
+
+
+def copy_leaf(value: Any, record: LeafRecord, target: memoryview, chunk: int) -> bytes:
+    """Copies a leaf into `target` and returns its digests.
+
+    Neither a reference nor a view stays: np.asarray of a CPU array would keep one, and
+    a view silently cancels donation.
+    """
+    parts = _parts(value, record)
+    if isinstance(parts, memoryview):
+        return copy_and_digest(parts, target, chunk)
+    whole = as_array(target, record)
+    for index, part in parts:
+        whole[index] = part
+    return chunk_digests(target, chunk)
+
+
+def is_leaf_unchanged(
+    value: Any, record: LeafRecord, saved: memoryview, digests: bytes, chunk: int
+) -> bool:
+    """Whether a leaf is what was saved before; writes nothing.
+
+    Args:
+        value: the leaf.
+        record: what it is.
+        saved: the bytes that were saved.
+        digests: their digests, which are compared where the leaf lies in one piece:
+            equal ones (xxh3-128) stand for equal bytes.
+        chunk: bytes under one digest.
+    """
+    parts = _parts(value, record)
+    if isinstance(parts, memoryview):
+        return is_same(parts, digests, chunk)
+    whole = _words(as_array(saved, record))
+    return all(_same(_words(part), whole[index]) for index, part in parts)
+
+
+def _words(array: np.ndarray) -> np.ndarray:
+    """[..., words] unsigned: equal where the bytes are, unlike floats."""
+    size = array.dtype.itemsize
+    return array[..., None].view(f"u{min(size, 8)}")
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Compares block by block: a comparison needs memory of its own."""
+    rows = max(1, _BLOCK_BYTES // max(1, one[:1].nbytes))
+    starts = range(0, len(one), rows)
+    return all(
+        np.array_equal(one[start : start + rows], other[start : start + rows])
+        for start in starts
+    )
+
+
+def _parts(
+    value: Any, record: LeafRecord
+) -> memoryview | list[tuple[tuple[slice, ...], np.ndarray]]:
+    """The bytes of a leaf; of one that is divided over devices each part's index and
+    array."""
+    if record.kind == "key":
+        value = jax.random.key_data(value)
+    if not isinstance(value, jax.Array):
+        array = np.ascontiguousarray(np.asarray(value, np.dtype(record.dtype)))
+        return array.reshape(-1).view(np.uint8).data
+    shards = {_start(shard, value.shape): shard for shard in value.addressable_shards}
+    if len(shards) == 1:
+        (shard,) = shards.values()
+        return host_bytes(shard.data)
+    dtype = np.dtype(record.dtype)
+    return [
+        (
+            shard.index,
+            np.frombuffer(host_bytes(shard.data), np.uint8)
+            .view(dtype)
+            .reshape(shard.data.shape),
+        )
+        for shard in shards.values()
+    ]
+
+
+def as_array(view: memoryview, record: LeafRecord) -> np.ndarray:
+    """The bytes of a leaf as an array; no copy."""
+    dtype = np.dtype(record.dtype)
+    if not view.nbytes:
+        return np.zeros(record.shape, dtype)
+    return np.frombuffer(view, np.uint8).view(dtype).reshape(record.shape)
+
+
+def _start(shard: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(
+        part.indices(size)[0] for part, size in zip(shard.index, shape, strict=True)
+    )
+
+
+# ------------------------------------------------------------------------- placing
+
+
+def as_wanted(
+    value: np.ndarray | jax.Array, record: LeafRecord, target: Any, sharding: Any
+) -> Any:
+    """What the user gets for a leaf.
+
+    Args:
+        value: the bytes as an array; it may be a view on memory that changes later.
+        record: what was saved.
+        target: the user's leaf (array, struct, number), or None for what was saved.
+        sharding: for an array whose target states none.
+
+    Raises:
+        ValueError: the target has another shape or dtype.
+    """
+    kind = kind_wanted(target, record)
+    if kind in ("array", "key"):
+        stated = stated_sharding(target)
+        sharding = stated or (None if is_free_target(target) else sharding)
+        if target is not None and kind == "array":
+            value = _fitting(value, record, target)
+        if is_free_target(target) and isinstance(value, jax.Array):
+            value = np.asarray(value)
+        array = _on_devices(value, sharding, record)
+        if kind == "key":
+            array = jax.random.wrap_key_data(array, impl=record.impl)
+            if sharding and array.sharding != sharding:
+                array = jax.device_put(array, sharding)
+            _refuse_other(array, record, target)
+        return array
+    if kind in _PYTHON:
+        number = np.asarray(value)
+        if number.shape != ():
+            raise _differs(record, target)
+        found = number.item()
+        if type(found) is not _PYTHON[kind]:
+            raise _differs(record, target)
+        return found
+    if target is not None:
+        value = _fitting(value, record, target)
+    array = np.array(value, copy=True, order="C")
+    return array[()] if kind == "scalar" else array
+
+
+def is_free_target(target: Any) -> bool:
+    """Whether it is an array that jax may move: on its device only by default.
+
+    `jax.jit` takes such arrays beside divided ones, and refuses those that somebody put
+    on one device: a counter that an optimizer made has to come back as it was.
+    """
+    return isinstance(target, jax.Array) and not target.committed
+
+
+def stated_sharding(target: Any) -> Any:
+    """The sharding that a target asks for; None if it states none."""
+    return None if is_free_target(target) else getattr(target, "sharding", None)
+
+
+def kind_wanted(target: Any, record: LeafRecord) -> str:
+    """What a leaf becomes for the user's `target`: a `Kind`.
+
+    Raises:
+        ValueError: the target is nothing that a leaf could become.
+    """
+    if target is None:
+        return record.kind
+    if record.kind == "key":
+        return "key"
+    if type(target) in (bool, int, float):
+        return type(target).__name__
+    if isinstance(target, np.generic):
+        return "scalar"
+    if isinstance(target, np.ndarray):
+        return "numpy"
+    if hasattr(target, "shape") and hasattr(target, "dtype"):
+        same = (tuple(target.shape), target.dtype) == (record.shape, record.dtype)
+        unplaced = getattr(target, "sharding", None) is None
+        return record.kind if same and unplaced else "array"
+    raise ValueError(
+        f"the tree has {target!r:.60} ({type(target).__name__}) for leaf "
+        f"{record.path!r}. Allowed: jax.ShapeDtypeStruct, arrays and numbers."
+    )
+
+
+def refuse_unfit(record: LeafRecord, target: Any, fallback: Any) -> None:
+    """Refuses what shows before a byte is read: a shape, a sharding that cannot be.
+
+    Args:
+        record: what was saved.
+        target: the user's leaf, or None for what was saved.
+        fallback: the sharding where the target states none, or None.
+
+    Raises:
+        ValueError: names the leaf and what does not fit it.
+    """
+    if kind_wanted(target, record) not in ("array", "key"):
+        return
+    shape = struct_of(record, None).shape
+    if target is not None and tuple(getattr(target, "shape", (None,))) != shape:
+        raise _differs(record, target)
+    sharding = getattr(target, "sharding", None) or fallback
+    if sharding is None:
+        return
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise ValueError(
+            f"leaf {record.path!r}, saved with shape {list(shape)}, cannot have the "
+            f"wanted sharding: {error} Nothing was read. Give the target a sharding "
+            "that divides every dim evenly, or none for this leaf."
+        ) from error
+
+
+def _fitting(value: Any, record: LeafRecord, target: Any) -> Any:
+    """A Python number has no dtype of its own: it takes the target's if it fits."""
+    if record.kind in _PYTHON and tuple(target.shape) == ():
+        host = np.asarray(value)
+        cast = host.astype(target.dtype)
+        if cast.astype(host.dtype).tobytes() == host.tobytes():
+            return cast
+    if tuple(target.shape) != record.shape or target.dtype != np.dtype(record.dtype):
+        raise _differs(record, target)
+    return value
+
+
+def _refuse_other(array: jax.Array, record: LeafRecord, target: Any) -> None:
+    if target is None:
+        return
+    same_shape = tuple(getattr(target, "shape", (None,))) == array.shape
+    if not same_shape or getattr(target, "dtype", None) != array.dtype:
+        raise _differs(record, target)
+
+
+def _differs(record: LeafRecord, target: Any) -> ValueError:
+    saved = f"{record.impl or record.dtype}{list(record.shape)} ({record.kind})"
+    shape = list(getattr(target, "shape", ()))
+    wanted = f"{getattr(target, 'dtype', type(target).__name__)}{shape}"
+    return ValueError(
+        f"leaf {record.path!r}: saved was {saved}, the tree has {wanted}. Restore it "
+        "with the shape and dtype that it had, and convert it afterwards."
+    )
+
+
+def _on_devices(value: Any, sharding: Any, record: LeafRecord) -> jax.Array:
+    if isinstance(value, jax.Array):
+        sharding = sharding or default_sharding()
+        array = value if value.sharding == sharding else jax.device_put(value, sharding)
+    elif sharding is None:
+        array = jax.device_put(np.array(value, copy=True))
+    else:
+        # True copies: a device array may alias aligned host memory, and the memory
+        # here is written again while the array is still in use.
+        array = jax.make_array_from_callback(
+            value.shape, sharding, lambda index: np.array(value[index], copy=True)
+        )
+    refuse_narrowed(array.dtype, record, value.dtype)
+    return array
+
+
+def refuse_narrowed(found: Any, record: LeafRecord, expected: Any = None) -> None:
+    """Raises ValueError if jax has narrowed a 64-bit leaf."""
+    expected = np.dtype(record.dtype) if expected is None else expected
+    if found != expected:
+        raise ValueError(
+            f"leaf {record.path!r} is {expected}, which jax would make {found}. Set "
+            "jax_enable_x64, or restore it into a numpy array."
+        )
+
+
+def struct_of(record: LeafRecord, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a leaf as the user sees it."""
+    struct = jax.ShapeDtypeStruct(record.shape, np.dtype(record.dtype))
+    if record.kind == "key":
+        wrap = functools.partial(jax.random.wrap_key_data, impl=record.impl)
+        struct = jax.eval_shape(wrap, struct)
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
+
+def default_sharding() -> jax.sharding.Sharding:
+    """Where arrays go for which nobody states a sharding."""
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreTarget:
+    """What a restore asks of one item; `targets` by leaf number of the record."""
+
+    targets: Mapping[int, Any] = field(default_factory=dict)
+    """The leaf that the user's tree has there."""
+    order: tuple[int, ...] = ()
+    """Leaf numbers in the order of the user's tree."""
+    treedef: Any = None
+    """The user's tree; None for the tree that stock Orbax returns."""
+    fallback: Any = None
+    """Sharding for targets that state none."""
+
+
+def restore_targets(record: Record, args: Any) -> dict[str, RestoreTarget | None]:
+    """What Orbax's arguments ask of a save, by item; None for an item that is JSON.
+
+    Raises:
+        ValueError: the arguments or the user's tree do not fit the save.
+    """
+    names = [*record.structures, *record.json_items]
+    if record.default:
+        if isinstance(args, ocp.args.Composite):
+            raise ValueError(
+                "args is Composite, but one item without a name was saved. Give "
+                "ocp.args.StandardRestore(tree)."
+            )
+        items = {DEFAULT: args}
+    elif args is None:
+        items = dict.fromkeys(names)
+    elif isinstance(args, ocp.args.Composite):
+        items = dict(args.items())
+    else:
+        raise ValueError(
+            f"args is {type(args).__name__}, but named items were saved: "
+            f"{listed(names)}. Give ocp.args.Composite(name=...)."
+        )
+    return {name: _wanted(record, name, item) for name, item in items.items()}
+
+
+def _wanted(record: Record, name: str, item: Any) -> RestoreTarget | None:
+    if name in record.json_items:
+        if item is None or isinstance(item, ocp.args.JsonRestore):
+            return None
+    elif name not in record.structures:
+        names = [*record.structures, *record.json_items]
+        raise ValueError(f"item {name!r} was not saved. There are: {listed(names)}.")
+    elif item is None:
+        return RestoreTarget()
+    elif isinstance(item, ocp.args.StandardRestore):
+        return _standard_wanted(record, name, item)
+    right = "JsonRestore" if name in record.json_items else "StandardRestore"
+    raise ValueError(
+        f"args of item {name!r} is {type(item).__name__}. Allowed: ocp.args.{right}."
+    )
+
+
+def _standard_wanted(record: Record, name: str, item: Any) -> RestoreTarget:
+    if not item.strict or item.support_layout:
+        raise ValueError(
+            f"StandardRestore of item {name!r} has strict=False or support_layout=True,"
+            " which would change what was saved. Leave them out."
+        )
+    mine = [number for _, number in leaves_of(record.structures[name])]
+    if item.item is None:
+        for number in mine:
+            refuse_unfit(record.leaves[number], None, item.fallback_sharding)
+        return RestoreTarget(fallback=item.fallback_sharding)
+    leaves, treedef = jax.tree_util.tree_flatten(item.item)
+    paths = [f"{escaped(name)}/{path}" for path in structure_of(treedef)[1]]
+    saved = {record.leaves[number].path: number for number in mine}
+    if set(saved) != set(paths):
+        missing = [path for path in paths if path not in saved]
+        unexpected = [path for path in saved if path not in set(paths)]
+        raise ValueError(
+            f"the tree does not fit item {name!r}: it has {len(paths)} leaves, saved "
+            f"were {len(saved)}. Not saved: {listed(missing)}. Saved but not in the "
+            f"tree: {listed(unexpected)}. Give a tree of the saved structure."
+        )
+    order = tuple(saved[path] for path in paths)
+    for number, leaf in zip(order, leaves, strict=True):
+        refuse_unfit(record.leaves[number], leaf, item.fallback_sharding)
+    return RestoreTarget(
+        targets=dict(zip(order, leaves, strict=True)),
+        order=order,
+        treedef=treedef,
+        fallback=item.fallback_sharding,
+    )
+
+
+def restore_result(
+    record: Record,
+    values: Sequence[Any],
+    json_items: Mapping[str, Any],
+    wanted: Mapping[str, RestoreTarget | None],
+    shardings: Sequence[Any],
+) -> Any:
+    """What the user gets: an item, or a Composite of them."""
+    items: dict[str, Any] = {}
+    for name, item in wanted.items():
+        if item is None:
+            items[name] = json_items[name]
+            continue
+        numbers = jax.tree.leaves(record.tree(name, range(len(values))))
+        leaves: dict[int, Any] = {}
+        for number in numbers:
+            sharding = item.fallback or shardings[number]
+            leaves[number] = as_wanted(
+                values[number],
+                record.leaves[number],
+                item.targets.get(number),
+                sharding,
+            )
+        if item.treedef is None:
+            items[name] = record.tree(name, leaves)
+        else:
+            items[name] = item.treedef.unflatten([leaves[n] for n in item.order])
+    return items[DEFAULT] if record.default else ocp.args.Composite(**items)
+
+
+def item_metadata(record: Record, shardings: Sequence[Any]) -> Any:
+    """A struct for every leaf, in the tree or trees that were saved."""
+    structs = [
+        struct_of(leaf, sharding)
+        for leaf, sharding in zip(record.leaves, shardings, strict=True)
+    ]
+    items = {name: record.tree(name, structs) for name in record.structures}
+    return items[DEFAULT] if record.default else ocp.args.Composite(**items)

@@ -1,0 +1,460 @@
+"""How leaves are divided into parts, how two divisions overlap, and how overlaps are
+cut.
+
+Vectorised: decided once per way of being divided, not once per slice. The last part
+moves bytes: a piece is cut out of old slices whose chunks were checked against the
+commit, and becomes a piece of a new slice.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+import numpy as np
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.slices import Slice
+import dataclasses
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dtft.checkpoint.state.digests import DIGEST_BYTES
+
+
+# How leaves are divided into parts, and which slots own each part. Vectorised.
+#
+# Leaves with the same partition spec have the same owners, part by part, whatever their
+# shapes. Decisions about placement and restore are therefore taken once per way of
+# being divided, not once per slice: that is what makes them fast at 10,000 hosts.
+
+
+Spec = tuple[tuple[str, ...], ...]
+"""Per dim the mesh axes that divide it; normal form: see `normal_spec`."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Partition:
+    """One way to divide a leaf over a mesh. Parts count in row-major order of dims."""
+
+    counts: tuple[int, ...]
+    """Parts per dim; missing trailing dims are undivided."""
+    part_of_device: np.ndarray
+    """[devices] int64: the part on each device, devices in row-major mesh order."""
+    slot_of_device: np.ndarray
+    """[devices] int64: the slot of each device."""
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of every leaf that is divided so."""
+        return math.prod(self.counts)
+
+    @functools.cached_property
+    def owned(self) -> tuple[np.ndarray, np.ndarray]:
+        """([pairs] part, [pairs] slot): who owns what, by part, then slot."""
+        num_slots = int(self.slot_of_device.max()) + 1
+        pairs = np.unique(self.part_of_device * num_slots + self.slot_of_device)
+        return pairs // num_slots, pairs % num_slots
+
+    @functools.cached_property
+    def owners(self) -> tuple[tuple[int, ...], ...]:
+        """For every part the slots that own it, ascending."""
+        part, slot = self.owned
+        ends = np.searchsorted(part, np.arange(self.num_parts), side="right")
+        slots, begun, owners = slot.tolist(), 0, []
+        for end in ends.tolist():
+            owners.append(tuple(slots[begun:end]))
+            begun = end
+        return tuple(owners)
+
+    def slice_of(self, leaf: Leaf, part: int) -> Slice:
+        """The slice of a leaf that is a part."""
+        start, stop = [0] * len(leaf.shape), list(leaf.shape)
+        for dim, index in enumerate(self.index(part)):
+            width = leaf.shape[dim] // self.counts[dim]
+            start[dim], stop[dim] = index * width, (index + 1) * width
+        return Slice(
+            path=leaf.path, start=tuple(start), stop=tuple(stop), dtype=leaf.dtype
+        )
+
+    def index(self, part: int) -> tuple[int, ...]:
+        """The index of a part along each dim of `counts`."""
+        index = []
+        for count in reversed(self.counts):
+            part, rest = divmod(part, count)
+            index.append(rest)
+        return tuple(reversed(index))
+
+
+def normal_spec(mesh: MeshLayout, leaf: Leaf) -> Spec:
+    """The spec of a leaf without what divides nothing.
+
+    Axes of size 1, the axes of dims without elements and trailing undivided dims are
+    left out, so that equal specs mean equal slices and unequal ones do not.
+
+    >>> mesh = MeshLayout(
+    ...     axis_names=("fsdp", "tensor"), axis_sizes=(2, 1), slots=(0, 1)
+    ... )
+    >>> spec = ((), ("fsdp", "tensor"), ("tensor",))
+    >>> normal_spec(mesh, Leaf(path="w", shape=(3, 4, 5), dtype="int8", spec=spec))
+    ((), ('fsdp',))
+
+    Raises:
+        ValueError: an axis is unknown, or a dim cannot be divided evenly by its axes.
+    """
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    spec = []
+    for dim, axes in enumerate(leaf.spec):
+        unknown = [axis for axis in axes if axis not in sizes]
+        if unknown:
+            raise ValueError(
+                f"leaf {leaf.path!r}: dim {dim} is divided by axis {unknown[0]!r}, but "
+                f"the mesh has {mesh.axis_names}. Change the spec or the mesh."
+            )
+        parts = math.prod(sizes[axis] for axis in axes)
+        if leaf.shape[dim] % parts:
+            raise ValueError(
+                f"leaf {leaf.path!r}: dim {dim} of size {leaf.shape[dim]} cannot be "
+                f"divided by axes {axes} of total size {parts}. Change the spec."
+            )
+        dividing = tuple(axis for axis in axes if sizes[axis] > 1)
+        spec.append(dividing if leaf.shape[dim] else ())
+    while spec and not spec[-1]:
+        spec.pop()
+    return tuple(spec)
+
+
+def leaves_by_spec(layout: Layout) -> dict[Spec, list[int]]:
+    """The leaves of a layout, as positions in `layout.leaves`, by normal spec."""
+    found: dict[Spec, list[int]] = {}
+    for index, leaf in enumerate(layout.leaves):
+        found.setdefault(normal_spec(layout.mesh, leaf), []).append(index)
+    return found
+
+
+def partition_of(mesh: MeshLayout, spec: Spec) -> Partition:
+    """How a mesh divides leaves of a normal spec.
+
+    >>> mesh = MeshLayout(
+    ...     axis_names=("replica", "fsdp"), axis_sizes=(2, 2), slots=(0, 1, 2, 3)
+    ... )
+    >>> partition_of(mesh, (("fsdp",),)).owners
+    ((0, 2), (1, 3))
+    """
+    num_devices = len(mesh.slots)
+    along = np.unravel_index(np.arange(num_devices), mesh.axis_sizes)
+    coordinate = dict(zip(mesh.axis_names, along, strict=True))
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    part = np.zeros(num_devices, np.int64)
+    for axes in spec:
+        for axis in axes:
+            part = part * sizes[axis] + coordinate[axis]
+    return Partition(
+        counts=tuple(math.prod(sizes[axis] for axis in axes) for axes in spec),
+        part_of_device=part,
+        slot_of_device=np.array(mesh.slots, np.int64),
+    )
+
+
+def nbytes_of(leaf: Leaf) -> int:
+    """Size of a whole leaf in bytes."""
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+
+
+# How two ways to divide the same leaves overlap, and how overlaps are cut.
+#
+# A cell is where one part of the old division meets one of the new: what a host needs
+# of a new slice is assembled from cells, and each lies in exactly one old slice. Leaves
+# that are divided alike before and after share the cells, in units that scale with the
+# leaf.
+
+
+EVEN_ROWS = 64
+"""A dim of at least this many rows can be cut evenly enough."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A piece of an old slice that becomes a piece of a new one."""
+
+    old: Slice
+    """The slice, as committed, that the bytes are read from."""
+    new: Slice
+    """The slice of the new layout that they become part of."""
+    moved: Slice
+    """What is moved: inside both."""
+
+    @property
+    def whole(self) -> bool:
+        """The old slice is the new one, and all of it is moved."""
+        return self.old == self.moved == self.new
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Cells:
+    """All overlaps of an old and a new division. Together they are the whole leaf."""
+
+    units: tuple[int, ...]
+    """Units per dim: the least that both divisions divide."""
+    old: np.ndarray
+    """[cells] int64: the old part."""
+    new: np.ndarray
+    """[cells] int64: the new part."""
+    start: np.ndarray
+    """[cells, dims] int64: first unit."""
+    width: np.ndarray
+    """[cells, dims] int64: units."""
+
+    @functools.cached_property
+    def volume(self) -> np.ndarray:
+        """[cells] int64: units of volume."""
+        return self.width.prod(axis=1, dtype=np.int64)
+
+
+def overlap(old: Partition, new: Partition) -> Cells:
+    """The cells of two divisions, in row-major order.
+
+    >>> def halves(counts):
+    ...     nobody = np.zeros(1, np.int64)
+    ...     return Partition(
+    ...         counts=counts, part_of_device=nobody, slot_of_device=nobody
+    ...     )
+    >>> cells = overlap(halves((2,)), halves((3,)))
+    >>> list(zip(cells.old.tolist(), cells.new.tolist(), cells.volume.tolist()))
+    [(0, 0, 2), (0, 1, 1), (1, 1, 1), (1, 2, 2)]
+    """
+    num_dims = max(len(old.counts), len(new.counts))
+    before = old.counts + (1,) * (num_dims - len(old.counts))
+    after = new.counts + (1,) * (num_dims - len(new.counts))
+    units = tuple(math.lcm(a, b) for a, b in zip(before, after, strict=True))
+    cuts = [
+        np.union1d(np.arange(0, n, n // a), np.arange(0, n, n // b))
+        for n, a, b in zip(units, before, after, strict=True)
+    ]
+    shape = tuple(len(found) for found in cuts)
+    num_cells = math.prod(shape)
+    along = np.unravel_index(np.arange(num_cells), shape) if shape else ()
+    start = np.zeros((num_cells, num_dims), np.int64)
+    width = np.ones((num_cells, num_dims), np.int64)
+    of_old, of_new = np.zeros(num_cells, np.int64), np.zeros(num_cells, np.int64)
+    for dim, index in enumerate(along):
+        start[:, dim] = cuts[dim][index]
+        width[:, dim] = np.diff(cuts[dim], append=units[dim])[index]
+        for part, count in ((of_old, before[dim]), (of_new, after[dim])):
+            part *= count
+            part += start[:, dim] // (units[dim] // count)
+    return Cells(units=units, old=of_old, new=of_new, start=start, width=width)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LeafBundle:
+    """Leaves, none of them empty, that are divided alike, before and after.
+
+    A cell of the bundle is that cell of every leaf, one after the other.
+    """
+
+    leaves: tuple[Leaf, ...]
+    old: Partition
+    new: Partition
+    cells: Cells
+
+    @property
+    def unchanged(self) -> bool:
+        """Every old slice is a new one."""
+        return self.old.counts == self.new.counts
+
+    @functools.cached_property
+    def unit_bytes(self) -> np.ndarray:
+        """[leaves] int64: bytes of one unit of volume of each leaf."""
+        volume = math.prod(self.cells.units)
+        return np.array([nbytes_of(leaf) // volume for leaf in self.leaves], np.int64)
+
+    @functools.cached_property
+    def ends(self) -> np.ndarray:
+        """[leaves + 1] int64: bytes of the leaves before each, per unit of volume."""
+        return np.concatenate([[0], np.cumsum(self.unit_bytes)])
+
+    @property
+    def nbytes(self) -> np.ndarray:
+        """[cells] int64: bytes of each cell, all leaves."""
+        return self.cells.volume * self.ends[-1]
+
+    @functools.cached_property
+    def _shapes(self) -> tuple[np.ndarray, np.ndarray]:
+        """([leaves, rank] shapes, [rank] units), padded with dims of size 1."""
+        rank = max(1, *(len(leaf.shape) for leaf in self.leaves))
+        shapes = np.ones((len(self.leaves), rank), np.int64)
+        for row, leaf in zip(shapes, self.leaves, strict=True):
+            row[: len(leaf.shape)] = leaf.shape
+        units = np.ones(rank, np.int64)
+        units[: len(self.cells.units)] = self.cells.units
+        return shapes, units
+
+    def rows(self, leaf: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The dim along which cells are cut, and their extent there.
+
+        The first dim with enough rows to be cut evenly, else the longest.
+
+        Args:
+            leaf: [n] position in `leaves`.
+            cell: [n] position in `cells`.
+        """
+        shapes, units = self._shapes
+        width = np.ones((len(cell), len(units)), np.int64)
+        width[:, : len(self.cells.units)] = self.cells.width[cell]
+        extent = shapes[leaf] // units * width
+        enough = extent >= EVEN_ROWS
+        dim = np.where(enough.any(axis=1), enough.argmax(axis=1), extent.argmax(axis=1))
+        return dim, extent[np.arange(len(dim)), dim]
+
+    def cuts(
+        self, cell: np.ndarray, offset: np.ndarray, grain: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The nearest offsets, before and after, where a cell can be cut.
+
+        A cell can be cut between leaves, and between rows of a leaf that has more than
+        `grain` bytes in the cell.
+
+        Args:
+            cell: [n] position in `cells`.
+            offset: [n] bytes, each inside its cell.
+            grain: bytes up to which a leaf's cell stays whole.
+
+        Returns:
+            ([n] at most `offset`, [n] at least `offset`): equal where it can be cut.
+        """
+        volume = self.cells.volume[cell]
+        leaf = np.searchsorted(self.ends, offset // volume, side="right") - 1
+        begun, size = self.ends[leaf] * volume, self.unit_bytes[leaf] * volume
+        _, rows = self.rows(leaf, cell)
+        step = np.where(size > grain, size // rows, size)
+        low = begun + (offset - begun) // step * step
+        return low, np.where(low == offset, low, low + step)
+
+    def regions(self, cell: int, start: int, stop: int) -> Iterator[Region]:
+        """The regions between two offsets that `cuts` gave, by leaf.
+
+        Args:
+            cell: position in `cells`.
+            start: bytes from the beginning of the cell.
+            stop: bytes from the beginning of the cell.
+        """
+        volume = int(self.cells.volume[cell])
+        first = int(np.searchsorted(self.ends, start // volume, side="right")) - 1
+        last = int(np.searchsorted(self.ends, -(-stop // volume), side="left"))
+        for leaf in range(first, last):
+            begun, end = (int(n) * volume for n in self.ends[leaf : leaf + 2])
+            region = self._region(leaf, cell)
+            if start > begun or stop < end:
+                one = np.array([leaf]), np.array([cell])
+                dim, rows = (int(found[0]) for found in self.rows(*one))
+                step = (end - begun) // rows
+                base = region.moved.start[dim]
+                moved = _narrowed(
+                    region.moved,
+                    dim,
+                    base + (max(start, begun) - begun) // step,
+                    base + (min(stop, end) - begun) // step,
+                )
+                region = dataclasses.replace(region, moved=moved)
+            yield region
+
+    def _region(self, leaf: int, cell: int) -> Region:
+        whole, cells = self.leaves[leaf], self.cells
+        begin, end = [0] * len(whole.shape), list(whole.shape)
+        for dim, units in enumerate(cells.units):
+            per_unit = whole.shape[dim] // units
+            begin[dim] = int(cells.start[cell, dim]) * per_unit
+            end[dim] = begin[dim] + int(cells.width[cell, dim]) * per_unit
+        moved = Slice(
+            path=whole.path, start=tuple(begin), stop=tuple(end), dtype=whole.dtype
+        )
+        return Region(
+            old=self.old.slice_of(whole, int(cells.old[cell])),
+            new=self.new.slice_of(whole, int(cells.new[cell])),
+            moved=moved,
+        )
+
+
+def _narrowed(piece: Slice, dim: int, start: int, stop: int) -> Slice:
+    starts, stops = list(piece.start), list(piece.stop)
+    starts[dim], stops[dim] = start, stop
+    return dataclasses.replace(piece, start=tuple(starts), stop=tuple(stops))
+
+
+# Pieces of old slices that become pieces of new ones, as bytes in memory.
+#
+# A region is cut out of a slice that was committed with a digest for every chunk. So
+# what is read of the old slice are always whole chunks, checked against the commit
+# before a byte of them is used; digests that a sender made on the way would only prove
+# that the bytes arrived as they were sent. Bytes are moved as they are, whatever the
+# dtype.
+
+
+Span = tuple[int, int]
+"""First byte of a slice, and one past the last."""
+
+
+def span_of(regions: Sequence[Region], chunk_bytes: int) -> Span:
+    """The whole chunks of one old slice that hold all of these regions.
+
+    Args:
+        regions: not empty, all cut from the same old slice.
+        chunk_bytes: bytes under one digest.
+
+    >>> old = Slice(path="w", start=(0,), stop=(100,), dtype="int8")
+    >>> moved = Slice(path="w", start=(30,), stop=(50,), dtype="int8")
+    >>> span_of([Region(old=old, new=moved, moved=moved)], chunk_bytes=16)
+    (16, 64)
+    """
+    old = regions[0].old
+    size = np.dtype(old.dtype).itemsize
+    first, last = old.nbytes, 0
+    for region in regions:
+        begin = _within(region.moved.start, old)
+        end = _within([stop - 1 for stop in region.moved.stop], old)
+        first = min(first, _flat(begin, old.shape) * size)
+        last = max(last, (_flat(end, old.shape) + 1) * size)
+    return (
+        first // chunk_bytes * chunk_bytes,
+        min(-(-last // chunk_bytes) * chunk_bytes, old.nbytes),
+    )
+
+
+def digests_in(digests: bytes, span: Span, chunk_bytes: int) -> bytes:
+    """Of a slice's digests those of the chunks in a span that `span_of` made."""
+    first, last = span[0] // chunk_bytes, -(-span[1] // chunk_bytes)
+    return digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
+
+
+def move_regions(region: Region, old: memoryview, new: memoryview) -> None:
+    """Copies a region.
+
+    Args:
+        region: what is moved.
+        old: the bytes of the old slice; only those of the region are read.
+        new: the bytes of the new slice; only those of the region are written.
+    """
+    source = _array(old, region.old)[_index(region.moved, region.old)]
+    _array(new, region.new)[_index(region.moved, region.new)] = source
+
+
+def _array(memory: memoryview, piece: Slice) -> np.ndarray:
+    # Uninterpreted items: copying floats as floats may change the payload of a NaN.
+    raw = np.dtype((np.void, np.dtype(piece.dtype).itemsize))
+    return np.frombuffer(memory, raw).reshape(piece.shape)
+
+
+def _index(inner: Slice, outer: Slice) -> tuple[slice, ...]:
+    begin, end = _within(inner.start, outer), _within(inner.stop, outer)
+    return tuple(slice(a, b) for a, b in zip(begin, end, strict=True))
+
+
+def _within(place: Sequence[int], outer: Slice) -> tuple[int, ...]:
+    return tuple(a - base for a, base in zip(place, outer.start, strict=True))
+
+
+def _flat(place: Sequence[int], shape: Sequence[int]) -> int:
+    """The position of an element in row-major order."""
+    at = 0
+    for index, extent in zip(place, shape, strict=True):
+        at = at * extent + index
+    return at

@@ -1,0 +1,126 @@
+"""What is asked for at a time: byte ranges of slices, in whole chunks.
+
+Splits the wanted memory into ranges of about equal size, and finds which chunks of a
+range are not right yet. Pure values over memory.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dtft.checkpoint.state import digests
+from dtft.checkpoint.state.digests import DIGEST_BYTES
+from dtft.checkpoint.state.digests import Parts
+
+
+MAX_PARTS = 1024
+"""Most parts of one range."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedSlice:
+    """One slice to be fetched: its key, where it goes, and what it must be."""
+
+    key: str
+    memory: Parts
+    """Exactly the slice's bytes, in pieces of whole chunks; they may be written at any
+    time."""
+    digests: bytes
+    """Digest of every chunk."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Whole chunks of one wanted slice."""
+
+    index: int
+    """Which of the wanted slices."""
+    start: int
+    """First byte."""
+    stop: int
+    """One past the last byte."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.stop - self.start
+
+
+Range = tuple[Part, ...]
+"""What is asked for and answered as one frame."""
+
+
+def split_ranges(sizes: Sequence[int], chunk_bytes: int, range_bytes: int) -> list[Range]:
+    """Every byte of every slice once, in ranges of at most `range_bytes`.
+
+    A range is never less than one chunk, nor more than `MAX_PARTS` parts.
+
+    >>> for one in split([10, 0, 3], chunk_bytes=4, range_bytes=8):
+    ...     print([(part.index, part.start, part.stop) for part in one])
+    [(0, 0, 8)]
+    [(0, 8, 10), (1, 0, 0), (2, 0, 3)]
+    """
+    ranges: list[Range] = []
+    open_parts: list[Part] = []
+    room = range_bytes
+    for part in _pieces(sizes, max(range_bytes // chunk_bytes, 1) * chunk_bytes):
+        if open_parts and (part.nbytes > room or len(open_parts) == MAX_PARTS):
+            ranges.append(tuple(open_parts))
+            open_parts, room = [], range_bytes
+        open_parts.append(part)
+        room -= part.nbytes
+    return [*ranges, tuple(open_parts)] if open_parts else ranges
+
+
+def _pieces(sizes: Sequence[int], step: int) -> Iterator[Part]:
+    for index, size in enumerate(sizes):
+        for start in range(0, max(size, 1), step):
+            yield Part(index, start, min(start + step, size))
+
+
+def range_memory(range_: Range, wanted: Sequence[WantedSlice]) -> list[memoryview]:
+    """Where the bytes of a range go."""
+    return [
+        piece
+        for part in range_
+        for piece in wanted[part.index].memory.cut(part.start, part.stop)
+    ]
+
+
+def not_right(range_: Range, wanted: Sequence[WantedSlice], chunk_bytes: int) -> Range:
+    """The chunks of a range whose bytes in memory do not match their digests.
+
+    >>> memory = bytearray(b"abcdef")
+    >>> good = digest.chunk_digests(memory, 2)
+    >>> slices = [Wanted(key="w", memory=Parts([memoryview(memory)]), digests=good)]
+    >>> memory[2] ^= 1
+    >>> not_right((Part(0, 0, 6),), slices, chunk_bytes=2)
+    (Part(index=0, start=2, stop=4),)
+    """
+    bad: list[Part] = []
+    for part in range_:
+        one = wanted[part.index]
+        first = part.start // chunk_bytes
+        last = max(-(-part.stop // chunk_bytes), first + 1)
+        expected = one.digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
+        actual = digests.digests_of_parts(
+            one.memory.cut(part.start, part.stop), chunk_bytes
+        )
+        for chunk in digests.differing(actual, expected):
+            start = part.start + chunk * chunk_bytes
+            bad.append(Part(part.index, start, min(start + chunk_bytes, part.stop)))
+    return tuple(bad)
+
+
+def cut_lent(pieces: Sequence[tuple[int, int]], part: Part) -> list[tuple[int, int]]:
+    """The lent memory of a part, as (address, size), from that of its slice.
+
+    >>> cut_lent([(100, 8), (300, 8)], Part(0, 4, 12))
+    [(104, 4), (300, 4)]
+    """
+    found, begin = [], 0
+    for address, size in pieces:
+        low, high = max(part.start, begin), min(part.stop, begin + size)
+        if low < high:
+            found.append((address + low - begin, high - low))
+        begin += size
+    return found

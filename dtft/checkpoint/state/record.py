@@ -1,0 +1,407 @@
+"""What one save holds: which items, which leaves, and how they make up the trees.
+
+The arguments of `save` become a plain record (JSON beside the bytes) and a flat list of
+leaves. A tree's structure is plain values, too: what Orbax makes of dicts, lists and
+classes.
+"""
+
+import functools
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+import orbax.checkpoint as ocp
+import json
+from dataclasses import asdict
+from dataclasses import dataclass
+from typing import Literal
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dtft.checkpoint.state.slices import Layout
+from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.tree import nested
+
+
+# The tree of an item as plain values: what Orbax makes of dicts, lists and classes.
+#
+# Turns a tree into a structure that is JSON, with numbers for leaves, and a structure
+# into the tree that stock Orbax returns.
+
+
+Structure = Sequence[Any]
+"""("d", {name: structure}), ("l", [structure]), ("x", leaf number), ("t",) for an empty
+tuple, ("n",) for None and other empty nodes: what Orbax makes of a tree."""
+
+
+@functools.lru_cache(maxsize=32)
+def structure_of(treedef: Any) -> tuple[Structure, tuple[str, ...]]:
+    """What Orbax makes of a tree, and the path of each leaf in tree order."""
+    numbers = treedef.unflatten(range(treedef.num_leaves))
+    structure = _encoded(ocp.tree.serialize_tree(numbers, keep_empty_nodes=True))
+    paths: list[str] = [""] * treedef.num_leaves
+    names: dict[str, tuple[str, ...]] = {}
+    for keys, number in leaves_of(structure):
+        other = names.setdefault(".".join(keys), keys)
+        if other != keys:
+            raise ValueError(
+                f"leaves {'/'.join(other)!r} and {'/'.join(keys)!r} have one name in "
+                'Orbax, which joins keys by ".". Rename one of them.'
+            )
+        paths[number] = "/".join(map(escaped, keys))
+    return structure, tuple(paths)
+
+
+def _encoded(node: Any) -> Structure:
+    if isinstance(node, Mapping):
+        return "d", {str(name): _encoded(child) for name, child in node.items()}
+    if isinstance(node, list) or (isinstance(node, tuple) and len(node)):
+        return "l", [_encoded(child) for child in node]
+    if isinstance(node, int):
+        return "x", node
+    return ("t",) if type(node) is tuple else ("n",)
+
+
+def leaves_of(
+    structure: Structure, keys: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Keys and number of every leaf."""
+    if structure[0] == "x":
+        yield keys, structure[1]
+    elif structure[0] == "d":
+        for name, child in structure[1].items():
+            yield from leaves_of(child, (*keys, name))
+    elif structure[0] == "l":
+        for index, child in enumerate(structure[1]):
+            yield from leaves_of(child, (*keys, str(index)))
+
+
+def shifted(structure: Structure, by: int) -> Structure:
+    """The same with other leaf numbers."""
+    return _mapped(structure, lambda number: ("x", number + by))
+
+
+def _mapped(structure: Structure, leaf: Any) -> Structure:
+    if structure[0] == "x":
+        return leaf(structure[1])
+    if structure[0] == "d":
+        return "d", {k: _mapped(v, leaf) for k, v in structure[1].items()}
+    if structure[0] == "l":
+        return "l", [_mapped(child, leaf) for child in structure[1]]
+    return structure
+
+
+def build(structure: Structure, values: Any) -> Any:
+    """The tree of a structure with `values[number]` as leaves.
+
+    >>> build(("d", {"a": ("l", [("x", 1), ("t",)]), "b": ("n",)}), ["zero", "one"])
+    {'a': ['one', ()], 'b': None}
+    """
+    if structure[0] == "x":
+        return values[structure[1]]
+    if structure[0] == "d":
+        return {name: build(child, values) for name, child in structure[1].items()}
+    if structure[0] == "l":
+        return [build(child, values) for child in structure[1]]
+    return () if structure[0] == "t" else None
+
+
+def escaped(name: str) -> str:
+    """A key as part of a path, which "/" divides."""
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
+def unescaped(name: str) -> str:
+    """The key that was `escaped`.
+
+    >>> unescaped(escaped("50%2F/a"))
+    '50%2F/a'
+    """
+    return name.replace("%2F", "/").replace("%25", "%")
+
+
+
+
+DEFAULT = "default"
+"""Orbax's name for the only item of a checkpoint that has no names."""
+RECORD = "dtft"
+"""The item in which the record itself travels to storage."""
+RESERVED = (DEFAULT, RECORD, "metrics")
+STATE, ITEMS = "state", "items"
+"""The items of an experiment's step: its arrays by path, and what is no array."""
+
+_STORABLE = """
+    bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64
+    bfloat16 float16 float32 float64 complex64 complex128
+    float4_e2m1fn float8_e3m4 float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz
+    float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
+"""
+STORABLE = frozenset(_STORABLE.split())
+"""Names of the dtypes that TensorStore, by which Orbax writes, can store."""
+
+Kind = Literal["array", "key", "numpy", "scalar", "bool", "int", "float"]
+"""jax array, jax PRNG key, numpy array, numpy scalar, Python scalars."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafRecord:
+    """One leaf as bytes."""
+
+    path: str
+    """Item and keys, joined by "/"."""
+    kind: Kind
+    """What the user gave."""
+    shape: tuple[int, ...]
+    """Shape of the bytes; of a key, that of its data."""
+    dtype: str
+    """Numpy (or ml_dtypes) name of the dtype of the bytes."""
+    impl: str = ""
+    """Of a PRNG key the implementation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One save, without the bytes."""
+
+    default: bool
+    """Whether it is one item without a name."""
+    structures: Mapping[str, Structure]
+    """Item name to the tree of its leaves, which are counted over all items."""
+    json_items: Mapping[str, Any]
+    """Item name to JSON value."""
+    leaves: tuple[LeafRecord, ...]
+    metrics: Any = None
+    custom_metadata: Any = None
+    shardings: Mapping[str, Any] | None = None
+    """In a job of several processes what `job_shardings.py` keeps of each leaf."""
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The leaves as a layout of one slot that owns each of them whole."""
+        return _layout(self.leaves)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; inverse of `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "Record":
+        """Reads what `to_json` made."""
+        leaves = [
+            LeafRecord(**{**leaf, "shape": tuple(leaf["shape"])})
+            for leaf in raw["leaves"]
+        ]
+        return cls(**{**raw, "leaves": tuple(leaves)})
+
+    def tree(self, name: str, values: Sequence[Any] | Mapping[int, Any]) -> Any:
+        """The tree of one item, as stock Orbax returns it, with `values` as leaves."""
+        return build(self.structures[name], values)
+
+
+def record_of(
+    args: Any, metrics: Any = None, custom_metadata: Any = None
+) -> tuple[Record, list[Any]]:
+    """What Orbax's arguments ask to save, and the leaves as they are.
+
+    Raises:
+        ValueError: arguments, leaves or names that cannot be saved; says which.
+    """
+    default = not isinstance(args, ocp.args.Composite)
+    items = {DEFAULT: args} if default else dict(args.items())
+    structures: dict[str, Structure] = {}
+    json_items: dict[str, Any] = {}
+    records: list[LeafRecord] = []
+    values: list[Any] = []
+    for name, item in items.items():
+        if not default and name in RESERVED:
+            raise ValueError(
+                f"args has the item {name!r}. Not allowed: {', '.join(RESERVED)}. "
+                "Rename it."
+            )
+        if isinstance(item, ocp.args.JsonSave):
+            json_items[name] = _as_json(f"item {name!r}", item.item)
+            continue
+        tree = _standard_tree(name, item)
+        leaves, treedef = jax.tree_util.tree_flatten(tree)
+        relative, paths = structure_of(treedef)
+        structures[name] = shifted(relative, len(values))
+        for path, leaf in zip(paths, leaves, strict=True):
+            records.append(_leaf_record(f"{escaped(name)}/{path}", leaf))
+        values += leaves
+    record = Record(
+        default=default,
+        structures=structures,
+        json_items=json_items,
+        leaves=tuple(records),
+        metrics=_as_json("metrics", metrics),
+        custom_metadata=_as_json("custom_metadata", custom_metadata),
+    )
+    return record, values
+
+
+def experiment_record(
+    arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
+) -> tuple[Record, list[Any]]:
+    """What an experiment saves, and its arrays in the record's order.
+
+    Args:
+        arrays: leaf path to array.
+        items: what is not an array, as JSON values.
+
+    Raises:
+        ValueError: two paths would have one name in Orbax, or every array is empty.
+    """
+    if not any(array.size for array in arrays.values()):
+        raise ValueError(
+            "arrays has no leaf with a value, which Orbax cannot write. Give at least "
+            "one array that is not empty."
+        )
+    state = ocp.args.StandardSave(nested(arrays))
+    beside = ocp.args.JsonSave(dict(items))
+    return record_of(ocp.args.Composite(**{STATE: state, ITEMS: beside}))
+
+
+def is_experiment(record: Record) -> bool:
+    """Whether `experiment_record` made it."""
+    items = set(record.structures), set(record.json_items)
+    return not record.default and items == ({STATE}, {ITEMS})
+
+
+def leaf_path(path: str) -> str:
+    """What the record calls the leaf at a path of an experiment's state.
+
+    >>> leaf_path("params/100%/w"), state_path(leaf_path("params/100%/w"))
+    ('state/params/100%25/w', 'params/100%/w')
+    """
+    return "/".join((STATE, *map(escaped, path.split("/"))))
+
+
+def state_path(path: str) -> str:
+    """The path of an experiment's leaf, from what the record calls it."""
+    return "/".join(map(unescaped, path.split("/")[1:]))
+
+
+def _standard_tree(name: str, item: Any) -> Any:
+    if not isinstance(item, ocp.args.StandardSave):
+        raise ValueError(
+            f"args of item {name!r} is {type(item).__name__}. Allowed: "
+            "ocp.args.StandardSave, ocp.args.JsonSave, and ocp.args.Composite of them. "
+            "Give trees as ocp.args.StandardSave(tree)."
+        )
+    if item.save_args is not None or item.custom_metadata is not None:
+        raise ValueError(
+            f"StandardSave of item {name!r} has save_args or custom_metadata, which "
+            "are not used here. Leave them out; `save` takes custom_metadata."
+        )
+    tree = item.item
+    if not jax.tree.leaves(tree) and tree is not None:
+        raise ValueError(
+            f"StandardSave of item {name!r} holds no leaf: {tree!r:.80}. Allowed: one "
+            "leaf or more. Give the state that is to come back, or leave the item out."
+        )
+    if tree is None or jax.tree_util.treedef_is_leaf(jax.tree.structure(tree)):
+        raise ValueError(
+            f"StandardSave of item {name!r} holds {type(tree).__name__}, not a tree. "
+            'Allowed: a tree of leaves. Give {"value": ...}.'
+        )
+    return tree
+
+
+def _leaf_record(path: str, leaf: Any) -> LeafRecord:
+    if isinstance(leaf, jax.Array):
+        _refuse_deleted(path, leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = jax.eval_shape(jax.random.key_data, leaf)
+            impl = str(jax.random.key_impl(leaf))
+            return LeafRecord(
+                path=path, kind="key", shape=data.shape, dtype="uint32", impl=impl
+            )
+        kind: Kind = "array"
+    elif isinstance(leaf, np.ndarray):
+        _refuse_subclass(path, leaf)
+        kind = "numpy"
+    elif isinstance(leaf, np.generic):
+        kind = "scalar"
+    else:
+        return _python_record(path, leaf)
+    _refuse_odd_dtype(path, leaf.dtype)
+    return LeafRecord(path=path, kind=kind, shape=leaf.shape, dtype=leaf.dtype.name)
+
+
+def _python_record(path: str, leaf: Any) -> LeafRecord:
+    if type(leaf) is bool:
+        return LeafRecord(path=path, kind="bool", shape=(), dtype="bool")
+    if type(leaf) is int and -(2**63) <= leaf < 2**63:
+        return LeafRecord(path=path, kind="int", shape=(), dtype="int64")
+    if type(leaf) is float:
+        return LeafRecord(path=path, kind="float", shape=(), dtype="float64")
+    raise ValueError(
+        f"leaf {path!r} is {leaf!r:.60} ({type(leaf).__name__}). Allowed: jax arrays, "
+        "numpy arrays and scalars, bool, float, and int of 64 bits. Put anything else "
+        "into an item of its own with ocp.args.JsonSave."
+    )
+
+
+def _refuse_deleted(path: str, array: jax.Array) -> None:
+    if array.is_deleted():
+        raise ValueError(
+            f"leaf {path!r} was donated or deleted: its bytes are gone. Allowed: "
+            "arrays that exist. Save what the step that took it has returned, or save "
+            "it before that step."
+        )
+
+
+def _refuse_subclass(path: str, array: np.ndarray) -> None:
+    # A memmap's numbers are all that there is of it; a mask would be lost.
+    if type(array) not in (np.ndarray, np.memmap):
+        raise ValueError(
+            f"leaf {path!r} is {type(array).__name__}, which would come back as plain "
+            "numpy.ndarray. Allowed: numpy.ndarray. Save numpy.asarray of it; of a "
+            "masked array its data and its mask."
+        )
+
+
+def _refuse_odd_dtype(path: str, dtype: np.dtype) -> None:
+    if dtype.name not in STORABLE:
+        raise ValueError(
+            f"leaf {path!r} has dtype {dtype}, which storage cannot hold. Allowed: "
+            f"{', '.join(sorted(STORABLE))}. Convert it, or put it into an item of its "
+            "own with ocp.args.JsonSave."
+        )
+    if not dtype.isnative:
+        raise ValueError(
+            f"leaf {path!r} has dtype {dtype.str}, whose byte order is not this "
+            "machine's. Allowed: native byte order, which it would come back in. Save "
+            f"leaf.astype({dtype.name!r})."
+        )
+
+
+def _as_json(what: str, value: Any) -> Any:
+    """A detached copy, and what storage would give back."""
+    if value is None:
+        return None
+    try:
+        return json.loads(json.dumps(value, default=_number))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{what} is not JSON: {error}. Allowed: dicts with str keys, lists, str, "
+            "numbers, bool, None. Convert it."
+        ) from error
+
+
+def _number(value: Any) -> Any:
+    """Metrics are often scalar arrays."""
+    if getattr(value, "shape", None) == ():
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+@functools.lru_cache(maxsize=8)
+def _layout(leaves: tuple[LeafRecord, ...]) -> Layout:
+    return Layout(
+        mesh=MeshLayout(axis_names=("host",), axis_sizes=(1,), slots=(0,)),
+        leaves=tuple(
+            Leaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype) for leaf in leaves
+        ),
+    )

@@ -1,0 +1,220 @@
+"""What the state is made of: leaves, slices and who owns which.
+
+Decides the identity of every piece of state (leaf path, global index range, dtype)
+and, from a mesh and partition specs alone, which slices each slot owns. Pure values:
+this module.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
+import numpy as np
+import xxhash
+
+
+ALIGNMENT = 64
+"""Every slice starts at a multiple of this many bytes, so JAX can alias it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """One piece of state. Its identity never contains a rank or a host.
+
+    >>> Slice(path="params/w", start=(0, 4), stop=(2, 8), dtype="float32").nbytes
+    32
+    """
+
+    path: str
+    """Path of the leaf in the state tree, keys joined by "/"."""
+    start: tuple[int, ...]
+    """First global index of each dim."""
+    stop: tuple[int, ...]
+    """One past the last global index of each dim."""
+    dtype: str
+    """Numpy (or ml_dtypes) name of the dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent of each dim."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The identity as text, e.g. ``params/w[0:2,4:8]:float32``."""
+        ranges = ",".join(
+            f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)
+        )
+        return f"{self.path}[{ranges}]:{self.dtype}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array of the state, as a global array."""
+
+    path: str
+    """Path in the state tree, keys joined by "/"."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: str
+    """Numpy (or ml_dtypes) name of the dtype."""
+    spec: tuple[tuple[str, ...], ...] = ()
+    """Per dim the mesh axes that divide it; missing trailing dims are undivided."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshLayout:
+    """A mesh by position: axis names, sizes and the slot of each device."""
+
+    axis_names: tuple[str, ...]
+    """Names, slowest-varying first."""
+    axis_sizes: tuple[int, ...]
+    """Sizes, in the order of the names."""
+    slots: tuple[int, ...]
+    """The slot of each device, devices in row-major mesh order."""
+
+    def __post_init__(self) -> None:
+        if math.prod(self.axis_sizes) != len(self.slots):
+            raise ValueError(
+                f"slots has {len(self.slots)} entries, but axis_sizes="
+                f"{self.axis_sizes} needs {math.prod(self.axis_sizes)}: "
+                "give one slot per device."
+            )
+
+    @functools.cached_property
+    def num_slots(self) -> int:
+        """Number of distinct slots."""
+        return max(self.slots) + 1
+
+    @functools.cached_property
+    def _positions(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        positions: dict[int, list[tuple[int, ...]]] = {}
+        coordinates = itertools.product(*(range(n) for n in self.axis_sizes))
+        for slot, coordinate in zip(self.slots, coordinates, strict=True):
+            positions.setdefault(slot, []).append(coordinate)
+        return {slot: tuple(found) for slot, found in positions.items()}
+
+    def positions(self, slot: int) -> tuple[tuple[int, ...], ...]:
+        """Mesh coordinates of a slot's devices, in mesh order."""
+        return self._positions.get(slot, ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The whole state: mesh, leaves and the config that made them."""
+
+    mesh: MeshLayout
+    leaves: tuple[Leaf, ...]
+    config: str = ""
+    """The resolved experiment config as JSON; it travels into every commit."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hex digest (xxh3-128) of the layout; equal layouts have equal digests."""
+        return xxhash.xxh3_128_hexdigest(self.to_json().encode())
+
+    @functools.cached_property
+    def _slices_by_slot(self) -> dict[int, tuple[Slice, ...]]:
+        return {}
+
+    def slices(self, slot: int) -> tuple[Slice, ...]:
+        """The distinct slices that a slot owns, in leaf order then mesh order."""
+        # Kept per slot: one host of thousands must not pay for the slices of all.
+        if slot not in self._slices_by_slot:
+            self._slices_by_slot[slot] = _distinct(
+                slice_at(self.mesh, leaf, position)
+                for leaf in self.leaves
+                for position in self.mesh.positions(slot)
+            )
+        return self._slices_by_slot[slot]
+
+    @functools.cached_property
+    def owners(self) -> dict[Slice, tuple[int, ...]]:
+        """For every distinct slice the slots that own it, in slot order."""
+        owners: dict[Slice, list[int]] = {}
+        for slot in range(self.mesh.num_slots):
+            for piece in self.slices(slot):
+                owners.setdefault(piece, []).append(slot)
+        return {piece: tuple(slots) for piece, slots in owners.items()}
+
+    def to_json(self) -> str:
+        """Canonical JSON; inverse of `from_json`."""
+        return self._json
+
+    @functools.cached_property
+    def _json(self) -> str:
+        return json.dumps(
+            {
+                "mesh": dataclasses.asdict(self.mesh),
+                "leaves": [dataclasses.asdict(leaf) for leaf in self.leaves],
+                "config": self.config,
+            },
+            sort_keys=True,
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Layout":
+        """Reads what `to_json` wrote."""
+        raw = json.loads(text)
+        mesh = {key: tuple(value) for key, value in raw["mesh"].items()}
+        leaves = tuple(
+            Leaf(
+                path=leaf["path"],
+                shape=tuple(leaf["shape"]),
+                dtype=leaf["dtype"],
+                spec=tuple(tuple(axes) for axes in leaf["spec"]),
+            )
+            for leaf in raw["leaves"]
+        )
+        return cls(mesh=MeshLayout(**mesh), leaves=leaves, config=raw["config"])
+
+
+def slice_at(mesh: MeshLayout, leaf: Leaf, position: Sequence[int]) -> Slice:
+    """The slice of a leaf on the device at a mesh position.
+
+    Raises:
+        ValueError: if a dim cannot be divided evenly by its mesh axes.
+    """
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    coordinate = dict(zip(mesh.axis_names, position, strict=True))
+    start, stop = [0] * len(leaf.shape), list(leaf.shape)
+    for dim, axes in enumerate(leaf.spec):
+        parts, index = 1, 0
+        for axis in axes:
+            parts, index = parts * sizes[axis], index * sizes[axis] + coordinate[axis]
+        if leaf.shape[dim] % parts:
+            raise ValueError(
+                f"leaf {leaf.path!r}: dim {dim} of size {leaf.shape[dim]} cannot be "
+                f"divided by axes {axes} of total size {parts}. Change the spec."
+            )
+        width = leaf.shape[dim] // parts
+        start[dim], stop[dim] = index * width, (index + 1) * width
+    return Slice(path=leaf.path, start=tuple(start), stop=tuple(stop), dtype=leaf.dtype)
+
+
+def offsets_of(slices: Sequence[Slice]) -> tuple[tuple[int, ...], int]:
+    """Where each slice starts when they are laid side by side, and the total bytes.
+
+    >>> a = Slice(path="a", start=(0,), stop=(3,), dtype="uint8")
+    >>> offsets_of([a, a])
+    ((0, 64), 128)
+    """
+    offsets, total = [], 0
+    for piece in slices:
+        offsets.append(total)
+        total += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(offsets), total
+
+
+def _distinct(slices: Iterable[Slice]) -> tuple[Slice, ...]:
+    return tuple(dict.fromkeys(slices))

@@ -1,0 +1,187 @@
+"""Leaves of a state tree by path, and typed PRNG keys as the words that they are made
+of.
+
+A path joins dict keys, attribute names and sequence indices with "/". A typed key array
+has a dtype of JAX's own; memory, wire and storage carry its words, which are uint32
+with one dim more.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+import jax
+from jax.tree_util import DictKey
+from jax.tree_util import FlattenedIndexKey
+from jax.tree_util import GetAttrKey
+from jax.tree_util import SequenceKey
+
+
+
+
+_SHOWN = 8
+"""Paths listed in an error before the rest is only counted."""
+
+
+def to_paths(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by path, in tree order; None is not a leaf.
+
+    >>> to_paths({"b": [1, 2], "a": {"w": 3, "none": None}})
+    {'a/w': 3, 'b/0': 1, 'b/1': 2}
+
+    Raises:
+        ValueError: a key contains "/" or is empty, or two leaves have one path.
+    """
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    return dict(zip(_paths(structure), leaves, strict=True))
+
+
+@functools.lru_cache(maxsize=16)
+def _paths(structure: Any) -> tuple[str, ...]:
+    """Of a treedef. Every step has the same structure: its leaves are named once."""
+    paths: dict[str, None] = {}
+    numbers = jax.tree_util.tree_unflatten(structure, range(structure.num_leaves))
+    for keys, _ in jax.tree_util.tree_flatten_with_path(numbers)[0]:
+        path = _path(keys)
+        if path in paths:
+            raise ValueError(
+                f"tree has two leaves at path {path!r} (keys {keys}): keys that "
+                "differ only by type are not allowed. Rename one of them."
+            )
+        paths[path] = None
+    return tuple(paths)
+
+
+def from_paths(like: Any, mapping: Mapping[str, Any]) -> Any:
+    """A tree of the structure of `like` with the leaves of `mapping`.
+
+    >>> from_paths({"a": [0, 0]}, {"a/0": 1, "a/1": 2})
+    {'a': [1, 2]}
+
+    Raises:
+        ValueError: the paths differ; lists what is missing and what is unexpected.
+    """
+    expected = to_paths(like)
+    if expected.keys() != mapping.keys():
+        missing = [path for path in expected if path not in mapping]
+        unexpected = [path for path in mapping if path not in expected]
+        raise ValueError(
+            f"mapping does not fit the tree: expected {len(expected)} leaves, found "
+            f"{len(mapping)}. Expected but not found: {listed(missing)}. Found but "
+            f"not expected: {listed(unexpected)}. Use the config that made the state."
+        )
+    structure = jax.tree_util.tree_structure(like)
+    return jax.tree_util.tree_unflatten(structure, [mapping[p] for p in expected])
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by path as a dict of dicts, the form in which Orbax stores them.
+
+    >>> nested({"a/b": 1, "c": 2})
+    {'a': {'b': 1}, 'c': 2}
+
+    Raises:
+        ValueError: two paths differ only by "." for "/". Orbax joins keys by "." and
+            would write one leaf over the other.
+    """
+    tree: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for path, leaf in leaves.items():
+        other = names.setdefault(path.replace("/", "."), path)
+        if other != path:
+            raise ValueError(
+                f"leaves {other!r} and {path!r} have one name in Orbax, which joins "
+                'keys by ".". Rename one of them.'
+            )
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return tree
+
+
+def listed(paths: list[str]) -> str:
+    """Paths as text for an error, the first few by name.
+
+    >>> listed([]), listed(["a", "b"])
+    ('none', 'a, b')
+    """
+    text = ", ".join(paths[:_SHOWN]) or "none"
+    rest = len(paths) - _SHOWN
+    return f"{text} and {rest} more" if rest > 0 else text
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    names = [_name(key) for key in keys]
+    for name in names:
+        if "/" in name or not name:
+            raise ValueError(
+                f"tree has the key {name!r} (in {keys}): a key may be neither empty "
+                'nor contain "/", which joins keys into a path. Rename it.'
+            )
+    return "/".join(names)
+
+
+def _name(key: Any) -> str:
+    match key:
+        case DictKey(key=name) | FlattenedIndexKey(key=name):
+            return str(name)
+        case GetAttrKey(name=name):
+            return name
+        case SequenceKey(idx=index):
+            return str(index)
+    return str(key)
+
+
+
+
+def with_plain_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves, every typed key array as its words, ready.
+
+    Args:
+        leaves: path to array or to `jax.ShapeDtypeStruct`.
+
+    >>> plain({"key": jax.random.key(7), "n": 1})
+    {'key': Array([0, 7], dtype=uint32), 'n': 1}
+    """
+    return {
+        path: _words(leaf) if _is_key(leaf) else leaf for path, leaf in leaves.items()
+    }
+
+
+def with_typed_keys(leaves: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves, words as keys where `like` has keys; undoes `plain`.
+
+    Args:
+        leaves: path to array.
+        like: path to array or to `jax.ShapeDtypeStruct`, with the same paths.
+
+    >>> key = {"key": jax.random.key(7, impl="rbg")}
+    >>> typed(plain(key), key)["key"].dtype == key["key"].dtype
+    True
+    """
+    return {
+        path: jax.random.wrap_key_data(leaf, impl=_implementation(like[path]))
+        if _is_key(like[path])
+        else leaf
+        for path, leaf in leaves.items()
+    }
+
+
+def _is_key(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _words(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jax.block_until_ready(jax.random.key_data(leaf))
+    found = jax.eval_shape(jax.random.key_data, leaf)
+    # The words of a key lie together: the spec is that of the keys.
+    return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=leaf.sharding)
+
+
+def _implementation(leaf: Any) -> Any:
+    found: list[Any] = []
+    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), leaf)
+    return found[0]

@@ -1,0 +1,96 @@
+"""Steps in a storage directory: written by a process of its own, read, looked at.
+
+* `directory`: the storage tier, a directory of Orbax checkpoints; `orbax_manager`: the
+  Orbax manager below it; `stored_steps`: reads steps; `job_layout`: a user's tree as
+  slices of a job, and back.
+* `exporter`: the process that writes (`python -m dtft.checkpoint.storage.exporter`);
+  `exporter_client`: the side that starts it; `export_plan`: which slots write.
+* `inspect`: what `dtft checkpoint` shows of a directory; `step_directories`: which
+  steps it has; `directory_lock`: one writer at a time. These three, `export_plan` and
+  `exporter_client` import neither JAX nor Orbax when they are loaded.
+
+When a step is written is decided in `managers` and in `dtft.elastic`.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.checkpoint.storage.directory import StorageTier
+    from dtft.checkpoint.storage.directory import compare_steps
+    from dtft.checkpoint.storage.directory_lock import StorageBusy
+    from dtft.checkpoint.storage.directory_lock import alone_in
+    from dtft.checkpoint.storage.export_plan import export_world
+    from dtft.checkpoint.storage.exporter_client import EXPORTER_START_S
+    from dtft.checkpoint.storage.exporter_client import ExporterProcess
+    from dtft.checkpoint.storage.exporter_client import Hear
+    from dtft.checkpoint.storage.inspect import checkpoints_in
+    from dtft.checkpoint.storage.inspect import copy_step
+    from dtft.checkpoint.storage.inspect import describe_step
+    from dtft.checkpoint.storage.inspect import list_steps
+    from dtft.checkpoint.storage.inspect import pick_step
+    from dtft.checkpoint.storage.inspect import verify_step
+    from dtft.checkpoint.storage.job_layout import config_of
+    from dtft.checkpoint.storage.job_layout import dynamic_part
+    from dtft.checkpoint.storage.job_layout import layout_difference
+    from dtft.checkpoint.storage.job_layout import layout_of
+    from dtft.checkpoint.storage.job_layout import moved_leaf
+    from dtft.checkpoint.storage.job_layout import record_in
+    from dtft.checkpoint.storage.job_layout import same_slices
+    from dtft.checkpoint.storage.step_directories import storage_steps
+    from dtft.checkpoint.storage.stored_steps import StoredSteps
+
+_PUBLIC = {
+    "EXPORTER_START_S": "exporter_client",
+    "ExporterProcess": "exporter_client",
+    "Hear": "exporter_client",
+    "StorageBusy": "directory_lock",
+    "StorageTier": "directory",
+    "StoredSteps": "stored_steps",
+    "alone_in": "directory_lock",
+    "checkpoints_in": "inspect",
+    "compare_steps": "directory",
+    "config_of": "job_layout",
+    "copy_step": "inspect",
+    "describe_step": "inspect",
+    "dynamic_part": "job_layout",
+    "export_world": "export_plan",
+    "layout_difference": "job_layout",
+    "layout_of": "job_layout",
+    "list_steps": "inspect",
+    "moved_leaf": "job_layout",
+    "pick_step": "inspect",
+    "record_in": "job_layout",
+    "same_slices": "job_layout",
+    "storage_steps": "step_directories",
+    "verify_step": "inspect",
+}
+
+__all__ = [
+    "EXPORTER_START_S",
+    "ExporterProcess",
+    "Hear",
+    "StorageBusy",
+    "StorageTier",
+    "StoredSteps",
+    "alone_in",
+    "checkpoints_in",
+    "compare_steps",
+    "config_of",
+    "copy_step",
+    "describe_step",
+    "dynamic_part",
+    "export_world",
+    "layout_difference",
+    "layout_of",
+    "list_steps",
+    "moved_leaf",
+    "pick_step",
+    "record_in",
+    "same_slices",
+    "storage_steps",
+    "verify_step",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

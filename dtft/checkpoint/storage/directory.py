@@ -1,0 +1,339 @@
+"""The storage tier: a directory of Orbax checkpoints, one per step.
+
+Stock Orbax reads every item of a step under the name that it was saved with. An
+experiment has two: `state`, a nested dict of arrays, and `items`, JSON. Beside them is
+the item `dtft`, see `stored_steps`. `compare_steps` compares two stored steps as bytes.
+"""
+
+import os
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from dtft.checkpoint.state import fingerprints
+from dtft.checkpoint.storage.orbax_manager import OpenedDirectory
+from dtft.checkpoint.state import ITEMS
+from dtft.checkpoint.state import RECORD
+from dtft.checkpoint.state import STATE
+from dtft.checkpoint.state import Record
+from dtft.checkpoint.state import experiment_record
+from dtft.checkpoint.state import is_experiment
+from dtft.checkpoint.state import state_path
+from dtft.checkpoint.state import json_digest
+from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
+from dtft.checkpoint.storage.stored_steps import StoredSteps
+from dtft.checkpoint.state import listed
+from dtft.checkpoint.state import RestoreTarget
+
+
+
+
+class WrittenByAnother(RuntimeError):
+    """A step in storage is not the one that was saved here."""
+
+
+class StorageTier:
+    """The checkpoints in one directory, oldest dropped first.
+
+    In a world of several processes every one of them makes the same calls; Orbax
+    brings them together. Listing steps needs no other process.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        max_to_keep: int | None = 3,
+        timeout_s: int = 300,
+        read_only: bool = False,
+        scored: bool = False,
+    ) -> None:
+        """Touches nothing yet: Orbax opens the directory at the first save.
+
+        Args:
+            directory: where the steps are; made by the first save.
+            max_to_keep: how many of the newest steps a save leaves in place; None: all.
+            timeout_s: limit of the asynchronous part of one save.
+            read_only: refuse to save.
+            scored: whether Orbax writes the metrics of a step, too.
+        """
+        if max_to_keep is not None and max_to_keep < 1:
+            raise ValueError(
+                f"max_to_keep={max_to_keep} would keep no checkpoint. Allowed: 1 or "
+                "more. Set --storage.keep 1 or more."
+            )
+        text = str(directory)
+        self.directory = epath.Path(text if "://" in text else os.path.abspath(text))
+        self._read_only = read_only
+        self._stored = StoredSteps(self.directory)
+        self._opened = OpenedDirectory(
+            self.directory, orbax_options(max_to_keep, timeout_s, scored=scored)
+        )
+
+    def save(
+        self, step: int, arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
+    ) -> None:
+        """Begins to write an experiment's step, as `write` does.
+
+        Args:
+            step: the step.
+            arrays: leaf path to global array.
+            items: what is not an array, as JSON values.
+
+        Raises:
+            ValueError: two paths would have one name in Orbax, or all leaves are empty.
+        """
+        self.write(step, StepToStore(*experiment_record(arrays, items)))
+
+    def write(self, step: int, stored: "StepToStore") -> None:
+        """Begins to write a step; `wait_until_finished` says when it is safe.
+
+        The arrays must stay as they are until then. A step that exists already is
+        replaced: the run that saves now is the one that counts.
+        """
+        if self._read_only:
+            raise ValueError(
+                f"read_only=True: step {step} was not saved to {self.directory}. "
+                "Open the storage tier with read_only=False."
+            )
+        record = stored.record
+        self._opened.save(step, stored.items, record.metrics, record.custom_metadata)
+
+    def write_once(self, step: int, stored: "StepToStore") -> None:
+        """Writes a step and waits for it, unless it is there already.
+
+        A step that is there is left alone, and right if it is what `stored` is: the
+        answer to an earlier attempt may have been lost. To be called by one process.
+
+        Raises:
+            WrittenByAnother: the step is there, but it is another one.
+        """
+        self._opened.reload()
+        if step not in self.all_steps():
+            self.write(step, stored)
+            self.wait_until_finished()
+        if self._stored.digest(step) != stored.digest:
+            raise WrittenByAnother(
+                f"another manager has written step {step} to {self.directory}, and it "
+                "stays there. Give each manager a directory of its own, or delete the "
+                "step first"
+            )
+
+    def delete(self, steps: Iterable[int]) -> None:
+        """Removes those of the steps that are there."""
+        for step in set(steps) & set(self.all_steps()):
+            self._opened.delete(step)
+
+    def wait_until_finished(self) -> None:
+        """Waits until the last save is complete; raises what went wrong in it."""
+        self._opened.wait_until_finished()
+
+    def restore(
+        self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        """The arrays of a step, bit for bit, on the wanted shardings, and its items.
+
+        Args:
+            step: one of `all_steps()`.
+            abstract: leaf path to shape, dtype and sharding.
+
+        Raises:
+            ValueError: the directory has no such step, or its leaves differ from
+                `abstract` in path, shape or dtype; lists expected against found.
+            CheckpointUnreadable: the step exists but cannot be read.
+        """
+        record, prints = self._experiment(step)
+        paths = shown_paths(record)
+        shapes = dict(zip(paths, _shapes(record), strict=True))
+        _check_fits(abstract, shapes, self.directory / str(step))
+        targets = {number: abstract[path] for number, path in enumerate(paths)}
+        wanted = {STATE: RestoreTarget(targets=targets), ITEMS: None}
+        values, items = self._stored.read(step, record, prints, wanted)
+        found = dict(zip(paths, values, strict=True))
+        arrays = {
+            path: found[path] if 0 not in leaf.shape else _empty_array(leaf)
+            for path, leaf in abstract.items()
+        }
+        return arrays, items[ITEMS]
+
+    def load_numpy(self, step: int) -> dict[str, np.ndarray]:
+        """All arrays of a step in host memory, by path; for looking, not training."""
+        record, prints = self._record(step)
+        # A step that several processes wrote is only read onto a stated sharding.
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        wanted = dict.fromkeys(record.structures, RestoreTarget(fallback=here))
+        values, _ = self._stored.read(step, record, prints, wanted)
+        arrays = map(np.asarray, values)
+        return dict(sorted(zip(shown_paths(record), arrays, strict=True)))
+
+    def items(self, step: int) -> dict[str, Any]:
+        """What was saved beside the arrays of an experiment's step."""
+        return self._experiment(step)[0].json_items[ITEMS]
+
+    def all_steps(self) -> tuple[int, ...]:
+        """The complete steps in the directory, ascending."""
+        return self._stored.steps()
+
+    def latest_step(self) -> int | None:
+        """The newest complete step, or None."""
+        return max(self.all_steps(), default=None)
+
+    def close(self) -> None:
+        """Waits for a save under way and lets go of the directory."""
+        self._opened.close()
+
+    def _record(self, step: int) -> tuple[Record, dict[str, str]]:
+        steps = self.all_steps()
+        if step not in steps:
+            raise ValueError(
+                f"step={step} is not in {self.directory}. It has: "
+                f"{listed([str(found) for found in steps])}."
+            )
+        found = self._stored.record(step)
+        if found is None:
+            raise CheckpointUnreadable(
+                f"{self.directory / str(step)} was not written by dtft: it has no item "
+                f"{RECORD!r}."
+            )
+        return found
+
+    def _experiment(self, step: int) -> tuple[Record, dict[str, str]]:
+        record, prints = self._record(step)
+        if not is_experiment(record):
+            names = [*record.structures, *record.json_items]
+            raise CheckpointUnreadable(
+                f"{self.directory / str(step)} is not the step of an experiment: it "
+                f"has the items {listed(names)}, not {STATE} and {ITEMS}."
+            )
+        return record, prints
+
+
+def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
+    """All arrays of a step in host memory, by path."""
+    return StorageTier(directory, read_only=True).load_numpy(step)
+
+
+def orbax_options(
+    max_to_keep: int | None, timeout_s: int, *, scored: bool = False
+) -> ocp.CheckpointManagerOptions:
+    """How Orbax's manager treats a directory of ours."""
+    return ocp.CheckpointManagerOptions(
+        max_to_keep=max_to_keep,
+        cleanup_tmp_directories=True,
+        # Orbax writes metrics only if there is a function of them; which steps go is
+        # decided by the process that has the user's function.
+        best_fn=(lambda metrics: 0.0) if scored else None,
+        async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
+    )
+
+
+class StepToStore:
+    """What Orbax is asked to save: the items of a record, and the record beside them.
+
+    Attributes:
+        record: what the step consists of.
+        items: item name to `ocp.args.StandardSave` or `JsonSave`.
+        digest: of the record and the fingerprints of the leaves.
+    """
+
+    def __init__(self, record: Record, values: Sequence[Any]) -> None:
+        """Takes the fingerprints.
+
+        Args:
+            record: what the step consists of.
+            values: the leaves by number; arrays are global arrays. In the place of an
+                empty array, which Orbax refuses, it stores None.
+        """
+        full = [
+            None if 0 in leaf.shape else value
+            for leaf, value in zip(record.leaves, values, strict=True)
+        ]
+        prints = _fingerprints(record, full)
+        beside = {"record": record.to_json(), "fingerprints": prints}
+        self.record, self.digest = record, json_digest(beside)
+        self.items: dict[str, Any] = {
+            name: ocp.args.StandardSave(record.tree(name, full))
+            for name in record.structures
+        }
+        for name, value in record.json_items.items():
+            self.items[name] = ocp.args.JsonSave(value)
+        self.items[RECORD] = ocp.args.JsonSave({**beside, "digest": self.digest})
+
+
+def _fingerprints(record: Record, values: Iterable[Any]) -> dict[str, str]:
+    """Of every leaf that is not empty, by path."""
+    plain: dict[str, Any] = {}
+    for leaf, value in zip(record.leaves, values, strict=True):
+        if value is None:
+            continue
+        if leaf.kind == "key":
+            plain[leaf.path] = jax.random.key_data(value)
+        else:
+            is_jax = isinstance(value, jax.Array)
+            plain[leaf.path] = value if is_jax else np.asarray(value, leaf.dtype)
+    return fingerprints(plain)
+
+
+def shown_paths(record: Record) -> list[str]:
+    """What people call each leaf: an experiment's by its path in the state."""
+    paths = [leaf.path for leaf in record.leaves]
+    return list(map(state_path, paths)) if is_experiment(record) else paths
+
+
+def _shapes(record: Record) -> list[tuple[tuple[int, ...], np.dtype]]:
+    return [(leaf.shape, np.dtype(leaf.dtype)) for leaf in record.leaves]
+
+
+def _check_fits(
+    abstract: Mapping[str, jax.ShapeDtypeStruct],
+    found: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    where: os.PathLike[str],
+) -> None:
+    expected = {p: (tuple(v.shape), np.dtype(v.dtype)) for p, v in abstract.items()}
+    differ = [
+        f"{path}: expected {_text(expected.get(path))}, found {_text(found.get(path))}"
+        for path in sorted(expected.keys() | found.keys())
+        if expected.get(path) != found.get(path)
+    ]
+    if differ:
+        raise ValueError(
+            f"abstract does not fit {where}, {len(differ)} leaves differ: "
+            f"{listed(differ)}. Use the config that wrote it, or another run directory."
+        )
+
+
+def _text(leaf: tuple[tuple[int, ...], np.dtype] | None) -> str:
+    return "nothing" if leaf is None else f"{leaf[1].name}{list(leaf[0])}"
+
+
+def _empty_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    value = np.zeros(leaf.shape, leaf.dtype)
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: value[index]
+    )
+
+
+
+
+def compare_steps(
+    directory_a: Path | str, step_a: int, directory_b: Path | str, step_b: int
+) -> list[str]:
+    """Paths of the leaves that differ in presence, shape, dtype or any bit, sorted.
+
+    Raises:
+        ValueError: a directory does not have the step.
+        CheckpointUnreadable: a step exists but cannot be read.
+    """
+    a, b = load_numpy(directory_a, step_a), load_numpy(directory_b, step_b)
+    return [p for p in sorted(a.keys() | b.keys()) if not _same(a.get(p), b.get(p))]
+
+
+def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    if a is None or b is None:
+        return False
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

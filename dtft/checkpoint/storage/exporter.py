@@ -1,0 +1,435 @@
+"""Writes steps from memory to storage: a disposable process.
+
+``python -m dtft.checkpoint.storage.exporter`` reads one JSON object per line on stdin
+and answers one per line on stdout; it saves one step at a time, none beyond its limit.
+Of a job, the exporting hosts' processes form a CPU world of their own; a manager of one
+process has one exporter. The memory is seen as read-only views, whose digests are
+checked: what went wrong in memory must not get a good fingerprint.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+from dtft.checkpoint.state import check_copies
+from dtft.checkpoint.state import Parts
+from dtft.checkpoint.state import listed
+import contextlib
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from typing import Protocol
+from typing import TextIO
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+import jax
+import numpy as np
+from dtft.checkpoint.state import Chunks
+from dtft.checkpoint.storage.export_plan import ExportWorld
+from dtft.checkpoint.storage.export_plan import export_world
+from dtft.checkpoint.storage.job_layout import record_in
+from dtft.checkpoint.storage.directory_lock import alone_in
+from dtft.checkpoint.state import LeafRecord
+from dtft.checkpoint.state import Record
+from dtft.checkpoint.state import experiment_record
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.state import Leaf
+from dtft.checkpoint.state import Slice
+from dtft.checkpoint.state import slice_at
+from dtft.checkpoint.storage.directory import StepToStore
+from dtft.checkpoint.storage.directory import StorageTier
+
+
+# The last check of what leaves memory for storage.
+#
+# A step has digests from its snapshot on; in storage it has fingerprints. Where the one
+# kind ends and the other begins, a bit that flipped in memory would get a good
+# fingerprint.
+
+
+def refuse_corrupt(
+    step: int,
+    copies: Iterable[tuple[str, Parts, bytes]],
+    chunk_bytes: int,
+) -> None:
+    """Reads the bytes of a step again; call it once the fingerprints are taken.
+
+    Fingerprints taken of right bytes tell of bytes that go wrong later, for ever.
+
+    Args:
+        step: the step.
+        copies: name, bytes, and the digests that they should have.
+        chunk_bytes: bytes under one digest.
+
+    Raises:
+        ValueError: a byte is wrong; names up to eight.
+    """
+    bad = check_copies(copies, chunk_bytes)[1]
+    if bad:
+        raise ValueError(
+            f"step {step} is corrupt in this host's memory, so nothing of it was "
+            f"written: {listed(bad)} differ from their digests. The next step is a new "
+            "snapshot."
+        )
+
+
+def from_hex(digests: Sequence[str]) -> list[bytes]:
+    """Digests out of a JSON message.
+
+    >>> from_hex(["00ff"])
+    [b'\\x00\\xff']
+    """
+    return [bytes.fromhex(text) for text in digests]
+
+
+# An exporter process's talk with whoever started it: one JSON object per line.
+#
+# Reads messages on stdin, has one step saved at a time, none beyond its limit, and
+# answers on stdout.
+
+
+SAVE_S = 300.0
+"""Limit of one save; "timeout_s" in a message changes it."""
+
+
+class Saver(Protocol):
+    """What writes steps; the fields of a "save" message are its arguments."""
+
+    @property
+    def save(self) -> Callable[..., int]:
+        """Writes one step, waits for it, and returns its bytes."""
+        ...
+
+
+class SaveServer:
+    """Answers messages; one save at a time, and none beyond its limit."""
+
+    def __init__(self, out: TextIO, opener: Callable[[dict[str, Any]], Saver]) -> None:
+        """Answers go to `out`; `opener` gets the fields of the first message."""
+        self._out, self._opener = out, opener
+        self._exporter: Saver | None = None
+        self._failure = "no message {'op': 'open'} came before"
+
+    def answer(self, message: dict[str, Any]) -> None:
+        """Does what one message asks and writes one line."""
+        op = message.get("op")
+        reply: dict[str, Any] = {"op": op}
+        if "step" in message:
+            reply["step"] = message["step"]
+        limit_s = float(message.get("timeout_s", SAVE_S))
+        timer = threading.Timer(limit_s, self._give_up, (dict(reply), limit_s))
+        timer.daemon = True
+        timer.start()
+        try:
+            reply |= {"ok": True, **self._do(message)}
+        except Exception as error:
+            reply |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
+            if op == "open":
+                self._failure = reply["error"]
+        timer.cancel()
+        self._write(reply)
+
+    def _do(self, message: dict[str, Any]) -> dict[str, Any]:
+        fields = dict(message)
+        fields.pop("op", None)
+        fields.pop("timeout_s", None)
+        if message.get("op") == "open":
+            self._exporter = self._opener(fields)
+            return {}
+        if message.get("op") != "save":
+            raise ValueError(
+                f"op={message.get('op')!r} is not known. Allowed: open, save, close."
+            )
+        if self._exporter is None:
+            raise RuntimeError(f"storage is not open: {self._failure}")
+        begun = time.monotonic()
+        written = self._exporter.save(**fields)
+        return {"seconds": time.monotonic() - begun, "bytes": written}
+
+    def _write(self, reply: dict[str, Any]) -> None:
+        self._out.write(json.dumps(reply) + "\n")
+        self._out.flush()
+
+    def _give_up(self, reply: dict[str, Any], limit_s: float) -> None:
+        error = f"TimeoutError: {limit_s:.0f} s for {reply['op']!r} have passed"
+        self._write(reply | {"ok": False, "error": error, "ended": True})
+        os._exit(1)
+
+
+def _read(messages: queue.Queue[dict[str, Any]]) -> None:
+    """Ends the process at once on "close" or the end of stdin, also during a save.
+
+    An unfinished step is a temporary directory, which the next exporter removes; the
+    shutdown barrier of jax.distributed would wait for hosts that may be gone.
+    """
+    code = 1  # a line that is not JSON: the other end is not an agent
+    try:
+        for line in sys.stdin:
+            message = json.loads(line)
+            if message.get("op") == "close":
+                break
+            messages.put(message)
+        code = 0
+    finally:
+        with contextlib.suppress(OSError):  # the log's disk may be full
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def serve(opener: Callable[[dict[str, Any]], Saver]) -> None:
+    """Answers messages on stdin until told to close."""
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    messages: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_read, args=(messages,), daemon=True).start()
+    server = SaveServer(out, opener)
+    while True:
+        server.answer(messages.get())
+
+
+
+
+JOIN_S = 60
+"""The processes of one export start within this time of each other, or give up."""
+HEARTBEAT_S = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What the first message says."""
+
+    directory: str
+    """Storage directory."""
+    layout: str
+    """The layout as JSON."""
+    chunk_bytes: int
+    """Bytes under one digest."""
+    slot: int = 0
+    """The slot whose own slices are in memory."""
+    rank: int = 0
+    """This process in the export world."""
+    world: int = 1
+    """Number of exporting processes."""
+    coordinator: str = ""
+    """host:port that rank 0 serves; "" in a world of one."""
+    devices: int = 1
+    """CPU devices of this process: at least the slot's part of the sub-mesh."""
+    max_to_keep: int | None = None
+    """Steps that storage keeps; None for all but those that saves name."""
+    scored: bool = False
+    """Whether Orbax writes the metrics of a step, too."""
+    shared: bool = False
+    """False where whoever orders exports orders one at a time: a step replaces one of
+    the same number. True where others may write to the directory: they are waited for,
+    and a step that is there stays."""
+    limit_s: float = 300.0
+    """Limit of the asynchronous part of one save."""
+
+
+class Exporter:
+    """One slot's part of the exports: views of memory in, a step in storage out."""
+
+    def __init__(self, opening: Opening) -> None:
+        """Joins the export world.
+
+        Raises:
+            ValueError: the message does not fit the layout.
+        """
+        self._opening, self._layout = opening, Layout.from_json(opening.layout)
+        self._world = export_world(self._layout)
+        self._positions = self._world.mesh.positions(opening.slot)
+        _check(opening, self._world, len(self._positions))
+        _join(opening)
+        self._mesh = _mesh(self._world, opening.rank)
+        pieces = self._layout.slices(opening.slot)
+        self._chunks = Chunks.of(pieces, opening.chunk_bytes)
+        self._index = {piece: index for index, piece in enumerate(pieces)}
+        self._tier = StorageTier(
+            opening.directory,
+            max_to_keep=opening.max_to_keep,
+            timeout_s=round(opening.limit_s),
+            scored=opening.scored,
+        )
+
+    def save(
+        self,
+        *,
+        step: int,
+        memory: list[str],
+        places: str,
+        digests: list[str],
+        items: dict[str, Any],
+        delete: Sequence[int] = (),
+    ) -> int:
+        """Writes one step and waits for it; returns the bytes of this slot's slices.
+
+        Args:
+            step: the step.
+            memory: one file for all of this slot's own slices, or one for each.
+            places: in hex, the place of each chunk in the file of its slice.
+            digests: in hex, of each of the slot's slices in the layout's order.
+            items: what is not an array.
+            delete: steps that go once this one is complete.
+
+        Raises:
+            ValueError: the places are not in the memory, or do not match the digests.
+            StorageBusy: another process did not stop writing to a shared directory.
+            WrittenByAnother: a shared directory has another step of that number.
+        """
+        parts = self._parts(memory, bytes.fromhex(places))
+        record, values = self._values(parts, items)
+        keys = [piece.key for piece in self._chunks.slices]
+        stored = StepToStore(record, values)  # takes the fingerprints
+        copies = zip(keys, parts, from_hex(digests), strict=True)
+        refuse_corrupt(step, copies, self._chunks.chunk_bytes)
+        if self._opening.shared:
+            with self._turn():
+                self._tier.write_once(step, stored)
+                self._tier.delete(delete)
+        else:
+            self._tier.write(step, stored)
+            self._tier.wait_until_finished()
+        return int(self._chunks.sizes.sum())
+
+    def _parts(self, memory: list[str], places: bytes) -> list[Parts]:
+        """The bytes of each of the slot's slices."""
+        # Mapped for each save: an agent may replace a file by one of another size.
+        mapped = {path: _mapped(path) for path in set(memory)}
+        at = np.frombuffer(places, np.uint8)
+        least = min(map(len, mapped.values()), default=0) // max(self._chunks.nbytes, 1)
+        if len(at) != self._chunks.num_chunks or (at >= least).any():
+            raise ValueError(
+                f"places={places.hex():.40} are not places of the "
+                f"{self._chunks.num_chunks} chunks of this slot: "
+                f"{', '.join(sorted(mapped))} has at most {least} of each. Send one "
+                "byte, as two hex digits, for each chunk."
+            )
+        count = len(self._chunks.slices)
+        files = memory * count if len(memory) == 1 else memory
+        return [
+            self._chunks.parts(memoryview(mapped[path]), at, index)
+            for index, path in zip(range(count), files, strict=True)
+        ]
+
+    def _values(
+        self, parts: Sequence[Parts], items: dict[str, Any]
+    ) -> tuple[Record, list[Any]]:
+        """What the step consists of, and its leaves as they were given to be saved."""
+        leaves = {leaf.path: leaf for leaf in self._layout.leaves}
+        record = record_in(self._layout, items)
+        if record is not None:
+            found = record.leaves
+            return record, [
+                self._value(leaf, leaves[leaf.path], parts) for leaf in found
+            ]
+        arrays = {path: self._array(leaf, parts) for path, leaf in leaves.items()}
+        return experiment_record(arrays, items)
+
+    def _value(self, record: LeafRecord, leaf: Leaf, parts: Sequence[Parts]) -> Any:
+        if record.kind == "array":
+            return self._array(leaf, parts)
+        if record.kind == "key":
+            return jax.random.wrap_key_data(self._array(leaf, parts), impl=record.impl)
+        whole = slice_at(self._world.mesh, leaf, self._positions[0])
+        value = _view(parts[self._index[whole]], whole)
+        return value.item() if record.kind in ("bool", "int", "float") else value
+
+    def _array(self, leaf: Leaf, parts: Sequence[Parts]) -> jax.Array:
+        pieces = [slice_at(self._world.mesh, leaf, at) for at in self._positions]
+        placed = [
+            jax.device_put(_view(parts[self._index[piece]], piece), device)
+            for piece, device in zip(
+                pieces, (self._mesh.devices[at] for at in self._positions), strict=True
+            )
+        ]
+        if self._mesh.size == 1:
+            return placed[0]
+        spec = jax.sharding.PartitionSpec(*(axes or None for axes in leaf.spec))
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape,
+            jax.sharding.NamedSharding(self._mesh, spec),
+            placed,
+            dtype=np.dtype(leaf.dtype),
+        )
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        """Keeps other writers out of a shared directory."""
+        if "://" in self._opening.directory:
+            return contextlib.nullcontext()  # an object store has no locks
+        directory = Path(self._opening.directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        # Told here, before the server gives up the save without a reason.
+        return alone_in(directory, 0.8 * self._opening.limit_s)
+
+
+def _mapped(path: str) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _check(opening: Opening, world: ExportWorld, needed: int) -> None:
+    if opening.world != len(world.slots):
+        raise ValueError(
+            f"world={opening.world} does not fit the layout: slots {world.slots} hold "
+            f"every slice. Start {len(world.slots)} exporters."
+        )
+    if world.slots[opening.rank] != opening.slot:
+        raise ValueError(
+            f"slot={opening.slot} is not that of rank={opening.rank}. The slots in "
+            f"rank order are {world.slots}."
+        )
+    if opening.devices < needed:
+        raise ValueError(
+            f"devices={opening.devices} is below the {needed} that slot {opening.slot} "
+            f"has in the export mesh. Send devices={needed} or more."
+        )
+
+
+def _join(opening: Opening) -> None:
+    """Makes the CPU world; nothing may have touched a device before."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", opening.devices)
+    jax.config.update("jax_enable_x64", True)  # or 64-bit leaves would be narrowed
+    if opening.world == 1:
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        opening.coordinator,
+        num_processes=opening.world,
+        process_id=opening.rank,
+        cluster_detection_method="deactivate",
+        initialization_timeout=JOIN_S,
+        heartbeat_timeout_seconds=HEARTBEAT_S,
+        shutdown_timeout_seconds=5,
+    )
+
+
+def _mesh(world: ExportWorld, rank: int) -> jax.sharding.Mesh:
+    by_process: dict[int, list[Any]] = {}
+    for device in sorted(jax.devices(), key=lambda device: device.id):
+        by_process.setdefault(device.process_index, []).append(device)
+    if jax.process_index() != rank:
+        raise RuntimeError(f"rank {rank} became JAX process {jax.process_index()}")
+    free = {slot: iter(by_process[rank]) for rank, slot in enumerate(world.slots)}
+    devices = np.array([next(free[slot]) for slot in world.mesh.slots], dtype=object)
+    return jax.sharding.Mesh(
+        devices.reshape(world.mesh.axis_sizes), world.mesh.axis_names
+    )
+
+
+def _view(parts: Parts, piece: Slice) -> np.ndarray:
+    """A slice as an array: a view on the memory, unless it lies there in pieces."""
+    dtype = np.dtype(piece.dtype)
+    if not piece.nbytes:
+        return np.zeros(piece.shape, dtype)
+    return np.frombuffer(parts.whole(), np.uint8).view(dtype).reshape(piece.shape)
+
+
+if __name__ == "__main__":
+    serve(lambda fields: Exporter(Opening(**fields)))

@@ -1,0 +1,295 @@
+"""Looks at a storage directory: its steps, what they hold, whether that is right.
+
+Lists by names and Orbax's own metadata, without Orbax; reads values through
+`StoredSteps`. Writes nothing except a copy of a step into another directory.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+from dtft.checkpoint.storage.step_directories import COMMIT_FILE
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from dtft.checkpoint.storage.step_directories import UNFINISHED
+from dtft.checkpoint.storage.step_directories import storage_steps
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dtft.checkpoint.storage.stored_steps import StoredSteps
+
+
+# Whether the directory of one stored step has all of its parts.
+#
+# Looks at names and at Orbax's own metadata only, so that listing costs little; values
+# are read by `inspect_storage.py`.
+
+
+_METADATA = "_CHECKPOINT_METADATA"
+_TREE, _JSON = "StandardCheckpointHandler", "JsonCheckpointHandler"
+
+
+def items_in(step: Path) -> dict[str, Any] | None:
+    """Names of the items that Orbax says a step has; None if it says nothing."""
+    try:
+        found = json.loads((step / _METADATA).read_text())
+        items = found["item_handlers"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return items if isinstance(items, dict) else {}
+
+
+def missing_from(step: Path) -> str:
+    """What a step lacks, in words; "" for nothing that can be seen from outside.
+
+    Orbax gives a step its name when all of it is there, so this is what a copy that was
+    interrupted looks like, or a directory that somebody has deleted from.
+    """
+    names = items_in(step)
+    if names is None:
+        return f"incomplete: it has no readable {_METADATA}"
+    gone = sorted(name for name in names if not (step / name).is_dir())
+    if gone:
+        return f"incomplete: it has no item {', '.join(gone)}"
+    for name, handler in names.items():
+        if file := _missing_file(step / name, str(handler).rpartition(".")[2]):
+            return f"incomplete: item {name} has no readable {file}"
+    whole = (step / COMMIT_FILE).exists()
+    if whole and not all((step / name / COMMIT_FILE).exists() for name in names):
+        return f"incomplete: an item has no {COMMIT_FILE}"
+    return ""
+
+
+def _missing_file(item: Path, handler: str) -> str:
+    """What Orbax cannot read an item without, beside its values; "" if it is there.
+
+    A JSON file may have another name where the user gave Orbax one.
+    """
+    if handler == _JSON:
+        files = {path.name for path in item.iterdir()}
+        return "" if files - {COMMIT_FILE} else "metadata"
+    if handler != _TREE:
+        return ""
+    try:
+        tree = json.loads((item / "_METADATA").read_bytes())
+    except (OSError, ValueError):
+        return "_METADATA"
+    manifest = "manifest.ocdbt"
+    return manifest if tree.get("use_ocdbt") and not (item / manifest).exists() else ""
+
+
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredStep:
+    """One step's directory."""
+
+    step: int
+    num_bytes: int
+    """Of its files."""
+    written: float
+    """Seconds since the epoch."""
+    problem: str = ""
+    """What is missing, as far as can be seen without reading it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLeaf:
+    """One leaf of a stored step."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    fingerprint: str
+
+
+def checkpoints_in(directory: Path | str) -> Path:
+    """The storage directory: itself, or `checkpoints` in a run directory; absolute.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        ValueError: it is the directory of one step.
+    """
+    path = Path(directory).absolute()
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"DIR {path}: there is no such directory. Give a storage directory, or a "
+            "run directory with `checkpoints` in it; or --store, --job and "
+            "--secret-file for a live job."
+        )
+    for above in (path, path.parent):
+        if items_in(above) is not None:
+            raise ValueError(
+                f"DIR {path} is (in) the directory of one step. Give the storage "
+                f"directory, {above.parent}; --step names a step."
+            )
+    inner = path / "checkpoints"
+    return inner if inner.is_dir() else path
+
+
+def list_steps(directory: Path) -> tuple[list[StoredStep], list[str]]:
+    """The steps, ascending, and the names of what is unfinished."""
+    steps = [_described(directory / str(it)) for it in storage_steps(directory)]
+    unfinished = [path.name for path in directory.glob(f"*{UNFINISHED}*")]
+    return steps, sorted(unfinished)
+
+
+def _described(path: Path) -> StoredStep:
+    return StoredStep(
+        step=int(path.name),
+        num_bytes=_bytes_below(path),
+        written=path.stat().st_mtime,
+        problem=missing_from(path),
+    )
+
+
+def pick_step(directory: Path, step: int | None) -> int:
+    """The wanted step, or the newest from which nothing is missing.
+
+    Raises:
+        ValueError: the directory does not have it; names those it has.
+    """
+    found = list_steps(directory)[0]
+    problems = {it.step: it.problem for it in found if it.problem}
+    if step in problems:
+        raise ValueError(f"--step {step} of {directory} is {problems[step]}.")
+    steps = [it.step for it in found if not it.problem]
+    if not steps:
+        raise ValueError(f"DIR {directory} has no complete checkpoint.")
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, steps))
+        raise ValueError(f"--step {step} is not in {directory}. It has: {known}.")
+    return steps[-1] if step is None else step
+
+
+def describe_step(directory: Path, step: int) -> tuple[list[StoredLeaf], dict[str, Any]]:
+    """The leaves of a step by path, and its items; reads no values.
+
+    Of an experiment these are the leaves of its state and what was saved beside it; of
+    a step of stock Orbax, only leaves, without fingerprints.
+
+    Raises:
+        CheckpointUnreadable: the step is damaged.
+    """
+    from dtft.checkpoint.state import ITEMS
+    from dtft.checkpoint.state import is_experiment
+    from dtft.checkpoint.storage.directory import shown_paths
+
+    stored = _stored(directory)
+    found = stored.record(step)
+    if found is None:
+        return _stock_leaves(stored.stock_metadata(step)), {}
+    record, prints = found
+    leaves = [
+        _leaf(path, leaf.shape, leaf.dtype, leaf.impl, prints.get(leaf.path, ""))
+        for path, leaf in zip(shown_paths(record), record.leaves, strict=True)
+    ]
+    items = dict(record.json_items)
+    if is_experiment(record):
+        items = items[ITEMS]
+    beside = {"metrics": record.metrics, "custom_metadata": record.custom_metadata}
+    items |= {name: value for name, value in beside.items() if value}
+    return sorted(leaves, key=lambda leaf: leaf.path), items
+
+
+def _stock_leaves(metadata: Any) -> list[StoredLeaf]:
+    from dtft.checkpoint.state import to_paths
+
+    leaves = to_paths(getattr(metadata, "tree", metadata))
+    return [
+        _leaf(path, tuple(leaf.shape), leaf.dtype)
+        for path, leaf in sorted(leaves.items())
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    ]
+
+
+def _leaf(
+    path: str, shape: tuple[int, ...], dtype: Any, impl: str = "", fingerprint: str = ""
+) -> StoredLeaf:
+    """A leaf with the size of its values; `impl` is that of a PRNG key."""
+    import numpy as np
+
+    found = np.dtype(dtype)
+    return StoredLeaf(
+        path=path,
+        shape=shape,
+        dtype=impl or found.name,
+        num_bytes=math.prod(shape) * found.itemsize,
+        fingerprint=fingerprint,
+    )
+
+
+def verify_step(directory: Path, steps: Iterable[int]) -> dict[int, str]:
+    """Reads every value of steps and compares fingerprints.
+
+    Returns:
+        For each step "" if all is right, or what is wrong.
+    """
+    from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
+
+    found = {}
+    for step in steps:
+        try:
+            _read_all(directory, step)
+            found[step] = ""
+        except (CheckpointUnreadable, ValueError) as error:
+            found[step] = str(error)
+    return found
+
+
+def _read_all(directory: Path, step: int) -> None:
+    from dtft.checkpoint.state import restore_targets
+
+    path = directory / str(step)
+    if problem := missing_from(path):
+        raise ValueError(f"{path} is {problem}.")
+    stored = _stored(directory)
+    found = stored.record(step)
+    if found is None:
+        raise ValueError(
+            f"{path} was written by stock Orbax, which keeps no fingerprints: whether "
+            "its values are right cannot be told."
+        )
+    record, prints = found
+    stored.read(step, record, prints, restore_targets(record, None))
+
+
+def copy_step(directory: Path, step: int, target: Path) -> int:
+    """Copies the files of a step to another directory; returns bytes.
+
+    The step is read and checked before it is copied, and the copy afterwards.
+
+    Raises:
+        ValueError: the target is the source, or has the step already; or stock Orbax
+            wrote the step, so that nothing can be checked.
+        CheckpointUnreadable: the step is damaged; nothing was written.
+    """
+    if target.resolve() == directory.resolve() or (target / str(step)).exists():
+        raise ValueError(
+            f"--to {target} has step {step} already. Give another directory."
+        )
+    _read_all(directory, step)
+    half = target / f"{step}{UNFINISHED}"
+    shutil.copytree(directory / str(step), half)
+    half.rename(target / str(step))
+    _read_all(target, step)
+    return _bytes_below(target / str(step))
+
+
+def _stored(directory: Path) -> "StoredSteps":
+    from etils import epath
+
+    from dtft.checkpoint.storage.stored_steps import StoredSteps
+
+    return StoredSteps(epath.Path(directory.absolute()))  # Orbax takes no other
+
+
+def _bytes_below(directory: Path) -> int:
+    return sum(
+        os.path.getsize(os.path.join(folder, name))
+        for folder, _, names in os.walk(directory)
+        for name in names
+    )

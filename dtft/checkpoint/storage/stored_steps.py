@@ -1,0 +1,288 @@
+"""Reads the steps of a storage directory.
+
+A step that dtft wrote has the item `dtft` beside the user's items: the `Record` and a
+fingerprint per leaf, against which its leaves are checked. A step without a record is
+in the format of jobs before commit 3d5ab71, or stock Orbax's own, and Orbax reads it.
+"""
+
+from typing import Any
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from dtft.checkpoint.state import ITEMS
+from dtft.checkpoint.state import STATE
+from dtft.checkpoint.state import LeafRecord
+from dtft.checkpoint.state import Record
+from dtft.checkpoint.state import leaf_path
+from dtft.checkpoint.state import structure_of
+from dtft.checkpoint.state import nested
+from dtft.checkpoint.state import to_paths
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dtft.checkpoint.state import as_array
+from dtft.checkpoint.state import struct_of
+from dtft.checkpoint.state import default_sharding
+from dtft.checkpoint.state import refuse_narrowed
+from dtft.checkpoint.state import fingerprints
+from dtft.checkpoint.storage.orbax_manager import said
+from dtft.checkpoint.state import DEFAULT
+from dtft.checkpoint.state import RECORD
+from dtft.checkpoint.state import Kind
+from dtft.checkpoint.state import json_digest
+from dtft.checkpoint.storage.step_directories import storage_steps
+from dtft.checkpoint.state import listed
+from dtft.checkpoint.state import RestoreTarget
+
+
+# Reads steps that jobs stored before commit 3d5ab71 or at it, without a record.
+#
+# They have two items: `state`, the arrays by path, and `items`, a JSON object of the
+# caller's items, the leaves that Orbax refuses (empty arrays) and the fingerprints. To
+# be removed with the release after 0.1.
+
+
+_ENTRIES = frozenset({"items", "empty", "fingerprints"})
+"""What the JSON item has."""
+
+
+def former_items(value: Any) -> Any:
+    """The caller's items in the JSON item; None if the format is another one."""
+    is_former = isinstance(value, dict) and _ENTRIES <= value.keys()
+    return value["items"] if is_former else None
+
+
+def former_record(step: epath.Path, value: Any) -> tuple[Record, dict[str, str]] | None:
+    """Record and fingerprints of a step; None if the format is another one.
+
+    Every leaf is an array. The tree that Orbax has is without empty arrays, and so is
+    the record's.
+
+    Args:
+        step: the step's directory.
+        value: what its JSON item holds.
+
+    Raises:
+        Exception: what Orbax raises if it cannot read its own metadata.
+    """
+    if former_items(value) is None:
+        return None
+    found: Any = ocp.StandardCheckpointHandler().metadata(step / STATE)
+    full = to_paths(found.tree)
+    shapes = {
+        path: (tuple(leaf.shape), np.dtype(leaf.dtype).name)
+        for path, leaf in full.items()
+    }
+    shapes |= {
+        leaf["path"]: (tuple(leaf["shape"]), leaf["dtype"]) for leaf in value["empty"]
+    }
+    structure, _ = structure_of(jax.tree.structure(nested(full)))
+    record = Record(
+        default=False,
+        structures={STATE: structure},
+        json_items={ITEMS: value["items"]},
+        leaves=tuple(
+            LeafRecord(path=leaf_path(path), kind="array", shape=shape, dtype=dtype)
+            for path, (shape, dtype) in shapes.items()
+        ),
+    )
+    prints = value["fingerprints"].items()
+    return record, {leaf_path(path): text for path, text in prints}
+
+
+
+
+_NUMBERS: Mapping[Kind, Any] = {"bool": False, "int": 0, "float": 0.0}
+
+
+class CheckpointUnreadable(RuntimeError):
+    """A step exists in a storage directory but cannot be read."""
+
+
+class StoredSteps:
+    """The steps in one directory, for reading."""
+
+    def __init__(self, directory: epath.Path) -> None:
+        """Touches nothing."""
+        self.directory = directory
+
+    def steps(self) -> tuple[int, ...]:
+        """The complete steps, ascending."""
+        return storage_steps(self.directory)
+
+    def record(self, step: int) -> tuple[Record, dict[str, str]] | None:
+        """Record and fingerprints of a step; None if stock Orbax wrote it.
+
+        Raises:
+            CheckpointUnreadable: there is one, but it cannot be read.
+        """
+        path = self.directory / str(step)
+        try:
+            if not (path / RECORD).exists():
+                value = _json(path / ITEMS) if (path / STATE).exists() else None
+                return former_record(path, value)
+            beside = _json(path / RECORD)
+            digest = beside.pop("digest", None)  # early versions wrote none
+            if digest is not None and digest != json_digest(beside):
+                raise ValueError("its record does not match its digest")
+            return Record.from_json(beside["record"]), beside["fingerprints"]
+        except Exception as error:  # whatever Orbax or damage makes of it
+            raise self._unreadable(step, error) from error
+
+    def digest(self, step: int) -> str | None:
+        """The digest beside the record of a step; None if there is none to be read."""
+        try:
+            return _json(self.directory / str(step) / RECORD)["digest"]
+        except (KeyError, TypeError, ValueError, OSError):  # stock Orbax wrote it, say
+            return None
+
+    def read(
+        self,
+        step: int,
+        record: Record,
+        prints: Mapping[str, str],
+        wanted: Mapping[str, RestoreTarget | None],
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The leaves of the wanted items, each checked, and the wanted JSON items.
+
+        Args:
+            step: the step.
+            record: its record.
+            prints: its fingerprints.
+            wanted: item name to what is wanted of it, or None for JSON.
+
+        Returns:
+            Arrays by leaf number (None for leaves nobody wants), and the JSON values.
+
+        Raises:
+            CheckpointUnreadable: the step cannot be read, or is corrupt.
+        """
+        numbers = range(len(record.leaves))
+        trees = {
+            name: jax.tree.leaves(record.tree(name, numbers))
+            for name, item in wanted.items()
+            if item is not None
+        }
+        values: list[Any] = [None] * len(record.leaves)
+        for name, mine in trees.items():
+            for number in mine:
+                values[number] = _abstract(record.leaves[number], number, wanted[name])
+        args = {
+            name: ocp.args.JsonRestore()
+            if item is None
+            else ocp.args.StandardRestore(record.tree(name, values))
+            for name, item in wanted.items()
+        }
+        found = self._read(step, args)
+        for name, mine in trees.items():
+            full = [number for number in mine if values[number] is not None]
+            leaves = jax.tree.leaves(found[name])
+            for number, value in zip(full, leaves, strict=True):
+                values[number] = _plain(record.leaves[number], value)
+        self._check(step, record, prints, values)
+        for number, leaf in enumerate(record.leaves):
+            if 0 in leaf.shape:
+                values[number] = as_array(memoryview(b""), leaf)
+        return values, {
+            name: self._right(step, record, name, found[name])
+            for name in wanted
+            if name not in trees
+        }
+
+    def _right(self, step: int, record: Record, name: str, value: Any) -> Any:
+        """An item in JSON, which the record has, too."""
+        if not (self.directory / str(step) / RECORD).exists():
+            value = former_items(value)
+        if json_digest(value) != json_digest(record.json_items[name]):
+            raise self._unreadable(step, ValueError(f"item {name!r} is corrupt"))
+        return value
+
+    def _check(
+        self,
+        step: int,
+        record: Record,
+        prints: Mapping[str, str],
+        values: Sequence[Any],
+    ) -> None:
+        plain = {
+            leaf.path: value
+            for leaf, value in zip(record.leaves, values, strict=True)
+            if value is not None
+        }
+        actual = fingerprints(plain)
+        bad = [path for path in plain if actual[path] != prints.get(path)]
+        if bad:
+            raise self._unreadable(step, ValueError(f"corrupt leaves: {listed(bad)}"))
+
+    def stock(self, step: int, args: Any) -> Any:
+        """A step without a record, as stock Orbax restores it."""
+        with self.manager() as manager:
+            return manager.restore(step, args=args)
+
+    def manager(
+        self, *, read_only: bool = True, best_fn: Any = None
+    ) -> ocp.CheckpointManager:
+        """A stock manager of the directory, to look or to delete."""
+        options = ocp.CheckpointManagerOptions(
+            read_only=read_only, create=False, save_interval_steps=0, best_fn=best_fn
+        )
+        return ocp.CheckpointManager(self.directory, options=options)
+
+    def stock_metadata(self, step: int) -> Any:
+        """What stock Orbax says of the items of a step that it wrote."""
+        unnamed = (self.directory / str(step) / DEFAULT).exists()
+        with ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(read_only=True, create=False),
+            item_handlers=ocp.StandardCheckpointHandler() if unnamed else None,
+        ) as manager:
+            return manager.item_metadata(step)
+
+    def _read(self, step: int, args: Mapping[str, Any]) -> Any:
+        path = self.directory / str(step)
+        handler = ocp.CompositeCheckpointHandler()
+        try:
+            with ocp.Checkpointer(handler) as checkpointer:
+                return checkpointer.restore(path, args=ocp.args.Composite(**args))
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+
+    def _unreadable(self, step: int, error: Exception) -> CheckpointUnreadable:
+        others = [str(other) for other in self.steps() if other != step]
+        advice = f"Restore another step ({listed(others)}) or m" if others else "M"
+        return CheckpointUnreadable(
+            f"{self.directory / str(step)} exists but cannot be read "
+            f"({said(error)}). Nothing was changed. {advice}ove the directory away."
+        )
+
+
+def _json(item: epath.Path) -> Any:
+    """What a JSON item holds; None if there is no such item, or it is a tree."""
+    file = item / "metadata"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> Any:
+    """What Orbax is asked for: the kind that was saved, where the user wants it."""
+    assert wanted is not None
+    dtype = np.dtype(leaf.dtype)
+    if 0 in leaf.shape:
+        return None
+    if leaf.kind in _NUMBERS:
+        return _NUMBERS[leaf.kind]
+    if leaf.kind in ("numpy", "scalar"):
+        return np.broadcast_to(np.zeros((), dtype), leaf.shape)  # no memory
+    target = wanted.targets.get(number)
+    sharding = getattr(target, "sharding", None) or wanted.fallback
+    return struct_of(leaf, sharding or default_sharding())
+
+
+def _plain(leaf: LeafRecord, value: Any) -> Any:
+    """The array whose bytes were saved."""
+    if leaf.kind == "key":
+        return jax.random.key_data(value)
+    if not isinstance(value, jax.Array):
+        return np.asarray(value, np.dtype(leaf.dtype))
+    refuse_narrowed(value.dtype, leaf)
+    return value

@@ -1,0 +1,117 @@
+"""Bytes between hosts: authenticated connections, pushes and fetches of slices. No JAX.
+
+* `dialing`: addresses, and connections to them; `protocol`: frames, seals and the
+  handshake as values; `connection`: one socket that sends and receives frames;
+  `server`: connections opened and served; `outbound`: messages that nobody waits for.
+* `push`, `fetch`: slices to and from a peer, checked chunk by chunk; `rdma`: the same
+  through NIXL; `bench`: `dtft bench transport`.
+
+What is sent to whom is decided by the caller.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.checkpoint.transport.bench import TransportBench
+    from dtft.checkpoint.transport.bench import bench_transport
+    from dtft.checkpoint.transport.connection import Channel
+    from dtft.checkpoint.transport.connection import ChannelClosed
+    from dtft.checkpoint.transport.connection import check_tls
+    from dtft.checkpoint.transport.connection import no_payload
+    from dtft.checkpoint.transport.dialing import dial
+    from dtft.checkpoint.transport.dialing import format_address
+    from dtft.checkpoint.transport.dialing import parse_address
+    from dtft.checkpoint.transport.dialing import with_port
+    from dtft.checkpoint.transport.fetch import FetchError
+    from dtft.checkpoint.transport.fetch import STREAMS
+    from dtft.checkpoint.transport.fetch import fetch_slices
+    from dtft.checkpoint.transport.fetch import serve_fetches
+    from dtft.checkpoint.transport.fetch import streams_each
+    from dtft.checkpoint.transport.outbound import Outbound
+    from dtft.checkpoint.transport.protocol import AuthenticationError
+    from dtft.checkpoint.transport.protocol import Credentials
+    from dtft.checkpoint.transport.protocol import MAX_DATA_HEADER
+    from dtft.checkpoint.transport.protocol import MAX_REQUEST_HEADER
+    from dtft.checkpoint.transport.protocol import Packed
+    from dtft.checkpoint.transport.protocol import Tls
+    from dtft.checkpoint.transport.protocol import WireError
+    from dtft.checkpoint.transport.push import Outgoing
+    from dtft.checkpoint.transport.push import PushPace
+    from dtft.checkpoint.transport.push import receive_chunks
+    from dtft.checkpoint.transport.push import send_push
+    from dtft.checkpoint.transport.rdma import Nixl
+    from dtft.checkpoint.transport.rdma import start_nixl
+    from dtft.checkpoint.transport.server import TransportServer
+    from dtft.checkpoint.transport.server import connect
+
+_PUBLIC = {
+    "AuthenticationError": "protocol",
+    "Channel": "connection",
+    "ChannelClosed": "connection",
+    "Credentials": "protocol",
+    "FetchError": "fetch",
+    "MAX_DATA_HEADER": "protocol",
+    "MAX_REQUEST_HEADER": "protocol",
+    "Nixl": "rdma",
+    "Outbound": "outbound",
+    "Outgoing": "push",
+    "Packed": "protocol",
+    "PushPace": "push",
+    "STREAMS": "fetch",
+    "Tls": "protocol",
+    "TransportBench": "bench",
+    "TransportServer": "server",
+    "WireError": "protocol",
+    "bench_transport": "bench",
+    "check_tls": "connection",
+    "connect": "server",
+    "dial": "dialing",
+    "fetch_slices": "fetch",
+    "format_address": "dialing",
+    "no_payload": "connection",
+    "parse_address": "dialing",
+    "receive_chunks": "push",
+    "send_push": "push",
+    "serve_fetches": "fetch",
+    "start_nixl": "rdma",
+    "streams_each": "fetch",
+    "with_port": "dialing",
+}
+
+__all__ = [
+    "AuthenticationError",
+    "Channel",
+    "ChannelClosed",
+    "Credentials",
+    "FetchError",
+    "MAX_DATA_HEADER",
+    "MAX_REQUEST_HEADER",
+    "Nixl",
+    "Outbound",
+    "Outgoing",
+    "Packed",
+    "PushPace",
+    "STREAMS",
+    "Tls",
+    "TransportBench",
+    "TransportServer",
+    "WireError",
+    "bench_transport",
+    "check_tls",
+    "connect",
+    "dial",
+    "fetch_slices",
+    "format_address",
+    "no_payload",
+    "parse_address",
+    "receive_chunks",
+    "send_push",
+    "serve_fetches",
+    "start_nixl",
+    "streams_each",
+    "with_port",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

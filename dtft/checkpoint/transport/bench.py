@@ -1,0 +1,243 @@
+"""`dtft bench transport`: how fast slices are fetched, against raw sockets.
+
+Both move the same bytes over the same number of connections at the same time, from
+another process into memory that exists already, in turn, so that a noisy machine
+disturbs both alike. The fetch checks every byte's digest, and can be asked to encrypt;
+the raw sockets do nothing but receive. Sets no target.
+"""
+
+import json
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+import numpy as np
+from dtft.checkpoint.transport.dialing import parse_address
+from dtft.checkpoint.state import chunk_digests
+from dtft.checkpoint.transport.fetch import STREAMS
+from dtft.checkpoint.transport.fetch import fetch_slices
+from dtft.checkpoint.transport.rdma import Nixl
+from dtft.checkpoint.state import Parts
+from dtft.checkpoint.state import WantedSlice
+from dtft.checkpoint.transport.fetch import serve_fetches
+from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.server import TransportServer
+from dtft.checkpoint.transport.protocol import Tls
+
+
+LIMIT_S = 120.0
+"""Deadline of each transfer."""
+LIFE_S = 3600.0
+"""The peer process ends by then, whatever happens to this one."""
+_JOB = "bench"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportBench:
+    """What `dtft bench transport` measures."""
+
+    mib: int = 256
+    """Size of the slices of one fetch, in MiB."""
+    num_slices: int = 16
+    """Slices that the bytes are divided into."""
+    chunk_mib: int = 4
+    """Size of what one digest covers, in MiB."""
+    streams: int = STREAMS
+    """Most connections of one fetch, and as many raw sockets."""
+    rounds: int = 7
+    """Fetches and raw transfers, in turn."""
+    tls: Tls | None = None
+    """Certificate and key, to measure an encrypted fetch; raw stays plain."""
+    nixl: bool = False
+    """Fetch with NIXL, which must be installed; raw stays TCP."""
+
+    def __post_init__(self) -> None:
+        for name in ("mib", "num_slices", "chunk_mib", "streams", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not positive. Allowed: 1 or "
+                    f"more. Set --{name} to that."
+                )
+
+    @property
+    def slice_bytes(self) -> int:
+        """Size of one slice."""
+        return max((self.mib << 20) // self.num_slices, 1)
+
+
+def bench_transport(config: TransportBench) -> dict[str, Any]:
+    """Measures, prints one line a round and the figures as JSON; returns them."""
+    memory = np.zeros((config.num_slices, config.slice_bytes), np.uint8)
+    secret = os.urandom(32)
+    seconds: dict[str, list[float]] = {"fetch": [], "raw": []}
+    nixl = Nixl() if config.nixl else None
+    with _peer(config, secret) as (address, raw_address, digests):
+        wanted = [
+            WantedSlice(key=str(i), memory=Parts([row.data]), digests=digests[i])
+            for i, row in enumerate(memory)
+        ]
+        for number in range(config.rounds):
+            memory[:] = 0
+            seconds["fetch"].append(_fetch(config, secret, address, wanted, nixl))
+            memory[:] = 0
+            seconds["raw"].append(_raw(config, raw_address, wanted))
+            rates = {name: memory.nbytes / s[-1] / 1e9 for name, s in seconds.items()}
+            print(
+                f"round {number + 1}: fetch {rates['fetch']:.2f} GB/s, "
+                f"raw sockets {rates['raw']:.2f} GB/s"
+            )
+    figures = summarize(seconds, memory.nbytes)
+    figures |= {"streams": config.streams, "tls": config.tls is not None}
+    figures |= {"nixl": config.nixl}
+    print(json.dumps(figures, indent=1))
+    return figures
+
+
+def summarize(seconds: dict[str, list[float]], nbytes: int) -> dict[str, Any]:
+    """Medians over rounds, and the ratio fetch / raw of each round's seconds.
+
+    >>> figures = summarize({"fetch": [2.0, 3.0], "raw": [1.0, 2.0]}, 3_000_000_000)
+    >>> figures["fetch_gb_per_s"], figures["raw_gb_per_s"], figures["ratio"]
+    (1.2, 2.0, 1.75)
+    """
+    fetched, raw = seconds["fetch"], seconds["raw"]
+    ratios = [a / b for a, b in zip(fetched, raw, strict=True)]
+    return {
+        "bytes": nbytes,
+        "fetch_gb_per_s": nbytes / median(fetched) / 1e9,
+        "raw_gb_per_s": nbytes / median(raw) / 1e9,
+        "ratio": median(ratios),
+        "ratios": ratios,
+        "cores": os.cpu_count(),
+    }
+
+
+# ------------------------------------------------------------------ this side
+
+
+def _fetch(
+    config: TransportBench,
+    secret: bytes,
+    address: str,
+    wanted: Sequence[WantedSlice],
+    nixl: Nixl | None,
+) -> float:
+    begun = time.monotonic()
+    fetch_slices(
+        address,
+        Credentials(job=_JOB, secret=secret, tls=config.tls),
+        {"op": "fetch"},
+        {},
+        wanted,
+        chunk_bytes=config.chunk_mib << 20,
+        limit_s=LIMIT_S,
+        streams=config.streams,
+        nixl=nixl,
+    )
+    return time.monotonic() - begun
+
+
+def _raw(config: TransportBench, address: str, wanted: Sequence[WantedSlice]) -> float:
+    """The same bytes over as many sockets, each with an equal share of slices."""
+    failed: list[OSError] = []
+
+    def receive(share: Sequence[WantedSlice]) -> None:
+        try:
+            _receive_raw(address, share)
+        except OSError as error:
+            failed.append(error)
+
+    begun = time.monotonic()
+    threads = [
+        threading.Thread(target=receive, args=(wanted[i :: config.streams],))
+        for i in range(config.streams)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return time.monotonic() - begun
+
+
+def _receive_raw(address: str, share: Sequence[WantedSlice]) -> None:
+    with socket.create_connection(parse_address(address), LIMIT_S) as connection:
+        indices = ",".join(one.key for one in share)
+        connection.sendall(indices.encode() + b"\n")
+        for one in share:
+            memory, at = one.memory.whole(), 0
+            while at < len(memory):
+                received = connection.recv_into(memory[at:])
+                if not received:
+                    raise ConnectionError("the raw sender has gone")
+                at += received
+
+
+# ------------------------------------------------------------------- the peer
+
+
+@contextmanager
+def _peer(
+    config: TransportBench, secret: bytes
+) -> Iterator[tuple[str, str, list[bytes]]]:
+    """Another process that has the slices: its two addresses, and their digests."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(config, secret, there), daemon=True)
+    process.start()
+    there.close()
+    try:
+        if not here.poll(LIMIT_S):
+            raise TimeoutError(f"the peer process was not ready in {LIMIT_S} s")
+        yield here.recv()
+    finally:
+        here.close()  # ends it
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join(10)
+
+
+def _serve(config: TransportBench, secret: bytes, pipe: Connection) -> None:
+    random = np.random.default_rng(0)
+    shape = (config.num_slices, config.slice_bytes)
+    data = random.integers(0, 256, shape, np.uint8)
+    views = [row.data.cast("B") for row in data]
+    slices = [Parts([view]) for view in views]
+    credentials = Credentials(job=_JOB, secret=secret, tls=config.tls)
+
+    nixl = Nixl() if config.nixl else None
+
+    def answer(channel: Channel) -> None:
+        serve_fetches(channel, lambda asked: [slices[int(k)] for k in asked["keys"]], nixl)
+
+    server = TransportServer("127.0.0.1:0", credentials, {"fetch": answer})
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+    threading.Thread(target=_send_raw, args=(listener, views), daemon=True).start()
+    digests = [chunk_digests(view, config.chunk_mib << 20) for view in views]
+    raw_address = f"127.0.0.1:{listener.getsockname()[1]}"
+    pipe.send((server.address, raw_address, digests))
+    pipe.poll(LIFE_S)  # until the other end is closed or its process dies
+    server.close()
+
+
+def _send_raw(listener: socket.socket, views: Sequence[memoryview]) -> None:
+    def send(connection: socket.socket) -> None:
+        with connection:
+            asked = connection.makefile("rb").readline().decode().strip()
+            for index in asked.split(",") if asked else ():
+                connection.sendall(views[int(index)])
+
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=send, args=(connection,), daemon=True).start()

@@ -1,0 +1,196 @@
+"""Addresses as text ("host:port"), and connections to them.
+
+`dial` has one deadline over look-up and connection. The host of an address is a name,
+an IPv4 address, or an IPv6 address in brackets, as in URLs.
+"""
+
+import contextlib
+import ipaddress
+import socket
+import threading
+import time
+from typing import Any
+
+
+
+
+MAX_PORT = (1 << 16) - 1
+_LONGEST = 300  # a DNS name has at most 253 characters
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port.
+
+    >>> parse_address("10.0.0.5:7000")
+    ('10.0.0.5', 7000)
+    >>> parse_address("[::1]:80")
+    ('::1', 80)
+
+    Raises:
+        ValueError: it is not "host:port"; says what is allowed.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    name = host[1:-1] if bracketed else host
+    if (
+        not (name and colon and port.isascii() and port.isdigit() and len(port) <= 5)
+        or int(port) > MAX_PORT
+        or len(address) > _LONGEST
+        or bracketed != (":" in name)
+        or any(letter in "[]/@" or not letter.isprintable() for letter in name)
+        or " " in name
+    ):
+        raise ValueError(
+            f"address={address[:_LONGEST]!r} is not HOST:PORT. Allowed: a name or IP "
+            "address, a colon, and 0 to 65535, such as 10.0.0.5:7000; an IPv6 address "
+            "stands in brackets, as in [fd00::5]:7000. Change the address."
+        )
+    return name, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """The text of an address; `parse_address` reads it.
+
+    >>> format_address("::1", 80)
+    '[::1]:80'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def with_port(address: str, port: int) -> str:
+    """Another port of the same host.
+
+    >>> with_port("[::1]:80", 443)
+    '[::1]:443'
+
+    Raises:
+        ValueError: as `parse_address`.
+    """
+    return format_address(parse_address(address)[0], port)
+
+
+# Finds and connects to "host:port", with one deadline over all of it.
+#
+# The system's resolver has no deadline, so a name is looked up on a thread of its own,
+# which is left behind when it hangs; an IP address needs no lookup.
+
+
+Found = list[tuple[int, Any]]
+"""Address families and socket addresses, the best first."""
+
+
+class _Lookup:
+    """One lookup of one name; everybody who wants it waits for the same one."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.found: Found = []
+        self.error: OSError | None = None
+
+
+_lock = threading.Lock()
+_lookups: dict[tuple[str, int], _Lookup] = {}
+
+
+def dial(address: str, timeout_s: float) -> socket.socket:
+    """Connects to the first address of a host that answers.
+
+    Args:
+        address: "host:port".
+        timeout_s: limit for the lookup and all tries.
+
+    Returns:
+        The socket; its timeout is what was left.
+
+    Raises:
+        ValueError: it is not "host:port".
+        ConnectionRefusedError: nobody listens at any of the host's addresses.
+        TimeoutError: not done in time.
+        OSError: the name is not known, or there is no way there.
+    """
+    deadline = time.monotonic() + timeout_s
+    found = resolve(*parse_address(address), timeout_s)
+    refused: OSError | None = None
+    other: OSError | None = None
+    for number, (family, target) in enumerate(found):
+        # One of many that drops packets must not take the time of those after it.
+        left = max(deadline - time.monotonic(), 0.001) / (len(found) - number)
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(left)
+            connection.connect(target)
+            return connection
+        except ConnectionRefusedError as error:
+            refused = error
+            connection.close()
+        except OSError as error:
+            other = other or error
+            connection.close()
+        except BaseException:
+            connection.close()
+            raise
+    raise other or refused or OSError(f"{address} has no address")
+
+
+def resolve(host: str, port: int, timeout_s: float) -> Found:
+    """The addresses of a host.
+
+    Raises:
+        TimeoutError: the resolver has not answered in time.
+        OSError: the name is not known.
+    """
+    with contextlib.suppress(socket.gaierror):
+        return _ask(host, port, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV)
+    with _lock:
+        lookup = _lookups.get((host, port))
+        if lookup is None:
+            lookup = _lookups[host, port] = _Lookup()
+            threading.Thread(
+                target=_look_up, args=(lookup, host, port), name="lookup", daemon=True
+            ).start()
+    if not lookup.done.wait(max(timeout_s, 0)):
+        raise TimeoutError(
+            f"the name {host!r} was not found within {timeout_s:.3g} s: the resolver "
+            "(DNS) does not answer. Give IP addresses, or an entry in /etc/hosts."
+        )
+    if lookup.error is not None:
+        raise OSError(lookup.error.errno, lookup.error.strerror) from lookup.error
+    return lookup.found
+
+
+def _look_up(lookup: _Lookup, host: str, port: int) -> None:
+    try:
+        lookup.found = _ask(host, port, 0)
+    except OSError as error:
+        lookup.error = error
+    finally:
+        with _lock:
+            del _lookups[host, port]
+        lookup.done.set()
+
+
+def _ask(host: str, port: int, flags: int) -> Found:
+    try:
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except UnicodeError as error:  # such as "a..b"
+        reason = f"{host!r} is no name of a host: {error}"
+        raise socket.gaierror(socket.EAI_NONAME, reason) from error
+    return [(family, address) for family, _, _, _, address in answers]
+
+
+def unreachable(host: str) -> str | None:
+    """Why other hosts could not connect to an address of this host; None if they could.
+
+    >>> unreachable("::")
+    'it stands for all addresses'
+    >>> unreachable("node-5")
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None  # a name
+    if address.is_unspecified:
+        return "it stands for all addresses"
+    if address.version == 6 and address.is_link_local:
+        return "a link-local address counts on one network card only"
+    return None

@@ -1,0 +1,293 @@
+"""Sends messages over channels without ever making the sender wait.
+
+For an event loop: a peer that stops reading must not stop it. A message that the socket
+does not take at once is queued; one thread for all channels of the process sends what
+is queued and lives only as long as anything is. Decides when a peer takes too little:
+then its channel is closed, which the channel's receiver notices.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.connection import ChannelClosed
+from dtft.checkpoint.transport.connection import Header
+from dtft.checkpoint.transport.connection import Unsent
+
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_S = 10.0
+"""A peer that has not taken a message this long after it was posted is given up."""
+MAX_MESSAGES = 10_000
+"""So many messages may wait for one peer."""
+MAX_BYTES = 64 << 20
+"""So many bytes of messages may wait for one peer; one message has at most 16 MiB."""
+_BUSY_S = 0.01  # another thread sends on the channel; nothing tells when it has ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutboundLimits:
+    """When a peer that takes too little is given up."""
+
+    deadline_s: float = DEADLINE_S
+    max_messages: int = MAX_MESSAGES
+    max_bytes: int = MAX_BYTES
+
+
+class Outbound:
+    """The sending side of one channel. Thread-safe; messages keep their order.
+
+    `Channel.send` may still be used on the same channel; it waits for a frame that is
+    half sent, and overtakes those that are queued.
+    """
+
+    def __init__(self, channel: Channel, limits: OutboundLimits | None = None) -> None:
+        """Sends nothing yet; the channel has done its handshake."""
+        self.channel = channel
+        self._limits = limits or OutboundLimits()
+        self._state = threading.Condition()
+        self._queue: deque[tuple[float, Unsent]] = deque()
+        self._bytes = 0
+        self._drained = False  # whether the writer sends the queue
+        self._ended = False
+        self._complaint = ""
+
+    @property
+    def waiting(self) -> int:
+        """How many messages are queued."""
+        return 0 if self._ended else len(self._queue)
+
+    def post(self, message: Header) -> bool:
+        """Sends a message now or later, without waiting.
+
+        The message is packed at once and may be changed afterwards.
+
+        Returns:
+            Whether it was sent or queued; False if the channel has ended. True does not
+            say that the peer got it.
+
+        Raises:
+            ValueError: the message is larger than a header may be.
+        """
+        unsent = Unsent(message)
+        with self._state:
+            if self._ended:
+                return False
+            self._queue.append((time.monotonic(), unsent))
+            self._bytes += len(unsent.plain)
+            if not self._drained:
+                self._begin()
+            elif (
+                len(self._queue) > self._limits.max_messages
+                or self._bytes > self._limits.max_bytes
+            ):
+                self._give_up("more than may wait for one peer")
+            alive = not self._ended
+        self._say()
+        return alive
+
+    def _begin(self) -> None:
+        """Sends the only message of the queue, or has the writer do it."""
+        try:
+            event = self.channel.send_some(self._queue[0][1])
+            if event is None:
+                self._pop()
+                return
+            with contextlib.ExitStack() as held:
+                descriptor = held.enter_context(self.channel.descriptor())
+                _WRITER.add(_Backlog(self, descriptor, held.pop_all()), event)
+                self._drained = True
+        except ChannelClosed:
+            self._end()
+        except (OSError, RuntimeError) as error:  # no more threads or descriptors
+            self._give_up(f"cannot be sent later: {error}")
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until nothing is queued; False if the channel ended or time ran out."""
+        with self._state:
+            self._state.wait_for(lambda: self._ended or not self._queue, timeout_s)
+            return not self._ended and not self._queue
+
+    def close(self) -> None:
+        """Ends the channel; what is queued is lost."""
+        with self._state:
+            self._end()
+        self.channel.close()
+
+    def send_queued(self) -> int | None:
+        """Sends what the socket takes now; for the writer's thread alone.
+
+        Returns:
+            What to poll for (0: ask again soon), or None if nothing is queued.
+        """
+        while True:
+            self._say()
+            with self._state:
+                if self._ended:
+                    self._drop()
+                if not self._queue:
+                    self._drained = False
+                    return None
+                posted, unsent = self._queue[0]
+            # Not under the lock: whoever posts would wait for all that the peer takes.
+            try:
+                event = self.channel.send_some(unsent)
+            except ChannelClosed:
+                with self._state:
+                    self._end()
+                continue
+            with self._state:
+                if event is None:
+                    self._pop()
+                elif time.monotonic() > posted + self._limits.deadline_s:
+                    self._give_up(f"not taken within {self._limits.deadline_s:g} s")
+                elif not self._ended:
+                    return event
+
+    def due_in(self) -> float:
+        """Seconds until the peer is given up, if it takes nothing."""
+        with self._state:
+            if not self._queue:
+                return 0.0
+            return self._queue[0][0] + self._limits.deadline_s - time.monotonic()
+
+    def _pop(self) -> None:
+        _, unsent = self._queue.popleft()
+        self._bytes -= len(unsent.plain)
+        if not self._queue:
+            self._state.notify_all()
+
+    def _give_up(self, why: str) -> None:
+        self._complaint = (
+            f"peer {self.channel.name}: {len(self._queue)} messages ({self._bytes} "
+            f"bytes) wait to be sent, {why}; closing the connection. The peer hangs, "
+            "or the network between is cut or slow."
+        )
+        self._end()
+
+    def _say(self) -> None:
+        """Logs why the peer was given up; not under the lock, for logs can hang."""
+        complaint, self._complaint = self._complaint, ""
+        if complaint:
+            logger.warning("%s", complaint)
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self.channel.close()  # which wakes the writer
+        if not self._drained:
+            self._drop()
+        self._state.notify_all()
+
+    def _drop(self) -> None:
+        """Empties the queue; called by whoever may be sending its first message."""
+        if self._queue:
+            self.channel.give_up(self._queue[0][1])
+        self._queue.clear()
+        self._bytes = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Backlog:
+    """An `Outbound` with messages that its socket did not take."""
+
+    outbound: Outbound
+    descriptor: int
+    held: contextlib.ExitStack
+    """Keeps the descriptor from being closed."""
+
+
+class _Writer:
+    """One thread that sends what is queued, for all channels of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: list[tuple[_Backlog, int]] = []
+        self._wake: int | None = None  # an eventfd while the thread runs
+
+    def add(self, backlog: _Backlog, event: int) -> None:
+        """Sends what `backlog` has queued, as soon as `event` lets it.
+
+        Raises:
+            OSError: there are no more descriptors.
+            RuntimeError: there are no more threads.
+        """
+        with self._lock:
+            if self._wake is None:
+                wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                thread = threading.Thread(
+                    target=self._run, args=(wake,), name="outbound", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError:
+                    os.close(wake)
+                    raise
+                self._wake = wake
+            self._new.append((backlog, event))
+            os.eventfd_write(self._wake, 1)
+
+    def _run(self, wake: int) -> None:
+        backlogs: dict[int, _Backlog] = {}
+        busy: set[int] = set()
+        poller = select.poll()
+        poller.register(wake, select.POLLIN)
+        while self._take_new(backlogs, busy, poller) or backlogs:
+            limit = _BUSY_S if busy else 60.0
+            late = min(entry.outbound.due_in() for entry in backlogs.values())
+            ready = {at for at, _ in poller.poll(1000 * max(min(late, limit), 0.001))}
+            if wake in ready:
+                os.eventfd_read(wake)
+            for at in list(backlogs):
+                if at in ready or at in busy or backlogs[at].outbound.due_in() <= 0:
+                    self._advance(backlogs, busy, poller, at)
+
+    def _take_new(
+        self, backlogs: dict[int, _Backlog], busy: set[int], poller: select.poll
+    ) -> bool:
+        """Whether there were new ones; if there is nothing at all, the thread ends."""
+        with self._lock:
+            new, self._new = self._new, []
+            if not new and not backlogs and self._wake is not None:
+                os.close(self._wake)
+                self._wake = None
+        for backlog, event in new:
+            backlogs[backlog.descriptor] = backlog
+            poller.register(backlog.descriptor, event)
+            if not event:
+                busy.add(backlog.descriptor)
+        return bool(new)
+
+    def _advance(
+        self,
+        backlogs: dict[int, _Backlog],
+        busy: set[int],
+        poller: select.poll,
+        at: int,
+    ) -> None:
+        backlog = backlogs[at]
+        try:
+            event = backlog.outbound.send_queued()
+        except Exception:  # one channel's fault must not end the others' messages
+            logger.exception("peer %s: sending failed", backlog.outbound.channel.name)
+            backlog.outbound.close()
+            event = backlog.outbound.send_queued()
+        busy.discard(at)
+        if event is None:
+            poller.unregister(at)
+            del backlogs[at]
+            backlog.held.close()
+        else:
+            poller.modify(at, event)
+            if not event:
+                busy.add(at)
+
+
+_WRITER = _Writer()
