@@ -15,16 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dtft.checkpoint.replication import HeldLeaves
-from dtft.checkpoint.replication import Inventory
-from dtft.checkpoint.replication import Lost
-from dtft.checkpoint.state import partition_of
-from dtft.checkpoint.replication import CopyPlacement
-from dtft.checkpoint.replication import place_copies
-from dtft.checkpoint.replication import plan_restore
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Leaf
-from dtft.checkpoint.state import MeshLayout
+from dtft.checkpoint.replication import (
+    CopyPlacement,
+    HeldLeaves,
+    Inventory,
+    Lost,
+    place_copies,
+    plan_restore,
+)
+from dtft.checkpoint.state import Layout, Leaf, MeshLayout, partition_of
 
 MAX_SECONDS = 2.0
 RACK, FEED = 32, 2048

@@ -15,9 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.replication import Automatic
-from dtft.checkpoint.replication import Costs
-from dtft.checkpoint.replication import inflation
+from dtft.checkpoint.replication import Automatic, Costs, inflation
 from dtft.train.bench import measure, tier_off
 from dtft.train.config import parse
 from experiments import report

@@ -14,13 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.managers import AgentLink
-from dtft.checkpoint.managers import LinkClosed
-from dtft.checkpoint.managers import listen_for_links
+from dtft.checkpoint.managers import AgentLink, LinkClosed, listen_for_links
 from dtft.checkpoint.state import Layout
 from dtft.checkpoint.timeouts import Timeouts
-from dtft.checkpoint.transport import Credentials
-from dtft.checkpoint.transport import TransportServer
+from dtft.checkpoint.transport import Credentials, TransportServer
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes

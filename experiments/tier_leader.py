@@ -9,13 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.replication import StepTracker
-from dtft.checkpoint.managers import AgentLink
-from dtft.checkpoint.managers import LinkClosed
-from dtft.checkpoint.managers import listen_for_links
-from dtft.checkpoint.replication import CopyPlacement
-from dtft.checkpoint.replication import place_copies
+from dtft.checkpoint.managers import AgentLink, LinkClosed, listen_for_links
+from dtft.checkpoint.replication import Commit, CopyPlacement, StepTracker, place_copies
 from dtft.checkpoint.state import Layout
 from dtft.elastic.recovery import Decision, decide, fetches_for
 from dtft.elastic.store import Store

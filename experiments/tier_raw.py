@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.memory import DEFAULT_DIRECTORY
-from dtft.checkpoint.memory import Arena
+from dtft.checkpoint.memory import DEFAULT_DIRECTORY, Arena, Slabs
 from dtft.checkpoint.state import copy_and_digest
-from dtft.checkpoint.memory import Slabs
 
 CHUNK_BYTES = 4 << 20
 ROUNDS = 5

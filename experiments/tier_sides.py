@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import jax
 import orbax.checkpoint as ocp
 
-from dtft.checkpoint.managers import AgentLink
-from dtft.checkpoint.managers import AgentCheckpointManager
-from dtft.checkpoint.managers import RestoreArgs
-from dtft.checkpoint.managers import SaveArgs
+from dtft.checkpoint.managers import (
+    AgentCheckpointManager,
+    AgentLink,
+    RestoreArgs,
+    SaveArgs,
+)
 from experiments.tier_agent import CHUNK_BYTES, LIMIT_S, socket_of
 from experiments.tier_state import State, slices_of
 

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
+    from dtft.checkpoint.managers import AgentGone as AgentGone
     from dtft.checkpoint.managers import NoAgent as NoAgent
     from dtft.checkpoint.managers import NotBrought as NotBrought
-    from dtft.checkpoint.managers import AgentGone as AgentGone
+    from dtft.checkpoint.managers import (
+        ReplicatedCheckpointManager as ReplicatedCheckpointManager,
+    )
     from dtft.checkpoint.managers import ReplicatedOptions as ReplicatedOptions
-    from dtft.checkpoint.managers import ReplicatedCheckpointManager as ReplicatedCheckpointManager
-    from dtft.checkpoint.state import CorruptItems as CorruptItems
     from dtft.checkpoint.managers import StorageFailed as StorageFailed
     from dtft.checkpoint.memory import Corrupt as Corrupt
+    from dtft.checkpoint.state import CorruptItems as CorruptItems
 
 _PUBLIC = {
     "AgentGone": "managers.agent_link",

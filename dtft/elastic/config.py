@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtft.checkpoint.replication import Cadence
-from dtft.checkpoint.replication import Share
-from dtft.checkpoint.replication import Automatic
+from dtft.checkpoint.replication import Automatic, Cadence, Share
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.checkpoint.transport import Tls
 from dtft.elastic.seat_policy import LAUNCHED, SERVED, SeatPolicy

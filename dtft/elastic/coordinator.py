@@ -10,8 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from dtft.checkpoint.transport import format_address
-from dtft.checkpoint.transport import parse_address
+from dtft.checkpoint.transport import format_address, parse_address
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.processes import die_with_parent, free_port, open_log

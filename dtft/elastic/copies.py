@@ -12,14 +12,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from dtft.checkpoint.memory import Arena
-from dtft.checkpoint.memory import arena_bytes
-from dtft.checkpoint.state import pack_flags
-from dtft.checkpoint.memory import Holder
-from dtft.checkpoint.replication import place_copies
-from dtft.checkpoint.state import items_are_right
-from dtft.checkpoint.replication import Shares
-from dtft.checkpoint.state import Layout
+from dtft.checkpoint.memory import Arena, Holder, arena_bytes
+from dtft.checkpoint.replication import Shares, place_copies
+from dtft.checkpoint.state import Layout, items_are_right, pack_flags
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.replication import Pusher

@@ -7,9 +7,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from dtft.checkpoint.transport import MAX_REQUEST_HEADER
-from dtft.checkpoint.transport import no_payload
-from dtft.checkpoint.transport import Channel
+from dtft.checkpoint.transport import MAX_REQUEST_HEADER, Channel, no_payload
 from dtft.elastic.config import AgentConfig
 
 Answer = Callable[[dict[str, Any]], None]

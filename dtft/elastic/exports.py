@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.managers import ProgressBoard
-from dtft.checkpoint.storage import ExporterProcess
-from dtft.checkpoint.storage import Hear
 from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.storage import ExporterProcess, Hear
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.processes import die_with_parent, open_log

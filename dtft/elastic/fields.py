@@ -11,11 +11,9 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtft.checkpoint.transport import parse_address
 from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.state import DIGEST_BYTES
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Slice
+from dtft.checkpoint.state import DIGEST_BYTES, Layout, Slice
+from dtft.checkpoint.transport import parse_address
 from dtft.elastic.roles import Assignment
 
 Check = Callable[[object], bool]

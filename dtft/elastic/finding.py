@@ -5,9 +5,9 @@ Must not know who asks, nor how the bytes are sent.
 
 from collections.abc import Sequence
 
-from dtft.checkpoint.transport import WireError
 from dtft.checkpoint.memory import Holder
 from dtft.checkpoint.state import Parts
+from dtft.checkpoint.transport import WireError
 
 
 def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:

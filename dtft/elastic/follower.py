@@ -16,14 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.transport import parse_address
-from dtft.checkpoint.managers import AGENT_SOCKET
-from dtft.checkpoint.managers import ProgressBoard
+from dtft.checkpoint.managers import AGENT_SOCKET, ProgressBoard
 from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.storage import ExporterProcess
-from dtft.checkpoint.transport import start_nixl
 from dtft.checkpoint.state import Layout
-from dtft.checkpoint.transport import Credentials
+from dtft.checkpoint.storage import ExporterProcess
+from dtft.checkpoint.transport import Credentials, parse_address, start_nixl
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.event_loop import Loop

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtft.checkpoint.replication import Window
-from dtft.checkpoint.transport import PushPace
-from dtft.checkpoint.transport import Credentials
+from dtft.checkpoint.transport import Credentials, PushPace
 from dtft.elastic.copies import Copies
 from dtft.elastic.replication import Pusher, share_pace
 

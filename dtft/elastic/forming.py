@@ -9,11 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtft.checkpoint.transport import with_port
-from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.replication import FailureDomains
+from dtft.checkpoint.replication import Commit, FailureDomains
 from dtft.checkpoint.state import Layout
-from dtft.checkpoint.transport import Packed
+from dtft.checkpoint.transport import Packed, with_port
 from dtft.elastic.recovery import Decision, RecoveryReport, decide, fetches_for
 from dtft.elastic.roles import Assignment, HostRecord, next_epoch
 from dtft.elastic.spread import next_spread

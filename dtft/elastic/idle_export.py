@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.storage import export_world
 from dtft.checkpoint.state import Layout
+from dtft.checkpoint.storage import export_world
 
 Complete = Mapping[str, Mapping[int, Collection[int]]]
 """Host -> step -> the slots whose own slices it has, all of them and verified."""

@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtft.checkpoint.transport import WireError
-from dtft.checkpoint.transport import MAX_DATA_HEADER
 from dtft.checkpoint.memory import Holder
-from dtft.checkpoint.transport import Nixl
 from dtft.checkpoint.state import Parts
-from dtft.checkpoint.transport import receive_chunks
-from dtft.checkpoint.transport import no_payload
-from dtft.checkpoint.transport import serve_fetches
-from dtft.checkpoint.transport import Channel
-from dtft.checkpoint.transport import ChannelClosed
+from dtft.checkpoint.transport import (
+    MAX_DATA_HEADER,
+    Channel,
+    ChannelClosed,
+    Nixl,
+    WireError,
+    no_payload,
+    receive_chunks,
+    serve_fetches,
+)
 from dtft.elastic.finding import cut_out, find_copies
 from dtft.elastic.replication import Epoch
 
@@ -78,9 +80,7 @@ class _Announced:
             or any(not isinstance(one, bytes) for one in digests)
             or not isinstance(items, dict)
         ):
-            raise WireError(
-                f"a push's header is wrong: {sorted(map(str, header))}"
-            )
+            raise WireError(f"a push's header is wrong: {sorted(map(str, header))}")
         return cls(
             epoch=_epoch(header.get("epoch")),
             source=source,

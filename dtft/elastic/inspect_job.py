@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.replication import CommitHealth
-from dtft.checkpoint.replication import commit_health
-from dtft.checkpoint.replication import worth_showing
+from dtft.checkpoint.replication import (
+    Commit,
+    CommitHealth,
+    commit_health,
+    worth_showing,
+)
 from dtft.checkpoint.state import Layout
-from dtft.checkpoint.transport import Credentials
-from dtft.checkpoint.transport import connect
-from dtft.checkpoint.transport import Tls
+from dtft.checkpoint.transport import Credentials, Tls, connect
 from dtft.elastic.entry import SERVED, JobMismatch, proof_of
 from dtft.elastic.roles import HostRecord
 from dtft.elastic.spread import Surroundings

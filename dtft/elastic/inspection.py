@@ -6,11 +6,8 @@ nobody who looks. Must not know what is made of the answers.
 
 from typing import Any
 
-from dtft.checkpoint.transport import MAX_REQUEST_HEADER
-from dtft.checkpoint.memory import audit
-from dtft.checkpoint.transport import no_payload
-from dtft.checkpoint.memory import Holder
-from dtft.checkpoint.transport import Channel
+from dtft.checkpoint.memory import Holder, audit
+from dtft.checkpoint.transport import MAX_REQUEST_HEADER, Channel, no_payload
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.inbox import Inbox
 

@@ -7,11 +7,13 @@ boundary after which a change is in force: one that no trainer passes before it 
 
 from collections.abc import Mapping, Sequence
 
-from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.replication import Experience
-from dtft.checkpoint.replication import Window
-from dtft.checkpoint.replication import inflation
-from dtft.checkpoint.replication import next_interval
+from dtft.checkpoint.replication import (
+    Commit,
+    Experience,
+    Window,
+    inflation,
+    next_interval,
+)
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.roles import Assignment
 

@@ -23,8 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dtft.checkpoint.managers import ProgressBoard
-from dtft.checkpoint.managers import ProgressField
+from dtft.checkpoint.managers import ProgressBoard, ProgressField
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.etcd_supervision import Limits, Supervisor

@@ -15,9 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.replication import Divergence
-from dtft.checkpoint.replication import Mislabelled
+from dtft.checkpoint.replication import Commit, Divergence, Mislabelled
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
 from dtft.elastic.ending import Ending

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.replication import StepTracker
-from dtft.checkpoint.storage import export_world
+from dtft.checkpoint.replication import Commit, StepTracker
 from dtft.checkpoint.state import Layout
+from dtft.checkpoint.storage import export_world
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.intervals import Intervals
 from dtft.elastic.loans import borrowed, digests_for

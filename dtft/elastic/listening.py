@@ -8,10 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from dtft.checkpoint.transport import Channel
-from dtft.checkpoint.transport import Credentials
-from dtft.checkpoint.transport import TransportServer
-from dtft.checkpoint.transport import WireError
+from dtft.checkpoint.transport import Channel, Credentials, TransportServer, WireError
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import serve_export
 from dtft.elastic.event_loop import Loop

@@ -6,12 +6,8 @@ not know how bytes travel, nor when a step is due.
 
 from collections.abc import Collection, Mapping, Sequence
 
-from dtft.checkpoint.replication import inventory_of
-from dtft.checkpoint.replication import Lost
-from dtft.checkpoint.state import nbytes_of
-from dtft.checkpoint.replication import SliceTransfer
-from dtft.checkpoint.replication import plan_restore
-from dtft.checkpoint.state import Layout
+from dtft.checkpoint.replication import Lost, SliceTransfer, inventory_of, plan_restore
+from dtft.checkpoint.state import Layout, nbytes_of
 
 Held = Mapping[str, Mapping[str, bytes]]
 """Host -> slice key -> digest of what it has of one step."""

@@ -10,9 +10,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dtft.checkpoint.replication import check_copy
-from dtft.checkpoint.replication import CopyPlacement
-from dtft.checkpoint.replication import Push
+from dtft.checkpoint.replication import CopyPlacement, Push, check_copy
 from dtft.checkpoint.tables import size_text
 
 Holders = Mapping[str, Collection[str]]

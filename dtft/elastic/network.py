@@ -9,13 +9,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
-from dtft.checkpoint.transport import no_payload
-from dtft.checkpoint.transport import dial
-from dtft.checkpoint.transport import Outbound
-from dtft.checkpoint.transport import Channel
-from dtft.checkpoint.transport import Credentials
-from dtft.checkpoint.transport import connect
-from dtft.checkpoint.transport import WireError
+from dtft.checkpoint.transport import (
+    Channel,
+    Credentials,
+    Outbound,
+    WireError,
+    connect,
+    dial,
+    no_payload,
+)
 from dtft.elastic.event_loop import Loop
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dtft.checkpoint.replication import Located
-from dtft.checkpoint.state import digest_root
-from dtft.checkpoint.state import Layout
+from dtft.checkpoint.state import Layout, digest_root
 
 Digests = Mapping[str, bytes]
 """Slice key to the digests of its chunks."""

@@ -7,14 +7,16 @@ rung, and who sends which slice to whom. Must not know processes, sockets or etc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.replication import Holdings
-from dtft.checkpoint.replication import Located
-from dtft.checkpoint.replication import locate
-from dtft.checkpoint.replication import inventory_of
-from dtft.checkpoint.replication import RestorePlan
-from dtft.checkpoint.replication import SliceTransfer
-from dtft.checkpoint.replication import plan_restore
+from dtft.checkpoint.replication import (
+    Commit,
+    Holdings,
+    Located,
+    RestorePlan,
+    SliceTransfer,
+    inventory_of,
+    locate,
+    plan_restore,
+)
 from dtft.checkpoint.state import Layout
 from dtft.checkpoint.tables import size_text
 from dtft.elastic.roles import Source

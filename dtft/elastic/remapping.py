@@ -9,14 +9,15 @@ nor how bytes travel.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.replication import Located
-from dtft.checkpoint.state import digest_root
-from dtft.checkpoint.replication import inventory_of
-from dtft.checkpoint.replication import CopyPlacement
-from dtft.checkpoint.replication import RestorePlan
-from dtft.checkpoint.replication import plan_restore
-from dtft.checkpoint.state import Layout
+from dtft.checkpoint.replication import (
+    Commit,
+    CopyPlacement,
+    Located,
+    RestorePlan,
+    inventory_of,
+    plan_restore,
+)
+from dtft.checkpoint.state import Layout, digest_root
 from dtft.elastic.recovery import regions_to
 
 
@@ -32,7 +33,9 @@ class Remapping:
         self._located, self._layout = located, layout
         self._staged: dict[int, dict[int, Sequence[bytes]]] = {}
         """Step to slot to the digests of its slices."""
-        self._newest: tuple[Commit, CopyPlacement, dict[int, Sequence[bytes]]] | None = None
+        self._newest: (
+            tuple[Commit, CopyPlacement, dict[int, Sequence[bytes]]] | None
+        ) = None
         self._planned: tuple[tuple[str, ...], RestorePlan] | None = None
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:

@@ -10,16 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from dtft.checkpoint.state import Chunks
 from dtft.checkpoint.memory import Holder
-from dtft.checkpoint.transport import PushPace
 from dtft.checkpoint.replication import Push
-from dtft.checkpoint.transport import Outgoing
-from dtft.checkpoint.transport import send_push
-from dtft.checkpoint.transport import Channel
-from dtft.checkpoint.transport import ChannelClosed
-from dtft.checkpoint.transport import Credentials
-from dtft.checkpoint.transport import connect
+from dtft.checkpoint.state import Chunks
+from dtft.checkpoint.transport import (
+    Channel,
+    ChannelClosed,
+    Credentials,
+    Outgoing,
+    PushPace,
+    connect,
+    send_push,
+)
 
 logger = logging.getLogger(__name__)
 

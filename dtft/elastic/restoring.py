@@ -17,24 +17,28 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.state import is_digest_right
-from dtft.checkpoint.state import digests_of_parts
-from dtft.checkpoint.state import verify_digests
-from dtft.checkpoint.transport import streams_each
-from dtft.checkpoint.transport import STREAMS
-from dtft.checkpoint.transport import fetch_slices
-from dtft.checkpoint.transport import FetchError
 from dtft.checkpoint.memory import Holder
-from dtft.checkpoint.transport import Nixl
-from dtft.checkpoint.state import Region
-from dtft.checkpoint.state import Parts
-from dtft.checkpoint.state import WantedSlice
-from dtft.checkpoint.state import digests_in
-from dtft.checkpoint.state import move_regions
-from dtft.checkpoint.state import span_of
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Slice
-from dtft.checkpoint.transport import Credentials
+from dtft.checkpoint.state import (
+    Layout,
+    Parts,
+    Region,
+    Slice,
+    WantedSlice,
+    digests_in,
+    digests_of_parts,
+    is_digest_right,
+    move_regions,
+    span_of,
+    verify_digests,
+)
+from dtft.checkpoint.transport import (
+    STREAMS,
+    Credentials,
+    FetchError,
+    Nixl,
+    fetch_slices,
+    streams_each,
+)
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.finding import find_copies
@@ -236,9 +240,7 @@ def _adopt(
 
 def _digests_here(holder: Holder, step: int, piece: Slice) -> bytes:
     """The digests of the bytes that are in memory now."""
-    return digests_of_parts(
-        holder.own_parts(step, piece).views, holder.chunk_bytes
-    )
+    return digests_of_parts(holder.own_parts(step, piece).views, holder.chunk_bytes)
 
 
 # ------------------------------------------------------------------------- exports

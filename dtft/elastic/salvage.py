@@ -21,21 +21,25 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.state import chunk_digests
-from dtft.checkpoint.transport import MAX_REQUEST_HEADER
 from dtft.checkpoint.memory import Arena
-from dtft.checkpoint.transport import no_payload
-from dtft.checkpoint.state import Chunks
 from dtft.checkpoint.replication import adding_up
-from dtft.checkpoint.state import Parts
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import MeshLayout
-from dtft.checkpoint.state import Slice
+from dtft.checkpoint.state import (
+    Chunks,
+    Layout,
+    MeshLayout,
+    Parts,
+    Slice,
+    chunk_digests,
+)
 from dtft.checkpoint.storage import storage_steps
-from dtft.checkpoint.transport import Channel
-from dtft.checkpoint.transport import Credentials
-from dtft.checkpoint.transport import connect
-from dtft.checkpoint.transport import Tls
+from dtft.checkpoint.transport import (
+    MAX_REQUEST_HEADER,
+    Channel,
+    Credentials,
+    Tls,
+    connect,
+    no_payload,
+)
 from dtft.elastic.exports import save_fields, start_exporter
 from dtft.elastic.host_memory import make_memory_directory, remove_memory_directory
 from dtft.elastic.inbox import Inbox
@@ -335,8 +339,7 @@ class Salvage:
         for key, piece in pieces.items():
             _place(leaves[piece.path], shapes[piece.path], piece, buffers[key])
         return [
-            chunk_digests(leaves[piece.path], CHUNK_BYTES)
-            for piece in chunks.slices
+            chunk_digests(leaves[piece.path], CHUNK_BYTES) for piece in chunks.slices
         ]
 
     def _await(

@@ -11,9 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dtft.checkpoint.transport import MAX_REQUEST_HEADER
-from dtft.checkpoint.transport import no_payload
-from dtft.checkpoint.transport import Channel
+from dtft.checkpoint.transport import MAX_REQUEST_HEADER, Channel, no_payload
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.demands import Answer
 from dtft.elastic.event_loop import Loop

@@ -10,9 +10,7 @@ import dataclasses
 import time
 from pathlib import Path
 
-from dtft.checkpoint.managers import AGENT_SOCKET
-from dtft.checkpoint.managers import AGENT_SOCKET_VARIABLE
-from dtft.checkpoint.managers import AgentLink
+from dtft.checkpoint.managers import AGENT_SOCKET, AGENT_SOCKET_VARIABLE, AgentLink
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.elastic.agent import Agent
 from dtft.elastic.config import AgentConfig

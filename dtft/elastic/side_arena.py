@@ -11,12 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.state import digests_of_parts
 from dtft.checkpoint.memory import Arena
-from dtft.checkpoint.state import Chunks
-from dtft.checkpoint.state import Parts
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Slice
+from dtft.checkpoint.state import Chunks, Layout, Parts, Slice, digests_of_parts
 from dtft.checkpoint.transport import Credentials
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
@@ -62,9 +58,7 @@ class SideArena:
             )
         }
         bring(new)
-        digests = [
-            digests_of_parts(parts.views, chunk_bytes) for parts in new.values()
-        ]
+        digests = [digests_of_parts(parts.views, chunk_bytes) for parts in new.values()]
         return {"arena": str(arena.path), "digests": digests}
 
     def free(self, path: str = "") -> None:

@@ -13,9 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dtft.checkpoint.replication import new_specs
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Leaf
-from dtft.checkpoint.state import MeshLayout
+from dtft.checkpoint.state import Layout, Leaf, MeshLayout
 from dtft.elastic.roles import Choose, HostRecord, fill_slots
 
 REPLICA_AXIS = "replica"

@@ -8,15 +8,17 @@ apart, and where none does, people are told. Must not know the store or the cloc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dtft.checkpoint.replication import Spread
-from dtft.checkpoint.replication import choose_spares
-from dtft.checkpoint.replication import copy_groups
-from dtft.checkpoint.replication import domains_reached
-from dtft.checkpoint.replication import FailureDomains
-from dtft.checkpoint.replication import domains_at
-from dtft.checkpoint.replication import domains_from_labels
-from dtft.checkpoint.replication import separate_copies
-from dtft.checkpoint.replication import CopyPlacement
+from dtft.checkpoint.replication import (
+    CopyPlacement,
+    FailureDomains,
+    Spread,
+    choose_spares,
+    copy_groups,
+    domains_at,
+    domains_from_labels,
+    domains_reached,
+    separate_copies,
+)
 from dtft.checkpoint.state import Layout
 from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.view import View
@@ -25,7 +27,9 @@ from dtft.elastic.view import View
 def known_domains(records: Iterable[HostRecord]) -> tuple[FailureDomains, str]:
     """What the labels of all hosts say, and why they say nothing if they disagree."""
     try:
-        return domains_from_labels({record.host: record.domain for record in records}), ""
+        return domains_from_labels(
+            {record.host: record.domain for record in records}
+        ), ""
     except ValueError as error:
         return domains_from_labels({}), str(error)
 

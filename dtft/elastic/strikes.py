@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.managers import ProgressBoard
-from dtft.checkpoint.managers import ProgressField
+from dtft.checkpoint.managers import ProgressBoard, ProgressField
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.faults import Fault, in_order
 from dtft.elastic.inspect_job import Observer

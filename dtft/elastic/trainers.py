@@ -21,16 +21,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.managers import ATTACHED
-from dtft.checkpoint.managers import AGENT_SOCKET
-from dtft.checkpoint.managers import AGENT_SOCKET_VARIABLE
-from dtft.checkpoint.managers import AgentLink
-from dtft.checkpoint.managers import LinkClosed
-from dtft.checkpoint.managers import NotReading
-from dtft.checkpoint.managers import Outbox
-from dtft.checkpoint.managers import listen_for_links
-from dtft.checkpoint.managers import serve_links
-from dtft.checkpoint.managers import foreign_peer
+from dtft.checkpoint.managers import (
+    AGENT_SOCKET,
+    AGENT_SOCKET_VARIABLE,
+    ATTACHED,
+    AgentLink,
+    LinkClosed,
+    NotReading,
+    Outbox,
+    foreign_peer,
+    listen_for_links,
+    serve_links,
+)
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.processes import (
     die_with_parent,

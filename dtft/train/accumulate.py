@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from dtft.checkpoint.state import to_paths
-from dtft.checkpoint.state import from_paths
+from dtft.checkpoint.state import from_paths, to_paths
 from dtft.planner.types import Spec
 from dtft.train.plan_shardings import partition_spec
 

@@ -13,11 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.managers import ProgressBoard
-from dtft.checkpoint.managers import Phase
-from dtft.checkpoint.replication import Experience
-from dtft.checkpoint.replication import Window
-from dtft.checkpoint.managers import AgentLink
+from dtft.checkpoint.managers import AgentLink, Phase, ProgressBoard
+from dtft.checkpoint.replication import Experience, Window
 from dtft.train.config import refuse_other, to_json
 from dtft.train.drill_failure import DrillFailure
 from dtft.train.experiment import Experiment
@@ -39,7 +36,11 @@ class AgentRuntime:
     """The leading agent has the last step exported, and says so."""
 
     def __init__(
-        self, experiment: Experiment, link: AgentLink, start: dict[str, Any], resume: str
+        self,
+        experiment: Experiment,
+        link: AgentLink,
+        start: dict[str, Any],
+        resume: str,
     ) -> None:
         """Takes the slot that `start` describes; joins nothing yet."""
         self.slot: int = start["slot"]
@@ -114,12 +115,13 @@ class AgentRuntime:
 
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """The state and items that the leader chose, or None at the very start."""
-        from dtft.checkpoint.state import with_plain_keys
-        from dtft.checkpoint.state import with_typed_keys
-        from dtft.checkpoint.managers import AgentCheckpointManager
-        from dtft.checkpoint.managers import RestoreArgs
-        from dtft.checkpoint.state import from_paths
-        from dtft.checkpoint.state import to_paths
+        from dtft.checkpoint.managers import AgentCheckpointManager, RestoreArgs
+        from dtft.checkpoint.state import (
+            from_paths,
+            to_paths,
+            with_plain_keys,
+            with_typed_keys,
+        )
         from dtft.train.state_layout import layout_of
 
         layout = layout_of(abstract_state, range(self.num_slots), self._resolved)
@@ -198,8 +200,7 @@ class AgentRuntime:
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
         """One snapshot, at a step boundary."""
         from dtft.checkpoint.managers import SaveArgs
-        from dtft.checkpoint.state import to_paths
-        from dtft.checkpoint.state import with_plain_keys
+        from dtft.checkpoint.state import to_paths, with_plain_keys
 
         arrays = with_plain_keys(to_paths(state))
         args = SaveArgs(arrays=arrays, items=items, window=self._window)

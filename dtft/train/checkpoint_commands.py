@@ -14,13 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.storage import checkpoints_in
-from dtft.checkpoint.storage import list_steps
-from dtft.checkpoint.storage import pick_step
-from dtft.checkpoint.storage import describe_step
-from dtft.checkpoint.storage import verify_step
-from dtft.checkpoint.storage import copy_step
 from dtft.checkpoint.replication import CommitHealth
+from dtft.checkpoint.storage import (
+    checkpoints_in,
+    copy_step,
+    describe_step,
+    list_steps,
+    pick_step,
+    verify_step,
+)
 from dtft.checkpoint.tables import size_text, table
 from dtft.train.checkpoint_text import (
     Record,

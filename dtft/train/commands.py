@@ -280,8 +280,7 @@ class BenchTransport:
 
         import tyro
 
-        from dtft.checkpoint.transport import TransportBench
-        from dtft.checkpoint.transport import bench_transport
+        from dtft.checkpoint.transport import TransportBench, bench_transport
 
         prog = "dtft bench transport"
         figures = bench_transport(tyro.cli(TransportBench, args=words, prog=prog))

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from dtft.checkpoint.replication import Cadence
-from dtft.checkpoint.replication import Automatic
+from dtft.checkpoint.replication import Automatic, Cadence
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.models.base import ModelConfig
 from dtft.train.balance_config import BalanceConfig

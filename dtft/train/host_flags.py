@@ -8,10 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.checkpoint.replication import parse_domain_file
-from dtft.checkpoint.replication import parse_domain_label
-from dtft.checkpoint.transport import check_tls
-from dtft.checkpoint.transport import Tls
+from dtft.checkpoint.replication import parse_domain_file, parse_domain_label
+from dtft.checkpoint.transport import Tls, check_tls
 
 if TYPE_CHECKING:
     from dtft.train.commands import HostFlags, PlaceFlags

@@ -12,9 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.state import to_paths
-from dtft.checkpoint.state import from_paths
-from dtft.checkpoint.state import listed
+from dtft.checkpoint.state import from_paths, listed, to_paths
 from dtft.planner.types import Spec
 
 

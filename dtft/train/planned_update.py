@@ -15,8 +15,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh
 
-from dtft.checkpoint.state import to_paths
-from dtft.checkpoint.state import from_paths
+from dtft.checkpoint.state import from_paths, to_paths
 from dtft.planner.ir import POLICIES, rematerialized, traced
 from dtft.planner.plan import Plan
 from dtft.planner.types import Spec

@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from dtft.checkpoint.storage import StorageBusy
-from dtft.checkpoint.storage import alone_in
+from dtft.checkpoint.storage import StorageBusy, alone_in
 from dtft.train.config import ConfigError
 from dtft.train.experiment import Experiment
 

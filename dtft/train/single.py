@@ -148,10 +148,12 @@ class LocalRuntime:
         Raises:
             UnreadableCheckpoint: there is one, but it cannot be loaded.
         """
-        from dtft.checkpoint.state import to_paths
-        from dtft.checkpoint.state import from_paths
-        from dtft.checkpoint.state import with_plain_keys
-        from dtft.checkpoint.state import with_typed_keys
+        from dtft.checkpoint.state import (
+            from_paths,
+            to_paths,
+            with_plain_keys,
+            with_typed_keys,
+        )
 
         step = self._storage.latest_step()
         if step is None:
@@ -247,8 +249,7 @@ class LocalRuntime:
                 signal.signal(number, handler)
 
     def _store(self, step: int, state: Any, items: dict[str, Any]) -> None:
-        from dtft.checkpoint.state import to_paths
-        from dtft.checkpoint.state import with_plain_keys
+        from dtft.checkpoint.state import to_paths, with_plain_keys
 
         self._storage.wait_until_finished()  # raises what went wrong in the last one
         arrays = with_plain_keys(to_paths(state))

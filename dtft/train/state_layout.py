@@ -7,11 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from dtft.checkpoint.state import to_paths
-from dtft.checkpoint.state import with_plain_keys
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Leaf
-from dtft.checkpoint.state import MeshLayout
+from dtft.checkpoint.state import Layout, Leaf, MeshLayout, to_paths, with_plain_keys
 from dtft.train.functional_model import State
 
 

@@ -18,9 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.managers import hello
-from dtft.checkpoint.managers import AgentLink
-from dtft.checkpoint.managers import LinkClosed
+from dtft.checkpoint.managers import AgentLink, LinkClosed, hello
 from dtft.elastic.stack_dump import accept_requests
 from dtft.train.agent_runtime import AgentRuntime
 from dtft.train.config import ConfigError, load, to_json
@@ -221,8 +219,8 @@ def _import_everything(experiment: Any) -> None:
         keep_freed(large=bool(experiment.plan))
     import jax
 
-    from dtft.checkpoint.managers import AgentCheckpointManager  # noqa: F401
     import dtft.train.loop  # noqa: F401
+    from dtft.checkpoint.managers import AgentCheckpointManager  # noqa: F401
     from dtft.train.data import make_datasets
 
     make_datasets(experiment.data, experiment.seed)

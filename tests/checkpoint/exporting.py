@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.state.digests import Chunks
-from dtft.checkpoint.state.digests import chunk_digests
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import offsets_of
+from dtft.checkpoint.state.digests import Chunks, chunk_digests
+from dtft.checkpoint.state.slices import Layout, offsets_of
 from tests.checkpoint.states import extent, state
 
 CHUNK = 64

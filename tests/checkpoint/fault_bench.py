@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dtft.checkpoint.transport.server import connect
 from dtft.checkpoint.transport.dialing import parse_address
+from dtft.checkpoint.transport.server import connect
 from dtft.elastic.replication import Pusher
 from dtft.elastic.restoring import restore_into
 from tests.checkpoint.fault_proxy import Fault, FaultProxy, Kind, Place

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgpack
 
-from dtft.checkpoint.transport import protocol
 from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.transport import protocol
 from dtft.checkpoint.transport.connection import SocketStream
 from dtft.checkpoint.transport.protocol import Credentials
 from tests.checkpoint.hosts import CHUNK, EPOCH, JOB, Host, content

@@ -14,17 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.state.digests import chunk_digests
 from dtft.checkpoint.memory.replica_store import Holder
-from dtft.checkpoint.state.digests import Parts
-from dtft.checkpoint.replication.copy_placement import Push
-from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.transport.push import PushedBytes
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.replication.copy_placement import Push, place_copies
+from dtft.checkpoint.state.digests import Parts, chunk_digests
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.transport.connection import Channel
 from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.push import PushedBytes
 from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic import replication
 from dtft.elastic.config import AgentConfig

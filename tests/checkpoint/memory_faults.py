@@ -10,11 +10,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from dtft.checkpoint.state.digests import pack_flags
-from dtft.checkpoint.state.digests import chunk_digests
-from dtft.checkpoint.state.digests import Parts
-from dtft.checkpoint.memory.snapshot import CorruptCopy
-from dtft.checkpoint.memory.snapshot import SnapshotPlan
+from dtft.checkpoint.memory.snapshot import CorruptCopy, SnapshotPlan
+from dtft.checkpoint.state.digests import Parts, chunk_digests, pack_flags
 from tests.checkpoint.fault_bench import STEP, Bench
 from tests.checkpoint.fault_proxy import Fault
 from tests.checkpoint.hosts import CHUNK, Host, content, digests_of

@@ -13,16 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtft.checkpoint.state.digests import pack_flags
-from dtft.checkpoint.replication.commit import Commit
-from dtft.checkpoint.replication.commit import Share
-from dtft.checkpoint.replication.commit import StepTracker
 from dtft.checkpoint.memory.replica_store import Holder
-from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.replication.copy_placement import Shares
+from dtft.checkpoint.memory.snapshot import Snapshot, SnapshotPlan
+from dtft.checkpoint.replication.commit import Commit, Share, StepTracker
+from dtft.checkpoint.replication.copy_placement import Shares, place_copies
+from dtft.checkpoint.state.digests import pack_flags
 from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.memory.snapshot import Snapshot
-from dtft.checkpoint.memory.snapshot import SnapshotPlan
 from dtft.checkpoint.transport.protocol import Credentials
 from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
@@ -46,7 +42,11 @@ class Host:
         path.mkdir()
         self.arrived: queue.Queue[tuple[int, int, str]] = queue.Queue()
         self.holder = Holder(
-            layout, slot, place_copies(layout, copies), path=path / "arena", chunk_bytes=CHUNK
+            layout,
+            slot,
+            place_copies(layout, copies),
+            path=path / "arena",
+            chunk_bytes=CHUNK,
         )
         self.plan = SnapshotPlan(layout, slot, CHUNK)
         self.last: Snapshot | None = None

@@ -5,16 +5,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from dtft.checkpoint.replication.restore_plan import Inventory
-from dtft.checkpoint.replication.restore_plan import inventory_of
-from dtft.checkpoint.state.partition import partition_of
 from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.replication.restore_plan import RestorePlan
-from dtft.checkpoint.replication.restore_plan import plan_restore
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
-from dtft.checkpoint.state.slices import Slice
+from dtft.checkpoint.replication.restore_plan import (
+    Inventory,
+    RestorePlan,
+    inventory_of,
+    plan_restore,
+)
+from dtft.checkpoint.state.partition import partition_of
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout, Slice
 
 SMALL = 64 * 1024
 """Bytes that are not cut between senders: the leaves here are small, too."""

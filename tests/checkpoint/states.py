@@ -3,10 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
-from dtft.checkpoint.state.slices import offsets_of
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout, offsets_of
 
 NANS = np.array([0x7FC12345, 0xFFC00001, 0x7F812345, 0x80000000], np.uint32)
 

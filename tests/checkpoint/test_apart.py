@@ -4,14 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.replication.copy_placement import Spread
-from dtft.checkpoint.replication.copy_placement import choose_spares
-from dtft.checkpoint.replication.copy_placement import copy_groups
-from dtft.checkpoint.replication.copy_placement import domains_reached
-from dtft.checkpoint.replication.failure_domains import separate_copies
+from dtft.checkpoint.replication.copy_placement import (
+    Spread,
+    choose_spares,
+    copy_groups,
+    domains_reached,
+)
+from dtft.checkpoint.replication.failure_domains import (
+    parse_domain_file,
+    separate_copies,
+)
 from tests.checkpoint.restores import hosts, layout_of
 from tests.checkpoint.test_domains import FILE
-from dtft.checkpoint.replication.failure_domains import parse_domain_file
 
 FSDP = {"w": (("fsdp",),)}
 

@@ -6,17 +6,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.memory.arena import HOSTED_PLACES
-from dtft.checkpoint.memory.arena import OWN_PLACES
-from dtft.checkpoint.memory.arena import ArenaMap
-from dtft.checkpoint.memory.arena import arena_bytes
-from dtft.checkpoint.state.digests import Chunks
-from dtft.checkpoint.state.digests import pack_flags
-from dtft.checkpoint.state.digests import unpack_flags
-from dtft.checkpoint.state.digests import Parts
+from dtft.checkpoint.memory.arena import (
+    HOSTED_PLACES,
+    OWN_PLACES,
+    ArenaMap,
+    arena_bytes,
+)
 from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.state.slices import ALIGNMENT
-from dtft.checkpoint.state.slices import Slice
+from dtft.checkpoint.state.digests import Chunks, Parts, pack_flags, unpack_flags
+from dtft.checkpoint.state.slices import ALIGNMENT, Slice
 from tests.checkpoint.states import layout
 
 

@@ -3,8 +3,7 @@
 import time
 from pathlib import Path
 
-from dtft.checkpoint.managers.progress import PHASES
-from dtft.checkpoint.managers.progress import ProgressBoard
+from dtft.checkpoint.managers.progress import PHASES, ProgressBoard
 
 
 def test_a_phase_and_its_beginning_are_read_together(tmp_path: Path) -> None:

@@ -105,4 +105,6 @@ def test_what_is_taken_is_bounded_by_the_header() -> None:
 
 def test_the_sender_is_told_too() -> None:
     with pytest.raises(ValueError, match="packs more than"):
-        protocol.encode_header({"x": [None] * (protocol.max_items(protocol.MAX_HEADER))}, 0)
+        protocol.encode_header(
+            {"x": [None] * (protocol.max_items(protocol.MAX_HEADER))}, 0
+        )

@@ -5,8 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from dtft.checkpoint.storage.directory import compare_steps
-from dtft.checkpoint.storage.directory import StorageTier
+from dtft.checkpoint.storage.directory import StorageTier, compare_steps
 
 
 def save(directory: Path, step: int, **values: np.ndarray) -> None:

@@ -9,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.checkpoint.transport import dialing
-from dtft.checkpoint.transport.dialing import format_address
-from dtft.checkpoint.transport.dialing import parse_address
-from dtft.checkpoint.transport.dialing import with_port
 from dtft.checkpoint.transport.connection import Channel
-from dtft.checkpoint.transport.dialing import dial
-from dtft.checkpoint.transport.dialing import resolve
+from dtft.checkpoint.transport.dialing import (
+    dial,
+    format_address,
+    parse_address,
+    resolve,
+    with_port,
+)
 from dtft.checkpoint.transport.protocol import Credentials
-from dtft.checkpoint.transport.server import TransportServer
-from dtft.checkpoint.transport.server import connect
+from dtft.checkpoint.transport.server import TransportServer, connect
 from tests.checkpoint.hosts import echo
 
 JOB = Credentials(job="job", secret=b"s" * 32)

@@ -5,11 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.checkpoint.state.digests import DIGEST_BYTES
-from dtft.checkpoint.state.digests import chunk_digests
-from dtft.checkpoint.state.digests import copy_and_digest
-from dtft.checkpoint.state.digests import digest_root
-from dtft.checkpoint.state.digests import verify_digests
+from dtft.checkpoint.state.digests import (
+    DIGEST_BYTES,
+    chunk_digests,
+    copy_and_digest,
+    digest_root,
+    verify_digests,
+)
 
 data = st.binary(max_size=300)
 chunk_sizes = st.integers(1, 64)

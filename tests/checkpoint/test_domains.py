@@ -4,11 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.replication.failure_domains import domains_from_labels
-from dtft.checkpoint.replication.failure_domains import parse_domain_file
-from dtft.checkpoint.replication.failure_domains import parse_domain_label
-from dtft.checkpoint.replication.failure_domains import separate_copies
 from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.replication.failure_domains import (
+    domains_from_labels,
+    parse_domain_file,
+    parse_domain_label,
+    separate_copies,
+)
 from tests.checkpoint.restores import hosts, layout_of
 
 FILE = """
@@ -44,7 +46,9 @@ def test_three_copies_over_racks_are_on_both_feeds() -> None:
     labels = {h: f"power={'ab'[i % 2]},rack={i}" for i, h in enumerate(hosts(6))}
     found = separate_copies(domains_from_labels(labels), hosts(6), 3)
     assert found.level == "rack"
-    placement = place_copies(layout_of({"fsdp": 6}, {"w": (("fsdp",),)}), 3, found.domains)
+    placement = place_copies(
+        layout_of({"fsdp": 6}, {"w": (("fsdp",),)}), 3, found.domains
+    )
     for slots in placement.holders.values():
         assert {slot % 2 for slot in slots} == {0, 1}
 

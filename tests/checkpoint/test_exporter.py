@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.storage.directory import StorageTier, load_numpy
 from dtft.checkpoint.storage.export_plan import export_world
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
-from dtft.checkpoint.storage.directory import StorageTier
-from dtft.checkpoint.storage.directory import load_numpy
 from tests.checkpoint.exporting import Process, opening, places, saving
 from tests.checkpoint.states import extent, layout, same_bits, state
 

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.state.digests import chunk_digests
+from dtft.checkpoint.state.digests import Parts, chunk_digests
+from dtft.checkpoint.state.ranges import (
+    MAX_PARTS,
+    Part,
+    WantedSlice,
+    not_right,
+    split_ranges,
+)
 from dtft.checkpoint.transport import fetch
-from dtft.checkpoint.state.digests import Parts
-from dtft.checkpoint.state.ranges import MAX_PARTS
-from dtft.checkpoint.state.ranges import Part
-from dtft.checkpoint.state.ranges import WantedSlice
-from dtft.checkpoint.state.ranges import not_right
-from dtft.checkpoint.state.ranges import split_ranges
 from dtft.checkpoint.transport.connection import Channel
 from dtft.checkpoint.transport.server import connect
 from dtft.elastic.replication import Pusher

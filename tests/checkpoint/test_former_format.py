@@ -11,12 +11,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.checkpoint import ReplicatedCheckpointManager
-from dtft.checkpoint.storage.inspect import copy_step
-from dtft.checkpoint.storage.inspect import describe_step
-from dtft.checkpoint.storage.inspect import verify_step
+from dtft.checkpoint.storage.directory import StorageTier, load_numpy
+from dtft.checkpoint.storage.inspect import copy_step, describe_step, verify_step
 from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
-from dtft.checkpoint.storage.directory import StorageTier
-from dtft.checkpoint.storage.directory import load_numpy
 from tests.checkpoint.states import same_bits, state
 
 ARCHIVE = Path(__file__).parent / "data" / "steps_of_3d5ab71.tar.xz"

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dtft.checkpoint import Corrupt
-from dtft.checkpoint import StorageFailed
-from dtft.checkpoint.state import leaf_codec
-from dtft.checkpoint.state.record import record_of
+from dtft.checkpoint import Corrupt, StorageFailed
+from dtft.checkpoint.memory import local_store
 from dtft.checkpoint.memory.local_store import Versions
+from dtft.checkpoint.state.record import record_of
 from tests.checkpoint.managers import forget, memory_only
 from tests.checkpoint.test_replicated import Save, bits
 
@@ -43,13 +42,13 @@ def leaf(kind: str, value: int) -> Any:
 def what_is_copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of the leaves that were copied."""
     found: list[str] = []
-    copy_out = leaf_codec.copy_leaf
+    copy_leaf = local_store.copy_leaf
 
     def recording(value: Any, record: Any, *rest: Any) -> bytes:
         found.append(record.path.rpartition("/")[2])
-        return copy_out(value, record, *rest)
+        return copy_leaf(value, record, *rest)
 
-    monkeypatch.setattr(leaf_codec, "copy_out", recording)
+    monkeypatch.setattr(local_store, "copy_leaf", recording)
     return found
 
 

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from dtft.checkpoint.memory.replica_store import audit
-from dtft.checkpoint.replication.commit import commit_health
-from dtft.checkpoint.replication.commit import worth_showing
-from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.memory.replica_store import Holder, audit
+from dtft.checkpoint.replication.commit import commit_health, worth_showing
 from dtft.checkpoint.replication.copy_placement import place_copies
 from tests.checkpoint.hosts import stage
 from tests.elastic.test_recovery import HOSTS, commit_of, holdings_of, layout
@@ -51,7 +49,9 @@ def test_an_audit_finds_a_flipped_bit_and_leaves_out_what_is_dropped(
     tmp_path: Path,
 ) -> None:
     state = layout(1, 1)
-    holder = Holder(state, 0, place_copies(state, 1), path=tmp_path / "arena", chunk_bytes=64)
+    holder = Holder(
+        state, 0, place_copies(state, 1), path=tmp_path / "arena", chunk_bytes=64
+    )
     try:
         stage(holder, 3, lambda key, size: bytes(size))
         assert holder.steps() == (3,)

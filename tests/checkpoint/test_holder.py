@@ -5,17 +5,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dtft.checkpoint.state import digests
+from dtft.checkpoint.memory import chunk_pool, incoming, own_copies, scrub
 from dtft.checkpoint.memory.arena import OWN_PLACES
-from dtft.checkpoint.state.digests import pack_flags
 from dtft.checkpoint.memory.replica_store import Holder
 from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state import digests as state_digests
+from dtft.checkpoint.state.digests import chunk_digests, pack_flags
 from dtft.checkpoint.state.slices import Layout
 from tests.checkpoint.hosts import hand_over, write
 from tests.checkpoint.hosts import stage as write_step
 from tests.elastic.test_recovery import layout
 
 CHUNK = 16
+
+
+def set_digests(monkeypatch, digests_of) -> None:
+    """Sets what the modules of a holder digest memory with."""
+    for module in (state_digests, chunk_pool, incoming, own_copies, scrub):
+        monkeypatch.setattr(module, "chunk_digests", digests_of)
 
 
 def holder(tmp_path: Path, state: Layout, slot: int) -> Holder:
@@ -145,7 +152,7 @@ def test_a_new_host_reads_nothing_before_it_fetches(pair, monkeypatch):
     )
     a.keep_only(set())
     read = []
-    monkeypatch.setattr(digests, "chunk_digests", lambda *_: read.append(1) or b"")
+    set_digests(monkeypatch, lambda *_: read.append(1) or b"")
     assert a.begin_restore(1, digests, {}) == list(a.own_slices)
     assert read == [] and a.holdings() == ({}, [])
 
@@ -159,10 +166,8 @@ def test_steps_share_what_did_not_change_and_it_is_read_once(pair, monkeypatch):
     kept = pack_flags(np.ones(count, bool))
     a.staged(2, a.all_own_digests(1), {"step": 2}, kept)
     assert a.own_places(1) == a.own_places(2) != room.places
-    read, real = [], digests.chunk_digests
-    monkeypatch.setattr(
-        digests, "chunk_digests", lambda *given: read.append(1) or real(*given)
-    )
+    read = []
+    set_digests(monkeypatch, lambda *given: read.append(1) or chunk_digests(*given))
     good, bad = a.holdings()
     assert good[1] == good[2] and not bad and len(read) == count
     a.own_parts(2, a.own_slices[0]).views[0][0] ^= 1

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
 from dtft.checkpoint.memory.snapshot import SnapshotPlan
+from dtft.checkpoint.state.slices import Layout, Leaf
+from dtft.checkpoint.state.tree import (
+    from_paths,
+    to_paths,
+    with_plain_keys,
+    with_typed_keys,
+)
 from dtft.checkpoint.storage.directory import StorageTier
-from dtft.checkpoint.state.tree import from_paths
-from dtft.checkpoint.state.tree import to_paths
-from dtft.checkpoint.state.tree import with_plain_keys
-from dtft.checkpoint.state.tree import with_typed_keys
 from tests.checkpoint import states
 from tests.checkpoint.memory_job import CHUNK, Job
 
@@ -97,7 +98,9 @@ def test_every_bit_gets_from_devices_to_memory_and_back() -> None:
     places = np.zeros(plan.chunks.num_chunks, np.uint8)
     digests = plan.write(1, with_plain_keys(arrays), memory, places).digests
     wanted = abstract(arrays)
-    back = with_typed_keys(plan.read(memory, places, digests, with_plain_keys(wanted)), wanted)
+    back = with_typed_keys(
+        plan.read(memory, places, digests, with_plain_keys(wanted)), wanted
+    )
     assert bits(back) == bits(arrays)
     for path, leaf in back.items():
         assert leaf.sharding.is_equivalent_to(sharding(path), leaf.ndim), path

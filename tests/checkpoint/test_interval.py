@@ -6,16 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.replication.snapshot_interval import Cadence
-from dtft.checkpoint.replication.snapshot_interval import SnapshotSchedule
-from dtft.checkpoint.replication.snapshot_interval import AIM
-from dtft.checkpoint.replication.snapshot_interval import Automatic
-from dtft.checkpoint.replication.snapshot_interval import Costs
-from dtft.checkpoint.replication.snapshot_interval import Experience
-from dtft.checkpoint.replication.snapshot_interval import Window
-from dtft.checkpoint.replication.snapshot_interval import affordable
-from dtft.checkpoint.replication.snapshot_interval import inflation
-from dtft.checkpoint.replication.snapshot_interval import next_interval
+from dtft.checkpoint.replication.snapshot_interval import (
+    AIM,
+    Automatic,
+    Cadence,
+    Costs,
+    Experience,
+    SnapshotSchedule,
+    Window,
+    affordable,
+    inflation,
+    next_interval,
+)
 
 fewer = settings(deadline=None, max_examples=30)
 costs = st.builds(

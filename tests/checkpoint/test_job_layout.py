@@ -9,15 +9,15 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.storage.job_layout import config_of
-from dtft.checkpoint.storage.job_layout import dynamic_part
-from dtft.checkpoint.storage.job_layout import layout_of
-from dtft.checkpoint.storage.job_layout import record_in
-from dtft.checkpoint.storage.job_layout import same_slices
-from dtft.checkpoint.state.record import Record
-from dtft.checkpoint.state.record import record_of
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.record import Record, record_of
+from dtft.checkpoint.state.slices import Layout, MeshLayout
+from dtft.checkpoint.storage.job_layout import (
+    config_of,
+    dynamic_part,
+    layout_of,
+    record_in,
+    same_slices,
+)
 
 
 def mesh(*sizes: int) -> jax.sharding.Mesh:

@@ -11,13 +11,9 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.managers.distributed import placed
-from dtft.checkpoint.managers.distributed import shardings_had
-from dtft.checkpoint.managers.distributed import shardings_json
-from dtft.checkpoint.state.record import DEFAULT
-from dtft.checkpoint.state.record import Record
-from dtft.checkpoint.state.record import record_of
+from dtft.checkpoint.managers.distributed import placed, shardings_had, shardings_json
 from dtft.checkpoint.state.leaf_codec import restore_targets
+from dtft.checkpoint.state.record import DEFAULT, Record, record_of
 
 TYPES = AxisType.Auto, AxisType.Explicit
 

@@ -26,9 +26,8 @@ from dtft.checkpoint import (
     ReplicatedOptions,
 )
 from dtft.checkpoint.managers.distributed import JobSteps
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import MeshLayout
 from dtft.checkpoint.managers.local import StorageFailed
+from dtft.checkpoint.state.slices import Layout, MeshLayout
 from dtft.elastic.entry import JobMismatch
 from dtft.elastic.membership import job_key
 from dtft.elastic.memory_store import MemoryStore

@@ -12,9 +12,8 @@ import pytest
 import tensorstore
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dtft.checkpoint.state.record import STORABLE
-from dtft.checkpoint.state.record import record_of
 from dtft.checkpoint.state.leaf_codec import restore_targets
+from dtft.checkpoint.state.record import STORABLE, record_of
 from tests.checkpoint.managers import forget, memory_only
 from tests.checkpoint.test_replicated import Restore, Save
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.managers.agent_link import AgentLink
-from dtft.checkpoint.managers.agent_link import LinkClosed
-from dtft.checkpoint.managers.agent_link import Outbox
-from dtft.checkpoint.managers.agent_link import listen_for_links
+from dtft.checkpoint.managers.agent_link import (
+    AgentLink,
+    LinkClosed,
+    Outbox,
+    listen_for_links,
+)
 
 
 @pytest.fixture
@@ -23,7 +25,9 @@ def ends(tmp_path: Path) -> Iterator[tuple[AgentLink, AgentLink]]:
     listener.close()
 
 
-def test_waiting_for_the_end_takes_no_message(ends: tuple[AgentLink, AgentLink]) -> None:
+def test_waiting_for_the_end_takes_no_message(
+    ends: tuple[AgentLink, AgentLink],
+) -> None:
     trainer, agent = ends
     waiting = threading.Thread(target=trainer.wait_closed)
     waiting.start()

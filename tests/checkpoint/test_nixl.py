@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.state.digests import chunk_digests
-from dtft.checkpoint.transport.fetch import FetchError
-from dtft.checkpoint.transport.fetch import fetch_slices
-from dtft.checkpoint.transport.rdma import Nixl
-from dtft.checkpoint.transport.rdma import start_nixl
-from dtft.checkpoint.state.digests import Parts
+from dtft.checkpoint.state.digests import Parts, chunk_digests
 from dtft.checkpoint.state.ranges import WantedSlice
-from dtft.checkpoint.transport.fetch import serve_fetches
+from dtft.checkpoint.transport.fetch import FetchError, fetch_slices, serve_fetches
+from dtft.checkpoint.transport.rdma import Nixl, start_nixl
 from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic.restoring import restore_into
 from tests.checkpoint.hosts import (
@@ -152,7 +148,9 @@ def test_a_peer_without_nixl_answers_over_tcp() -> None:
         Parts([one[:512], one[512:]] if i else [one]) for i, one in enumerate(whole)
     ]
     server = TransportServer(
-        "127.0.0.1:0", JOB, {"fetch": lambda channel: serve_fetches(channel, lambda _: slices)}
+        "127.0.0.1:0",
+        JOB,
+        {"fetch": lambda channel: serve_fetches(channel, lambda _: slices)},
     )
     try:
         assert fetched(server.address, wanted(), Nixl()) == sum(SIZES)

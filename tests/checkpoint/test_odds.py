@@ -4,12 +4,14 @@ import itertools
 
 import pytest
 
-from dtft.checkpoint.replication.odds import _holders
-from dtft.checkpoint.replication.odds import gemini_bound
-from dtft.checkpoint.replication.odds import odds_table
-from dtft.checkpoint.replication.odds import simulate
-from dtft.checkpoint.replication.odds import standard_error
-from dtft.checkpoint.replication.odds import survival
+from dtft.checkpoint.replication.odds import (
+    _holders,
+    gemini_bound,
+    odds_table,
+    simulate,
+    standard_error,
+    survival,
+)
 
 
 @pytest.mark.parametrize("num_hosts", range(1, 10))

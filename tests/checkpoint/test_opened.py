@@ -10,8 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from dtft.checkpoint.storage.orbax_manager import OpenedDirectory
 from dtft.checkpoint.storage.directory import orbax_options
+from dtft.checkpoint.storage.orbax_manager import OpenedDirectory
 
 
 def test_what_was_given_up_gets_no_name(

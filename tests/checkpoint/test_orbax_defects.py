@@ -12,16 +12,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from dtft.checkpoint.transport import protocol
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
-from dtft.checkpoint.memory.snapshot import CorruptCopy
-from dtft.checkpoint.memory.snapshot import SnapshotPlan
+from dtft.checkpoint.memory.snapshot import CorruptCopy, SnapshotPlan
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage.directory import StorageTier
-from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport import protocol
+from dtft.checkpoint.transport.protocol import AuthenticationError, Credentials
 from dtft.checkpoint.transport.server import connect
-from dtft.checkpoint.transport.protocol import AuthenticationError
 from tests.checkpoint.memory_job import CHUNK, Job
 
 State = dict[str, jax.Array]

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dtft.checkpoint.transport.connection import SILENCE_MS
-from dtft.checkpoint.transport.connection import Channel
-from dtft.checkpoint.transport.connection import ChannelClosed
-from dtft.checkpoint.transport.outbound import OutboundLimits
-from dtft.checkpoint.transport.outbound import Outbound
-from dtft.checkpoint.transport.connection import SocketStream
-from dtft.checkpoint.transport.connection import TlsStream
+from dtft.checkpoint.transport.connection import (
+    SILENCE_MS,
+    Channel,
+    ChannelClosed,
+    SocketStream,
+    TlsStream,
+)
+from dtft.checkpoint.transport.outbound import Outbound, OutboundLimits
 from dtft.checkpoint.transport.protocol import Tls
 from tests.checkpoint.hosts import wait_until
 
@@ -171,7 +172,9 @@ def test_a_peer_that_never_reads_loses_its_connection(
 
 
 @pytest.mark.parametrize(
-    "limits", [OutboundLimits(max_messages=40), OutboundLimits(max_bytes=FILLING + 400_000)], ids=str
+    "limits",
+    [OutboundLimits(max_messages=40), OutboundLimits(max_bytes=FILLING + 400_000)],
+    ids=str,
 )
 def test_only_so_much_waits(
     pair: Pair, limits: OutboundLimits, caplog: pytest.LogCaptureFixture

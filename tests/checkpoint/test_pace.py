@@ -7,16 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.transport import push
-from dtft.checkpoint.transport.push import AGAIN
-from dtft.checkpoint.transport.push import SETTLE
-from dtft.checkpoint.transport.push import TRIED
-from dtft.checkpoint.transport.push import Bucket
-from dtft.checkpoint.transport.push import PushPace
-from dtft.checkpoint.transport.push import Trial
-from dtft.checkpoint.transport.push import spread_rate
 from dtft.checkpoint.transport.protocol import Credentials
-from dtft.checkpoint.transport.server import TransportServer
-from dtft.checkpoint.transport.server import connect
+from dtft.checkpoint.transport.push import (
+    AGAIN,
+    SETTLE,
+    TRIED,
+    Bucket,
+    PushPace,
+    Trial,
+    spread_rate,
+)
+from dtft.checkpoint.transport.server import TransportServer, connect
 
 
 def run(trial: Trial, pushes: int, full_s: float, spread_s: float) -> Trial:

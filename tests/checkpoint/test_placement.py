@@ -6,11 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.replication.copy_placement import CopyPlacement
-from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.replication.copy_placement import CopyPlacement, place_copies
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 
 
 def layout_of(replicas: int, shards: int, num_leaves: int = 2) -> Layout:
@@ -135,7 +132,9 @@ def test_groups_and_a_ring_for_the_rest(
 
 
 def test_racks_are_told_apart() -> None:
-    placement = place_copies(layout_of(1, 4), 2, ["rack-a", "rack-a", "rack-b", "rack-b"])
+    placement = place_copies(
+        layout_of(1, 4), 2, ["rack-a", "rack-a", "rack-b", "rack-b"]
+    )
     found = [(push.source, push.target) for push in placement.pushes]
     assert found == [(0, 2), (1, 3), (2, 0), (3, 1)]
 

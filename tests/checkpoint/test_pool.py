@@ -18,15 +18,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dtft.checkpoint.state.digests import ABSENT
-from dtft.checkpoint.state.digests import Chunks
-from dtft.checkpoint.state.digests import pack_flags
-from dtft.checkpoint.state.digests import chunk_digests
-from dtft.checkpoint.memory.own_copies import Owning
-from dtft.checkpoint.memory.chunk_pool import PlacePool
+from dtft.checkpoint.memory.chunk_pool import Copy, PlacePool, Shelf
 from dtft.checkpoint.memory.incoming import Hosting
-from dtft.checkpoint.memory.chunk_pool import Copy
-from dtft.checkpoint.memory.chunk_pool import Shelf
+from dtft.checkpoint.memory.own_copies import Owning
+from dtft.checkpoint.state.digests import ABSENT, Chunks, chunk_digests, pack_flags
 from dtft.checkpoint.state.slices import Slice
 
 CHUNK = 4

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.checkpoint.state.digests import Chunks, chunk_digests, unpack_flags
 from dtft.checkpoint.transport import push
-from dtft.checkpoint.state.digests import Chunks
-from dtft.checkpoint.state.digests import unpack_flags
-from dtft.checkpoint.state.digests import chunk_digests
-from dtft.checkpoint.transport.push import frames_of
 from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.push import frames_of
 from dtft.checkpoint.transport.server import connect
 from dtft.elastic import replication
 from dtft.elastic.replication import Pusher

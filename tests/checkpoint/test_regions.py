@@ -6,17 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dtft.checkpoint.state.digests import chunk_digests
-from dtft.checkpoint.state.digests import verify_digests
-from dtft.checkpoint.state.partition import Region
-from dtft.checkpoint.state.partition import digests_in
-from dtft.checkpoint.state.partition import move_regions
-from dtft.checkpoint.state.partition import span_of
-from dtft.checkpoint.replication.restore_plan import RestorePlan
-from dtft.checkpoint.replication.restore_plan import plan_restore
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import Slice
+from dtft.checkpoint.replication.restore_plan import RestorePlan, plan_restore
+from dtft.checkpoint.state.digests import chunk_digests, verify_digests
+from dtft.checkpoint.state.partition import Region, digests_in, move_regions, span_of
+from dtft.checkpoint.state.slices import Layout, Leaf, Slice
 from tests.checkpoint.restores import SMALL, held_at, hosts
 from tests.checkpoint.test_restore import layouts
 
@@ -84,5 +77,7 @@ def test_not_a_bit_changes_whatever_the_numbers_mean(dtype: str) -> None:
     new = Slice(path="w", start=(4, 0), stop=(12, 4), dtype=dtype)
     noise = np.random.default_rng(0).bytes(old.nbytes)  # NaNs with payloads, -0.0
     target = bytearray(new.nbytes)
-    move_regions(Region(old=old, new=new, moved=new), memoryview(noise), memoryview(target))
+    move_regions(
+        Region(old=old, new=new, moved=new), memoryview(noise), memoryview(target)
+    )
     assert target == noise[4 * 4 * size : 12 * 4 * size]

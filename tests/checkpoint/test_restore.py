@@ -6,16 +6,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.replication.sender_assignment import Demand
-from dtft.checkpoint.replication.sender_assignment import share_out
-from dtft.checkpoint.replication.restore_plan import inventory_of
-from dtft.checkpoint.replication.restore_plan import Lost
 from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.replication.restore_plan import WHOLE_BYTES
-from dtft.checkpoint.replication.restore_plan import RestorePlan
-from dtft.checkpoint.replication.restore_plan import plan_restore
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
+from dtft.checkpoint.replication.restore_plan import (
+    WHOLE_BYTES,
+    Lost,
+    RestorePlan,
+    inventory_of,
+    plan_restore,
+)
+from dtft.checkpoint.replication.sender_assignment import Demand, share_out
+from dtft.checkpoint.state.slices import Layout, Leaf
 from tests.checkpoint.restores import (
     SMALL,
     check,

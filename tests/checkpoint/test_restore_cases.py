@@ -2,8 +2,7 @@
 
 import pytest
 
-from dtft.checkpoint.replication.restore_plan import Lost
-from dtft.checkpoint.replication.restore_plan import plan_restore
+from dtft.checkpoint.replication.restore_plan import Lost, plan_restore
 from tests.checkpoint.restores import held_at, hosts, layout_of, restore, routes_of
 
 FSDP = (("fsdp",),)

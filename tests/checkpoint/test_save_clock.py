@@ -7,8 +7,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from dtft.checkpoint import ReplicatedOptions
-from dtft.checkpoint.replication.snapshot_interval import Automatic
 from dtft.checkpoint.managers.save_clock import SaveClock
+from dtft.checkpoint.replication.snapshot_interval import Automatic
 from tests.checkpoint.managers import forget, memory_only
 
 

@@ -5,9 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.transport import protocol
-from dtft.checkpoint.transport.protocol import FRAME_START_BYTES
-from dtft.checkpoint.transport.protocol import Opener
-from dtft.checkpoint.transport.protocol import Sealer
+from dtft.checkpoint.transport.protocol import FRAME_START_BYTES, Opener, Sealer
 
 values = st.integers(-(2**63), 2**63) | st.binary()
 headers = st.dictionaries(st.text(), values, max_size=3)

@@ -9,14 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.replication.commit import Divergence
-from dtft.checkpoint.replication.commit import StepTracker
-from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.replication.copy_placement import Shares
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
-from dtft.checkpoint.state.slices import Slice
+from dtft.checkpoint.replication.commit import Divergence, StepTracker
+from dtft.checkpoint.replication.copy_placement import Shares, place_copies
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout, Slice
 from dtft.elastic.recovery import RecoveryReport
 from dtft.elastic.restoring import borrow
 from tests.checkpoint.memory_job import Job

@@ -4,9 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.checkpoint.memory.arena import ALIGNMENT
-from dtft.checkpoint.memory.arena import SLAB_BYTES
-from dtft.checkpoint.memory.arena import Slabs
+from dtft.checkpoint.memory.arena import ALIGNMENT, SLAB_BYTES, Slabs
 
 SIZES = st.lists(st.integers(0, 3 << 20), max_size=12)
 

@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.state.slices import ALIGNMENT
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
-from dtft.checkpoint.state.slices import Slice
-from dtft.checkpoint.state.slices import offsets_of
-from dtft.checkpoint.state.slices import slice_at
+from dtft.checkpoint.state.slices import (
+    ALIGNMENT,
+    Layout,
+    Leaf,
+    MeshLayout,
+    Slice,
+    offsets_of,
+    slice_at,
+)
 
 SPECS = [(), (("fsdp",),), (("replica", "fsdp"),), ((), ("tensor",))]
 

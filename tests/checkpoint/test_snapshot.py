@@ -7,13 +7,10 @@ import pytest
 import xxhash
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from dtft.checkpoint.memory import snapshot
+from dtft.checkpoint.memory.snapshot import CorruptCopy, Snapshot, SnapshotPlan
 from dtft.checkpoint.state import digests
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
-from dtft.checkpoint.memory.snapshot import CorruptCopy
-from dtft.checkpoint.memory.snapshot import Snapshot
-from dtft.checkpoint.memory.snapshot import SnapshotPlan
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 
 CHUNK = 64
 SPECS = {"w": ("fsdp",), "b": (), "n": (), "h": (None, "fsdp"), "m": ()}
@@ -108,7 +105,7 @@ def test_only_what_changes_is_written_and_it_is_read_once(mesh, monkeypatch):
     plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
     memory, digested = Memory(plan), []
     one_pass, real = [], xxhash.xxh3_128_digest
-    copy_chunk = digests.copy_chunk
+    copy_chunk = snapshot.copy_chunk
 
     def copying(source: np.ndarray, target: memoryview) -> bytes:
         one_pass.append(1)
@@ -117,7 +114,8 @@ def test_only_what_changes_is_written_and_it_is_read_once(mesh, monkeypatch):
         del digested[before:]  # what was digested while it was copied
         return found
 
-    monkeypatch.setattr(digests, "copy_chunk", copying)
+    for module in (digests, snapshot):
+        monkeypatch.setattr(module, "copy_chunk", copying)
     monkeypatch.setattr(
         xxhash, "xxh3_128_digest", lambda part: digested.append(1) or real(part)
     )

@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.managers.agent_link import NoAgent
-from dtft.checkpoint.managers.agent_link import ask
-from dtft.checkpoint.managers.agent_link import attach
-from dtft.checkpoint.managers.agent_link import own_link
-from dtft.checkpoint.managers.agent_link import AgentLink
-from dtft.checkpoint.managers.agent_link import LinkClosed
-from dtft.checkpoint.managers.agent_link import listen_for_links
-from dtft.checkpoint.managers.agent_link import serve_links
-from dtft.checkpoint.managers.agent_link import ForeignSocket
-from dtft.checkpoint.managers.agent_link import check_path
-from dtft.checkpoint.managers.agent_link import foreign_peer
+from dtft.checkpoint.managers.agent_link import (
+    AgentLink,
+    ForeignSocket,
+    LinkClosed,
+    NoAgent,
+    ask,
+    attach,
+    check_path,
+    foreign_peer,
+    listen_for_links,
+    own_link,
+    serve_links,
+)
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

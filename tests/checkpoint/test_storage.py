@@ -11,10 +11,9 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
-from dtft.checkpoint.storage.directory import StorageTier
-from dtft.checkpoint.storage.directory import load_numpy
 from dtft.checkpoint.state.tree import to_paths
+from dtft.checkpoint.storage.directory import StorageTier, load_numpy
+from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
 from tests.checkpoint.states import same_bits, state
 
 ROOT = Path(__file__).parents[2]

@@ -18,11 +18,8 @@ import numpy as np
 import pytest
 
 from dtft.checkpoint.state.digests import chunk_digests
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
-from dtft.checkpoint.storage.directory import StorageTier
-from dtft.checkpoint.storage.directory import load_numpy
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.storage.directory import StorageTier, load_numpy
 from tests.checkpoint.exporting import Process
 
 pytestmark = [

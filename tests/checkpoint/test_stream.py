@@ -11,14 +11,10 @@ from pathlib import Path
 import pytest
 
 from dtft.checkpoint.transport import protocol
-from dtft.checkpoint.transport.connection import TlsStream
-from dtft.checkpoint.transport.connection import Channel
-from dtft.checkpoint.transport.connection import ChannelClosed
-from dtft.checkpoint.transport.protocol import Credentials
-from dtft.checkpoint.transport.server import TransportServer
-from dtft.checkpoint.transport.server import connect
+from dtft.checkpoint.transport.connection import Channel, ChannelClosed, TlsStream
 from dtft.checkpoint.transport.dialing import parse_address
-from dtft.checkpoint.transport.protocol import Tls
+from dtft.checkpoint.transport.protocol import Credentials, Tls
+from dtft.checkpoint.transport.server import TransportServer, connect
 from dtft.elastic.replication import Pusher
 from tests.checkpoint.hosts import (
     EPOCH,

@@ -14,13 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.transport import server as transport
 from dtft.checkpoint.transport import protocol
-from dtft.checkpoint.transport.connection import Channel
-from dtft.checkpoint.transport.connection import ChannelClosed
+from dtft.checkpoint.transport import server as transport
+from dtft.checkpoint.transport.connection import Channel, ChannelClosed
 from dtft.checkpoint.transport.protocol import Credentials
-from dtft.checkpoint.transport.server import TransportServer
-from dtft.checkpoint.transport.server import connect
+from dtft.checkpoint.transport.server import TransportServer, connect
 from tests.checkpoint.hosts import echo, wait_until
 
 JOB = Credentials(job="job", secret=b"s" * 32)

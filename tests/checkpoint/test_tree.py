@@ -4,9 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dtft.checkpoint.state.tree import from_paths
-from dtft.checkpoint.state.tree import listed
-from dtft.checkpoint.state.tree import to_paths
+from dtft.checkpoint.state.tree import from_paths, listed, to_paths
 
 
 class Moments(NamedTuple):

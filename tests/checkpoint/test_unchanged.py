@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.transport import push
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
 from tests.checkpoint.memory_job import CHUNK, Job
 
 FROZEN, ADAPTED, HOSTS = 95 * CHUNK, 5 * CHUNK, 2

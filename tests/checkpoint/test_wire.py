@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.transport import protocol
-from dtft.checkpoint.transport.protocol import AuthenticationError
-from dtft.checkpoint.transport.protocol import Credentials
-from dtft.checkpoint.transport.protocol import WireError
+from dtft.checkpoint.transport.protocol import (
+    AuthenticationError,
+    Credentials,
+    WireError,
+)
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text() | st.binary(),

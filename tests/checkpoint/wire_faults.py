@@ -22,8 +22,7 @@ from pathlib import Path
 
 import jax
 
-from dtft.checkpoint.transport import connection
-from dtft.checkpoint.transport import fetch
+from dtft.checkpoint.transport import connection, fetch
 from tests.checkpoint.fault_bench import LIMIT_S, Bench
 from tests.checkpoint.fault_proxy import Kind
 from tests.checkpoint.hosts import CHUNK, divided, hosts, replicated

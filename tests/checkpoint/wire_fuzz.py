@@ -22,13 +22,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtft.checkpoint.memory.arena import Arena
+from dtft.checkpoint.memory import replica_store
+from dtft.checkpoint.memory.arena import OWN_PLACES, Arena
 from dtft.checkpoint.transport import protocol
-from dtft.checkpoint.memory.arena import Arena
-from dtft.checkpoint.memory.arena import OWN_PLACES
 from dtft.checkpoint.transport.connection import Channel
-from dtft.checkpoint.transport.server import connect
 from dtft.checkpoint.transport.dialing import parse_address
+from dtft.checkpoint.transport.server import connect
 from tests.checkpoint.fuzz_inputs import (
     KINDS,
     OTHER,
@@ -80,11 +79,11 @@ class GuardedArena(Arena):
 @contextlib.contextmanager
 def guarded_arenas() -> Iterator[None]:
     """Holders that begin meanwhile have guarded arenas."""
-    usual, Arena = Arena, GuardedArena
+    usual, replica_store.Arena = replica_store.Arena, GuardedArena
     try:
         yield
     finally:
-        Arena = usual
+        replica_store.Arena = usual
 
 
 class Target:
@@ -165,7 +164,9 @@ def one(target: Target, other: Host, rng: random.Random) -> str:
 
 def _known(heard: bytearray) -> bytes:
     """What a server said, without its nonce, which is new each time."""
-    nonce = slice(protocol.GREETING_BYTES - protocol.NONCE_BYTES, protocol.GREETING_BYTES)
+    nonce = slice(
+        protocol.GREETING_BYTES - protocol.NONCE_BYTES, protocol.GREETING_BYTES
+    )
     known = bytearray(heard)
     del known[nonce]
     return bytes(known)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.storage.directory import StorageTier
-from dtft.checkpoint.storage.directory import load_numpy
+from dtft.checkpoint.storage.directory import StorageTier, load_numpy
 from dtft.elastic.journal import read_events
 from tests.drills.harness import launched
 

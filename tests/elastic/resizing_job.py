@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.replication.commit import Commit
-from dtft.checkpoint.replication.commit import Located
-from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.replication.commit import Commit, Located
 from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Slice
+from dtft.checkpoint.state.digests import digest_root
+from dtft.checkpoint.state.slices import Layout, Slice
 from dtft.checkpoint.transport.protocol import Credentials
 from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic.config import AgentConfig

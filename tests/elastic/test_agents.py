@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.protocol import Credentials, Tls
 from dtft.checkpoint.transport.server import connect
-from dtft.checkpoint.transport.protocol import Tls
 from dtft.elastic.agent import Agent
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.entry import JobMismatch

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.managers import agent_link as attaching
-from dtft.checkpoint.managers.agent_link import Attached
-from dtft.checkpoint.managers.agent_link import NoAgent
-from dtft.checkpoint.managers.agent_link import attach
-from dtft.checkpoint.managers.agent_link import find
-from dtft.checkpoint.managers.agent_link import seen_here
-from dtft.checkpoint.managers.agent_link import LinkClosed
+from dtft.checkpoint.managers.agent_link import (
+    Attached,
+    LinkClosed,
+    NoAgent,
+    attach,
+    find,
+    seen_here,
+)
 from dtft.elastic.served import Admission, Terms
 from dtft.elastic.store import StoreUnavailable
 from dtft.elastic.trainers import Trainers

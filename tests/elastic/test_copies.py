@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 

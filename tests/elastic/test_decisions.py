@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.replication.copy_placement import Spread
 from dtft.checkpoint.replication.commit import Commit
+from dtft.checkpoint.replication.copy_placement import Spread
 from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.state.slices import Layout
 from dtft.elastic.recovery import Decision, decide, fetches_for

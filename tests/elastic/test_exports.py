@@ -12,9 +12,7 @@ import pytest
 from dtft.checkpoint.managers.progress import ProgressBoard
 from dtft.checkpoint.memory.replica_store import Holder
 from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage.directory import StorageTier
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.exports import ExportDesk

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.replication.commit import Commit
-from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.memory.replica_store import Holder
+from dtft.checkpoint.replication.commit import Commit
 from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.transport.protocol import Credentials
 from dtft.checkpoint.transport.server import TransportServer
 from dtft.elastic.config import AgentConfig
@@ -72,7 +72,9 @@ class Job:
             config_digest="",
         )
         path = directory / f"arena-{slot}"
-        holder = Holder(STATE, slot, place_copies(STATE, 2), path=path, chunk_bytes=CHUNK)
+        holder = Holder(
+            STATE, slot, place_copies(STATE, 2), path=path, chunk_bytes=CHUNK
+        )
         stage(holder, 7, lambda key, size: bytes(size))
         keys = [piece.key for piece in holder.own_slices]
         digests = dict(zip(keys, holder.all_own_digests(7), strict=True))

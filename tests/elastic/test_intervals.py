@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dtft.checkpoint.replication.snapshot_interval import Cadence
-from dtft.checkpoint.replication.commit import push_root
+from dtft.checkpoint.managers.agent_client import (
+    AgentCheckpointManager,
+    RestoreArgs,
+    SaveArgs,
+)
+from dtft.checkpoint.managers.agent_link import AgentLink, LinkClosed
 from dtft.checkpoint.memory.replica_store import Holder
-from dtft.checkpoint.replication.snapshot_interval import Automatic
-from dtft.checkpoint.managers.agent_link import AgentLink
-from dtft.checkpoint.managers.agent_link import LinkClosed
-from dtft.checkpoint.managers.agent_client import AgentCheckpointManager
-from dtft.checkpoint.managers.agent_client import RestoreArgs
-from dtft.checkpoint.managers.agent_client import SaveArgs
+from dtft.checkpoint.replication.commit import push_root
 from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.replication.snapshot_interval import Automatic, Cadence
 from dtft.checkpoint.state.slices import Layout
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.ledger import Ledger
@@ -259,7 +259,11 @@ def test_a_fixed_interval_overrules_that_of_the_commit(
 ) -> None:
     ours, theirs = (AgentLink(end) for end in socket.socketpair())
     holder = Holder(
-        layout(1, 1), 0, place_copies(layout(1, 1), 1), path=tmp_path / "a", chunk_bytes=CHUNK
+        layout(1, 1),
+        0,
+        place_copies(layout(1, 1), 1),
+        path=tmp_path / "a",
+        chunk_bytes=CHUNK,
     )
     zeros = {p.key: bytes(16) for p in holder.own_slices}
     holder.begin_restore(8, zeros, {"step": 8, "interval": 8})

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.replication.snapshot_interval import Cadence
-from dtft.checkpoint.replication.snapshot_interval import SnapshotSchedule
 from dtft.checkpoint.replication.commit import Commit
-from dtft.checkpoint.replication.snapshot_interval import Automatic
 from dtft.checkpoint.replication.copy_placement import Shares
+from dtft.checkpoint.replication.snapshot_interval import (
+    Automatic,
+    Cadence,
+    SnapshotSchedule,
+)
 from dtft.elastic.ledger import GRACE_S, Ledger
 from dtft.elastic.roles import Assignment
 from dtft.elastic.storage_health import FIRST_PAUSE_S, StorageHealth
@@ -255,7 +257,9 @@ def test_an_automatic_interval_is_told_before_any_trainer_needs_it():
     assert sum(a != b for a, b in itertools.pairwise(used)) == 1
 
 
-def _tell(trainer: SnapshotSchedule, changes: Sequence[tuple[int, int]]) -> SnapshotSchedule:
+def _tell(
+    trainer: SnapshotSchedule, changes: Sequence[tuple[int, int]]
+) -> SnapshotSchedule:
     for after, interval in changes:
         trainer = trainer.changed(interval, after=after)
     return trainer

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
+from dtft.checkpoint.replication.commit import Mislabelled, StepTracker
 from dtft.checkpoint.replication.copy_placement import Spread
-from dtft.checkpoint.replication.commit import Mislabelled
-from dtft.checkpoint.replication.commit import StepTracker
 from dtft.elastic.forming import Round
 from dtft.elastic.journal import Journal, read_events
 from dtft.elastic.mender import Mender

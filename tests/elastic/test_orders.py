@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.transport import protocol
 from dtft.checkpoint.state.partition import Region
+from dtft.checkpoint.transport import protocol
 from dtft.elastic.orders import FIELDS, OPTIONAL, fault_of_order, order_fields
 from tests.elastic.test_recovery import commit_of, layout, value
 from tests.elastic.test_remapping import order as planned

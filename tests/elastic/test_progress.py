@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.managers.progress import PHASES
-from dtft.checkpoint.managers.progress import Phase
+from dtft.checkpoint.managers.progress import PHASES, Phase
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.elastic.progress import (
     BLIND_S,

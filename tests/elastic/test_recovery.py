@@ -2,18 +2,17 @@
 
 import pytest
 
-from dtft.checkpoint.replication.commit import Commit
-from dtft.checkpoint.replication.commit import Divergence
-from dtft.checkpoint.replication.commit import Mislabelled
-from dtft.checkpoint.replication.commit import StepTracker
-from dtft.checkpoint.replication.commit import locate
-from dtft.checkpoint.replication.commit import push_root
+from dtft.checkpoint.replication.commit import (
+    Commit,
+    Divergence,
+    Mislabelled,
+    StepTracker,
+    locate,
+    push_root,
+)
+from dtft.checkpoint.replication.copy_placement import Push, place_copies
 from dtft.checkpoint.state.digests import digest_root
-from dtft.checkpoint.replication.copy_placement import Push
-from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.forming import Round, main_reason, next_round
 from dtft.elastic.recovery import RecoveryReport, decide, fetches_for
 from dtft.elastic.roles import Assignment

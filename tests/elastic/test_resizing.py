@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic import recovery
 from dtft.elastic.sizing import resized
 from tests.elastic.resizing_job import Job

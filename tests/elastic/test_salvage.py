@@ -5,9 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from dtft.checkpoint.state.digests import digest_root
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.salvage import Holding, NotSalvaged, choose
 
 MESH = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))

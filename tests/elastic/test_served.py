@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.checkpoint.state.digests import digest_root
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.entry import SERVED, proof_of
 from dtft.elastic.inspect_job import Observer
 from dtft.elastic.roles import HostRecord

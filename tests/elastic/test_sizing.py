@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.recovery import layout_on
 from dtft.elastic.sizing import (
     Groups,

@@ -3,8 +3,8 @@
 import functools
 from dataclasses import replace
 
-from dtft.checkpoint.replication.copy_placement import Spread
 from dtft.checkpoint.replication.commit import commit_health
+from dtft.checkpoint.replication.copy_placement import Spread
 from dtft.elastic.membership import View
 from dtft.elastic.roles import Assignment, HostRecord, fill_slots
 from dtft.elastic.sizing import seat

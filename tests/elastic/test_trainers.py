@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.managers.agent_link import AGENT_SOCKET
-from dtft.checkpoint.managers.agent_link import NoAgent
-from dtft.checkpoint.managers.agent_link import ask
-from dtft.checkpoint.managers.agent_link import attach
+from dtft.checkpoint.managers.agent_link import AGENT_SOCKET, NoAgent, ask, attach
 from dtft.elastic import trainers as module
 from dtft.elastic.processes import ended_with, process_alive
 from dtft.elastic.trainers import Command, Trainer, Trainers

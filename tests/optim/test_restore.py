@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dtft.checkpoint.state.tree import from_paths, to_paths
 from dtft.checkpoint.storage.directory import StorageTier
-from dtft.checkpoint.state.tree import from_paths
-from dtft.checkpoint.state.tree import to_paths
 from dtft.optim import max_adabelief, skip_outlier_gradients
 
 SOLVER: Any = skip_outlier_gradients(max_adabelief(1e-2))

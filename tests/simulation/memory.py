@@ -11,15 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtft.checkpoint.replication.commit import push_root
 from dtft.checkpoint.memory.own_copies import Room
-from dtft.checkpoint.replication.copy_placement import CopyPlacement
-from dtft.checkpoint.replication.copy_placement import Push
-from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
-from dtft.checkpoint.state.slices import Slice
+from dtft.checkpoint.replication.commit import push_root
+from dtft.checkpoint.replication.copy_placement import CopyPlacement, Push, place_copies
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout, Slice
 from dtft.elastic.config import AgentConfig
 from dtft.elastic.copies import Copies
 from dtft.elastic.restoring import FetchFailed

@@ -11,8 +11,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from dtft.checkpoint import ReplicatedCheckpointManager
-from dtft.checkpoint.storage.inspect import missing_from
 from dtft.checkpoint.storage.directory import StorageTier
+from dtft.checkpoint.storage.inspect import missing_from
 from dtft.cli import main
 from tests.checkpoint.states import same_bits, state
 

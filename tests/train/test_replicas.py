@@ -11,8 +11,8 @@ import optax
 import pytest
 from flax import nnx
 
-from dtft.checkpoint.state import tree
 from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state import tree
 from dtft.optim import max_belief_phases
 from dtft.train.config import shape_relevant, to_json
 from dtft.train.data import make_datasets

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.checkpoint.replication.snapshot_interval import Experience
-from dtft.checkpoint.replication.snapshot_interval import Window
+from dtft.checkpoint.replication.snapshot_interval import Experience, Window
 from dtft.train.window import WindowClock
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from dtft.checkpoint.managers.agent_link import AgentLink
-from dtft.checkpoint.managers.agent_link import listen_for_links
+from dtft.checkpoint.managers.agent_link import AgentLink, listen_for_links
 from dtft.elastic.stack_dump import dump_stack
 from dtft.train import worker
 from dtft.train.drill_failure import DrillFailure

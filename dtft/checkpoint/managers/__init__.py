@@ -15,29 +15,35 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.checkpoint.managers.agent_client import AgentCheckpointManager
-    from dtft.checkpoint.managers.agent_client import NotBrought
-    from dtft.checkpoint.managers.agent_client import RestoreArgs
-    from dtft.checkpoint.managers.agent_client import SaveArgs
-    from dtft.checkpoint.managers.agent_link import AGENT_SOCKET
-    from dtft.checkpoint.managers.agent_link import AGENT_SOCKET_VARIABLE
-    from dtft.checkpoint.managers.agent_link import ATTACHED
-    from dtft.checkpoint.managers.agent_link import AgentGone
-    from dtft.checkpoint.managers.agent_link import AgentLink
-    from dtft.checkpoint.managers.agent_link import LinkClosed
-    from dtft.checkpoint.managers.agent_link import NoAgent
-    from dtft.checkpoint.managers.agent_link import NotReading
-    from dtft.checkpoint.managers.agent_link import Outbox
-    from dtft.checkpoint.managers.agent_link import foreign_peer
-    from dtft.checkpoint.managers.agent_link import hello
-    from dtft.checkpoint.managers.agent_link import listen_for_links
-    from dtft.checkpoint.managers.agent_link import serve_links
+    from dtft.checkpoint.managers.agent_client import (
+        AgentCheckpointManager,
+        NotBrought,
+        RestoreArgs,
+        SaveArgs,
+    )
+    from dtft.checkpoint.managers.agent_link import (
+        AGENT_SOCKET,
+        AGENT_SOCKET_VARIABLE,
+        ATTACHED,
+        AgentGone,
+        AgentLink,
+        LinkClosed,
+        NoAgent,
+        NotReading,
+        Outbox,
+        foreign_peer,
+        hello,
+        listen_for_links,
+        serve_links,
+    )
     from dtft.checkpoint.managers.local import StorageFailed
     from dtft.checkpoint.managers.options import ReplicatedOptions
-    from dtft.checkpoint.managers.progress import PHASES
-    from dtft.checkpoint.managers.progress import Phase
-    from dtft.checkpoint.managers.progress import ProgressBoard
-    from dtft.checkpoint.managers.progress import ProgressField
+    from dtft.checkpoint.managers.progress import (
+        PHASES,
+        Phase,
+        ProgressBoard,
+        ProgressField,
+    )
     from dtft.checkpoint.managers.replicated import ReplicatedCheckpointManager
 
 _PUBLIC = {

@@ -4,36 +4,29 @@
 trainers. `AttachedMemory` is what a process of a user's own job needs beside it.
 """
 
+import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
 import jax
 import numpy as np
-from dtft.checkpoint.memory import Arena
-from dtft.checkpoint.replication import Cadence
-from dtft.checkpoint.replication import SnapshotSchedule
-from dtft.checkpoint.state import pack_flags
-from dtft.checkpoint.managers.agent_link import Dialogue
-from dtft.checkpoint.replication import Window
-from dtft.checkpoint.managers.agent_link import AgentLink
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.memory import Snapshot
-from dtft.checkpoint.memory import SnapshotPlan
-from dtft.checkpoint.storage import StorageTier
-from dtft.checkpoint.storage import storage_steps
-import contextlib
-import itertools
-from dtft.checkpoint.managers.agent_link import Attached
-from dtft.checkpoint.managers.agent_link import AgentGone
-from dtft.checkpoint.managers.agent_link import LinkClosed
 
-
-
+from dtft.checkpoint.managers.agent_link import (
+    AgentGone,
+    AgentLink,
+    Attached,
+    Dialogue,
+    LinkClosed,
+)
+from dtft.checkpoint.memory import Arena, Snapshot, SnapshotPlan
+from dtft.checkpoint.replication import Cadence, SnapshotSchedule, Window
+from dtft.checkpoint.state import Layout, pack_flags
+from dtft.checkpoint.storage import StorageTier, storage_steps
 
 ITEM = "interval"
 """The item of a commit that says in how many steps the next one follows."""
@@ -313,10 +306,9 @@ class AgentCheckpointManager:
 
 # The memory tier of a user's own process, through the agent that it is attached to.
 #
-# What a trainer of dtft does over its link (`manager.py`), and what only a user's
-# process needs: it hears when all processes of the job are there, finds a committed
-# step again, asks for storage, and is told why its agent lets it go.
-
+# What a trainer of dtft does over its link (`AgentCheckpointManager`), and what only a
+# user's process needs: it hears when all processes of the job are there, finds a
+# committed step again, asks for storage, and is told why its agent lets it go.
 
 LEAVE_S = 5.0
 NONE = -1

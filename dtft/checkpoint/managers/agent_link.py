@@ -8,27 +8,25 @@ never travel here. `Dialogue` is a process's side: every wait has a limit, and e
 once when the agent has gone.
 """
 
+import contextlib
 import os
 import pwd
+import queue
+import re
+import select
 import socket
 import stat
 import struct
-from pathlib import Path
-import contextlib
-import queue
-import select
 import threading
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from typing import Any
-import msgpack
-import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from dtft.checkpoint.memory import DEFAULT_DIRECTORY
+from pathlib import Path
+from typing import Any
 
+import msgpack
+
+from dtft.checkpoint.memory import DEFAULT_DIRECTORY
 
 # Whether the two ends of a Unix socket belong to the same user.
 #
@@ -152,7 +150,7 @@ def serve_links(
     """Hears whoever connects, each on a thread of its own, until the listener ends.
 
     Args:
-        listener: from `listen`.
+        listener: from `listen_for_links`.
         hear: is given each link.
         send_s: a peer that does not read for so many seconds fails the send to it; 0
             for no limit.
@@ -339,7 +337,7 @@ class Outbox:
 # How a trainer attaches to the agent of its host, and how a user's process finds one.
 #
 # One exchange over the agent's Unix socket, before the first message of the memory tier
-# itself (`link.py` carries both). A trainer that the agent has started names itself by
+# itself (a link carries both). A trainer that the agent has started names itself by
 # its process id (`hello`); a user's process says what the job must agree on, too
 # (`attach`). Decides which agent.
 
@@ -479,11 +477,12 @@ def seen_here(directory: Path) -> list[SeenAgent]:
 def only_free(agents: Iterable[SeenAgent]) -> Path:
     """The only agent to which nobody is attached.
 
-    >>> taken = Seen(path=Path("/a/agent.sock"), job="j", host="h", taken_by=7)
+    >>> taken = SeenAgent(path=Path("/a/agent.sock"), job="j", host="h", taken_by=7)
     >>> only_free([taken])
     Traceback (most recent call last):
-    dtft.checkpoint.managers.agent_link.NoAgent: no agent on this machine is free: h of job 'j' \
-(/a/agent.sock) has process 7. Wait until that one has ended, or start another agent.
+    dtft.checkpoint.managers.agent_link.NoAgent: no agent on this machine is free: h \
+of job 'j' (/a/agent.sock) has process 7. Wait until that one has ended, or start \
+another agent.
     """
     agents = list(agents)
     free = [agent for agent in agents if not agent.taken_by]
@@ -497,7 +496,8 @@ def only_free(agents: Iterable[SeenAgent]) -> Path:
     if free:
         raise NoAgent(
             f"{len(free)} agents on this machine are free: {known}. Say which one: set "
-            f"{AGENT_SOCKET_VARIABLE} or ReplicatedOptions(agent=...) to the path of its socket."
+            f"{AGENT_SOCKET_VARIABLE} or ReplicatedOptions(agent=...) to the path of "
+            "its socket."
         )
     if agents:
         raise NoAgent(
@@ -563,8 +563,8 @@ def _connect(path: Path) -> AgentLink:
 
 # A process's talk with its agent: what it says, hears and waits for, until one ends.
 #
-# Every wait has a limit and ends at once when the agent has gone. Must not know what
-# the messages mean, which is `manager.py`'s and `attached_memory.py`'s to say.
+# Every wait has a limit and ends at once when the agent has gone. What the messages
+# mean is said in `agent_client`.
 
 
 LAST_WORDS_S = 1.0

@@ -6,51 +6,48 @@ memory or storage, alike on every process; agents copy, replicate and commit the
 """
 
 import dataclasses
+import logging
 from collections import Counter
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
 import jax
 import numpy as np
-from jax.sharding import AxisType
-from jax.sharding import Mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec
-from jax.sharding import Sharding
-from dtft.checkpoint.state import kind_wanted
-from dtft.checkpoint.state import struct_of
-from dtft.checkpoint.state import Record
-from dtft.checkpoint.state import RestoreTarget
-from etils import epath
-from dtft.checkpoint.state import is_free_target
-from dtft.checkpoint.managers.options import ReplicatedOptions
-from dtft.checkpoint.state import LeafRecord
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Leaf
-import logging
-from pathlib import Path
 import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
-from dtft.checkpoint.managers.agent_link import attach
-from dtft.checkpoint.managers.agent_client import AttachedMemory
-from dtft.checkpoint.managers.agent_client import NotBrought
-from dtft.checkpoint.storage import config_of
-from dtft.checkpoint.storage import layout_difference
-from dtft.checkpoint.storage import dynamic_part
-from dtft.checkpoint.storage import layout_of
-from dtft.checkpoint.storage import moved_leaf
-from dtft.checkpoint.storage import record_in
-from dtft.checkpoint.storage import same_slices
-from dtft.checkpoint.managers.agent_client import SaveArgs
-from dtft.checkpoint.managers.options import chosen_step
-from dtft.checkpoint.state import record_of
-from dtft.checkpoint.storage import StoredSteps
-from dtft.checkpoint.managers.local import StorageFailed
-from dtft.checkpoint.state import listed
-from dtft.checkpoint.state import item_metadata
-from dtft.checkpoint.state import restore_result
-from dtft.checkpoint.state import restore_targets
 
+from dtft.checkpoint.managers.agent_client import AttachedMemory, NotBrought, SaveArgs
+from dtft.checkpoint.managers.agent_link import attach
+from dtft.checkpoint.managers.local import StorageFailed
+from dtft.checkpoint.managers.options import ReplicatedOptions, chosen_step
+from dtft.checkpoint.state import (
+    Layout,
+    Leaf,
+    LeafRecord,
+    Record,
+    RestoreTarget,
+    is_free_target,
+    item_metadata,
+    kind_wanted,
+    listed,
+    record_of,
+    restore_result,
+    restore_targets,
+    struct_of,
+)
+from dtft.checkpoint.storage import (
+    StoredSteps,
+    config_of,
+    dynamic_part,
+    layout_difference,
+    layout_of,
+    moved_leaf,
+    record_in,
+    same_slices,
+)
 
 # The shardings that a step of a job was saved with: as JSON beside it, and back.
 #
@@ -314,8 +311,6 @@ def _wanted_sharding(leaf: LeafRecord, target: Any, fallback: Any, saved: Leaf) 
     return sharding
 
 
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -421,8 +416,9 @@ class JobSteps:
         elif layout.digest != self._layout.digest:
             raise ValueError(
                 f"the tree differs from that of the first save of this run: "
-                f"{layout_difference(self._layout, layout)}. Allowed in a job of several "
-                "processes: the same leaves on the same shardings at every step."
+                f"{layout_difference(self._layout, layout)}. Allowed in a job of "
+                "several processes: the same leaves on the same shardings at every "
+                "step."
             )
         self._looks, self._layout = looks, layout
         self._shardings = shardings_json(shardings)

@@ -6,35 +6,40 @@ without holding up training.
 """
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import threading
 from typing import Any
-from etils import epath
-from dtft.checkpoint.state import Chunks
-from dtft.checkpoint.storage import EXPORTER_START_S
-from dtft.checkpoint.storage import ExporterProcess
-from dtft.checkpoint.storage import config_of
-from dtft.checkpoint.storage import dynamic_part
-from dtft.checkpoint.managers.options import ReplicatedOptions
-from dtft.checkpoint.managers.options import is_storage_due
-from dtft.checkpoint.managers.options import superfluous
-from dtft.checkpoint.storage import StoredSteps
-from dtft.checkpoint.memory import Version
-from dtft.checkpoint.memory import Versions
-import copy
-import orbax.checkpoint as ocp
-from dtft.checkpoint.managers.options import chosen_step
-from dtft.checkpoint.state import listed
-from dtft.checkpoint.memory import Corrupt
-from dtft.checkpoint.state import item_metadata
-from dtft.checkpoint.state import restore_result
-from dtft.checkpoint.state import restore_targets
-from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
-from dtft.checkpoint.managers.options import best
-from dtft.checkpoint.state import Record
-from dtft.checkpoint.state import record_of
 
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+from dtft.checkpoint.managers.options import (
+    ReplicatedOptions,
+    best,
+    chosen_step,
+    is_storage_due,
+    superfluous,
+)
+from dtft.checkpoint.memory import Corrupt, Version, Versions
+from dtft.checkpoint.state import (
+    Chunks,
+    Record,
+    item_metadata,
+    listed,
+    record_of,
+    restore_result,
+    restore_targets,
+)
+from dtft.checkpoint.storage import (
+    EXPORTER_START_S,
+    ExporterProcess,
+    StoredSteps,
+    config_of,
+    dynamic_part,
+)
 
 # Brings steps from this process's memory to storage, without holding up training.
 #
@@ -435,8 +440,6 @@ class Reader:
         if step is None:
             return found
         return dataclasses.replace(found, item_metadata=self.item_metadata(step))
-
-
 
 
 class LocalSteps:

@@ -6,17 +6,12 @@ which stored steps go, which is the best.
 
 import math
 import operator
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
-from typing import Literal
-from dtft.checkpoint.replication import Cadence
-from dtft.checkpoint.replication import LEAST_MAXIMUM
-from dtft.checkpoint.replication import Automatic
-from dtft.checkpoint.state import listed
+from typing import Any, Literal
 
+from dtft.checkpoint.replication import LEAST_MAXIMUM, Automatic, Cadence
+from dtft.checkpoint.state import listed
 
 _COUNTS = (
     "save_interval_steps",

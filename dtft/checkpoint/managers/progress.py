@@ -8,9 +8,7 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Literal
-from typing import get_args
-
+from typing import Literal, get_args
 
 ProgressField = Literal[
     "generation",

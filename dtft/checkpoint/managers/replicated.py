@@ -5,22 +5,21 @@ Has the shape of Orbax's `AbstractCheckpointManager`, so that a loop written for
 done by `LocalSteps` in a process of its own, by `JobSteps` in one of several.
 """
 
-import operator
-from typing import Any
 import atexit
 import logging
+import operator
 import os
 from types import TracebackType
+from typing import Any
+
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+
 from dtft.checkpoint.managers.distributed import JobSteps
 from dtft.checkpoint.managers.local import LocalSteps
-from dtft.checkpoint.managers.options import ReplicatedOptions
-from dtft.checkpoint.managers.options import checked
-from dtft.checkpoint.managers.options import is_due
+from dtft.checkpoint.managers.options import ReplicatedOptions, checked, is_due
 from dtft.checkpoint.managers.save_clock import SaveClock
-
 
 # What counts as the number of a step, whatever loop it comes from.
 #
@@ -59,8 +58,6 @@ def step_number(step: Any) -> int:
             "numbers from 0 to 2**63 - 1, of Python, numpy or jax. Give an int."
         )
     return number
-
-
 
 
 logger = logging.getLogger(__name__)

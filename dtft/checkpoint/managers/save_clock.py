@@ -2,21 +2,24 @@
 
 From the end of one save to the moment at which the state of the next is computed, all
 time belongs to steps; from there to its end, to the save. What follows from it is
-decided by `interval.py`.
+decided by `snapshot_interval`.
 """
 
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
 import jax
 import orbax.checkpoint as ocp
-from dtft.checkpoint.replication import Cadence
-from dtft.checkpoint.replication import Automatic
-from dtft.checkpoint.replication import Experience
-from dtft.checkpoint.replication import Window
-from dtft.checkpoint.replication import next_interval
+
+from dtft.checkpoint.replication import (
+    Automatic,
+    Cadence,
+    Experience,
+    Window,
+    next_interval,
+)
 
 
 class SaveClock:

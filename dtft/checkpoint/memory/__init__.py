@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.checkpoint.memory.arena import Arena
-    from dtft.checkpoint.memory.arena import DEFAULT_DIRECTORY
-    from dtft.checkpoint.memory.arena import Slabs
-    from dtft.checkpoint.memory.arena import arena_bytes
+    from dtft.checkpoint.memory.arena import (
+        DEFAULT_DIRECTORY,
+        Arena,
+        Slabs,
+        arena_bytes,
+    )
     from dtft.checkpoint.memory.incoming import Receiving
-    from dtft.checkpoint.memory.local_store import Corrupt
-    from dtft.checkpoint.memory.local_store import Version
-    from dtft.checkpoint.memory.local_store import Versions
-    from dtft.checkpoint.memory.replica_store import Holder
-    from dtft.checkpoint.memory.replica_store import audit
-    from dtft.checkpoint.memory.snapshot import Snapshot
-    from dtft.checkpoint.memory.snapshot import SnapshotPlan
+    from dtft.checkpoint.memory.local_store import Corrupt, Version, Versions
+    from dtft.checkpoint.memory.replica_store import Holder, audit
+    from dtft.checkpoint.memory.snapshot import Snapshot, SnapshotPlan
 
 _PUBLIC = {
     "Arena": "arena",

@@ -5,21 +5,19 @@ divides it among a host's slices and its peers'. `Slabs` is memory of a process'
 in huge pages, for arrays that are restored.
 """
 
+import contextlib
 import errno
 import mmap
 import os
 import threading
-from pathlib import Path
-import numpy as np
 from collections.abc import Mapping
 from dataclasses import dataclass
-from dtft.checkpoint.state import Chunks
-from dtft.checkpoint.replication import CopyPlacement
-from dtft.checkpoint.replication import Push
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import offsets_of
-import contextlib
+from pathlib import Path
 
+import numpy as np
+
+from dtft.checkpoint.replication import CopyPlacement, Push
+from dtft.checkpoint.state import Chunks, Layout, offsets_of
 
 # Shared memory that outlives processes.
 #

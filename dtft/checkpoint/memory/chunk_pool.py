@@ -2,21 +2,23 @@
 the last commit.
 
 `Shelf` holds copies of some slices; a `Copy` says in which buffer each of its chunks
-is, and equal chunks are shared. `Pool` counts the references to each buffer.
+is, and equal chunks are shared. `PlacePool` counts the references to each buffer.
 """
 
-import numpy as np
-from dtft.checkpoint.state import ABSENT
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from dtft.checkpoint.state import chunk_digests
-from dtft.checkpoint.state import equal_chunks
-from dtft.checkpoint.state import Chunks
-from dtft.checkpoint.state import DIGEST_BYTES
-from dtft.checkpoint.state import Parts
-from dtft.checkpoint.state import Slice
 
+import numpy as np
+
+from dtft.checkpoint.state import (
+    ABSENT,
+    DIGEST_BYTES,
+    Chunks,
+    Parts,
+    Slice,
+    chunk_digests,
+    equal_chunks,
+)
 
 # Which places of which chunks are in use, by reference count.
 #

@@ -7,17 +7,12 @@ of them at a time, only into a place that no copy refers to.
 """
 
 import threading
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-import numpy as np
-from dtft.checkpoint.state import digest_root
-from dtft.checkpoint.state import chunk_digests
-from dtft.checkpoint.state import ABSENT
-from dtft.checkpoint.state import DIGEST_BYTES
-from dtft.checkpoint.memory.chunk_pool import Copy
-from dtft.checkpoint.memory.chunk_pool import Shelf
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
+from dtft.checkpoint.memory.chunk_pool import Copy, Shelf
+from dtft.checkpoint.state import ABSENT, DIGEST_BYTES, chunk_digests, digest_root
 
 _LACKING, _ARRIVING, _HERE = 0, 1, 2
 

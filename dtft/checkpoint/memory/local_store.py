@@ -7,31 +7,33 @@ any directory, so nothing is left behind however the process ends.
 
 import os
 import secrets
-import numpy as np
-from dtft.checkpoint.memory.arena import Arena
-from dtft.checkpoint.state import ABSENT
-from dtft.checkpoint.memory.chunk_pool import PlacePool
-from dtft.checkpoint.state import Slice
-from dtft.checkpoint.state import offsets_of
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-import jax
-from dtft.checkpoint.state import verify_digests
-from dtft.checkpoint.state import digest_root
-from dtft.checkpoint.state import is_leaf_unchanged
-from dtft.checkpoint.state import copy_leaf
-from dtft.checkpoint.state import as_array
-from dtft.checkpoint.replication import Commit
-from dtft.checkpoint.replication import MemoryCommitLog
-from dtft.checkpoint.state import Record
 
+import jax
+import numpy as np
+
+from dtft.checkpoint.memory.arena import Arena
+from dtft.checkpoint.memory.chunk_pool import PlacePool
+from dtft.checkpoint.replication import Commit, MemoryCommitLog
+from dtft.checkpoint.state import (
+    ABSENT,
+    Record,
+    Slice,
+    as_array,
+    copy_leaf,
+    digest_root,
+    is_leaf_unchanged,
+    offsets_of,
+    verify_digests,
+)
 
 # This process's memory for leaves: several places for each, taken when needed.
 #
 # Place p of a leaf is where it lies in the p-th of several extents that are laid out
-# alike. Steps that have a leaf in common refer to one place (`pool.py` counts them), so
-# a leaf that does not change needs no more memory than one.
+# alike. Steps that have a leaf in common refer to one place (`PlacePool` counts them),
+# so a leaf that does not change needs no more memory than one.
 
 
 MOST_PLACES = ABSENT - 1
@@ -121,8 +123,6 @@ class LeafMemory:
         for extent in self._extents.values():
             extent.close()
         self._extents.clear()
-
-
 
 
 class Corrupt(ValueError):
@@ -223,7 +223,7 @@ class Versions:
         """Writes to `places` what may have changed since the step written last.
 
         A leaf that changed last time is copied and digested in one pass; one that did
-        not is only digested, as in `snapshot.py`.
+        not is only digested, as in `snapshot`.
         """
         base = next(reversed(self._versions.values()), None)
         if base is None or base.memory is not memory or not self._trusted:

@@ -4,20 +4,14 @@ A step shares with the one before it the chunks that did not change. Not thread-
 """
 
 import itertools
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
 import numpy as np
-from dtft.checkpoint.state import chunk_digests
-from dtft.checkpoint.state import ABSENT
-from dtft.checkpoint.state import unpack_flags
-from dtft.checkpoint.state import Parts
-from dtft.checkpoint.memory.chunk_pool import Copy
-from dtft.checkpoint.memory.chunk_pool import Read
-from dtft.checkpoint.memory.chunk_pool import Shelf
-from dtft.checkpoint.state import Slice
+
+from dtft.checkpoint.memory.chunk_pool import Copy, Read, Shelf
+from dtft.checkpoint.state import ABSENT, Parts, Slice, chunk_digests, unpack_flags
 
 
 @dataclass(frozen=True, kw_only=True)

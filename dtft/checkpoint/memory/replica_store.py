@@ -5,34 +5,24 @@ copies are here; it is thread-safe. `HeldCopies` looks through own and peers' co
 a step. `audit` reads the copies of a step again while training goes on.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from typing import Any
-from dtft.checkpoint.memory.own_copies import Owning
-from dtft.checkpoint.state import Parts
-from dtft.checkpoint.memory.incoming import Hosting
-from dtft.checkpoint.memory.chunk_pool import Copy
-from dtft.checkpoint.memory.chunk_pool import Read
-from dtft.checkpoint.memory.chunk_pool import Shelf
-from dtft.checkpoint.state import Slice
 import threading
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from dtft.checkpoint.memory.arena import Arena
-from dtft.checkpoint.memory.arena import HOSTED_PLACES
-from dtft.checkpoint.memory.arena import OWN_PLACES
-from dtft.checkpoint.memory.arena import ArenaMap
-from dtft.checkpoint.memory.arena import arena_bytes
-from dtft.checkpoint.state import Chunks
-from dtft.checkpoint.memory.own_copies import Room
-from dtft.checkpoint.replication import CopyPlacement
-from dtft.checkpoint.replication import Push
-from dtft.checkpoint.memory.incoming import Receiving
-from dtft.checkpoint.memory.scrub import Scrub
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import check_copies
+from typing import Any
 
+from dtft.checkpoint.memory.arena import (
+    HOSTED_PLACES,
+    OWN_PLACES,
+    Arena,
+    ArenaMap,
+    arena_bytes,
+)
+from dtft.checkpoint.memory.chunk_pool import Copy, Read, Shelf
+from dtft.checkpoint.memory.incoming import Hosting, Receiving
+from dtft.checkpoint.memory.own_copies import Owning, Room
+from dtft.checkpoint.memory.scrub import Scrub
+from dtft.checkpoint.replication import CopyPlacement, Push
+from dtft.checkpoint.state import Chunks, Layout, Parts, Slice, check_copies
 
 # Which copies one host has of a step, own and peers' together, and which are right.
 #
@@ -127,8 +117,6 @@ class HeldCopies:
                 if mine and shelf.right(copy, shelf.index[piece], read):
                     found[piece.key, digests] = parts
         return found
-
-
 
 
 class Holder:

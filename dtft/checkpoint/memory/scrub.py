@@ -9,14 +9,11 @@ send it again.
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from dtft.checkpoint.state import chunk_digests
-from dtft.checkpoint.state import ABSENT
-from dtft.checkpoint.state import DIGEST_BYTES
-from dtft.checkpoint.memory.own_copies import Owning
-from dtft.checkpoint.memory.incoming import Hosting
-from dtft.checkpoint.memory.chunk_pool import Copy
-from dtft.checkpoint.memory.chunk_pool import Shelf
 
+from dtft.checkpoint.memory.chunk_pool import Copy, Shelf
+from dtft.checkpoint.memory.incoming import Hosting
+from dtft.checkpoint.memory.own_copies import Owning
+from dtft.checkpoint.state import ABSENT, DIGEST_BYTES, chunk_digests
 
 Kept = dict[tuple[int, bytes], list[int]]
 """(place, right digest) of one chunk to the steps that have it there."""

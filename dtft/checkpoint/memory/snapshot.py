@@ -7,29 +7,31 @@ last snapshot is not written.
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-import numpy as np
-from dtft.checkpoint.state import copy_and_digest
-from dtft.checkpoint.state import DIGEST_BYTES
-from dtft.checkpoint.state import Parts
-from dtft.checkpoint.state import Part
-from dtft.checkpoint.state import split_ranges
-from dtft.checkpoint.memory.arena import Slabs
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-import jax
-import xxhash
-from dtft.checkpoint.state import copy_chunk
-from dtft.checkpoint.state import equal_chunks
-from dtft.checkpoint.state import ABSENT
-from dtft.checkpoint.state import Chunks
-from dtft.checkpoint.state import unpack_flags
-from dtft.checkpoint.state import host_bytes
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Slice
 
+import jax
+import numpy as np
+import xxhash
+
+from dtft.checkpoint.memory.arena import Slabs
+from dtft.checkpoint.state import (
+    ABSENT,
+    DIGEST_BYTES,
+    Chunks,
+    Layout,
+    Part,
+    Parts,
+    Slice,
+    copy_and_digest,
+    copy_chunk,
+    equal_chunks,
+    host_bytes,
+    split_ranges,
+    unpack_flags,
+)
 
 # Slices out of shared memory into memory of their own, verified, on several threads.
 #
@@ -59,7 +61,8 @@ def copied_out(
         [bytes] uint8 per slice, aligned for XLA; and the slices that do not match
         their digests, ascending, whose copies are of no use.
 
-    >>> good = digest.chunk_digests(b"abcdef", chunk_bytes=2)
+    >>> from dtft.checkpoint.state import chunk_digests
+    >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
     >>> right, wrong = Parts([memoryview(b"abcdef")]), Parts([memoryview(b"abXdef")])
     >>> copies, bad = copied_out([right, wrong], [good, good], chunk_bytes=2)
     >>> copies[0].tobytes(), bad
@@ -110,8 +113,6 @@ def _is_loaded(
     first = part.start // chunk_bytes * DIGEST_BYTES
     actual = b"".join(found)
     return actual == digests[first : first + len(actual)]
-
-
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

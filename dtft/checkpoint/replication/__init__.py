@@ -14,52 +14,62 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.checkpoint.replication.commit import Commit
-    from dtft.checkpoint.replication.commit import CommitHealth
-    from dtft.checkpoint.replication.commit import Divergence
-    from dtft.checkpoint.replication.commit import Holdings
-    from dtft.checkpoint.replication.commit import Located
-    from dtft.checkpoint.replication.commit import MemoryCommitLog
-    from dtft.checkpoint.replication.commit import Mislabelled
-    from dtft.checkpoint.replication.commit import Share
-    from dtft.checkpoint.replication.commit import StepTracker
-    from dtft.checkpoint.replication.commit import adding_up
-    from dtft.checkpoint.replication.commit import check_copy
-    from dtft.checkpoint.replication.commit import commit_health
-    from dtft.checkpoint.replication.commit import locate
-    from dtft.checkpoint.replication.commit import worth_showing
-    from dtft.checkpoint.replication.copy_placement import CopyPlacement
-    from dtft.checkpoint.replication.copy_placement import Push
-    from dtft.checkpoint.replication.copy_placement import Shares
-    from dtft.checkpoint.replication.copy_placement import Spread
-    from dtft.checkpoint.replication.copy_placement import choose_spares
-    from dtft.checkpoint.replication.copy_placement import copy_groups
-    from dtft.checkpoint.replication.copy_placement import domains_reached
-    from dtft.checkpoint.replication.copy_placement import place_copies
-    from dtft.checkpoint.replication.failure_domains import FailureDomains
-    from dtft.checkpoint.replication.failure_domains import domains_at
-    from dtft.checkpoint.replication.failure_domains import domains_from_labels
-    from dtft.checkpoint.replication.failure_domains import parse_domain_file
-    from dtft.checkpoint.replication.failure_domains import parse_domain_label
-    from dtft.checkpoint.replication.failure_domains import separate_copies
+    from dtft.checkpoint.replication.commit import (
+        Commit,
+        CommitHealth,
+        Divergence,
+        Holdings,
+        Located,
+        MemoryCommitLog,
+        Mislabelled,
+        Share,
+        StepTracker,
+        adding_up,
+        check_copy,
+        commit_health,
+        locate,
+        worth_showing,
+    )
+    from dtft.checkpoint.replication.copy_placement import (
+        CopyPlacement,
+        Push,
+        Shares,
+        Spread,
+        choose_spares,
+        copy_groups,
+        domains_reached,
+        place_copies,
+    )
+    from dtft.checkpoint.replication.failure_domains import (
+        FailureDomains,
+        domains_at,
+        domains_from_labels,
+        parse_domain_file,
+        parse_domain_label,
+        separate_copies,
+    )
     from dtft.checkpoint.replication.odds import odds_table
-    from dtft.checkpoint.replication.restore_plan import HeldLeaves
-    from dtft.checkpoint.replication.restore_plan import Inventory
-    from dtft.checkpoint.replication.restore_plan import Lost
-    from dtft.checkpoint.replication.restore_plan import RestorePlan
-    from dtft.checkpoint.replication.restore_plan import SliceTransfer
-    from dtft.checkpoint.replication.restore_plan import inventory_of
-    from dtft.checkpoint.replication.restore_plan import new_specs
-    from dtft.checkpoint.replication.restore_plan import plan_restore
-    from dtft.checkpoint.replication.snapshot_interval import Automatic
-    from dtft.checkpoint.replication.snapshot_interval import Cadence
-    from dtft.checkpoint.replication.snapshot_interval import Costs
-    from dtft.checkpoint.replication.snapshot_interval import Experience
-    from dtft.checkpoint.replication.snapshot_interval import LEAST_MAXIMUM
-    from dtft.checkpoint.replication.snapshot_interval import SnapshotSchedule
-    from dtft.checkpoint.replication.snapshot_interval import Window
-    from dtft.checkpoint.replication.snapshot_interval import inflation
-    from dtft.checkpoint.replication.snapshot_interval import next_interval
+    from dtft.checkpoint.replication.restore_plan import (
+        HeldLeaves,
+        Inventory,
+        Lost,
+        RestorePlan,
+        SliceTransfer,
+        inventory_of,
+        new_specs,
+        plan_restore,
+    )
+    from dtft.checkpoint.replication.snapshot_interval import (
+        LEAST_MAXIMUM,
+        Automatic,
+        Cadence,
+        Costs,
+        Experience,
+        SnapshotSchedule,
+        Window,
+        inflation,
+        next_interval,
+    )
 
 _PUBLIC = {
     "Automatic": "snapshot_interval",

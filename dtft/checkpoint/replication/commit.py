@@ -6,20 +6,13 @@ where hosts contradict each other (`adding_up`), and what a person is told
 (`commit_health`).
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dtft.checkpoint.state import digest_root
 import json
-from collections.abc import Iterable
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Literal
-from dtft.checkpoint.replication.copy_placement import CopyPlacement
-from dtft.checkpoint.replication.copy_placement import Push
-from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.state import Layout
 
+from dtft.checkpoint.replication.copy_placement import CopyPlacement, Push, place_copies
+from dtft.checkpoint.state import Layout, digest_root
 
 # Whom to believe where hosts contradict each other about a commit's bytes.
 #
@@ -89,8 +82,6 @@ def dissenters(claims: Claims, chosen: Mapping[str, bytes]) -> tuple[str, ...]:
         for host in hosts
     }
     return tuple(sorted(odd))
-
-
 
 
 Share = Literal["full", "divided"]

@@ -9,26 +9,26 @@ slices that several slots own, in turn from commit to commit.
 import functools
 import heapq
 import itertools
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dtft.checkpoint.state import Partition
-from dtft.checkpoint.state import Spec
-from dtft.checkpoint.state import leaves_by_spec
-from dtft.checkpoint.state import nbytes_of
-from dtft.checkpoint.state import partition_of
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Slice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
 import numpy as np
 
+from dtft.checkpoint.state import (
+    Layout,
+    Partition,
+    Slice,
+    Spec,
+    leaves_by_spec,
+    nbytes_of,
+    partition_of,
+)
 
 # Which slots hold copies of which slices.
 #
 # Decides, from the layout and the failure domains alone, who sends which slices to whom
 # so that every slice is in enough domains. Pure and deterministic, so that every host
-# computes the same. Decided per way of being divided (`partition.py`); slices appear
+# computes the same. Decided per way of being divided (`state.partition`); slices appear
 # only when they are asked for.
 
 
@@ -333,7 +333,7 @@ class Spread:
 
 @functools.lru_cache(maxsize=4)
 def _placed(layout: Layout, copies: int, domains: tuple[str, ...]) -> CopyPlacement:
-    """As `place`: a leader asks several times for every formation."""
+    """As `place_copies`: a leader asks several times for every formation."""
     return place_copies(layout, copies, domains or None)
 
 
@@ -440,7 +440,7 @@ class Shares:
         Args:
             layout: mesh and leaves.
             copies: failure domains that every slice shall be in.
-            domains: per slot the name of what fails together, as in `place`.
+            domains: per slot the name of what fails together, as in `place_copies`.
 
         Raises:
             ValueError: `domains` does not fit the layout.

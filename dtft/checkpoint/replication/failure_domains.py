@@ -4,11 +4,8 @@ Reads them from a label per host or from a file, checks that they make sense, an
 decides at which level copies are kept apart.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
 
 LEVELS = ("power", "rack")
 """Levels that a label can name, widest first. Below them is the host itself."""
@@ -47,7 +44,7 @@ class Separation:
     level: str
     """The level: one of `LEVELS`, or "host"."""
     domains: tuple[str, ...]
-    """Per slot the domain at that level, as `place` takes them."""
+    """Per slot the domain at that level, as `place_copies` takes them."""
     effective_copies: int
     """min(copies, live domains at that level)."""
 
@@ -55,7 +52,7 @@ class Separation:
 def parse_domain_label(text: str) -> dict[str, str]:
     """Reads one host's label.
 
-    >>> parse_label("rack=r7,power=p1")
+    >>> parse_domain_label("rack=r7,power=p1")
     {'power': 'p1', 'rack': 'r7'}
 
     Raises:
@@ -79,7 +76,7 @@ def parse_domain_label(text: str) -> dict[str, str]:
 def parse_domain_file(text: str) -> FailureDomains:
     """Reads a file: a host and its label on each line, `#` begins a comment.
 
-    >>> parse_file("h0 power=p1 rack=r1  # left\\nh1 power=p1 rack=r2\\n").names
+    >>> parse_domain_file("h0 power=p1 rack=r1  # left\\nh1 power=p1 rack=r2\\n").names
     {'h0': 'p1/r1', 'h1': 'p1/r2'}
 
     Raises:
@@ -121,20 +118,23 @@ def domains_from_labels(labels: Mapping[str, str]) -> FailureDomains:
     return FailureDomains(levels=levels, names=names if levels else {})
 
 
-def separate_copies(domains: FailureDomains, slots: Sequence[str], copies: int) -> Separation:
+def separate_copies(
+    domains: FailureDomains, slots: Sequence[str], copies: int
+) -> Separation:
     """The widest level with enough domains for all copies; the hosts if there is none.
 
-    At a narrow level copies still go to different wide domains first, see `place`.
+    At a narrow level copies still go to different wide domains first, see
+    `place_copies`.
 
     Args:
         domains: what is known about hosts.
         slots: the host of each slot.
         copies: domains that every slice shall be in.
 
-    >>> two_racks = from_labels({"a": "rack=1", "b": "rack=1", "c": "rack=2"})
-    >>> separate(two_racks, ["a", "b", "c"], 2).domains
+    >>> two_racks = domains_from_labels({"a": "rack=1", "b": "rack=1", "c": "rack=2"})
+    >>> separate_copies(two_racks, ["a", "b", "c"], 2).domains
     ('1', '1', '2')
-    >>> separate(two_racks, ["a", "b", "c"], 3).level
+    >>> separate_copies(two_racks, ["a", "b", "c"], 3).level
     'host'
 
     Raises:
@@ -156,7 +156,7 @@ def domains_at(
 ) -> tuple[str, ...]:
     """The domain of each host at one level, with the wider ones before it.
 
-    >>> racks = from_labels({"a": "power=p rack=1", "b": "power=p rack=2"})
+    >>> racks = domains_from_labels({"a": "power=p rack=1", "b": "power=p rack=2"})
     >>> domains_at(racks, ["b"], "rack"), domains_at(racks, ["b"], "host")
     (('p/2',), ('p/2/b',))
 

@@ -1,18 +1,17 @@
 """How likely the state survives when several hosts are lost at once.
 
 For state that is divided over N hosts with m copies of every slice, placed in groups of
-m and a ring for the remainder (`placement.py`). Counts exactly, gives GEMINI's bound
+m and a ring for the remainder (`copy_placement`). Counts exactly, gives GEMINI's bound
 beside it, and simulates losses on real placements.
 """
 
 import math
 from collections.abc import Sequence
-import numpy as np
-from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Leaf
-from dtft.checkpoint.state import MeshLayout
 
+import numpy as np
+
+from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.checkpoint.state import Layout, Leaf, MeshLayout
 
 TRIALS = 20_000
 
@@ -74,13 +73,14 @@ def simulate(
     trials: int = TRIALS,
     seed: int = 0,
 ) -> float:
-    """The same by trial: random losses on what `place` really decides.
+    """The same by trial: random losses on what `place_copies` really decides.
 
     Args:
         num_hosts: N.
         copies: m.
         losses: k.
-        domains: per host what fails together, as for `place`; hosts are lost alone.
+        domains: per host what fails together, as for `place_copies`; hosts are lost
+            alone.
         trials: sets of hosts that are tried.
         seed: of the random sets.
 
@@ -151,7 +151,7 @@ def _check(num_hosts: int, copies: int, losses: int) -> None:
 
 
 def _shape(num_hosts: int, copies: int) -> tuple[int, int, int]:
-    """(groups, hosts on the ring, size of a group) as `place` makes them."""
+    """(groups, hosts on the ring, size of a group) as `place_copies` makes them."""
     size = min(copies, num_hosts)
     groups, rest = divmod(num_hosts, size)
     return (groups - 1, size + rest, size) if rest else (groups, 0, size)

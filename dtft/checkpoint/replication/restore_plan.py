@@ -6,29 +6,26 @@ needs follow from the overlaps of old and new slices; `plan_restore` puts them t
 Decided once per way of being divided, so it takes a second or two at 10,000 hosts.
 """
 
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dtft.checkpoint.state import Partition
-from dtft.checkpoint.state import Spec
-from dtft.checkpoint.state import leaves_by_spec
-from dtft.checkpoint.state import partition_of
-from dtft.checkpoint.state import Layout
-import numpy as np
-from dtft.checkpoint.state import LeafBundle
-from dtft.checkpoint.state import overlap
-from dtft.checkpoint.state import nbytes_of
-from dtft.checkpoint.state import normal_spec
-from dtft.checkpoint.replication.sender_assignment import Needs
-from dtft.checkpoint.state import Slice
 import functools
-from collections.abc import Iterator
-from dtft.checkpoint.state import Region
-from dtft.checkpoint.replication.sender_assignment import Routes
-from dtft.checkpoint.replication.sender_assignment import route
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from dtft.checkpoint.replication.sender_assignment import Needs, Routes, route
+from dtft.checkpoint.state import (
+    Layout,
+    LeafBundle,
+    Partition,
+    Region,
+    Slice,
+    Spec,
+    leaves_by_spec,
+    nbytes_of,
+    normal_spec,
+    overlap,
+    partition_of,
+)
 
 # Which hosts hold which slices of a commit, verified.
 #
@@ -364,8 +361,6 @@ def _cells_of(bundle: LeafBundle, seat: np.ndarray) -> tuple[np.ndarray, np.ndar
     return seat[np.repeat(slot, lengths)], by_part[np.repeat(first, lengths) + within]
 
 
-
-
 WHOLE_BYTES = 64 << 20
 """A piece of a slice of at most this many bytes is not cut between senders. Whoever
 sends a part of it sends the whole chunks around that part (4 MiB each by default)."""
@@ -440,7 +435,9 @@ class RestorePlan:
                 self._regions(index)
             )
         return tuple(
-            SliceTransfer(source=self.hosts[source], target=host, regions=_ordered(regions))
+            SliceTransfer(
+                source=self.hosts[source], target=host, regions=_ordered(regions)
+            )
             for source, regions in sorted(found.items())
         )
 

@@ -7,8 +7,8 @@ applies it to the needs of a restore, given as numbers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-import numpy as np
 
+import numpy as np
 
 # Shares a demand for bytes over those who can send it, evenly.
 #

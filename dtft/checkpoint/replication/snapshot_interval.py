@@ -5,13 +5,9 @@ same steps. `next_interval` returns the smallest interval whose cost, spread ove
 steps, stays within a budget; where less is known of the cost, more is assumed.
 """
 
-from dataclasses import dataclass
-from dataclasses import replace
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
-
-
-
 
 KEPT_CHANGES = 3
 """Changes that a schedule remembers: the last may not be in force yet, and the one
@@ -67,7 +63,8 @@ class Cadence:
 class SnapshotSchedule:
     """A cadence that changes now and then, each change told before it is in force.
 
-    >>> schedule = Schedule.of(Cadence(interval=1, period=8)).changed(4, after=2)
+    >>> schedule = SnapshotSchedule.of(Cadence(interval=1, period=8))
+    >>> schedule = schedule.changed(4, after=2)
     >>> [step for step in range(1, 13) if schedule.is_boundary(step)]
     [1, 2, 4, 8, 12]
     >>> schedule.interval(after=1), schedule.interval(after=2)
@@ -100,7 +97,8 @@ class SnapshotSchedule:
     def following(self, step: int) -> int:
         """The first boundary after `step`, a boundary.
 
-        >>> schedule = Schedule.of(Cadence(interval=2, period=8)).changed(4, after=2)
+        >>> schedule = SnapshotSchedule.of(Cadence(interval=2, period=8))
+        >>> schedule = schedule.changed(4, after=2)
         >>> schedule.following(0), schedule.following(2)
         (2, 4)
         """
@@ -113,8 +111,6 @@ class SnapshotSchedule:
     def _in_force(self, after: int) -> Cadence:
         known = [cadence for step, cadence in self.changes if step <= after]
         return known[-1] if known else self.changes[0][1]
-
-
 
 
 KEPT_WINDOWS = 32

@@ -15,84 +15,99 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.checkpoint.state.array_bytes import fingerprints
-    from dtft.checkpoint.state.array_bytes import host_bytes
-    from dtft.checkpoint.state.digests import ABSENT
-    from dtft.checkpoint.state.digests import Chunks
-    from dtft.checkpoint.state.digests import DIGEST_BYTES
-    from dtft.checkpoint.state.digests import Parts
-    from dtft.checkpoint.state.digests import check_copies
-    from dtft.checkpoint.state.digests import chunk_digests
-    from dtft.checkpoint.state.digests import copy_and_digest
-    from dtft.checkpoint.state.digests import copy_chunk
-    from dtft.checkpoint.state.digests import digest_root
-    from dtft.checkpoint.state.digests import digests_of_parts
-    from dtft.checkpoint.state.digests import equal_chunks
-    from dtft.checkpoint.state.digests import is_digest_right
-    from dtft.checkpoint.state.digests import pack_flags
-    from dtft.checkpoint.state.digests import unpack_flags
-    from dtft.checkpoint.state.digests import verify_digests
-    from dtft.checkpoint.state.leaf_codec import RestoreTarget
-    from dtft.checkpoint.state.leaf_codec import as_array
-    from dtft.checkpoint.state.leaf_codec import copy_leaf
-    from dtft.checkpoint.state.leaf_codec import default_sharding
-    from dtft.checkpoint.state.leaf_codec import is_free_target
-    from dtft.checkpoint.state.leaf_codec import is_leaf_unchanged
-    from dtft.checkpoint.state.leaf_codec import item_metadata
-    from dtft.checkpoint.state.leaf_codec import kind_wanted
-    from dtft.checkpoint.state.leaf_codec import refuse_narrowed
-    from dtft.checkpoint.state.leaf_codec import restore_result
-    from dtft.checkpoint.state.leaf_codec import restore_targets
-    from dtft.checkpoint.state.leaf_codec import struct_of
-    from dtft.checkpoint.state.partition import LeafBundle
-    from dtft.checkpoint.state.partition import Partition
-    from dtft.checkpoint.state.partition import Region
-    from dtft.checkpoint.state.partition import Spec
-    from dtft.checkpoint.state.partition import digests_in
-    from dtft.checkpoint.state.partition import leaves_by_spec
-    from dtft.checkpoint.state.partition import move_regions
-    from dtft.checkpoint.state.partition import nbytes_of
-    from dtft.checkpoint.state.partition import normal_spec
-    from dtft.checkpoint.state.partition import overlap
-    from dtft.checkpoint.state.partition import partition_of
-    from dtft.checkpoint.state.partition import span_of
-    from dtft.checkpoint.state.ranges import Part
-    from dtft.checkpoint.state.ranges import Range
-    from dtft.checkpoint.state.ranges import WantedSlice
-    from dtft.checkpoint.state.ranges import cut_lent
-    from dtft.checkpoint.state.ranges import not_right
-    from dtft.checkpoint.state.ranges import range_memory
-    from dtft.checkpoint.state.ranges import split_ranges
-    from dtft.checkpoint.state.record import DEFAULT
-    from dtft.checkpoint.state.record import ITEMS
-    from dtft.checkpoint.state.record import Kind
-    from dtft.checkpoint.state.record import LeafRecord
-    from dtft.checkpoint.state.record import RECORD
-    from dtft.checkpoint.state.record import Record
-    from dtft.checkpoint.state.record import STATE
-    from dtft.checkpoint.state.record import experiment_record
-    from dtft.checkpoint.state.record import is_experiment
-    from dtft.checkpoint.state.record import leaf_path
-    from dtft.checkpoint.state.record import record_of
-    from dtft.checkpoint.state.record import state_path
-    from dtft.checkpoint.state.record import structure_of
-    from dtft.checkpoint.state.sealed_items import CorruptItems
-    from dtft.checkpoint.state.sealed_items import items_are_right
-    from dtft.checkpoint.state.sealed_items import json_digest
-    from dtft.checkpoint.state.sealed_items import sealed
-    from dtft.checkpoint.state.sealed_items import unsealed
-    from dtft.checkpoint.state.slices import Layout
-    from dtft.checkpoint.state.slices import Leaf
-    from dtft.checkpoint.state.slices import MeshLayout
-    from dtft.checkpoint.state.slices import Slice
-    from dtft.checkpoint.state.slices import offsets_of
-    from dtft.checkpoint.state.slices import slice_at
-    from dtft.checkpoint.state.tree import from_paths
-    from dtft.checkpoint.state.tree import listed
-    from dtft.checkpoint.state.tree import nested
-    from dtft.checkpoint.state.tree import to_paths
-    from dtft.checkpoint.state.tree import with_plain_keys
-    from dtft.checkpoint.state.tree import with_typed_keys
+    from dtft.checkpoint.state.array_bytes import fingerprints, host_bytes
+    from dtft.checkpoint.state.digests import (
+        ABSENT,
+        DIGEST_BYTES,
+        Chunks,
+        Parts,
+        check_copies,
+        chunk_digests,
+        copy_and_digest,
+        copy_chunk,
+        digest_root,
+        digests_of_parts,
+        equal_chunks,
+        is_digest_right,
+        pack_flags,
+        unpack_flags,
+        verify_digests,
+    )
+    from dtft.checkpoint.state.leaf_codec import (
+        RestoreTarget,
+        as_array,
+        copy_leaf,
+        default_sharding,
+        is_free_target,
+        is_leaf_unchanged,
+        item_metadata,
+        kind_wanted,
+        refuse_narrowed,
+        restore_result,
+        restore_targets,
+        struct_of,
+    )
+    from dtft.checkpoint.state.partition import (
+        LeafBundle,
+        Partition,
+        Region,
+        Spec,
+        digests_in,
+        leaves_by_spec,
+        move_regions,
+        nbytes_of,
+        normal_spec,
+        overlap,
+        partition_of,
+        span_of,
+    )
+    from dtft.checkpoint.state.ranges import (
+        Part,
+        Range,
+        WantedSlice,
+        cut_lent,
+        not_right,
+        range_memory,
+        split_ranges,
+    )
+    from dtft.checkpoint.state.record import (
+        DEFAULT,
+        ITEMS,
+        RECORD,
+        STATE,
+        Kind,
+        LeafRecord,
+        Record,
+        experiment_record,
+        is_experiment,
+        leaf_path,
+        record_of,
+        state_path,
+        structure_of,
+    )
+    from dtft.checkpoint.state.sealed_items import (
+        CorruptItems,
+        items_are_right,
+        json_digest,
+        sealed,
+        unsealed,
+    )
+    from dtft.checkpoint.state.slices import (
+        Layout,
+        Leaf,
+        MeshLayout,
+        Slice,
+        offsets_of,
+        slice_at,
+    )
+    from dtft.checkpoint.state.tree import (
+        from_paths,
+        listed,
+        nested,
+        to_paths,
+        with_plain_keys,
+        with_typed_keys,
+    )
 
 _PUBLIC = {
     "ABSENT": "digests",

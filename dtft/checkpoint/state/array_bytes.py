@@ -6,11 +6,12 @@ checksum per array that does not depend on how the array is sharded.
 
 from collections.abc import Mapping
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dtft import _jax_internals
 
+from dtft import _jax_internals
 
 # A fingerprint per array that does not depend on how the array is sharded.
 #

@@ -6,15 +6,13 @@ not detect forgery.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
 import numpy as np
-from dtft.checkpoint.state.slices import Slice
-from dtft.checkpoint.state.slices import offsets_of
-from collections.abc import Iterable
-from collections.abc import Iterator
 import xxhash
 
+from dtft.checkpoint.state.slices import Slice, offsets_of
 
 # Memory in several pieces that is read and written as if it were one.
 
@@ -309,14 +307,14 @@ def verify_digests(buffer: Buffer, digests: bytes, chunk_bytes: int) -> tuple[in
     passes.
 
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
-    >>> verify(b"abcdef", good, chunk_bytes=2), verify(b"abXdef", good, chunk_bytes=2)
-    ((), (1,))
+    >>> [verify_digests(it, good, chunk_bytes=2) for it in (b"abcdef", b"abXdef")]
+    [(), (1,)]
     """
     return differing(chunk_digests(buffer, chunk_bytes), digests)
 
 
 def differing(actual: bytes, digests: bytes) -> tuple[int, ...]:
-    """The numbers of the chunks whose digests are not as they should be; see `verify`.
+    """The numbers of the chunks whose digests are not as they should be.
 
     >>> differing(b"a" * 16 + b"b" * 16, b"a" * 16 + b"c" * 16)
     (1,)
@@ -334,7 +332,8 @@ def is_digest_right(parts: Parts, digests: bytes, chunk_bytes: int) -> bool:
     """Whether memory in pieces of whole chunks is what its digests say.
 
     >>> good = chunk_digests(b"abcdef", chunk_bytes=2)
-    >>> is_right(Parts([memoryview(b"abcd"), memoryview(b"ef")]), good, chunk_bytes=2)
+    >>> parts = Parts([memoryview(b"abcd"), memoryview(b"ef")])
+    >>> is_digest_right(parts, good, chunk_bytes=2)
     True
     """
     return digests_of_parts(parts.views, chunk_bytes) == digests

@@ -5,28 +5,25 @@ The leaves are put into the user's tree, or into the tree that stock Orbax would
 """
 
 import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
 import jax
 import numpy as np
-from dtft.checkpoint.state.digests import copy_and_digest
-from dtft.checkpoint.state.digests import chunk_digests
-from dtft.checkpoint.state.digests import is_same
-from dtft.checkpoint.state.array_bytes import host_bytes
-from dtft.checkpoint.state.record import LeafRecord
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
 import orbax.checkpoint as ocp
-from dtft.checkpoint.state.record import DEFAULT
-from dtft.checkpoint.state.record import Record
-from dtft.checkpoint.state.record import escaped
-from dtft.checkpoint.state.record import leaves_of
-from dtft.checkpoint.state.record import structure_of
+
+from dtft.checkpoint.state.array_bytes import host_bytes
+from dtft.checkpoint.state.digests import chunk_digests, copy_and_digest, is_same
+from dtft.checkpoint.state.record import (
+    DEFAULT,
+    LeafRecord,
+    Record,
+    escaped,
+    leaves_of,
+    structure_of,
+)
 from dtft.checkpoint.state.tree import listed
-
-
-
 
 _BLOCK_BYTES = 1 << 20
 _PYTHON = {"bool": bool, "int": int, "float": float}
@@ -309,8 +306,6 @@ def struct_of(record: LeafRecord, sharding: Any) -> jax.ShapeDtypeStruct:
 def default_sharding() -> jax.sharding.Sharding:
     """Where arrays go for which nobody states a sharding."""
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,19 +6,16 @@ moves bytes: a piece is cut out of old slices whose chunks were checked against 
 commit, and becomes a piece of a new slice.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-import numpy as np
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
-from dtft.checkpoint.state.slices import Slice
-import dataclasses
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dtft.checkpoint.state.digests import DIGEST_BYTES
 
+import numpy as np
+
+from dtft.checkpoint.state.digests import DIGEST_BYTES
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout, Slice
 
 # How leaves are divided into parts, and which slots own each part. Vectorised.
 #

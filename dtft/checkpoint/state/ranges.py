@@ -4,13 +4,11 @@ Splits the wanted memory into ranges of about equal size, and finds which chunks
 range are not right yet. Pure values over memory.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from dtft.checkpoint.state import digests
-from dtft.checkpoint.state.digests import DIGEST_BYTES
-from dtft.checkpoint.state.digests import Parts
 
+from dtft.checkpoint.state import digests
+from dtft.checkpoint.state.digests import DIGEST_BYTES, Parts
 
 MAX_PARTS = 1024
 """Most parts of one range."""
@@ -49,12 +47,14 @@ Range = tuple[Part, ...]
 """What is asked for and answered as one frame."""
 
 
-def split_ranges(sizes: Sequence[int], chunk_bytes: int, range_bytes: int) -> list[Range]:
+def split_ranges(
+    sizes: Sequence[int], chunk_bytes: int, range_bytes: int
+) -> list[Range]:
     """Every byte of every slice once, in ranges of at most `range_bytes`.
 
     A range is never less than one chunk, nor more than `MAX_PARTS` parts.
 
-    >>> for one in split([10, 0, 3], chunk_bytes=4, range_bytes=8):
+    >>> for one in split_ranges([10, 0, 3], chunk_bytes=4, range_bytes=8):
     ...     print([(part.index, part.start, part.stop) for part in one])
     [(0, 0, 8)]
     [(0, 8, 10), (1, 0, 0), (2, 0, 3)]
@@ -90,8 +90,9 @@ def not_right(range_: Range, wanted: Sequence[WantedSlice], chunk_bytes: int) ->
     """The chunks of a range whose bytes in memory do not match their digests.
 
     >>> memory = bytearray(b"abcdef")
-    >>> good = digest.chunk_digests(memory, 2)
-    >>> slices = [Wanted(key="w", memory=Parts([memoryview(memory)]), digests=good)]
+    >>> good = digests.chunk_digests(memory, 2)
+    >>> parts = Parts([memoryview(memory)])
+    >>> slices = [WantedSlice(key="w", memory=parts, digests=good)]
     >>> memory[2] ^= 1
     >>> not_right((Part(0, 0, 6),), slices, chunk_bytes=2)
     (Part(index=0, start=2, stop=4),)

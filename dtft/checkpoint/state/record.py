@@ -6,23 +6,18 @@ classes.
 """
 
 import functools
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Any
-import orbax.checkpoint as ocp
 import json
-from dataclasses import asdict
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dtft.checkpoint.state.slices import Layout
-from dtft.checkpoint.state.slices import Leaf
-from dtft.checkpoint.state.slices import MeshLayout
-from dtft.checkpoint.state.tree import nested
+import orbax.checkpoint as ocp
 
+from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
+from dtft.checkpoint.state.tree import nested
 
 # The tree of an item as plain values: what Orbax makes of dicts, lists and classes.
 #
@@ -121,8 +116,6 @@ def unescaped(name: str) -> str:
     return name.replace("%2F", "/").replace("%25", "%")
 
 
-
-
 DEFAULT = "default"
 """Orbax's name for the only item of a checkpoint that has no names."""
 RECORD = "dtft"
@@ -174,7 +167,7 @@ class Record:
     metrics: Any = None
     custom_metadata: Any = None
     shardings: Mapping[str, Any] | None = None
-    """In a job of several processes what `job_shardings.py` keeps of each leaf."""
+    """In a job of several processes what `managers.distributed` keeps of each leaf."""
 
     @functools.cached_property
     def layout(self) -> Layout:

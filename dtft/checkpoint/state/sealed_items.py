@@ -7,8 +7,8 @@ very text that is kept).
 import json
 from collections.abc import Mapping
 from typing import Any
-import xxhash
 
+import xxhash
 
 _FORM = frozenset({"json", "digest"})
 """What sealed items have; more may lie beside it."""
@@ -21,7 +21,7 @@ class CorruptItems(RuntimeError):
 def json_digest(value: Any) -> str:
     """Hex digest of a JSON value; of one that JSON would change, what it becomes.
 
-    >>> digest_of({"a": (1, 2), "b": 0.1}) == digest_of({"b": 0.1, "a": [1, 2]})
+    >>> json_digest({"a": (1, 2), "b": 0.1}) == json_digest({"b": 0.1, "a": [1, 2]})
     True
     """
     detached = json.loads(json.dumps(value))
@@ -32,7 +32,7 @@ def json_digest(value: Any) -> str:
 def sealed(value: Any) -> dict[str, str]:
     """A JSON value as text, with the digest of the text.
 
-    >>> opened(sealed({"position": 2**70, "loss": float("inf")}))
+    >>> unsealed(sealed({"position": 2**70, "loss": float("inf")}))
     {'position': 1180591620717411303424, 'loss': inf}
     """
     text = json.dumps(value)
@@ -57,7 +57,7 @@ def unsealed(items: Mapping[str, Any]) -> Any:
 def items_are_right(items: Mapping[str, Any]) -> bool:
     """Whether items match their digest; those that were not sealed have none.
 
-    >>> is_right({"step": 3}), is_right(sealed(3) | {"json": "4"})
+    >>> items_are_right({"step": 3}), items_are_right(sealed(3) | {"json": "4"})
     (True, False)
     """
     if not items.keys() >= _FORM:

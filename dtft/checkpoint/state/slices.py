@@ -10,12 +10,11 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
 import numpy as np
 import xxhash
-
 
 ALIGNMENT = 64
 """Every slice starts at a multiple of this many bytes, so JAX can alias it."""

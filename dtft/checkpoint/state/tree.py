@@ -9,14 +9,9 @@ with one dim more.
 import functools
 from collections.abc import Mapping
 from typing import Any
+
 import jax
-from jax.tree_util import DictKey
-from jax.tree_util import FlattenedIndexKey
-from jax.tree_util import GetAttrKey
-from jax.tree_util import SequenceKey
-
-
-
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 _SHOWN = 8
 """Paths listed in an error before the rest is only counted."""
@@ -133,15 +128,13 @@ def _name(key: Any) -> str:
     return str(key)
 
 
-
-
 def with_plain_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves, every typed key array as its words, ready.
 
     Args:
         leaves: path to array or to `jax.ShapeDtypeStruct`.
 
-    >>> plain({"key": jax.random.key(7), "n": 1})
+    >>> with_plain_keys({"key": jax.random.key(7), "n": 1})
     {'key': Array([0, 7], dtype=uint32), 'n': 1}
     """
     return {
@@ -149,15 +142,17 @@ def with_plain_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def with_typed_keys(leaves: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves, words as keys where `like` has keys; undoes `plain`.
+def with_typed_keys(
+    leaves: Mapping[str, Any], like: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The leaves, words as keys where `like` has keys; undoes `with_plain_keys`.
 
     Args:
         leaves: path to array.
         like: path to array or to `jax.ShapeDtypeStruct`, with the same paths.
 
     >>> key = {"key": jax.random.key(7, impl="rbg")}
-    >>> typed(plain(key), key)["key"].dtype == key["key"].dtype
+    >>> with_typed_keys(with_plain_keys(key), key)["key"].dtype == key["key"].dtype
     True
     """
     return {

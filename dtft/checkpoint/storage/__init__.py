@@ -17,27 +17,31 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.checkpoint.storage.directory import StorageTier
-    from dtft.checkpoint.storage.directory import compare_steps
-    from dtft.checkpoint.storage.directory_lock import StorageBusy
-    from dtft.checkpoint.storage.directory_lock import alone_in
+    from dtft.checkpoint.storage.directory import StorageTier, compare_steps
+    from dtft.checkpoint.storage.directory_lock import StorageBusy, alone_in
     from dtft.checkpoint.storage.export_plan import export_world
-    from dtft.checkpoint.storage.exporter_client import EXPORTER_START_S
-    from dtft.checkpoint.storage.exporter_client import ExporterProcess
-    from dtft.checkpoint.storage.exporter_client import Hear
-    from dtft.checkpoint.storage.inspect import checkpoints_in
-    from dtft.checkpoint.storage.inspect import copy_step
-    from dtft.checkpoint.storage.inspect import describe_step
-    from dtft.checkpoint.storage.inspect import list_steps
-    from dtft.checkpoint.storage.inspect import pick_step
-    from dtft.checkpoint.storage.inspect import verify_step
-    from dtft.checkpoint.storage.job_layout import config_of
-    from dtft.checkpoint.storage.job_layout import dynamic_part
-    from dtft.checkpoint.storage.job_layout import layout_difference
-    from dtft.checkpoint.storage.job_layout import layout_of
-    from dtft.checkpoint.storage.job_layout import moved_leaf
-    from dtft.checkpoint.storage.job_layout import record_in
-    from dtft.checkpoint.storage.job_layout import same_slices
+    from dtft.checkpoint.storage.exporter_client import (
+        EXPORTER_START_S,
+        ExporterProcess,
+        Hear,
+    )
+    from dtft.checkpoint.storage.inspect import (
+        checkpoints_in,
+        copy_step,
+        describe_step,
+        list_steps,
+        pick_step,
+        verify_step,
+    )
+    from dtft.checkpoint.storage.job_layout import (
+        config_of,
+        dynamic_part,
+        layout_difference,
+        layout_of,
+        moved_leaf,
+        record_in,
+        same_slices,
+    )
     from dtft.checkpoint.storage.step_directories import storage_steps
     from dtft.checkpoint.storage.stored_steps import StoredSteps
 

@@ -6,31 +6,30 @@ the item `dtft`, see `stored_steps`. `compare_steps` compares two stored steps a
 """
 
 import os
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from dtft.checkpoint.state import fingerprints
+
+from dtft.checkpoint.state import (
+    ITEMS,
+    RECORD,
+    STATE,
+    Record,
+    RestoreTarget,
+    experiment_record,
+    fingerprints,
+    is_experiment,
+    json_digest,
+    listed,
+    state_path,
+)
 from dtft.checkpoint.storage.orbax_manager import OpenedDirectory
-from dtft.checkpoint.state import ITEMS
-from dtft.checkpoint.state import RECORD
-from dtft.checkpoint.state import STATE
-from dtft.checkpoint.state import Record
-from dtft.checkpoint.state import experiment_record
-from dtft.checkpoint.state import is_experiment
-from dtft.checkpoint.state import state_path
-from dtft.checkpoint.state import json_digest
-from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
-from dtft.checkpoint.storage.stored_steps import StoredSteps
-from dtft.checkpoint.state import listed
-from dtft.checkpoint.state import RestoreTarget
-
-
+from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable, StoredSteps
 
 
 class WrittenByAnother(RuntimeError):
@@ -316,8 +315,6 @@ def _empty_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(
         leaf.shape, leaf.sharding, lambda index: value[index]
     )
-
-
 
 
 def compare_steps(

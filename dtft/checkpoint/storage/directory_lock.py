@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
 _LOOK_S = 0.05
 """Between two attempts to get the lock."""
 

@@ -4,8 +4,8 @@ Pure: a layout in, the export world out.
 """
 
 from dataclasses import dataclass
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import MeshLayout
+
+from dtft.checkpoint.state import Layout, MeshLayout
 
 
 @dataclass(frozen=True, kw_only=True)

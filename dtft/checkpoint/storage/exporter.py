@@ -7,43 +7,40 @@ process has one exporter. The memory is seen as read-only views, whose digests a
 checked: what went wrong in memory must not get a good fingerprint.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dtft.checkpoint.state import check_copies
-from dtft.checkpoint.state import Parts
-from dtft.checkpoint.state import listed
 import contextlib
 import json
 import logging
+import mmap
 import os
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
-from typing import Protocol
-from typing import TextIO
-import mmap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, TextIO
+
 import jax
 import numpy as np
-from dtft.checkpoint.state import Chunks
-from dtft.checkpoint.storage.export_plan import ExportWorld
-from dtft.checkpoint.storage.export_plan import export_world
-from dtft.checkpoint.storage.job_layout import record_in
-from dtft.checkpoint.storage.directory_lock import alone_in
-from dtft.checkpoint.state import LeafRecord
-from dtft.checkpoint.state import Record
-from dtft.checkpoint.state import experiment_record
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Leaf
-from dtft.checkpoint.state import Slice
-from dtft.checkpoint.state import slice_at
-from dtft.checkpoint.storage.directory import StepToStore
-from dtft.checkpoint.storage.directory import StorageTier
 
+from dtft.checkpoint.state import (
+    Chunks,
+    Layout,
+    Leaf,
+    LeafRecord,
+    Parts,
+    Record,
+    Slice,
+    check_copies,
+    experiment_record,
+    listed,
+    slice_at,
+)
+from dtft.checkpoint.storage.directory import StepToStore, StorageTier
+from dtft.checkpoint.storage.directory_lock import alone_in
+from dtft.checkpoint.storage.export_plan import ExportWorld, export_world
+from dtft.checkpoint.storage.job_layout import record_in
 
 # The last check of what leaves memory for storage.
 #
@@ -191,8 +188,6 @@ def serve(opener: Callable[[dict[str, Any]], Saver]) -> None:
     server = SaveServer(out, opener)
     while True:
         server.answer(messages.get())
-
-
 
 
 JOIN_S = 60

@@ -1,6 +1,6 @@
 """One storage exporter process, from the side that starts it.
 
-Starts `exporter.py`, hands it one step at a time and reports how each went. Storage may
+Starts `exporter`, hands it one step at a time and reports how each went. Storage may
 be slow, full or broken; nothing here may hold up or end training, so every failure is
 only reported.
 """
@@ -15,9 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import IO
-from typing import Any
-
+from typing import IO, Any
 
 EXPORTER_START_S = 60.0
 """What an exporter may take beyond the limit of a save: its imports."""

@@ -5,17 +5,19 @@ Lists by names and Orbax's own metadata, without Orbax; reads values through
 """
 
 import json
-from pathlib import Path
-from typing import Any
-from dtft.checkpoint.storage.step_directories import COMMIT_FILE
 import math
 import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
-from dtft.checkpoint.storage.step_directories import UNFINISHED
-from dtft.checkpoint.storage.step_directories import storage_steps
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtft.checkpoint.storage.step_directories import (
+    COMMIT_FILE,
+    UNFINISHED,
+    storage_steps,
+)
 
 if TYPE_CHECKING:
     from dtft.checkpoint.storage.stored_steps import StoredSteps
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 # Whether the directory of one stored step has all of its parts.
 #
 # Looks at names and at Orbax's own metadata only, so that listing costs little; values
-# are read by `inspect_storage.py`.
+# are read by `verify_step`.
 
 
 _METADATA = "_CHECKPOINT_METADATA"
@@ -78,8 +80,6 @@ def _missing_file(item: Path, handler: str) -> str:
         return "_METADATA"
     manifest = "manifest.ocdbt"
     return manifest if tree.get("use_ocdbt") and not (item / manifest).exists() else ""
-
-
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,9 @@ def pick_step(directory: Path, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def describe_step(directory: Path, step: int) -> tuple[list[StoredLeaf], dict[str, Any]]:
+def describe_step(
+    directory: Path, step: int
+) -> tuple[list[StoredLeaf], dict[str, Any]]:
     """The leaves of a step by path, and its items; reads no values.
 
     Of an experiment these are the leaves of its state and what was saved beside it; of
@@ -174,8 +176,7 @@ def describe_step(directory: Path, step: int) -> tuple[list[StoredLeaf], dict[st
     Raises:
         CheckpointUnreadable: the step is damaged.
     """
-    from dtft.checkpoint.state import ITEMS
-    from dtft.checkpoint.state import is_experiment
+    from dtft.checkpoint.state import ITEMS, is_experiment
     from dtft.checkpoint.storage.directory import shown_paths
 
     stored = _stored(directory)

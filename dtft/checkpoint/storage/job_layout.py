@@ -6,21 +6,22 @@ and into storage.
 """
 
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-import jax
-from jax.sharding import NamedSharding
-from jax.sharding import Sharding
-from dtft.checkpoint.state import LeafRecord
-from dtft.checkpoint.state import Record
-from dtft.checkpoint.state import unsealed
-from dtft.checkpoint.state import sealed
-from dtft.checkpoint.state import Layout
-from dtft.checkpoint.state import Leaf
-from dtft.checkpoint.state import MeshLayout
-from dtft.checkpoint.state import listed
 
+import jax
+from jax.sharding import NamedSharding, Sharding
+
+from dtft.checkpoint.state import (
+    Layout,
+    Leaf,
+    LeafRecord,
+    MeshLayout,
+    Record,
+    listed,
+    sealed,
+    unsealed,
+)
 
 MARK = "dtft_tree"
 """In a layout's config: this state is a user's tree, not that of an experiment."""
@@ -122,7 +123,7 @@ def moved_leaf(saved: Layout, wanted: Layout) -> str:
     >>> one, other = (MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=slots)
     ...     for slots in ((0, 1), (1, 0)))
     >>> leaf = Leaf(path="w", shape=(4,), dtype="int8", spec=(("x",),))
-    >>> moved(Layout(mesh=one, leaves=(leaf,)), Layout(mesh=other, leaves=(leaf,)))
+    >>> moved_leaf(Layout(mesh=one, leaves=(leaf,)), Layout(mesh=other, leaves=(leaf,)))
     "leaf 'w' was saved as int8[4] over (('x',),) of mesh x: 2 (processes 0, 1), \
 wanted is int8[4] over (('x',),) of mesh x: 2 (processes 1, 0)"
     """
@@ -152,7 +153,7 @@ def layout_difference(before: Layout, now: Layout) -> str:
     >>> mesh = MeshLayout(axis_names=("x",), axis_sizes=(1,), slots=(0,))
     >>> one, other = (Layout(mesh=mesh, leaves=(Leaf(
     ...     path="w", shape=(n,), dtype="int8"),)) for n in (1, 2))
-    >>> difference(one, other)
+    >>> layout_difference(one, other)
     "leaf 'w' was int8[1], now int8[2]"
     """
     if before.mesh != now.mesh:

@@ -8,12 +8,13 @@ only given its name while the directory is the one in which the step was begun.
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+
 from dtft.checkpoint.storage.step_directories import UNFINISHED
 
 

@@ -5,36 +5,38 @@ fingerprint per leaf, against which its leaves are checked. A step without a rec
 in the format of jobs before commit 3d5ab71, or stock Orbax's own, and Orbax reads it.
 """
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from dtft.checkpoint.state import ITEMS
-from dtft.checkpoint.state import STATE
-from dtft.checkpoint.state import LeafRecord
-from dtft.checkpoint.state import Record
-from dtft.checkpoint.state import leaf_path
-from dtft.checkpoint.state import structure_of
-from dtft.checkpoint.state import nested
-from dtft.checkpoint.state import to_paths
-import json
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dtft.checkpoint.state import as_array
-from dtft.checkpoint.state import struct_of
-from dtft.checkpoint.state import default_sharding
-from dtft.checkpoint.state import refuse_narrowed
-from dtft.checkpoint.state import fingerprints
-from dtft.checkpoint.storage.orbax_manager import said
-from dtft.checkpoint.state import DEFAULT
-from dtft.checkpoint.state import RECORD
-from dtft.checkpoint.state import Kind
-from dtft.checkpoint.state import json_digest
-from dtft.checkpoint.storage.step_directories import storage_steps
-from dtft.checkpoint.state import listed
-from dtft.checkpoint.state import RestoreTarget
 
+from dtft.checkpoint.state import (
+    DEFAULT,
+    ITEMS,
+    RECORD,
+    STATE,
+    Kind,
+    LeafRecord,
+    Record,
+    RestoreTarget,
+    as_array,
+    default_sharding,
+    fingerprints,
+    json_digest,
+    leaf_path,
+    listed,
+    nested,
+    refuse_narrowed,
+    struct_of,
+    structure_of,
+    to_paths,
+)
+from dtft.checkpoint.storage.orbax_manager import said
+from dtft.checkpoint.storage.step_directories import storage_steps
 
 # Reads steps that jobs stored before commit 3d5ab71 or at it, without a record.
 #
@@ -89,8 +91,6 @@ def former_record(step: epath.Path, value: Any) -> tuple[Record, dict[str, str]]
     )
     prints = value["fingerprints"].items()
     return record, {leaf_path(path): text for path, text in prints}
-
-
 
 
 _NUMBERS: Mapping[Kind, Any] = {"bool": False, "int": 0, "float": 0.0}

@@ -14,37 +14,44 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.checkpoint.transport.bench import TransportBench
-    from dtft.checkpoint.transport.bench import bench_transport
-    from dtft.checkpoint.transport.connection import Channel
-    from dtft.checkpoint.transport.connection import ChannelClosed
-    from dtft.checkpoint.transport.connection import check_tls
-    from dtft.checkpoint.transport.connection import no_payload
-    from dtft.checkpoint.transport.dialing import dial
-    from dtft.checkpoint.transport.dialing import format_address
-    from dtft.checkpoint.transport.dialing import parse_address
-    from dtft.checkpoint.transport.dialing import with_port
-    from dtft.checkpoint.transport.fetch import FetchError
-    from dtft.checkpoint.transport.fetch import STREAMS
-    from dtft.checkpoint.transport.fetch import fetch_slices
-    from dtft.checkpoint.transport.fetch import serve_fetches
-    from dtft.checkpoint.transport.fetch import streams_each
+    from dtft.checkpoint.transport.bench import TransportBench, bench_transport
+    from dtft.checkpoint.transport.connection import (
+        Channel,
+        ChannelClosed,
+        check_tls,
+        no_payload,
+    )
+    from dtft.checkpoint.transport.dialing import (
+        dial,
+        format_address,
+        parse_address,
+        with_port,
+    )
+    from dtft.checkpoint.transport.fetch import (
+        STREAMS,
+        FetchError,
+        fetch_slices,
+        serve_fetches,
+        streams_each,
+    )
     from dtft.checkpoint.transport.outbound import Outbound
-    from dtft.checkpoint.transport.protocol import AuthenticationError
-    from dtft.checkpoint.transport.protocol import Credentials
-    from dtft.checkpoint.transport.protocol import MAX_DATA_HEADER
-    from dtft.checkpoint.transport.protocol import MAX_REQUEST_HEADER
-    from dtft.checkpoint.transport.protocol import Packed
-    from dtft.checkpoint.transport.protocol import Tls
-    from dtft.checkpoint.transport.protocol import WireError
-    from dtft.checkpoint.transport.push import Outgoing
-    from dtft.checkpoint.transport.push import PushPace
-    from dtft.checkpoint.transport.push import receive_chunks
-    from dtft.checkpoint.transport.push import send_push
-    from dtft.checkpoint.transport.rdma import Nixl
-    from dtft.checkpoint.transport.rdma import start_nixl
-    from dtft.checkpoint.transport.server import TransportServer
-    from dtft.checkpoint.transport.server import connect
+    from dtft.checkpoint.transport.protocol import (
+        MAX_DATA_HEADER,
+        MAX_REQUEST_HEADER,
+        AuthenticationError,
+        Credentials,
+        Packed,
+        Tls,
+        WireError,
+    )
+    from dtft.checkpoint.transport.push import (
+        Outgoing,
+        PushPace,
+        receive_chunks,
+        send_push,
+    )
+    from dtft.checkpoint.transport.rdma import Nixl, start_nixl
+    from dtft.checkpoint.transport.server import TransportServer, connect
 
 _PUBLIC = {
     "AuthenticationError": "protocol",

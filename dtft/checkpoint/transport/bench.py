@@ -12,27 +12,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
-import numpy as np
-from dtft.checkpoint.transport.dialing import parse_address
-from dtft.checkpoint.state import chunk_digests
-from dtft.checkpoint.transport.fetch import STREAMS
-from dtft.checkpoint.transport.fetch import fetch_slices
-from dtft.checkpoint.transport.rdma import Nixl
-from dtft.checkpoint.state import Parts
-from dtft.checkpoint.state import WantedSlice
-from dtft.checkpoint.transport.fetch import serve_fetches
-from dtft.checkpoint.transport.connection import Channel
-from dtft.checkpoint.transport.protocol import Credentials
-from dtft.checkpoint.transport.server import TransportServer
-from dtft.checkpoint.transport.protocol import Tls
 
+import numpy as np
+
+from dtft.checkpoint.state import Parts, WantedSlice, chunk_digests
+from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.dialing import parse_address
+from dtft.checkpoint.transport.fetch import STREAMS, fetch_slices, serve_fetches
+from dtft.checkpoint.transport.protocol import Credentials, Tls
+from dtft.checkpoint.transport.rdma import Nixl
+from dtft.checkpoint.transport.server import TransportServer
 
 LIMIT_S = 120.0
 """Deadline of each transfer."""
@@ -219,7 +214,9 @@ def _serve(config: TransportBench, secret: bytes, pipe: Connection) -> None:
     nixl = Nixl() if config.nixl else None
 
     def answer(channel: Channel) -> None:
-        serve_fetches(channel, lambda asked: [slices[int(k)] for k in asked["keys"]], nixl)
+        serve_fetches(
+            channel, lambda asked: [slices[int(k)] for k in asked["keys"]], nixl
+        )
 
     server = TransportServer("127.0.0.1:0", credentials, {"fetch": answer})
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)

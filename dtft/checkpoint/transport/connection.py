@@ -12,19 +12,17 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from dtft.checkpoint.transport.protocol import Tls
-from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
-from dtft.checkpoint.transport import protocol
 
+from dtft.checkpoint.transport import protocol
+from dtft.checkpoint.transport.protocol import Tls
 
 # The bytes under a channel: a TCP socket that never blocks, plain or under TLS.
 #
 # Decides how bytes enter and leave one socket. TLS hides them; who the peer is, is
-# proved by the handshake of `transport.py`, which is bound to the server's certificate,
+# proved by the handshake of `server`, which is bound to the server's certificate,
 # so a certificate that signs itself is enough.
 
 
@@ -219,8 +217,6 @@ def _event(error: ssl.SSLError) -> int:
     return select.POLLIN if wants_read else select.POLLOUT
 
 
-
-
 Buffer = bytes | bytearray | memoryview
 Header = dict[str, Any]
 Memory = memoryview | Sequence[memoryview]
@@ -242,7 +238,9 @@ def no_payload(_: Header, size: int) -> None:
         WireError: it has one.
     """
     if size:
-        raise protocol.WireError(f"a frame has a payload of {size} bytes where none is due")
+        raise protocol.WireError(
+            f"a frame has a payload of {size} bytes where none is due"
+        )
 
 
 class ChannelClosed(ConnectionError):
@@ -283,7 +281,10 @@ class Channel:
 
     def protect(self, send_key: bytes, receive_key: bytes) -> None:
         """Gives the keys of the seals; before that there are no frames."""
-        self._sealer, self._opener = protocol.Sealer(send_key), protocol.Opener(receive_key)
+        self._sealer, self._opener = (
+            protocol.Sealer(send_key),
+            protocol.Opener(receive_key),
+        )
 
     def __enter__(self) -> "Channel":
         return self

@@ -11,9 +11,6 @@ import threading
 import time
 from typing import Any
 
-
-
-
 MAX_PORT = (1 << 16) - 1
 _LONGEST = 300  # a DNS name has at most 253 characters
 

@@ -7,33 +7,29 @@ copy if it stays wrong. At most `DEPTH` answers per connection are on their way,
 memory stays bounded on both sides.
 """
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from dtft.checkpoint.state import (
+    Parts,
+    Range,
+    WantedSlice,
+    cut_lent,
+    not_right,
+    range_memory,
+    split_ranges,
+)
 from dtft.checkpoint.transport import protocol
-from dtft.checkpoint.transport.connection import no_payload
-from dtft.checkpoint.transport.rdma import Nixl
-from dtft.checkpoint.state import Range
-from dtft.checkpoint.state import WantedSlice
-from dtft.checkpoint.state import cut_lent
-from dtft.checkpoint.state import range_memory
-from dtft.checkpoint.state import not_right
-from dtft.checkpoint.state import split_ranges
-from dtft.checkpoint.transport.connection import Channel
+from dtft.checkpoint.transport.connection import Channel, ChannelClosed, no_payload
 from dtft.checkpoint.transport.protocol import Credentials
+from dtft.checkpoint.transport.rdma import Nixl
 from dtft.checkpoint.transport.server import connect
-import contextlib
-from collections.abc import Callable
-from dtft.checkpoint.state import Parts
-from dtft.checkpoint.transport.connection import ChannelClosed
-
-
-
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +274,9 @@ def _pump(
 
         def sink(_: dict[str, Any], size: int) -> list[memoryview]:
             if size != _nbytes(flying[0]):
-                raise protocol.WireError(f"an answer has {size} bytes, asked were others")
+                raise protocol.WireError(
+                    f"an answer has {size} bytes, asked were others"
+                )
             return range_memory(flying[0], work.wanted)
 
         channel.receive(deadline - time.monotonic(), sink, begin_s=BEGIN_S)
@@ -317,7 +315,7 @@ def _read(
             gained[0] += _nbytes(range_)
 
 
-# Answers the fetches of `fetch.py`: opens slices, then sends ranges of them.
+# Answers the fetches of `fetch_slices`: opens slices, then sends ranges of them.
 #
 # Sends straight from the memory that `find` gives, one answer at a time, and only what
 # lies inside.
@@ -336,7 +334,7 @@ def serve_fetches(
     find: Callable[[dict[str, Any]], Sequence[Parts]],
     nixl: Nixl | None = None,
 ) -> None:
-    """Answers one connection of a peer's `fetch` until the peer ends it.
+    """Answers one connection of a peer's `fetch_slices` until the peer ends it.
 
     Args:
         channel: the connection.
@@ -346,7 +344,9 @@ def serve_fetches(
     Raises:
         WireError: the peer asks for what it may not.
     """
-    request, _ = channel.receive(OPEN_S, no_payload, max_header=protocol.MAX_DATA_HEADER)
+    request, _ = channel.receive(
+        OPEN_S, no_payload, max_header=protocol.MAX_DATA_HEADER
+    )
     try:
         slices = find(request)
     except KeyError as error:

@@ -14,11 +14,8 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from dtft.checkpoint.transport.connection import Channel
-from dtft.checkpoint.transport.connection import ChannelClosed
-from dtft.checkpoint.transport.connection import Header
-from dtft.checkpoint.transport.connection import Unsent
 
+from dtft.checkpoint.transport.connection import Channel, ChannelClosed, Header, Unsent
 
 logger = logging.getLogger(__name__)
 

@@ -6,20 +6,16 @@ it is decoded, because five bytes can announce four billion elements. Encryption
 TLS's.
 """
 
-from typing import Any
-import msgpack
+import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Iterable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
-import hashlib
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
+import msgpack
 
 # Decodes msgpack that a peer sent, without taking much more memory than it has bytes.
 #
@@ -133,7 +129,7 @@ _KINDS = tuple(_kind(code) for code in range(256))
 # What travels between hosts: frames, and the handshake before the first of them.
 #
 # Turns headers into bytes and back, and decides whether a peer knows the job's secret.
-# The handshake proves who connects and makes the keys that `seal.py` protects headers
+# The handshake proves who connects and makes the keys that a `Sealer` protects headers
 # with; it hides nothing, which is TLS's work. Pure values.
 
 
@@ -279,7 +275,7 @@ def decode_header(
 
     Args:
         data: the packed form.
-        max_header: how large it might have been; `bounded.py` allows values by that.
+        max_header: how large it might have been; `unpack` allows values by that.
 
     Raises:
         WireError: not msgpack, not a map, or made of too many values.
@@ -412,7 +408,7 @@ class Sealer:
 
     def seal(self, plain: bytes) -> bytes:
         """As `frame`, from what `wire.encode_header` made."""
-        prefix, packed = plain[: PREFIX_BYTES], plain[PREFIX_BYTES :]
+        prefix, packed = plain[:PREFIX_BYTES], plain[PREFIX_BYTES:]
         first = _seal(self._key, self._count, b"p", prefix)
         second = _seal(self._key, self._count, b"h", plain)
         return b"".join((prefix, first, packed, second))
@@ -436,9 +432,9 @@ class Opener:
         Raises:
             WireError: not the next frame of this connection, or over the limits.
         """
-        self._prefix = bytes(data[: PREFIX_BYTES])
+        self._prefix = bytes(data[:PREFIX_BYTES])
         lengths = decode_prefix(self._prefix)
-        if not self._sealed(b"p", self._prefix, data[PREFIX_BYTES :]):
+        if not self._sealed(b"p", self._prefix, data[PREFIX_BYTES:]):
             self._refuse("prefix")
         return lengths
 

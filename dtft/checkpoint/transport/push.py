@@ -5,24 +5,22 @@ where there is much to send. A chunk counts once its digest is right. `PushPace`
 at full speed, or spread over the time until the next snapshot.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import replace
-from statistics import median
-import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
+
 import numpy as np
+
+from dtft.checkpoint.memory import Receiving
+from dtft.checkpoint.state import pack_flags, unpack_flags
 from dtft.checkpoint.transport import protocol
 from dtft.checkpoint.transport.connection import Channel
-from dtft.checkpoint.state import pack_flags
-from dtft.checkpoint.state import unpack_flags
-from dtft.checkpoint.memory import Receiving
-
 
 # How fast a step's copies are sent: at full speed, or spread over the time there is.
 #
@@ -270,7 +268,9 @@ def _lacking(answer: dict[str, Any], count: int) -> np.ndarray:
     try:
         return unpack_flags(answer["lacks"], count)
     except (KeyError, TypeError, ValueError) as error:
-        raise protocol.WireError(f"a peer answered a push with {sorted(answer)}") from error
+        raise protocol.WireError(
+            f"a peer answered a push with {sorted(answer)}"
+        ) from error
 
 
 def _send_frames(
@@ -343,7 +343,9 @@ def receive_chunks(channel: Channel, receiving: Receiving) -> None:
 
     while True:
         try:
-            header, _ = channel.receive(IDLE_S, sink, max_header=protocol.MAX_DATA_HEADER)
+            header, _ = channel.receive(
+                IDLE_S, sink, max_header=protocol.MAX_DATA_HEADER
+            )
         except BaseException:
             receiving.failed(claimed)
             raise

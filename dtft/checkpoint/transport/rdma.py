@@ -2,7 +2,7 @@
 
 Optional: without the `nixl` package fetches go over TCP alone. Each side's `Nixl` lends
 memory to peers and reads what peers lend. What a reader needs to know travels on the
-authenticated connection of `fetch.py`, which also checks digests and proves that the
+authenticated connection of `fetch`, which also checks digests and proves that the
 lender still holds its side.
 
 A read that was given up may still write until NIXL has let go of it: what a failed
@@ -18,14 +18,13 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-import numpy as np
-from dtft.checkpoint.state import Parts
 
+import numpy as np
+
+from dtft.checkpoint.state import Parts
 
 logger = logging.getLogger(__name__)
 

@@ -4,31 +4,32 @@ Both sides run the handshake: TLS if the job has it, then proofs of the job's se
 Each proves itself before it believes or tells anything; a stranger learns one nonce.
 """
 
-import socket
-from dtft.checkpoint.transport import protocol
-from dtft.checkpoint.transport.connection import SILENCE_MS
-from dtft.checkpoint.transport.connection import Channel
-from dtft.checkpoint.transport.connection import SocketStream
-from dtft.checkpoint.transport.connection import TlsStream
-from dtft.checkpoint.transport.protocol import Credentials
 import contextlib
 import logging
+import socket
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dtft.checkpoint.transport.dialing import format_address
-from dtft.checkpoint.transport.dialing import parse_address
-from dtft.checkpoint.transport.connection import ChannelClosed
-from dtft.checkpoint.transport.connection import Header
-from dtft.checkpoint.transport.connection import no_payload
-from dtft.checkpoint.transport.dialing import dial
-from dtft.checkpoint.transport.dialing import resolve
-from dtft.checkpoint.transport.dialing import unreachable
-from dtft.checkpoint.transport.connection import check_tls
+from collections.abc import Callable, Mapping, Sequence
 
-
+from dtft.checkpoint.transport import protocol
+from dtft.checkpoint.transport.connection import (
+    SILENCE_MS,
+    Channel,
+    ChannelClosed,
+    Header,
+    SocketStream,
+    TlsStream,
+    check_tls,
+    no_payload,
+)
+from dtft.checkpoint.transport.dialing import (
+    dial,
+    format_address,
+    parse_address,
+    resolve,
+    unreachable,
+)
+from dtft.checkpoint.transport.protocol import Credentials
 
 
 def open_channel(
@@ -66,7 +67,9 @@ def prove_as_client(
     _greet_tls(channel, deadline)
     message, own = protocol.greeting()
     channel.write(message, deadline=deadline)
-    other = protocol.read_greeting(channel.read(protocol.GREETING_BYTES, deadline=deadline))
+    other = protocol.read_greeting(
+        channel.read(protocol.GREETING_BYTES, deadline=deadline)
+    )
     handshake = protocol.Handshake(
         client_nonce=own, server_nonce=other, binding=channel.stream.binding
     )
@@ -89,7 +92,9 @@ def prove_as_server(
         WireError: the client speaks something else.
     """
     _greet_tls(channel, deadline)
-    other = protocol.read_greeting(channel.read(protocol.GREETING_BYTES, deadline=deadline))
+    other = protocol.read_greeting(
+        channel.read(protocol.GREETING_BYTES, deadline=deadline)
+    )
     message, own = protocol.greeting()
     channel.write(message, deadline=deadline)
     handshake = protocol.Handshake(
@@ -106,8 +111,6 @@ def prove_as_server(
     channel.write(proof, deadline=deadline)
     to_server, to_client = protocol.session_keys(credentials, handshake)
     channel.protect(to_client, to_server)
-
-
 
 
 logger = logging.getLogger(__name__)
@@ -163,7 +166,9 @@ def connect(
         for header in (hello, *following):
             channel.send(header, timeout_s=deadline - time.monotonic())
         channel.peer, _ = channel.receive(
-            deadline - time.monotonic(), no_payload, max_header=protocol.MAX_REQUEST_HEADER
+            deadline - time.monotonic(),
+            no_payload,
+            max_header=protocol.MAX_REQUEST_HEADER,
         )
         if "refused" in channel.peer:
             raise ChannelClosed(f"peer {address} refused: {channel.peer['refused']}")
@@ -296,7 +301,9 @@ class TransportServer:
         with self._lock:
             self._strangers.pop(channel, None)
         hello, _ = channel.receive(
-            deadline - time.monotonic(), no_payload, max_header=protocol.MAX_REQUEST_HEADER
+            deadline - time.monotonic(),
+            no_payload,
+            max_header=protocol.MAX_REQUEST_HEADER,
         )
         op = hello.get("op")
         handler = self._handlers.get(op) if isinstance(op, str) else None
