@@ -21,9 +21,8 @@ Events = queue.Queue[tuple[Any, ...]]
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from dtft.checkpoint.managers.agent_link import hello
-from dtft.checkpoint.managers.agent_link import AgentLink
-link = Link.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), 5.0)
+from dtft.checkpoint.managers.agent_link import AgentLink, hello
+link = AgentLink.connect(Path(os.environ["DTFT_AGENT_SOCKET"]), 5.0)
 hello(link, {})
 start = link.receive()
 link.send("running", slot=start["slot"])
