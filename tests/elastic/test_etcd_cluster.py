@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import dtft.elastic.etcd as etcd_module
+from dtft.elastic import etcd as etcd_module
 from dtft.cli import main
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.processes import free_port

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import dtft.elastic.etcd as etcd_module
+from dtft.elastic import etcd as etcd_module
 from dtft.elastic import etcd_wire, memory_store
 from dtft.elastic.etcd import EtcdStore, version_warning
 from dtft.elastic.etcd_server import EmbeddedEtcd

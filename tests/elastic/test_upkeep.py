@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import dtft.elastic.upkeep as upkeep_module
+from dtft.elastic import upkeep as upkeep_module
 from benchmarks.etcd_commits import run
 from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.etcd_server import EmbeddedEtcd
