@@ -34,7 +34,7 @@ VALUE = b"x" * 1024
 TIMEOUT_S = 2.0
 CHILDREN = 30
 MODULES = {
-    "json": "dtft.elastic.etcd",
+    "json": "dtft.elastic.store.etcd",
     "aetcd": "aetcd",
     "etcd-client-py": "etcd_client",
 }
@@ -307,7 +307,7 @@ async def measure(name: str, address: str, server: int, txns: int) -> dict[str, 
 
 
 def _create_revision(address: str, key: bytes) -> int:
-    from dtft.elastic.etcd import EtcdStore
+    from dtft.elastic.store import EtcdStore
 
     store = EtcdStore(address)
     with contextlib.closing(store):
@@ -320,7 +320,7 @@ def _create_revision(address: str, key: bytes) -> int:
 
 def run_child(name: str, address: str, server: int, txns: int) -> None:
     """Measures one client in this process and prints its figures."""
-    importlib.import_module("dtft.elastic.store")
+    importlib.import_module("dtft.elastic.store.api")
     before, begun = resident_kib(), time.perf_counter()
     importlib.import_module(MODULES[name])
     import_s = time.perf_counter() - begun
@@ -335,7 +335,7 @@ def run_child(name: str, address: str, server: int, txns: int) -> None:
 
 def run(txns: int, rounds: int, directory: Path) -> dict[str, Any]:
     """Measures every client that is installed; the best of `rounds` for each figure."""
-    from dtft.elastic.etcd_server import EmbeddedEtcd
+    from dtft.elastic.store import EmbeddedEtcd
 
     found: dict[str, Any] = {}
     for number in range(rounds):

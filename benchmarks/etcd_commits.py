@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.replication import Commit
-from dtft.elastic.etcd import EtcdStore
-from dtft.elastic.etcd_server import EmbeddedEtcd
+from dtft.elastic.assignment import HostRecord
 from dtft.elastic.event_loop import EventLoop
-from dtft.elastic.journal import Journal
-from dtft.elastic.membership import Membership
-from dtft.elastic.mirror import ThreadMirrors
-from dtft.elastic.records import Records
-from dtft.elastic.roles import HostRecord
-from dtft.elastic.store_address import StoreAddress
-from dtft.elastic.view import View
+from dtft.elastic.leader import Journal, Records
+from dtft.elastic.store import (
+    EmbeddedEtcd,
+    EtcdStore,
+    Membership,
+    StoreAddress,
+    ThreadMirrors,
+    View,
+)
 
 LEASE_S = 5.0
 TICK_S = 0.1

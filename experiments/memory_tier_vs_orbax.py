@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtft.elastic.etcd import EtcdStore
-from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.processes import free_port
-from dtft.elastic.store import Store
+from dtft.elastic.store import EmbeddedEtcd, EtcdStore, Store
 from experiments import report, tier_raw
 from experiments.tier_figures import (
     FIGURES,

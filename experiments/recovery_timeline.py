@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.elastic.journal import read_events
+from dtft.elastic.leader import read_events
 from experiments import report
 
 if TYPE_CHECKING:

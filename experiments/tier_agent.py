@@ -18,11 +18,15 @@ from dtft.checkpoint.managers import AgentLink, LinkClosed, listen_for_links
 from dtft.checkpoint.state import Layout
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.checkpoint.transport import Credentials, TransportServer
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.copies import Copies
-from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
-from dtft.elastic.replication import Pusher
-from dtft.elastic.restoring import restore_into
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.transfer import (
+    Copies,
+    Inbox,
+    Pusher,
+    restore_into,
+    serve_fetch,
+    serve_pushes,
+)
 
 CHUNK_BYTES = 4 << 20
 LIMIT_S = 120.0

@@ -12,7 +12,7 @@ from typing import Any
 from dtft.checkpoint.managers import AgentLink, LinkClosed, listen_for_links
 from dtft.checkpoint.replication import Commit, CopyPlacement, StepTracker, place_copies
 from dtft.checkpoint.state import Layout
-from dtft.elastic.recovery import Decision, decide, fetches_for
+from dtft.elastic.leader import RecoveryDecision, decide, fetches_for
 from dtft.elastic.store import Store
 from experiments.tier_agent import leader_socket
 
@@ -35,7 +35,7 @@ class Leader:
         self._epoch = 0
         self.error = ""
         """What went wrong here, if anything."""
-        self.decision: Decision | None = None
+        self.decision: RecoveryDecision | None = None
         self.outcomes: dict[str, dict[str, Any]] = {}
         """Host to what its restore came to."""
         self.begin_formation()

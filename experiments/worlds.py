@@ -50,7 +50,7 @@ def run_world(
     num = len(arguments)
     prefixes = prefixes or [()] * num
     variables = {**os.environ, **(environment or {})}
-    service = _start(variables, (), "dtft.elastic.coordination")
+    service = _start(variables, (), "dtft.elastic.host.coordination_process")
     processes = []
     try:
         assert service.stdin is not None

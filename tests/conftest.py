@@ -15,8 +15,8 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
-from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.processes import free_port
+from dtft.elastic.store.embedded import EmbeddedEtcd
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -40,7 +40,8 @@ def test_optim_pulls_in_jax_and_optax_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["dtft.elastic.agent", "dtft.checkpoint.storage.export_plan", "dtft.cli"]
+    "module",
+    ["dtft.elastic.host.agent", "dtft.checkpoint.storage.export_plan", "dtft.cli"],
 )
 def test_is_never_a_jax_client(module: str) -> None:
     assert not imported_by(module) & {"jax", "jaxlib", "flax", "orbax"}

@@ -8,7 +8,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAPPED = (
-    "dtft/elastic",
     "dtft/train",
     "experiments",
 )

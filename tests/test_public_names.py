@@ -13,6 +13,12 @@ from tests.test_layers import DEPENDENCIES, imported_by
     [
         "dtft",
         "dtft.balance",
+        "dtft.elastic.faults",
+        "dtft.elastic.host",
+        "dtft.elastic.leader",
+        "dtft.elastic.messages",
+        "dtft.elastic.store",
+        "dtft.elastic.transfer",
         "dtft.placement",
         "dtft.planner",
         "dtft.planner.aot",

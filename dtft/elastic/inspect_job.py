@@ -20,11 +20,10 @@ from dtft.checkpoint.replication import (
 )
 from dtft.checkpoint.state import Layout
 from dtft.checkpoint.transport import Credentials, Tls, connect
-from dtft.elastic.entry import SERVED, JobMismatch, proof_of
-from dtft.elastic.roles import HostRecord
-from dtft.elastic.spread import Surroundings
-from dtft.elastic.store import Store
-from dtft.elastic.view import View, job_key, read_commits, read_view
+from dtft.elastic.admission import SERVED, JobMismatch, proof_of
+from dtft.elastic.anti_affinity import Surroundings
+from dtft.elastic.assignment import HostRecord
+from dtft.elastic.store import Store, View, job_key, read_commits, read_view
 
 CONNECT_S = 5.0
 LOOK_S = 30.0

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from dtft.checkpoint.transport import AuthenticationError
+from dtft.elastic.assignment import HostRecord, process_of
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.network import (
     Closed,
@@ -21,7 +22,6 @@ from dtft.elastic.network import (
     Network,
     PortState,
 )
-from dtft.elastic.roles import HostRecord, process_of
 
 logger = logging.getLogger(__name__)
 

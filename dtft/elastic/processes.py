@@ -1,7 +1,4 @@
-"""Small tools around processes: their end, groups, ports, room on disk. Linux only.
-
-Must not know what the processes do.
-"""
+"""Small tools around processes: their end, groups, ports, room on disk. Linux only."""
 
 import ctypes
 import errno

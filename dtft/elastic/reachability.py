@@ -3,7 +3,7 @@
 The leader reaches every host that answers a round, but two of these may be cut off from
 each other: then they can neither train nor exchange copies. So after a failure that a
 cut would explain, hosts say in their answer which of the others' ports they did not
-reach. Must not know connections or the clock.
+reach.
 """
 
 import bisect

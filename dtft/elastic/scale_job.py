@@ -1,14 +1,14 @@
 """Asks a live job for another number of replicas, from outside.
 
 Asks whoever leads, and again if that host stops leading: the wish is in the store by
-then. Must not know how the job does it, nor how the outcome is shown.
+then.
 """
 
 import time
 from typing import Any
 
 from dtft.elastic.inspect_job import NotThere, Observer
-from dtft.elastic.served import scale_refusal
+from dtft.elastic.seat_policy import scale_refusal
 from dtft.elastic.store import StoreUnavailable
 
 PAUSE_S = 0.5

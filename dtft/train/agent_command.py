@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.managers import ProgressBoard
-from dtft.elastic.agent import Agent
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.etcd import EtcdStore, version_warning
-from dtft.elastic.host_memory import check_arena_directory
-from dtft.elastic.launch import LAUNCHED
-from dtft.elastic.serve import ServingHost
-from dtft.elastic.sizing import SizeLimits
-from dtft.elastic.stopping import end_line, heard_signals, left_line
-from dtft.elastic.storage_watch import newest_stored
-from dtft.elastic.store import Store, StoreUnavailable
-from dtft.elastic.store_address import StoreAddress
+from dtft.elastic.assignment import SizeLimits
+from dtft.elastic.host import Agent, ServingHost, check_arena_directory
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader import newest_stored
+from dtft.elastic.local_cluster import LAUNCHED
+from dtft.elastic.stop_signals import end_line, heard_signals, left_line
+from dtft.elastic.store import (
+    EtcdStore,
+    Store,
+    StoreAddress,
+    StoreUnavailable,
+    version_warning,
+)
 from dtft.train import config as configs
 from dtft.train import host_flags
 from dtft.train.experiment import CheckpointConfig, Experiment

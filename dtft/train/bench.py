@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.replication import Automatic
-from dtft.elastic.launch import LocalCluster
+from dtft.elastic.local_cluster import LocalCluster
 from dtft.train.experiment import Experiment
 from dtft.train.job_options import cluster_options, for_clusters
 

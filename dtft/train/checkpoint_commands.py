@@ -221,9 +221,8 @@ def _export_job(observer: "Observer", *, step: int | None, to: str) -> Printed:
 
 @contextlib.contextmanager
 def _observer(job: "JobFlags") -> "Iterator[Observer]":
-    from dtft.elastic.etcd import EtcdStore
     from dtft.elastic.inspect_job import Observer
-    from dtft.elastic.store import StoreUnavailable
+    from dtft.elastic.store import EtcdStore, StoreUnavailable
     from dtft.train.job_options import read_secret, store_address
 
     address, secret = store_address(job), read_secret(job)

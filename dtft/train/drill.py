@@ -17,11 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtft.elastic import namespaces
-from dtft.elastic.faults import Fault, check_together, parse_fault
-from dtft.elastic.launch import ClusterOptions, HostPlace, LocalCluster
-from dtft.elastic.namespaces import HostNamespaces
-from dtft.elastic.strikes import Striker
+from dtft.elastic.faults import (
+    Fault,
+    HostNamespaces,
+    Striker,
+    check_namespaces,
+    check_together,
+    existing_namespaces,
+    parse_fault,
+    sweep_namespaces,
+)
+from dtft.elastic.local_cluster import ClusterOptions, HostPlace, LocalCluster
 from dtft.train import config as configs
 from dtft.train import host_flags, leftovers
 from dtft.train.experiment import Experiment
@@ -61,7 +67,7 @@ def drill(options: "Drill", words: list[str]) -> int:
     overrides += host_flags.handed_on(options.host)
     logging.getLogger("absl").setLevel(logging.ERROR)
     faults = _faults(experiment, options)
-    namespaces.sweep()
+    sweep_namespaces()
     root = Path(experiment.log.run_dir or f"runs/drill-{time.strftime('%H%M%S')}")
     root = root.resolve()
     arguments = [options.config, *overrides, "--log.sample_ids", "True"]
@@ -109,7 +115,7 @@ def _faults(experiment: Experiment, options: "Drill") -> list[Fault]:
     check_together(faults)
     _memory_limits(options)
     if any(fault.kind == "cut" for fault in faults):
-        namespaces.check_machine()
+        check_namespaces()
     return faults
 
 
@@ -209,7 +215,7 @@ def _run(
             cluster.close()
         striker.join(10.0)
     left += leftovers.of_job(settings.job, settings.arena_directory, directory)
-    left += namespaces.existing(os.getpid()) if network else []
+    left += existing_namespaces(os.getpid()) if network else []
     return Ran(striker=striker, ended_in_time=ended, left_behind=left)
 
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dtft.elastic.interruptions import INTERRUPTIONS
-from dtft.elastic.strikes import Strike
+from dtft.elastic.faults import INTERRUPTIONS, Strike
 
 Span = tuple[float, float]
 """Wall-clock times: begin and end."""

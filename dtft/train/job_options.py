@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtft.checkpoint.storage import storage_steps
-from dtft.elastic.host_memory import check_arena_directory, check_name
-from dtft.elastic.stopping import heard_signals
-from dtft.elastic.store_address import StoreAddress
+from dtft.elastic.host import check_arena_directory, check_name
+from dtft.elastic.stop_signals import heard_signals
+from dtft.elastic.store import StoreAddress
 from dtft.train import config as configs
 from dtft.train.experiment import Experiment
 from dtft.train.fitting import check
 from dtft.train.run_directory import make_run_directory, with_run_dir
 
 if TYPE_CHECKING:
-    from dtft.elastic.launch import ClusterOptions
+    from dtft.elastic.local_cluster import ClusterOptions
     from dtft.train.commands import Bench, Drill, JobFlags, PlaceFlags
 
 
@@ -131,7 +131,7 @@ def cluster_options(
     Raises:
         ValueError: the arena directory is not there.
     """
-    from dtft.elastic.launch import ClusterOptions, job_name
+    from dtft.elastic.local_cluster import ClusterOptions, job_name
 
     arena_directory = Path(experiment.checkpoint.arena_directory)
     check_arena_directory(arena_directory)

@@ -6,7 +6,7 @@ Checks config and flags before anything is started or written.
 import shlex
 from typing import TYPE_CHECKING
 
-from dtft.elastic.launch import LocalCluster, supervise, tell
+from dtft.elastic.local_cluster import LocalCluster, supervise, tell
 from dtft.train import config as configs
 from dtft.train import host_flags
 from dtft.train.fitting import check

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dtft.elastic.journal import read_events
+from dtft.elastic.leader import read_events
 
 LOSS_TOLERANCE = 1e-4
 """Largest difference of a step's loss, as part of the undisturbed run's first loss.

@@ -22,10 +22,9 @@ def run(options: "Scale") -> int:
         ValueError: wrong input, no such job, another secret, or a size that the job
             may not have.
     """
-    from dtft.elastic.etcd import EtcdStore
     from dtft.elastic.inspect_job import Observer
     from dtft.elastic.scale_job import scale
-    from dtft.elastic.store import StoreUnavailable
+    from dtft.elastic.store import EtcdStore, StoreUnavailable
     from dtft.train.job_options import read_secret, store_address
 
     if options.replicas < 1 or options.timeout <= 0:

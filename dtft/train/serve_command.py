@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.host_memory import check_arena_directory
-from dtft.elastic.serve import ServeConfig, ServingHost, base_config
+from dtft.elastic.host import (
+    ServeConfig,
+    ServingHost,
+    base_config,
+    check_arena_directory,
+)
+from dtft.elastic.job import AgentConfig
 from dtft.train import host_flags
 from dtft.train.agent_command import log_to_stderr, run_at
 from dtft.train.job_options import host_name, read_secret, store_address

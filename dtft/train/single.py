@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.managers import Phase
 from dtft.checkpoint.storage import storage_steps
-from dtft.elastic.stopping import heard_signals
+from dtft.elastic.stop_signals import heard_signals
 from dtft.train import config as configs
 from dtft.train.devices_here import devices_of
 from dtft.train.experiment import Experiment

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dtft.checkpoint.storage import storage_steps
-from dtft.elastic.journal import read_events
-from dtft.elastic.strikes import STORE_AWAY_S, Strike, Striker
+from dtft.elastic.faults import STORE_AWAY_S, Strike, Striker
+from dtft.elastic.leader import read_events
 from dtft.train import interruption_check, shares_check
 from dtft.train.experiment import Experiment
 from dtft.train.resize_check import compare_losses, resize_lines, resizes

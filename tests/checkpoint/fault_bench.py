@@ -12,8 +12,8 @@ from typing import Any
 
 from dtft.checkpoint.transport.dialing import parse_address
 from dtft.checkpoint.transport.server import connect
-from dtft.elastic.replication import Pusher
-from dtft.elastic.restoring import restore_into
+from dtft.elastic.transfer.replication import Pusher
+from dtft.elastic.transfer.restore_executor import restore_into
 from tests.checkpoint.fault_proxy import Fault, FaultProxy, Kind, Place
 from tests.checkpoint.hosts import (
     EPOCH,

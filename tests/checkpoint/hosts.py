@@ -22,14 +22,14 @@ from dtft.checkpoint.transport.connection import Channel
 from dtft.checkpoint.transport.protocol import Credentials
 from dtft.checkpoint.transport.push import PushedBytes
 from dtft.checkpoint.transport.server import TransportServer
-from dtft.elastic import replication
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.edges import Asked
 from dtft.elastic.event_loop import EventLoop
-from dtft.elastic.inbox import Inbox
-from dtft.elastic.listening import handlers
+from dtft.elastic.host.edges import Asked
+from dtft.elastic.host.listening import handlers
+from dtft.elastic.job import AgentConfig
 from dtft.elastic.network import Closed, ControlChannel, Heard
-from dtft.elastic.restoring import FetchOrder, fetch_into
+from dtft.elastic.transfer import replication
+from dtft.elastic.transfer.replica_server import Inbox
+from dtft.elastic.transfer.restore_executor import FetchOrder, fetch_into
 
 JOB = Credentials(job="job", secret=b"s" * 32)
 CHUNK = 256

@@ -21,10 +21,10 @@ from dtft.checkpoint.state.digests import pack_flags
 from dtft.checkpoint.state.slices import Layout
 from dtft.checkpoint.transport.protocol import Credentials
 from dtft.checkpoint.transport.server import TransportServer
-from dtft.elastic.inbox import Inbox, serve_fetch, serve_pushes
-from dtft.elastic.recovery import Decision, decide, fetches_for
-from dtft.elastic.replication import Pusher
-from dtft.elastic.restoring import restore_into
+from dtft.elastic.leader.recovery import RecoveryDecision, decide, fetches_for
+from dtft.elastic.transfer.replica_server import Inbox, serve_fetch, serve_pushes
+from dtft.elastic.transfer.replication import Pusher
+from dtft.elastic.transfer.restore_executor import restore_into
 from tests.checkpoint.hosts import write
 
 CHUNK = 256
@@ -184,7 +184,7 @@ class Job:
 
     # --------------------------------------------------------------- a recovery
 
-    def decide(self, storage_steps: Sequence[int] = ()) -> Decision:
+    def decide(self, storage_steps: Sequence[int] = ()) -> RecoveryDecision:
         """What the leader would restore, from what the hosts verify now."""
         return decide(
             commits=self.commits,
@@ -194,7 +194,7 @@ class Job:
             storage_steps=storage_steps,
         )
 
-    def orders(self, decision: Decision) -> dict[str, dict[str, Any]]:
+    def orders(self, decision: RecoveryDecision) -> dict[str, dict[str, Any]]:
         """What every host is told to do."""
         assert decision.located is not None and decision.plan is not None
         return {
@@ -215,7 +215,7 @@ class Job:
         holder = self.hosts[name].holder
         return restore_into(holder, order, name, self.credentials, LIMIT_S)
 
-    def carry_out(self, decision: Decision) -> dict[str, dict[str, Any]]:
+    def carry_out(self, decision: RecoveryDecision) -> dict[str, dict[str, Any]]:
         """Every host does as it is told; per host what came of it."""
         orders = self.orders(decision)
         return {name: self.obey(name, order) for name, order in orders.items()}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from dtft.elastic.replication import Pusher
+from dtft.elastic.transfer.replication import Pusher
 from tests.checkpoint.fault_bench import AGAIN_S, STEP, Bench
 from tests.checkpoint.fault_proxy import FaultProxy
 from tests.checkpoint.hosts import EPOCH, JOB, Host, divided, replicated, wait_until

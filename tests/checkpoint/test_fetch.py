@@ -19,8 +19,8 @@ from dtft.checkpoint.state.ranges import (
 from dtft.checkpoint.transport import fetch
 from dtft.checkpoint.transport.connection import Channel
 from dtft.checkpoint.transport.server import connect
-from dtft.elastic.replication import Pusher
-from dtft.elastic.restoring import FetchFailed, FetchOrder
+from dtft.elastic.transfer.replication import Pusher
+from dtft.elastic.transfer.restore_executor import FetchFailed, FetchOrder
 from tests.checkpoint.hosts import (
     CHUNK,
     EPOCH,

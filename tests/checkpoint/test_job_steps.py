@@ -28,11 +28,11 @@ from dtft.checkpoint import (
 from dtft.checkpoint.managers.distributed import JobSteps
 from dtft.checkpoint.managers.local import StorageFailed
 from dtft.checkpoint.state.slices import Layout, MeshLayout
-from dtft.elastic.entry import JobMismatch
-from dtft.elastic.membership import job_key
-from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.roles import HostRecord
-from dtft.elastic.serve import ServeConfig, ServingHost, base_config
+from dtft.elastic.admission import JobMismatch
+from dtft.elastic.assignment import HostRecord
+from dtft.elastic.host.serve import ServeConfig, ServingHost, base_config
+from dtft.elastic.store.memory import MemoryStore
+from dtft.elastic.store.view import job_key
 from tests.elastic.etcd_cluster import until
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -16,7 +16,7 @@ from dtft.checkpoint.state.ranges import WantedSlice
 from dtft.checkpoint.transport.fetch import FetchError, fetch_slices, serve_fetches
 from dtft.checkpoint.transport.rdma import Nixl, start_nixl
 from dtft.checkpoint.transport.server import TransportServer
-from dtft.elastic.restoring import restore_into
+from dtft.elastic.transfer.restore_executor import restore_into
 from tests.checkpoint.hosts import (
     CHUNK,
     EPOCH,

@@ -14,8 +14,8 @@ from dtft.checkpoint.transport import push
 from dtft.checkpoint.transport.connection import Channel
 from dtft.checkpoint.transport.push import frames_of
 from dtft.checkpoint.transport.server import connect
-from dtft.elastic import replication
-from dtft.elastic.replication import Pusher
+from dtft.elastic.transfer import replication
+from dtft.elastic.transfer.replication import Pusher
 from tests.checkpoint.hosts import (
     CHUNK,
     EPOCH,

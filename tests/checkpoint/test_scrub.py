@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.checkpoint.memory.replica_store import Holder
-from dtft.elastic import scrubber
-from dtft.elastic.replication import Pusher
-from dtft.elastic.scrubber import BYTES_PER_S, LEAST_BYTES, PASS_S, Rota, Scrubber
+from dtft.elastic.transfer import scrubber
+from dtft.elastic.transfer.replication import Pusher
+from dtft.elastic.transfer.scrubber import (
+    BYTES_PER_S,
+    LEAST_BYTES,
+    PASS_S,
+    Rota,
+    Scrubber,
+)
 from tests.checkpoint.hosts import (
     CHUNK,
     EPOCH,

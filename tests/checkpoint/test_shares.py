@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft.checkpoint.replication.commit import Divergence, StepTracker
 from dtft.checkpoint.replication.copy_placement import Shares, place_copies
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout, Slice
-from dtft.elastic.recovery import RecoveryReport
-from dtft.elastic.restoring import borrow
+from dtft.elastic.leader.recovery import RecoveryReport
+from dtft.elastic.transfer.restore_executor import borrow
 from tests.checkpoint.memory_job import Job
 
 leaves = st.lists(

@@ -15,7 +15,7 @@ from dtft.checkpoint.transport.connection import Channel, ChannelClosed, TlsStre
 from dtft.checkpoint.transport.dialing import parse_address
 from dtft.checkpoint.transport.protocol import Credentials, Tls
 from dtft.checkpoint.transport.server import TransportServer, connect
-from dtft.elastic.replication import Pusher
+from dtft.elastic.transfer.replication import Pusher
 from tests.checkpoint.hosts import (
     EPOCH,
     content,

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dtft.elastic.etcd_server import EmbeddedEtcd
 from dtft.elastic.processes import free_port
+from dtft.elastic.store.embedded import EmbeddedEtcd
 from tests.drills.harness import REPOSITORY
 
 PATIENCE_S = 100.0

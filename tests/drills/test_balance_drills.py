@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic.journal import read_events
+from dtft.elastic.leader.events import read_events
 from experiments.quotas import NoQuotasError, Quota, quotas
 from tests.drills.harness import drill
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtft.checkpoint.storage.step_directories import storage_steps
-from dtft.elastic.journal import read_events
+from dtft.elastic.leader.events import read_events
 from tests.drills.harness import dtft, launched
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]

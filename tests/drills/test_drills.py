@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from dtft.elastic.faults import PHASES
-from dtft.elastic.journal import read_events
+from dtft.elastic.faults.schedule import PHASES
+from dtft.elastic.leader.events import read_events
 from tests.checkpoint.test_stream import certificate
 from tests.drills.harness import (
     DIGITS,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dtft.checkpoint.storage.step_directories import storage_steps
-from dtft.elastic.journal import read_events
+from dtft.elastic.leader.events import read_events
 from tests.drills.harness import REPOSITORY, dtft, memory
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(200)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.storage.step_directories import storage_steps
-from dtft.elastic.journal import read_events
+from dtft.elastic.leader.events import read_events
 from tests.drills.harness import DIGITS, HYBRID, STAGES, drill, dtft, launched
 from tests.drills.test_checkpoint_commands import store_and_job
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dtft.checkpoint.storage.directory import StorageTier, load_numpy
-from dtft.elastic.journal import read_events
+from dtft.elastic.leader.events import read_events
 from tests.drills.harness import launched
 
 pytestmark = [

@@ -12,14 +12,14 @@ from typing import Any
 import msgpack
 
 from dtft.checkpoint.storage.step_directories import storage_steps
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.journal import Journal, read_events
-from dtft.elastic.leader import Leader
-from dtft.elastic.membership import Membership
-from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.orders import fault_of_order
-from dtft.elastic.roles import Assignment, HostRecord
-from dtft.elastic.view import View, job_key, read_commits, read_view
+from dtft.elastic.assignment import HostRecord, SlotAssignment
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader.events import Journal, read_events
+from dtft.elastic.leader.leader import Leader
+from dtft.elastic.messages.orders import fault_of_order
+from dtft.elastic.store.membership import Membership
+from dtft.elastic.store.memory import MemoryStore
+from dtft.elastic.store.view import View, job_key, read_commits, read_view
 from tests.elastic.virtual_loop import VirtualLoop, VirtualMirrors
 
 TICK_S = 0.1
@@ -180,7 +180,7 @@ class LeaderDesk:
         return self.leader._rounds.phase
 
     @property
-    def assignment(self) -> Assignment | None:
+    def assignment(self) -> SlotAssignment | None:
         """Of the newest round, recorded or being recorded."""
         round_ = self.leader._rounds.current
         return round_.assignment if round_ is not None else None

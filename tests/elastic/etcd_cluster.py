@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from dtft.elastic.etcd import EtcdStore
-from dtft.elastic.etcd_server import etcd_binary
 from dtft.elastic.processes import die_with_parent, free_port
-from dtft.elastic.store import StoreUnavailable
-from dtft.elastic.store_address import StoreAddress
+from dtft.elastic.store.address import StoreAddress
+from dtft.elastic.store.api import StoreUnavailable
+from dtft.elastic.store.embedded import etcd_binary
+from dtft.elastic.store.etcd import EtcdStore
 
 USER = "dtft"
 PASSWORD = "open: sesame"

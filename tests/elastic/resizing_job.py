@@ -19,13 +19,13 @@ from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.state.slices import Layout, Slice
 from dtft.checkpoint.transport.protocol import Credentials
 from dtft.checkpoint.transport.server import TransportServer
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.copies import Copies
-from dtft.elastic.forming import Round
-from dtft.elastic.inbox import Inbox, serve_fetch
-from dtft.elastic.proof import Proof, prove
-from dtft.elastic.recovery import Decision, decide, fetches_for
-from dtft.elastic.restoring import restore_into
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader.recovery import RecoveryDecision, decide, fetches_for
+from dtft.elastic.leader.rendezvous_plan import Round
+from dtft.elastic.leader.scaling import Proof, prove
+from dtft.elastic.transfer.copies import Copies
+from dtft.elastic.transfer.replica_server import Inbox, serve_fetch
+from dtft.elastic.transfer.restore_executor import restore_into
 from tests.checkpoint.hosts import hand_over, stage
 
 CHUNK = 256
@@ -124,7 +124,7 @@ class Job:
             self.hosts[name].holder.drop_before(step, keep={step})
         return commit
 
-    def decide(self, slots: Sequence[str]) -> Decision:
+    def decide(self, slots: Sequence[str]) -> RecoveryDecision:
         """What the leader would do with these hosts in these slots."""
         round_ = Round(ballot=(1, 1), reasons=[], detected=0.0)
         for name, host in self.hosts.items():
@@ -140,7 +140,7 @@ class Job:
         )
 
     def restore(
-        self, decision: Decision, slots: Sequence[str], only: Sequence[str] = ()
+        self, decision: RecoveryDecision, slots: Sequence[str], only: Sequence[str] = ()
     ) -> dict[str, dict[str, Any]]:
         """The hosts (or only some) do as they are told; what came of it."""
         located, layout = decision.located, decision.layout
@@ -172,7 +172,7 @@ class Job:
         former = host.copies.former
         return restore_into(holder, dict(order), host.name, JOB, LIMIT_S, former=former)
 
-    def proof(self, decision: Decision, told: Mapping[str, Any]) -> Proof:
+    def proof(self, decision: RecoveryDecision, told: Mapping[str, Any]) -> Proof:
         located: Located | None = decision.located
         assert located is not None and decision.layout is not None
         restored = [outcome["restored"] for outcome in told.values()]

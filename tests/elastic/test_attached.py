@@ -18,9 +18,9 @@ from dtft.checkpoint.managers.agent_link import (
     find,
     seen_here,
 )
-from dtft.elastic.served import Admission, Terms
-from dtft.elastic.store import StoreUnavailable
-from dtft.elastic.trainers import Trainers
+from dtft.elastic.host.trainers import Trainers
+from dtft.elastic.seat_policy import Admission, Terms
+from dtft.elastic.store.api import StoreUnavailable
 
 TERMS = {
     "processes": 2,

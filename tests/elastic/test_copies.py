@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.copies import Copies
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.transfer.copies import Copies
 
 
 def layout(size: int) -> Layout:

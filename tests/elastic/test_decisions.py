@@ -12,7 +12,7 @@ from dtft.checkpoint.replication.commit import Commit
 from dtft.checkpoint.replication.copy_placement import Spread
 from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.state.slices import Layout
-from dtft.elastic.recovery import Decision, decide, fetches_for
+from dtft.elastic.leader.recovery import RecoveryDecision, decide, fetches_for
 from tests.checkpoint.restores import hosts, layout_of, restore, routes_of
 
 FSDP = (("fsdp",),)
@@ -30,7 +30,7 @@ def recover(
     *,
     copies: int = 1,
     domains: Mapping[str, str] | None = None,
-) -> Decision:
+) -> RecoveryDecision:
     """What a job decides when hosts have died after step 7."""
     old = hosts(state.mesh.num_slots)
     placement = Spread(copies=copies).place(state)
@@ -64,7 +64,7 @@ def recover(
 
 
 def fetched(
-    decision: Decision, addresses: Mapping[str, str], host: str
+    decision: RecoveryDecision, addresses: Mapping[str, str], host: str
 ) -> list[dict[str, Any]]:
     """The whole slices that a host is told to fetch, by source."""
     assert decision.plan is not None
@@ -73,7 +73,7 @@ def fetched(
     return told["transfers"]
 
 
-def routes(decision: Decision, slots: Sequence[str]) -> set[tuple[str, str]]:
+def routes(decision: RecoveryDecision, slots: Sequence[str]) -> set[tuple[str, str]]:
     """(source, target) of every fetch that the hosts are told to make."""
     addresses = {name: f"{name}:1" for name in (*slots, *hosts(12))}
     return {

@@ -10,16 +10,11 @@ from typing import Any
 
 import pytest
 
-from dtft.elastic import etcd as etcd_module
 from dtft.cli import main
-from dtft.elastic.etcd import EtcdStore
 from dtft.elastic.processes import free_port
-from dtft.elastic.store import (
-    Compare,
-    Put,
-    StoreRefused,
-    StoreUnavailable,
-)
+from dtft.elastic.store import etcd as etcd_module
+from dtft.elastic.store.api import Compare, Put, StoreRefused, StoreUnavailable
+from dtft.elastic.store.etcd import EtcdStore
 from tests.elastic.etcd_cluster import (
     PASSWORD,
     PREFIX,

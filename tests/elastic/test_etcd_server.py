@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic.etcd import EtcdStore
-from dtft.elastic.etcd_server import EmbeddedEtcd, etcd_binary
 from dtft.elastic.processes import (
     die_with_parent,
     free_port,
     kill_group,
     process_alive,
 )
+from dtft.elastic.store.embedded import EmbeddedEtcd, etcd_binary
+from dtft.elastic.store.etcd import EtcdStore
 from tests.checkpoint.hosts import wait_until
 
 
@@ -114,7 +114,7 @@ def test_missing_binary(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_server_dies_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import pathlib, sys, time\n"
-        "from dtft.elastic.etcd_server import EmbeddedEtcd\n"
+        "from dtft.elastic.store.embedded import EmbeddedEtcd\n"
         "etcd = EmbeddedEtcd(pathlib.Path(sys.argv[1]))\n"
         "etcd.start()\n"
         "print(etcd.pid, flush=True)\n"

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic.etcd import EtcdStore
-from dtft.elastic.etcd_server import EmbeddedEtcd
-from dtft.elastic.etcd_supervision import (
-    Limits,
+from dtft.elastic.processes import process_alive
+from dtft.elastic.store.embedded import EmbeddedEtcd
+from dtft.elastic.store.etcd import EtcdStore
+from dtft.elastic.store.supervision import (
     Outage,
-    Seen,
+    ProbedEtcd,
     Step,
+    SupervisionLimits,
     Supervisor,
     next_step,
     started,
 )
-from dtft.elastic.processes import process_alive
 
-QUICK = Limits(hung_s=2.0, start_s=5.0)
+QUICK = SupervisionLimits(hung_s=2.0, start_s=5.0)
 """A busy machine must still answer within these."""
 
 
@@ -185,12 +185,14 @@ def test_an_emptied_store_is_empty(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- decisions
 
-LIMITS = Limits()
-DEAD = Seen(now=100.0, running=False, ready=False, silent_s=0.0)
-WELL = Seen(now=100.0, running=True, ready=True, silent_s=0.0)
+LIMITS = SupervisionLimits()
+DEAD = ProbedEtcd(now=100.0, running=False, ready=False, silent_s=0.0)
+WELL = ProbedEtcd(now=100.0, running=True, ready=True, silent_s=0.0)
 
 
-def play(seen: list[Seen], outage: Outage | None = None) -> tuple[Outage, list[Step]]:
+def play(
+    seen: list[ProbedEtcd], outage: Outage | None = None
+) -> tuple[Outage, list[Step]]:
     """What is done at each look; a start is taken to be tried."""
     outage, steps = outage or Outage(), list[Step]()
     for one in seen:

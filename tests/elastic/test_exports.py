@@ -14,8 +14,8 @@ from dtft.checkpoint.memory.replica_store import Holder
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.storage.directory import StorageTier
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.exports import ExportDesk
+from dtft.elastic.host.export import ExportDesk
+from dtft.elastic.job import AgentConfig
 from tests.checkpoint.hosts import JOB, stage, wait_until
 
 LAYOUT = Layout(

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtft.elastic.failure_budget import (
+from dtft.elastic.leader.failure_budget import (
     FRUITLESS,
     KEPT,
     LONGEST_PAUSE_S,
     Attempt,
-    Decision,
     Failure,
     FailureBudget,
+    RetryDecision,
     cause,
     is_broken_collective,
     judge,
@@ -52,7 +52,7 @@ class Job:
     def __init__(self) -> None:
         self.budget, self.now = FailureBudget(), 0.0
 
-    def fails(self, *failures: Failure, attempt: Attempt = TRAINED) -> Decision:
+    def fails(self, *failures: Failure, attempt: Attempt = TRAINED) -> RetryDecision:
         self._takes_over()
         self.budget, decision = judge(self.budget, failures, attempt, self.now)
         self.now = max(self.now, decision.not_before)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.elastic.faults import (
+from dtft.elastic.faults.schedule import (
     KINDS,
     PHASES,
     REACHES,

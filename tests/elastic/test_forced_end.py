@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from dtft.elastic import launch
-from dtft.elastic.launch import Asked
-from dtft.elastic.salvage import NotSalvaged
-from dtft.elastic.stopping import Progress
+from dtft.elastic import local_cluster
+from dtft.elastic.host.salvage import NotSalvaged
+from dtft.elastic.local_cluster import StopAsked
+from dtft.elastic.stop_signals import StopProgress
 
-PROGRESS = Progress(
+PROGRESS = StopProgress(
     finished={"a": 21},
     computing=22,
     committed=21,
@@ -33,7 +33,7 @@ class Cluster:
         self.looks, self._fault = list(looks), fault
         self.salvaged = 0
 
-    def progress(self) -> Progress:
+    def progress(self) -> StopProgress:
         looks = self.looks
         exporting, stored = looks.pop(0) if len(looks) > 1 else looks[0]
         return dataclasses.replace(PROGRESS, exporting=exporting, stored=stored)
@@ -63,12 +63,14 @@ def test_the_newest_step_is_stored_whatever_the_job_was_writing(
     looks: list[tuple[int, int]], salvaged: int
 ) -> None:
     cluster: Any = Cluster(looks)
-    assert launch._exported(cluster, Asked(), 21, 5.0) == ""
+    assert local_cluster._exported(cluster, StopAsked(), 21, 5.0) == ""
     assert cluster.salvaged == salvaged
 
 
 def test_why_nothing_could_be_stored_is_told() -> None:
     cluster: Any = Cluster([(0, 1)], "no host answered")
-    assert launch._exported(cluster, Asked(), 21, 5.0) == "no host answered"
+    assert local_cluster._exported(cluster, StopAsked(), 21, 5.0) == "no host answered"
     cluster = Cluster([(21, 1)])  # an export that never ends
-    assert "no export ended within 0 s" in launch._exported(cluster, Asked(), 21, 0.3)
+    assert "no export ended within 0 s" in local_cluster._exported(
+        cluster, StopAsked(), 21, 0.3
+    )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.elastic.host_registry import STRAY_S, HostRegistry
+from dtft.elastic.leader.host_registry import STRAY_S, HostRegistry
 from tests.elastic.desks import record_of
 
 GRACE_S = 10.0

@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from dtft.elastic.faults import parse_fault
-from dtft.elastic.interruptions import Interruption, begin, session
-from dtft.elastic.launch import LocalCluster
-from dtft.elastic.strikes import Strike
+from dtft.elastic.faults.injector import Strike
+from dtft.elastic.faults.interruptions import Interruption, begin, session
+from dtft.elastic.faults.schedule import parse_fault
+from dtft.elastic.local_cluster import LocalCluster
 from dtft.train import interruption_check
 
 HOST = (

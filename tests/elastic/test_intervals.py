@@ -24,10 +24,10 @@ from dtft.checkpoint.replication.commit import push_root
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.replication.snapshot_interval import Automatic, Cadence
 from dtft.checkpoint.state.slices import Layout
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.ledger import Ledger
-from dtft.elastic.roles import Assignment
-from dtft.elastic.storage_health import StorageHealth
+from dtft.elastic.assignment import SlotAssignment
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader.commit_coordinator import Ledger
+from dtft.elastic.leader.storage import StorageHealth
 from dtft.train.window import WindowClock
 from tests.elastic.test_recovery import layout
 
@@ -64,7 +64,7 @@ class Agents:
             cadence=Cadence(interval=1, period=MAXIMUM),
             automatic=Automatic(budget=0.01, maximum=MAXIMUM),
         )
-        assignment = Assignment(
+        assignment = SlotAssignment(
             generation=1,
             attempt=1,
             slots=HOSTS,

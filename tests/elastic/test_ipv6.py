@@ -3,12 +3,12 @@
 import socket
 from pathlib import Path
 
-from dtft.elastic.forming import Round, export_addresses
+from dtft.elastic.assignment import HostRecord, SlotAssignment
 from dtft.elastic.inspect_job import Observer
-from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.orders import fault_of_order
+from dtft.elastic.leader.rendezvous_plan import Round, export_addresses
+from dtft.elastic.messages.orders import fault_of_order
 from dtft.elastic.processes import free_port
-from dtft.elastic.roles import Assignment, HostRecord
+from dtft.elastic.store.memory import MemoryStore
 from dtft.train.checkpoint_text import job_record
 from tests.checkpoint.hosts import wait_until
 from tests.elastic.test_agents import SECRET, agents, config, joined
@@ -29,7 +29,7 @@ def test_an_export_meets_at_a_hosts_own_address() -> None:
     record = HostRecord(
         host="a", address="[fd00::5]:7000", incarnation="i", joined_ns=0, pid=1
     )
-    assignment = Assignment(
+    assignment = SlotAssignment(
         generation=1,
         attempt=1,
         slots=("a",),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic import journal as journals
-from dtft.elastic.journal import Journal, read_events
+from dtft.elastic.leader import events as journals
+from dtft.elastic.leader.events import Journal, read_events
 from tests.checkpoint.hosts import wait_until
 
 

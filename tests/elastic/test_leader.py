@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.host_registry import NOBODY_S
+from dtft.elastic.leader.host_registry import NOBODY_S
 from tests.elastic.desks import LEASE_S, LeaderDesk, record_of
 
 

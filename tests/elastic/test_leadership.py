@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from dtft.elastic.etcd import EtcdStore
-from dtft.elastic.etcd_server import EmbeddedEtcd
-from dtft.elastic.leadership import Leadership
-from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.store import KeyValue, Put, StoreUnavailable
-from dtft.elastic.view import View
+from dtft.elastic.leader.leadership import Leadership
+from dtft.elastic.store.api import KeyValue, Put, StoreUnavailable
+from dtft.elastic.store.embedded import EmbeddedEtcd
+from dtft.elastic.store.etcd import EtcdStore
+from dtft.elastic.store.memory import MemoryStore
+from dtft.elastic.store.view import View
 from tests.checkpoint.hosts import wait_until
 from tests.elastic.desks import LeaderDesk, record_of
 from tests.elastic.test_agents import agents, config, joined

@@ -15,9 +15,9 @@ from dtft.checkpoint.replication.snapshot_interval import (
     Cadence,
     SnapshotSchedule,
 )
-from dtft.elastic.ledger import GRACE_S, Ledger
-from dtft.elastic.roles import Assignment
-from dtft.elastic.storage_health import FIRST_PAUSE_S, StorageHealth
+from dtft.elastic.assignment import SlotAssignment
+from dtft.elastic.leader.commit_coordinator import GRACE_S, Ledger
+from dtft.elastic.leader.storage import FIRST_PAUSE_S, StorageHealth
 from tests.elastic.desks import agent_config
 from tests.elastic.test_recovery import HOSTS, layout, root_of, value
 
@@ -31,7 +31,7 @@ class Desk:
         self.health, self.now = StorageHealth("/nowhere"), 0.0
         slots = HOSTS[: state.mesh.num_slots]
         config = agent_config(Path("/nowhere"), "h0", num_slots=len(slots), **changes)
-        self.assignment = Assignment(
+        self.assignment = SlotAssignment(
             generation=3,
             attempt=2,
             slots=slots,

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dtft.elastic.assignment import HostRecord
 from dtft.elastic.links import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -14,7 +15,6 @@ from dtft.elastic.links import (
     LeaderLink,
     described,
 )
-from dtft.elastic.roles import HostRecord
 from tests.elastic.desks import record_of
 from tests.elastic.virtual_loop import VirtualLoop
 from tests.elastic.virtual_world import VirtualChannel, VirtualNetwork

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from dtft.elastic.membership import Membership, claim
-from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.roles import HostRecord, process_of
-from dtft.elastic.store import Put, StoreFull
-from dtft.elastic.view import View, job_key, read_view
+from dtft.elastic.assignment import HostRecord, process_of
+from dtft.elastic.store.api import Put, StoreFull
+from dtft.elastic.store.membership import Membership, claim
+from dtft.elastic.store.memory import MemoryStore
+from dtft.elastic.store.view import View, job_key, read_view
 from tests.elastic.desks import record_of
 from tests.elastic.virtual_loop import VirtualLoop, VirtualMirrors
 from tests.elastic.virtual_world import Door

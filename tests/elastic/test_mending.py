@@ -8,14 +8,13 @@ import pytest
 
 from dtft.checkpoint.replication.commit import Mislabelled, StepTracker
 from dtft.checkpoint.replication.copy_placement import Spread
-from dtft.elastic.forming import Round
-from dtft.elastic.journal import Journal, read_events
-from dtft.elastic.mender import Mender
-from dtft.elastic.mending import Mending, mending_of
-from dtft.elastic.recovery import decide
-from dtft.elastic.replication import Pusher
-from dtft.elastic.roles import Assignment, HostRecord
-from dtft.elastic.view import View
+from dtft.elastic.assignment import HostRecord, SlotAssignment
+from dtft.elastic.leader.events import Journal, read_events
+from dtft.elastic.leader.re_replication import Mender, Mending, mending_of
+from dtft.elastic.leader.recovery import decide
+from dtft.elastic.leader.rendezvous_plan import Round
+from dtft.elastic.store.view import View
+from dtft.elastic.transfer.replication import Pusher
 from tests.checkpoint.hosts import (
     EPOCH,
     JOB,
@@ -51,7 +50,7 @@ def after_loss(
         slots=slots,
         storage_steps=[],
     )
-    round_.assignment = Assignment(
+    round_.assignment = SlotAssignment(
         generation=2,
         attempt=1,
         slots=slots,
@@ -187,7 +186,7 @@ def test_a_spare_in_its_partners_rack_leaves_the_job_degraded(tmp_path: Path) ->
     desk, (_, round_, _) = Desk(tmp_path, racks), after_loss((1, 4), 1)
     assert round_.assignment is not None
     spread = Spread(copies=2, level="rack", domains=("1", "2", "1", "2"))
-    round_.assignment = Assignment(**{**vars(round_.assignment), "spread": spread})
+    round_.assignment = SlotAssignment(**{**vars(round_.assignment), "spread": spread})
     desk.view = View(hosts=desk.view.hosts, assignment=round_.assignment)
     desk.mender.begin(round_, desk.view)
     (push,) = (it for it in spread.place(layout(1, 4)).pushes if it.target == 1)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.mirror import MirrorSource, Pairs, ThreadMirrors
+from dtft.elastic.store.memory import MemoryStore
+from dtft.elastic.store.mirror import MirrorSource, Pairs, ThreadMirrors
 from tests.checkpoint.hosts import wait_until
 from tests.elastic.virtual_loop import VirtualLoop, VirtualMirrors
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from dtft.elastic import namespaces
-from dtft.elastic.namespaces import HostNamespaces, NoNamespacesError
+from dtft.elastic.faults import network_namespaces
+from dtft.elastic.faults.network_namespaces import HostNamespaces, NoNamespacesError
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2"
@@ -81,23 +81,23 @@ def test_each_cut_separates_what_it_names_and_is_silent():
             server.kill()
             server.communicate(timeout=10)
         network.close()
-    assert namespaces.existing(os.getpid()) == []
+    assert network_namespaces.existing_namespaces(os.getpid()) == []
 
 
 @needs_root
 def test_what_a_killed_drill_left_is_swept_at_the_next_start():
     program = (
-        "from dtft.elastic.namespaces import HostNamespaces as H\n"
+        "from dtft.elastic.faults.network_namespaces import HostNamespaces as H\n"
         "import os, signal\n"
         "H(['a']); print(os.getpid(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     command = [sys.executable, "-c", program]
     left = subprocess.run(command, capture_output=True, text=True, timeout=30)
     pid = int(left.stdout)
-    assert namespaces.existing(pid)
-    namespaces.sweep()
-    assert not namespaces.existing(pid)
-    assert not list(namespaces.NETNS_ETC.glob(f"dtft{pid}*"))
+    assert network_namespaces.existing_namespaces(pid)
+    network_namespaces.sweep_namespaces()
+    assert not network_namespaces.existing_namespaces(pid)
+    assert not list(network_namespaces.NETNS_ETC.glob(f"dtft{pid}*"))
 
 
 def test_without_root_or_tools_cuts_are_refused(monkeypatch):
@@ -108,4 +108,4 @@ def test_without_root_or_tools_cuts_are_refused(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(NoNamespacesError, match="install the package iproute2"):
         HostNamespaces(["a"])
-    namespaces.sweep()  # nothing can be there
+    network_namespaces.sweep_namespaces()  # nothing can be there

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from dtft.checkpoint.state.partition import Region
 from dtft.checkpoint.transport import protocol
-from dtft.elastic.orders import FIELDS, OPTIONAL, fault_of_order, order_fields
+from dtft.elastic.messages.orders import (
+    OPTIONAL_ORDER_FIELDS,
+    ORDER_FIELDS,
+    fault_of_order,
+    order_fields,
+)
 from tests.elastic.test_recovery import commit_of, layout, value
 from tests.elastic.test_remapping import order as planned
 from tests.elastic.test_remapping import saved
@@ -108,7 +113,7 @@ def exchanged(message: dict[str, Any], at: tuple[Any, ...], new: Any) -> dict[st
     return changed
 
 
-@pytest.mark.parametrize("op", sorted(FIELDS))
+@pytest.mark.parametrize("op", sorted(ORDER_FIELDS))
 def test_a_sound_order_is_taken_whole(op: str) -> None:
     assert fault_of_order(sound(op), "a") is None
     assert fault_of_order({"op": op, **SOUND[op]}, "a") is None  # of the own leader
@@ -117,17 +122,17 @@ def test_a_sound_order_is_taken_whole(op: str) -> None:
     assert isinstance(fields.get("ballot", ()), tuple)
 
 
-@pytest.mark.parametrize("op", sorted(FIELDS))
+@pytest.mark.parametrize("op", sorted(ORDER_FIELDS))
 def test_a_field_that_is_left_out_is_named(op: str) -> None:
-    for name in FIELDS[op]:
-        if name in OPTIONAL.get(op, frozenset()):
+    for name in ORDER_FIELDS[op]:
+        if name in OPTIONAL_ORDER_FIELDS.get(op, frozenset()):
             continue
         message = sound(op)
         del message[name]
         assert fault_of_order(message) == f"{op}: no {name}"
 
 
-@pytest.mark.parametrize("op", sorted(FIELDS))
+@pytest.mark.parametrize("op", sorted(ORDER_FIELDS))
 def test_a_wrong_value_at_any_depth_is_named(op: str) -> None:
     message = sound(op)
     for at in places(message):
@@ -197,7 +202,7 @@ def test_an_answer_that_nothing_can_be_assembled_needs_no_regions() -> None:
 
 
 @given(
-    op=st.sampled_from(sorted(FIELDS)),
+    op=st.sampled_from(sorted(ORDER_FIELDS)),
     data=st.data(),
 )
 @settings(max_examples=300, deadline=None)

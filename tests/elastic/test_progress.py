@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from dtft.checkpoint.managers.progress import PHASES, Phase
 from dtft.checkpoint.timeouts import Timeouts
-from dtft.elastic.progress import (
+from dtft.elastic.hang_detection import (
     BLIND_S,
+    JobProgress,
     Observation,
-    Progress,
     ProgressWatch,
     culprit,
     limit_of,
@@ -29,13 +29,15 @@ def seen(phase: Phase, since: float, computing: int = 5, **more: Any) -> Observa
     return Observation(phase=phase, since=since, **{**at, **more})
 
 
-def progress(phase: Phase, for_s: float, computing: int = 5, **more: Any) -> Progress:
+def progress(
+    phase: Phase, for_s: float, computing: int = 5, **more: Any
+) -> JobProgress:
     limit_s, timeout = limit_of(phase, FAST, Timeouts(), more.get("state", "S"))
     fields: dict[str, Any] = {
         **{"computing": computing, "finished": computing - 2, "state": "S"},
         **{"limit_s": limit_s, "timeout": timeout, "busy": 0.0, **more},
     }
-    return Progress(phase=phase, for_s=for_s, **fields)
+    return JobProgress(phase=phase, for_s=for_s, **fields)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ PROGRESS = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(reports=st.dictionaries(st.sampled_from("abcdef"), PROGRESS, min_size=1))
 def test_whoever_is_named_has_a_phase_and_somebody_always_is(
-    reports: dict[str, Progress],
+    reports: dict[str, JobProgress],
 ) -> None:
     blame = culprit(reports)
     running = {host for host, it in reports.items() if it.phase}
@@ -328,7 +330,7 @@ def test_a_hang_is_found_in_every_phase_and_by_nobody_elses_name(
     if behind == 0 and state == "S":
         behind = 1
     watches = {host: ProgressWatch(Timeouts()) for host in SLOTS}
-    told: dict[str, tuple[float, Progress]] = {}
+    told: dict[str, tuple[float, JobProgress]] = {}
     found, now = None, 0.0
     while found is None and now < 400.0:
         now += 1.0
@@ -346,4 +348,4 @@ def test_a_hang_is_found_in_every_phase_and_by_nobody_elses_name(
 
 def test_a_report_travels_as_its_fields() -> None:
     told = progress("step", 3.0)
-    assert Progress(**dataclasses.asdict(told)) == told
+    assert JobProgress(**dataclasses.asdict(told)) == told

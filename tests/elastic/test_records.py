@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.replication.commit import Commit
-from dtft.elastic.journal import Journal, read_events
-from dtft.elastic.membership import Membership
-from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.records import PATIENCE_S, Records
-from dtft.elastic.store import StoreFull
-from dtft.elastic.view import View, job_key, read_commits, read_view
+from dtft.elastic.leader.events import Journal, read_events
+from dtft.elastic.leader.records import PATIENCE_S, Records
+from dtft.elastic.store.api import StoreFull
+from dtft.elastic.store.membership import Membership
+from dtft.elastic.store.memory import MemoryStore
+from dtft.elastic.store.view import View, job_key, read_commits, read_view
 from tests.elastic.desks import record_of
 from tests.elastic.virtual_loop import VirtualLoop, VirtualMirrors
 from tests.elastic.virtual_world import Door

@@ -13,9 +13,9 @@ from dtft.checkpoint.replication.commit import (
 from dtft.checkpoint.replication.copy_placement import Push, place_copies
 from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.forming import Round, main_reason, next_round
-from dtft.elastic.recovery import RecoveryReport, decide, fetches_for
-from dtft.elastic.roles import Assignment
+from dtft.elastic.assignment import SlotAssignment
+from dtft.elastic.leader.recovery import RecoveryReport, decide, fetches_for
+from dtft.elastic.leader.rendezvous_plan import Round, main_reason, next_round
 
 HOSTS = ("h0", "h1", "h2", "h3")
 
@@ -245,7 +245,7 @@ def round_with(rung: int | None, reported: bool) -> Round:
     made = Round(ballot=(1, 1), reasons=["a (slot 0) was lost"], detected=5.0)
     made.reported, made.last_finished = reported, 7
     if rung is not None:
-        made.assignment = Assignment(
+        made.assignment = SlotAssignment(
             generation=1,
             attempt=1,
             slots=HOSTS,

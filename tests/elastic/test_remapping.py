@@ -6,7 +6,7 @@ from dtft.checkpoint.replication.commit import Commit
 from dtft.checkpoint.replication.copy_placement import place_copies
 from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.remapping import NotPlanned, Remapping
+from dtft.elastic.leader.reshard import NotPlanned, Remapping
 
 MESH = MeshLayout(axis_names=("x",), axis_sizes=(3,), slots=(0, 1, 2))
 HOSTS = ("a", "b", "c")

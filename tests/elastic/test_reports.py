@@ -10,14 +10,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtft.checkpoint.replication.snapshot_interval import Window
-from dtft.elastic.follower import REPORTED
-from dtft.elastic.forming import Round
-from dtft.elastic.host_registry import Attendance
-from dtft.elastic.leader import Leader
-from dtft.elastic.ledger import Ledger
-from dtft.elastic.reports import FIELDS, OPTIONAL, fault_of, fields_of, misfit
-from dtft.elastic.roles import Assignment
-from dtft.elastic.rounds import Phase, Rounds
+from dtft.elastic.assignment import SlotAssignment
+from dtft.elastic.host.follower import REPORTED
+from dtft.elastic.leader.commit_coordinator import Ledger
+from dtft.elastic.leader.host_registry import Attendance
+from dtft.elastic.leader.leader import Leader
+from dtft.elastic.leader.rendezvous import Phase, Rounds
+from dtft.elastic.leader.rendezvous_plan import Round
+from dtft.elastic.messages.reports import (
+    OPTIONAL_REPORT_FIELDS,
+    REPORT_FIELDS,
+    fault_of_report,
+    misfit,
+    report_fields,
+)
 from tests.elastic.desks import record_of
 from tests.elastic.test_leader import Desk
 from tests.elastic.test_recovery import commit_of, layout, value
@@ -26,7 +32,7 @@ STATE = layout(1, 2)
 DIGESTS = [value(piece.key) for piece in STATE.slices(0)]
 SLOTS = {"a": 0, "b": 1}
 BALLOT = (1, 3)
-ASSIGNMENT = Assignment(
+ASSIGNMENT = SlotAssignment(
     generation=1,
     attempt=1,
     slots=tuple(SLOTS),
@@ -114,15 +120,15 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Busy]:
 
 
 def test_every_sound_report_is_taken(desk: Busy) -> None:
-    assert SOUND.keys() == FIELDS.keys()
+    assert SOUND.keys() == REPORT_FIELDS.keys()
     for op in SOUND:
-        assert fault_of(sound(op)) is None
+        assert fault_of_report(sound(op)) is None
         assert misfit("a", sound(op), SLOTS, STATE) is None
         desk.enter("running")
         desk.leader.handle_report("a", sound(op))
 
 
-@pytest.mark.parametrize("op", sorted(FIELDS.keys() - {"fatal"}))
+@pytest.mark.parametrize("op", sorted(REPORT_FIELDS.keys() - {"fatal"}))
 def test_the_table_names_what_the_leader_takes(op: str) -> None:
     others = {
         "staged": Ledger.staged,
@@ -133,16 +139,16 @@ def test_the_table_names_what_the_leader_takes(op: str) -> None:
     method = others.get(op) or getattr(Leader, f"_on_{op}")
     handler = inspect.signature(method).parameters.values()
     takes = {p.name for p in handler if p.kind is p.POSITIONAL_OR_KEYWORD}
-    assert takes - {"self", "host"} <= FIELDS[op].keys()
+    assert takes - {"self", "host"} <= REPORT_FIELDS[op].keys()
     if not any(p.kind is p.VAR_KEYWORD for p in handler):
-        assert FIELDS[op].keys() - {"ballot"} <= takes
+        assert REPORT_FIELDS[op].keys() - {"ballot"} <= takes
 
 
 def test_the_table_names_what_is_told_of_a_staged_step() -> None:
-    assert set(REPORTED) <= FIELDS["staged"].keys()
+    assert set(REPORTED) <= REPORT_FIELDS["staged"].keys()
     window = dataclasses.asdict(Window(affected_steps=1, affected_s=0.5))
     full = sound("staged") | {"interval": 4, "window": window}
-    assert fault_of(full) is None and fields_of(full)["window"] == window
+    assert fault_of_report(full) is None and report_fields(full)["window"] == window
     for wrong in [
         {"interval": 0},
         {"window": {}},
@@ -150,15 +156,15 @@ def test_the_table_names_what_is_told_of_a_staged_step() -> None:
         {"window": window | {"affected_steps": 0.5}},
         {"window": window | {"stall_s": float("nan")}},
     ]:
-        assert (fault_of(full | wrong) or "").startswith("staged: ")
+        assert (fault_of_report(full | wrong) or "").startswith("staged: ")
 
 
 @pytest.mark.parametrize("op", sorted(SOUND))
 def test_a_field_that_is_left_out_is_named(op: str) -> None:
-    for name in FIELDS[op].keys() - OPTIONAL.get(op, frozenset()):
+    for name in REPORT_FIELDS[op].keys() - OPTIONAL_REPORT_FIELDS.get(op, frozenset()):
         message = sound(op)
         del message[name]
-        assert fault_of(message) == f"{op}: no {name}"
+        assert fault_of_report(message) == f"{op}: no {name}"
 
 
 WRONG = [
@@ -175,7 +181,7 @@ WRONG = [
 def test_what_does_not_fit_the_formation_is_dropped(
     desk: Busy, host: str, message: dict[str, Any], reason: str
 ) -> None:
-    assert fault_of(message) is None
+    assert fault_of_report(message) is None
     assert reason in (misfit(host, message, SLOTS, STATE) or "")
     desk.enter("running")
     desk.leader.handle_report(host, dict(message))
@@ -184,7 +190,7 @@ def test_what_does_not_fit_the_formation_is_dropped(
     assert ledger is not None and ledger.waiting_for() == "the next step"
 
 
-NAMES = sorted({name for fields in FIELDS.values() for name in fields})
+NAMES = sorted({name for fields in REPORT_FIELDS.values() for name in fields})
 PHASES: list[Phase] = ["gathering", "waiting", "assigning", "preparing", "running"]
 SMALL = st.one_of(
     st.none(),
@@ -193,7 +199,7 @@ SMALL = st.one_of(
     st.floats(),
     st.text(max_size=8),
     st.binary(max_size=20),
-    st.sampled_from([*FIELDS, "a", '{"mesh": {}}', '{"mesh": {"slots": [9]}}']),
+    st.sampled_from([*REPORT_FIELDS, "a", '{"mesh": {}}', '{"mesh": {"slots": [9]}}']),
 )
 ANYTHING = st.recursive(
     SMALL,
@@ -207,7 +213,7 @@ ANYTHING = st.recursive(
 
 @given(
     host=st.sampled_from(["a", "b", "c"]),
-    op=st.sampled_from(sorted(FIELDS)),
+    op=st.sampled_from(sorted(REPORT_FIELDS)),
     phase=st.sampled_from(PHASES),
     changes=st.dictionaries(
         st.sampled_from([*NAMES, "op", "x"]),
@@ -242,4 +248,4 @@ def test_no_report_ends_the_leader(
 
 def test_a_report_without_an_op_is_dropped() -> None:
     for message in ({}, {"op": 7}, {"op": "close"}, {"op": ["held"]}):
-        assert fault_of(message) is not None
+        assert fault_of_report(message) is not None

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic import recovery
-from dtft.elastic.sizing import resized
+from dtft.elastic.assignment import resized
+from dtft.elastic.leader import recovery
 from tests.elastic.resizing_job import Job
 
 REPLICA, FSDP = ("replica",), ("fsdp",)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.elastic.roles import Assignment, HostRecord, fill_slots, next_epoch
+from dtft.elastic.assignment import HostRecord, SlotAssignment, fill_slots, next_epoch
 
 
 def record(number: int, incarnation: str = "a") -> HostRecord:
@@ -20,8 +20,8 @@ def entries(records: list[HostRecord]) -> list[tuple[str, str]]:
     return [(r.host, r.incarnation) for r in records]
 
 
-def assignment(records: list[HostRecord], generation: int = 1) -> Assignment:
-    return Assignment(
+def assignment(records: list[HostRecord], generation: int = 1) -> SlotAssignment:
+    return SlotAssignment(
         generation=generation,
         attempt=1,
         slots=tuple(r.host for r in records),
@@ -85,5 +85,5 @@ def test_generation_changes_only_with_the_map():
 
 def test_json_round_trips():
     value = assignment([record(0), record(1)])
-    assert Assignment.from_json(value.to_json()) == value
+    assert SlotAssignment.from_json(value.to_json()) == value
     assert HostRecord.from_json(record(3).to_json()) == record(3)

@@ -6,7 +6,7 @@ import pytest
 
 from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.salvage import Holding, NotSalvaged, choose
+from dtft.elastic.host.salvage import Holding, NotSalvaged, choose
 
 MESH = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
 LAYOUT = Layout(

@@ -9,10 +9,9 @@ import pytest
 
 from dtft.checkpoint.replication.commit import Commit
 from dtft.checkpoint.replication.copy_placement import place_copies
+from dtft.elastic.assignment import HostRecord, SizeLimits, SlotAssignment, resized
 from dtft.elastic.inspect_job import NotThere, Observer
-from dtft.elastic.roles import Assignment, HostRecord
 from dtft.elastic.scale_job import ScaleRefused, scale
-from dtft.elastic.sizing import SizeLimits, resized
 from dtft.train.scale_command import line
 from tests.elastic.desks import LeaderDesk, record_of
 from tests.elastic.test_recovery import layout, root_of, value
@@ -32,7 +31,7 @@ class Desk(LeaderDesk):
         self.answers: list[dict[str, Any]] = []
         self.held: dict[int, Any] = {7: STATE}
         self.silent: set[str] = set()
-        self.obeyed: Assignment | None = None
+        self.obeyed: SlotAssignment | None = None
         """What the hosts tell a leader whose store does not know it."""
         self.members = {"h0", "h1"}
         for number in range(hosts):
@@ -129,8 +128,8 @@ def _record(number: int) -> HostRecord:
     return record_of(f"h{number}", joined_ns=number)
 
 
-def _assignment() -> Assignment:
-    return Assignment(
+def _assignment() -> SlotAssignment:
+    return SlotAssignment(
         generation=1,
         attempt=1,
         slots=("h0", "h1"),

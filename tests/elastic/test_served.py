@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.entry import SERVED, proof_of
+from dtft.elastic.admission import SERVED, proof_of
+from dtft.elastic.assignment import HostRecord
 from dtft.elastic.inspect_job import Observer
-from dtft.elastic.roles import HostRecord
 from dtft.elastic.scale_job import ScaleRefused, scale
-from dtft.elastic.served import fill_by_process, missing
-from dtft.elastic.view import job_key
+from dtft.elastic.seat_policy import fill_by_process, missing
+from dtft.elastic.store.view import job_key
 from tests.elastic.desks import LeaderDesk, record_of
 
 LAYOUT = Layout(

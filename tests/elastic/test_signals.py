@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic.etcd_server import EmbeddedEtcd
-from dtft.elastic.host_memory import make_memory_directory, remove_memory_directory
-from dtft.elastic.stopping import SIGNALS, heard_signals, presses
+from dtft.elastic.host.memory_directory import (
+    make_memory_directory,
+    remove_memory_directory,
+)
+from dtft.elastic.stop_signals import SIGNALS, heard_signals, presses
+from dtft.elastic.store.embedded import EmbeddedEtcd
 
 
 def serving(

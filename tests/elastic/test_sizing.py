@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.elastic.recovery import layout_on
-from dtft.elastic.sizing import (
-    Groups,
+from dtft.elastic.assignment import (
+    ReplicaGroups,
     SizeLimits,
     WantedSize,
     choose_slots,
@@ -17,14 +16,15 @@ from dtft.elastic.sizing import (
     seat,
     size_for,
 )
+from dtft.elastic.leader.recovery import layout_on
 from tests.elastic.test_recovery import layout
 from tests.elastic.test_roles import entries, record
 
 BATCH = SizeLimits(global_batch=96, batch_axes=("replica", "fsdp"))
 
 
-def groups_of(replicas: int, fsdp: int) -> Groups:
-    return Groups(replicas=replicas, slots=replicas * fsdp, parts=fsdp)
+def groups_of(replicas: int, fsdp: int) -> ReplicaGroups:
+    return ReplicaGroups(replicas=replicas, slots=replicas * fsdp, parts=fsdp)
 
 
 @given(
@@ -69,7 +69,7 @@ def test_without_a_least_number_a_job_waits_for_its_hosts(slots, available):
         wanted=slots,
         committed=slots,
         available=available,
-        groups=Groups(replicas=slots, slots=slots, parts=1),
+        groups=ReplicaGroups(replicas=slots, slots=slots, parts=1),
         limits=SizeLimits(),
     )
     assert chosen == slots
@@ -180,5 +180,5 @@ def test_other_replicas_and_back_is_the_same_layout(replicas, fsdp, others):
         return
     assert there.mesh.num_slots == others * fsdp
     assert resized(there, replicas).digest == state.digest
-    group = Groups.of(there, BATCH)
+    group = ReplicaGroups.of(there, BATCH)
     assert (group.replicas, group.slots, group.parts) == (others, others * fsdp, fsdp)

@@ -5,16 +5,15 @@ from dataclasses import replace
 
 from dtft.checkpoint.replication.commit import commit_health
 from dtft.checkpoint.replication.copy_placement import Spread
-from dtft.elastic.membership import View
-from dtft.elastic.roles import Assignment, HostRecord, fill_slots
-from dtft.elastic.sizing import seat
-from dtft.elastic.spread import (
+from dtft.elastic.anti_affinity import (
     Surroundings,
     known_domains,
     next_spread,
     preferred,
     shortfall,
 )
+from dtft.elastic.assignment import HostRecord, SlotAssignment, fill_slots, seat
+from dtft.elastic.store.view import View
 from tests.elastic.test_recovery import HOSTS, commit_of, holdings_of, layout
 
 RACKS = {"h0": "r1", "h1": "r1", "h2": "r2", "h3": "r2", "s1": "r2", "s2": "r1"}
@@ -31,8 +30,8 @@ def record(host: str, racks: dict[str, str] = RACKS, joined: int = 0) -> HostRec
 DOMAINS, _ = known_domains(record(host) for host in RACKS)
 
 
-def assignment(spread: Spread) -> Assignment:
-    return Assignment(
+def assignment(spread: Spread) -> SlotAssignment:
+    return SlotAssignment(
         generation=1,
         attempt=1,
         slots=HOSTS,
@@ -49,7 +48,7 @@ def test_a_spread_stays_while_copies_stay_in_memory() -> None:
     first = next_spread(None, HOSTS, DOMAINS, 2, keep=False)
     assert first == Spread(copies=2, level="rack", domains=("r1", "r1", "r2", "r2"))
     now = assignment(first)
-    assert Assignment.from_json(now.to_json()) == now
+    assert SlotAssignment.from_json(now.to_json()) == now
     moved = ("h0", "s1", "h2", "h3")
     assert next_spread(now, moved, DOMAINS, 2, keep=True) == first
     again = next_spread(now, moved, DOMAINS, 2, keep=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtft.elastic.storage_health import (
+from dtft.elastic.leader.storage import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     SLOW_S,

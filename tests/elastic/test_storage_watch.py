@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic.storage_watch import PATIENCE_S, StorageWatch
+from dtft.elastic.leader.storage import PATIENCE_S, StorageWatch
 from tests.elastic.test_leader import Desk
 from tests.elastic.test_recovery import commit_of, holdings_of, layout
 from tests.elastic.virtual_loop import VirtualLoop

@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 
-from dtft.elastic import etcd as etcd_module
-from dtft.elastic import etcd_wire, memory_store
-from dtft.elastic.etcd import EtcdStore, version_warning
-from dtft.elastic.etcd_server import EmbeddedEtcd
-from dtft.elastic.etcd_wire import Connection
-from dtft.elastic.memory_store import MemoryStore
 from dtft.elastic.processes import free_port
-from dtft.elastic.store import (
+from dtft.elastic.store import etcd as etcd_module
+from dtft.elastic.store import etcd_wire, memory
+from dtft.elastic.store.address import StoreAddress
+from dtft.elastic.store.api import (
     Compare,
     Delete,
-    Event,
     Events,
     LeaseGone,
     Put,
     Resync,
     Store,
+    StoreEvent,
     StoreUnavailable,
 )
-from dtft.elastic.store_address import StoreAddress
+from dtft.elastic.store.embedded import EmbeddedEtcd
+from dtft.elastic.store.etcd import EtcdStore, version_warning
+from dtft.elastic.store.etcd_wire import Connection
+from dtft.elastic.store.memory import MemoryStore
 from tests.checkpoint.hosts import wait_until
 
 AnyStore = MemoryStore | EtcdStore
@@ -84,8 +84,8 @@ class Watcher:
     def batch(self) -> Events:
         return self._batches.get(timeout=20)
 
-    def events(self, count: int) -> list[Event]:
-        found: list[Event] = []
+    def events(self, count: int) -> list[StoreEvent]:
+        found: list[StoreEvent] = []
         while len(found) < count:
             found += self.batch()
         return found
@@ -100,7 +100,7 @@ class Watcher:
         assert not self.thread.is_alive()
 
 
-def shape(events: list[Event]) -> list[tuple[str, str, bytes]]:
+def shape(events: list[StoreEvent]) -> list[tuple[str, str, bytes]]:
     """The events without revisions."""
     return [(it.kind, it.kv.key.rpartition("/")[2], it.kv.value) for it in events]
 
@@ -247,7 +247,7 @@ def test_watch_from_now(store: AnyStore, prefix: str) -> None:
 def test_a_watch_does_not_wait_for_its_next_poll(
     store: AnyStore, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_store, "_POLL_S", 100.0)
+    monkeypatch.setattr(memory, "_POLL_S", 100.0)
     monkeypatch.setattr(etcd_wire, "_POLL_S", 100.0)
     watcher = Watcher(store, prefix, store.list(prefix)[1] + 1)
     for index in range(5):
@@ -356,7 +356,9 @@ def test_killed_and_restarted(server: EmbeddedEtcd) -> None:
         store.put(prefix + "c", b"lost")
     server.start()
     server.wait_ready()
-    assert shape([Event(kind="put", kv=pair) for pair in store.list(prefix)[0]]) == [
+    assert shape(
+        [StoreEvent(kind="put", kv=pair) for pair in store.list(prefix)[0]]
+    ) == [
         ("put", "a", b"1"),
         ("put", "b", b"2"),
     ]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dtft.elastic.store_address import StoreAddress
+from dtft.elastic.store.address import StoreAddress
 from tests.elastic.etcd_cluster import Authority
 
 

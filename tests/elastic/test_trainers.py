@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.managers.agent_link import AGENT_SOCKET, NoAgent, ask, attach
-from dtft.elastic import trainers as module
+from dtft.elastic.host import trainers as module
+from dtft.elastic.host.trainers import AttachedTrainer, Command, Trainers
 from dtft.elastic.processes import ended_with, process_alive
-from dtft.elastic.trainers import Command, Trainer, Trainers
 from tests.checkpoint.hosts import wait_until
 from tests.elastic.desks import agent_config
 
@@ -56,7 +56,7 @@ def trainers(
     made.close()
 
 
-def started(trainers: Trainers, slot: int) -> Trainer:
+def started(trainers: Trainers, slot: int) -> AttachedTrainer:
     trainers.start({"slot": slot})
     assert trainers._trainer is not None
     return trainers._trainer

@@ -5,14 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic import upkeep as upkeep_module
 from benchmarks.etcd_commits import run
-from dtft.elastic.etcd import EtcdStore
-from dtft.elastic.etcd_server import EmbeddedEtcd
-from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.store import StoreFull
-from dtft.elastic.store_address import StoreAddress
-from dtft.elastic.upkeep import PERIOD_BYTES, PERIOD_WRITES, RECLAIM_PAUSE_S, Upkeep
+from dtft.elastic.store import membership as upkeep_module
+from dtft.elastic.store.address import StoreAddress
+from dtft.elastic.store.api import StoreFull
+from dtft.elastic.store.embedded import EmbeddedEtcd
+from dtft.elastic.store.etcd import EtcdStore
+from dtft.elastic.store.membership import (
+    PERIOD_BYTES,
+    PERIOD_WRITES,
+    RECLAIM_PAUSE_S,
+    Upkeep,
+)
+from dtft.elastic.store.memory import MemoryStore
 
 QUOTA = 8 << 20
 

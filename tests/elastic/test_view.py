@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.store import Delete
-from dtft.elastic.view import View, ViewReader, job_key, read_commits, read_view
+from dtft.elastic.store.api import Delete
+from dtft.elastic.store.memory import MemoryStore
+from dtft.elastic.store.view import View, ViewReader, job_key, read_commits, read_view
 from tests.elastic.desks import record_of
 from tests.elastic.test_reports import ASSIGNMENT
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dtft.elastic.event_loop import Lane, Then, Work, outcome_of
-from dtft.elastic.mirror import Changed, Pairs
-from dtft.elastic.store import Store, StoreUnavailable
+from dtft.elastic.store.api import Store, StoreUnavailable
+from dtft.elastic.store.mirror import Changed, Pairs
 
 EPOCH_S = 1_700_000_000.0
 MIRROR_S = 0.01

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from dtft.elastic.network import Closed, ControlChannel, Heard, Message, PortState
-from dtft.elastic.store import (
+from dtft.elastic.store.api import (
     Compare,
     Delete,
     Events,

@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 from dtft.checkpoint.replication.commit import Commit
-from dtft.elastic.roles import Assignment, process_of
-from dtft.elastic.view import job_key
+from dtft.elastic.assignment import SlotAssignment, process_of
+from dtft.elastic.store.view import job_key
 from tests.simulation.memory import SimHolder, right
 from tests.simulation.storage import whole
 from tests.simulation.store import STORE
@@ -72,7 +72,7 @@ class Invariants:
                 lines = event.kv.value.decode().splitlines()
                 self._commit([Commit.from_json(line) for line in lines])
             elif name == "m/assignment":
-                self._assigned(Assignment.from_json(event.kv.value))
+                self._assigned(SlotAssignment.from_json(event.kv.value))
             elif name == "m/result":
                 self._ended(json.loads(event.kv.value))
         del world
@@ -141,7 +141,7 @@ class Invariants:
             if count + unknown < min(commit.copies, len(commit.holders))
         }
 
-    def _assigned(self, assignment: Assignment) -> None:
+    def _assigned(self, assignment: SlotAssignment) -> None:
         """No newer commit is passed over that the assigned hosts hold."""
         if not self._trusting or assignment.step >= self.newest:
             return

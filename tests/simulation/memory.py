@@ -15,9 +15,9 @@ from dtft.checkpoint.memory.own_copies import Room
 from dtft.checkpoint.replication.commit import push_root
 from dtft.checkpoint.replication.copy_placement import CopyPlacement, Push, place_copies
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout, Slice
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.copies import Copies
-from dtft.elastic.restoring import FetchFailed
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.transfer.copies import Copies
+from dtft.elastic.transfer.restore_executor import FetchFailed
 from tests.simulation.network import Port, Process, Wire
 from tests.simulation.scheduler import Deferred
 

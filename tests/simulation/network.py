@@ -16,8 +16,8 @@ from dtft.elastic.network import Closed, ControlChannel, Heard, Message, PortSta
 from tests.simulation.scheduler import Scheduler, SimLoop
 
 if TYPE_CHECKING:
-    from dtft.elastic.edges import Accept
-    from dtft.elastic.inbox import Inbox
+    from dtft.elastic.host.edges import Accept
+    from dtft.elastic.transfer.replica_server import Inbox
 
 SILENCE_S = 10.0
 """TCP_USER_TIMEOUT of the real sockets."""
@@ -34,7 +34,7 @@ class Process(Protocol):
 
 
 class Port:
-    """What listens on one host: a `Server`."""
+    """What listens on one host: a `HostServer`."""
 
     def __init__(
         self,

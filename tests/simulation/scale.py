@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtft.checkpoint.timeouts import Timeouts
-from dtft.elastic import agent as agent_module
-from dtft.elastic import follower as follower_module
-from dtft.elastic.store import KeyValue
+from dtft.elastic.host import agent as agent_module
+from dtft.elastic.host import follower as follower_module
+from dtft.elastic.store.api import KeyValue
 from tests.simulation.memory import layout_from
 from tests.simulation.trainers import Pace
 from tests.simulation.world import Settings, World

@@ -11,8 +11,8 @@ from typing import Any
 
 from dtft.checkpoint.managers.progress import ProgressBoard
 from dtft.checkpoint.storage.export_plan import export_world
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.exports import ExportDesk
+from dtft.elastic.host.export import ExportDesk
+from dtft.elastic.job import AgentConfig
 from tests.simulation.memory import SimHolder, right
 from tests.simulation.network import Process
 from tests.simulation.scheduler import Blocked, Scheduler

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from dtft.elastic.memory_store import MemoryStore
-from dtft.elastic.mirror import Changed
-from dtft.elastic.store import (
+from dtft.elastic.store.api import (
     Compare,
     Delete,
-    Event,
     Events,
     KeyValue,
     KeyValues,
     Put,
+    StoreEvent,
     StoreFull,
     StoreUnavailable,
 )
+from dtft.elastic.store.memory import MemoryStore
+from dtft.elastic.store.mirror import Changed
 from tests.simulation.network import Process, Wire
 from tests.simulation.scheduler import Clockwork
 
@@ -400,6 +400,6 @@ class Client:
         """See `Store.close`."""
 
 
-def kinds(events: Sequence[Event]) -> list[str]:
+def kinds(events: Sequence[StoreEvent]) -> list[str]:
     """The last part of each key, for traces."""
     return [f"{event.kind} {event.kv.key.rpartition('/')[2]}" for event in events]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dtft.elastic.membership import Membership
-from dtft.elastic.store import Delete, Put
-from dtft.elastic.view import View
+from dtft.elastic.store.api import Delete, Put
+from dtft.elastic.store.membership import Membership
+from dtft.elastic.store.view import View
 from tests.simulation.faults import OF_PAIRS, Fault
 from tests.simulation.found import FOUND
 from tests.simulation.runs import run, run_seed

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtft.checkpoint.managers.progress import Phase
-from dtft.elastic.progress import STOPPED, Observation
+from dtft.elastic.hang_detection import STOPPED, Observation
 from tests.simulation.memory import layout_from, right
 from tests.simulation.network import Process, Wire
 from tests.simulation.scheduler import Scheduler

@@ -15,16 +15,16 @@ from typing import Any
 
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.checkpoint.transport.protocol import Credentials
-from dtft.elastic import agent as agent_module
-from dtft.elastic import membership as membership_module
-from dtft.elastic.agent import Agent
-from dtft.elastic.config import AgentConfig
-from dtft.elastic.edges import Edges
-from dtft.elastic.entry import JobMismatch, check_domain, check_job
-from dtft.elastic.follower import Follower, HostParts
+from dtft.elastic.admission import JobMismatch, check_domain, check_job
+from dtft.elastic.host import agent as agent_module
+from dtft.elastic.host.agent import Agent
+from dtft.elastic.host.edges import Edges
+from dtft.elastic.host.follower import Follower, HostParts
+from dtft.elastic.job import AgentConfig
 from dtft.elastic.network import PortState
-from dtft.elastic.store import StoreUnavailable
-from dtft.elastic.view import job_key
+from dtft.elastic.store import membership as membership_module
+from dtft.elastic.store.api import StoreUnavailable
+from dtft.elastic.store.view import job_key
 from tests.simulation.memory import SimCopies, SimHolder, job_layout
 from tests.simulation.network import Wire
 from tests.simulation.scheduler import Clockwork, Scheduler, SimLoop

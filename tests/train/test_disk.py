@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic.journal import Journal, read_events
+from dtft.elastic.leader.events import Journal, read_events
 from dtft.train.disk import Disk
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dtft.elastic.faults import parse_fault
-from dtft.elastic.strikes import Strike
+from dtft.elastic.faults.injector import Strike
+from dtft.elastic.faults.schedule import parse_fault
 from dtft.train import leftovers
 from dtft.train.verdict import expected_status
 from tests.drills.harness import dtft

@@ -9,7 +9,7 @@ import pytest
 
 from dtft.checkpoint.state.slices import Layout
 from dtft.cli import main
-from dtft.elastic.sizing import SizeLimits, resized, size_for
+from dtft.elastic.assignment import SizeLimits, resized, size_for
 from dtft.train.balance_config import BalanceConfig
 from dtft.train.experiment import ClusterConfig, Experiment, MeshConfig
 from dtft.train.fitting import check, scaled_mesh

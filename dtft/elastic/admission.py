@@ -1,0 +1,119 @@
+"""Whether a host may take part in a job: its name is free, its secret and config match.
+
+Asked once, before the host registers.
+"""
+
+import hashlib
+import hmac
+import json
+import time
+from typing import Any
+
+from dtft.checkpoint.replication import domains_from_labels
+from dtft.elastic.assignment import HostRecord
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.store import Store, claim, job_key, read_view
+
+PAUSE_S = 0.1
+SERVED = "--serve-only"
+"""What a job of the user's own processes has in place of the digest of a config."""
+
+
+class JobMismatch(ValueError):
+    """This host's secret or config is not the job's, or its name is taken."""
+
+
+def proof_of(secret: bytes, job: str) -> str:
+    """What is kept in the store so that another secret is noticed; not the secret."""
+    return hmac.new(secret, job.encode(), hashlib.sha256).hexdigest()
+
+
+def refuse_taken_name(store: Store, config: AgentConfig) -> None:
+    """Waits for the lease of a former host of this name to run out, or refuses.
+
+    Raises:
+        JobMismatch: a live host has the name.
+    """
+    key = job_key(config.job, f"m/hosts/{config.host}")
+    end = time.monotonic() + config.timeouts.lease + 1.0
+    while (taken := store.get(key)) is not None:
+        if time.monotonic() > end:
+            pid = HostRecord.from_json(taken.value).pid
+            raise JobMismatch(
+                f"--host-name {config.host} is taken: a live host of job "
+                f"{config.job!r} has it (process {pid}). Give another name."
+            )
+        time.sleep(PAUSE_S)
+
+
+def check_domain(store: Store, config: AgentConfig) -> None:
+    """Compares this host's failure domains with those of the hosts that are there.
+
+    Raises:
+        StoreUnavailable: the store does not answer.
+        JobMismatch: the labels do not fit together.
+    """
+    records = read_view(store, config.job)[0].hosts.values()
+    labels = {record.host: record.domain for record in records}
+    try:
+        domains_from_labels({**labels, config.host: config.domain})
+    except ValueError as error:
+        raise JobMismatch(f"--domain of {config.host}: {error}") from error
+
+
+def _fingerprint(config: AgentConfig) -> dict[str, Any]:
+    """What all hosts of a job have alike."""
+    return {
+        "secret": proof_of(config.secret, config.job),
+        "config": config.config_digest,
+        "tls": config.tls is not None,
+    }
+
+
+def claims_of(config: AgentConfig) -> dict[str, bytes]:
+    """What a job has once in its store, by name, for a store that has lost it."""
+    claims = {"fingerprint": json.dumps(_fingerprint(config)).encode()}
+    return claims | ({"terms": config.terms.encode()} if config.terms else {})
+
+
+def check_job(store: Store, config: AgentConfig) -> None:
+    """Compares this host's secret and config with those of the job, or sets them.
+
+    Raises:
+        StoreUnavailable: the store does not answer.
+        JobMismatch: one of them differs.
+    """
+    secret_proof, mine = proof_of(config.secret, config.job), _fingerprint(config)
+    key = job_key(config.job, "m/fingerprint")
+    found = json.loads(claim(store, key, json.dumps(mine).encode()))
+    if not hmac.compare_digest(found["secret"], secret_proof):
+        raise JobMismatch(
+            f"the secret of --secret-file is not that of job {config.job!r} "
+            f"at {config.store}: copy the job's secret file to this host."
+        )
+    if found["config"].startswith(SERVED) != config.served:
+        asked, begun = ("with", "without") if config.served else ("without", "with")
+        raise JobMismatch(
+            f"job {config.job!r} at {config.store} was begun {begun} --serve-only, "
+            f"this agent is started {asked} it. Start every agent of a job alike, or "
+            "use another --job."
+        )
+    if config.served and found["config"] != config.config_digest:
+        raise JobMismatch(
+            f"job {config.job!r} at {config.store} was begun with {found['config']}, "
+            f"this agent has {config.config_digest}. Start every agent alike, or use "
+            "another --job."
+        )
+    if found.get("tls", False) != mine["tls"]:
+        has = "encrypts its connections" if found.get("tls") else "does not use TLS"
+        raise JobMismatch(
+            f"job {config.job!r} {has}: give --tls-cert and --tls-key on all hosts of "
+            "a job, or on none."
+        )
+    if found["config"] != config.config_digest:
+        raise JobMismatch(
+            f"the resolved config (digest {config.config_digest[:12]}) is "
+            f"not that of job {config.job!r} (digest "
+            f"{found['config'][:12]}): start every agent with the same CONFIG "
+            "and overrides."
+        )

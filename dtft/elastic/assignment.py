@@ -1,0 +1,463 @@
+"""Which host fills which slot, and how many slots a formation has. Pure.
+
+`fill_slots` assigns hosts to slots; `next_epoch` decides whether a change makes a new
+generation. A replica group is the fewest hosts that together hold whole copies of the
+model: one copy, or as many as one host has. `size_for` decides how many whole groups a
+formation has, `choose_slots` and `seat` who sits where, and `resized` what the state
+looks like on another number of replicas.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dtft.checkpoint.replication import Spread, new_specs
+from dtft.checkpoint.state import Layout, Leaf, MeshLayout
+
+Source = Literal["memory", "storage", "init"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRecord:
+    """What a host says of itself when it registers."""
+
+    host: str
+    """Name, unique in the job."""
+    address: str
+    """host:port of its transport."""
+    incarnation: str
+    """PROCESS.NUMBER: the process is another for every start of the agent, the number
+    for every registration after its lease ran out."""
+    joined_ns: int
+    """Wall-clock time of registration; spares are taken in this order."""
+    pid: int
+    """Process id of the agent, for people who look for it."""
+    domain: str = ""
+    """Label of its failure domains, as `checkpoint.domains` reads it."""
+    process: int = -1
+    """Index of the user's process that is attached to the agent, -1 for none."""
+    attached_ns: int = 0
+    """Wall-clock time at which it attached; another one for every process."""
+
+    def replaces(self, other: "HostRecord") -> bool:
+        """Whether this is a later agent process under the same name."""
+        another = process_of(self.incarnation) != process_of(other.incarnation)
+        return another and self.joined_ns > other.joined_ns
+
+    def to_json(self) -> str:
+        """JSON; inverse of `from_json`."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "HostRecord":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError, TypeError: it is not a record.
+        """
+        record = cls(**json.loads(text))
+        for it in dataclasses.fields(cls):
+            value = getattr(record, it.name)
+            if type(value) is not it.type:
+                raise ValueError(f"{it.name}={value!r} is not of type {it.type}")
+        return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotAssignment:
+    """Which host fills which slot, and from where the state comes."""
+
+    generation: int
+    """Changes when, and only when, the map slot -> host does."""
+    attempt: int
+    """Counts the formations of a generation; messages carry both."""
+    slots: tuple[str, ...]
+    """The host of each slot."""
+    incarnations: tuple[str, ...]
+    """Of these hosts, in the same order."""
+    source: Source
+    """Where the state comes from."""
+    step: int
+    """The step restored; 0 is the initial state."""
+    rung: int
+    """Rung of the recovery ladder; 0 for the first formation of a job."""
+    reason: str
+    """Why it was formed, for people."""
+    spread: Spread = field(default_factory=Spread)
+    """By what the copies of its slots are kept apart."""
+    asked_slots: int = 0
+    """Slots that somebody had asked for, 0 for nobody: hosts tell a store that has lost
+    it."""
+
+    @functools.cached_property
+    def slot_of(self) -> dict[str, int]:
+        """Host to its slot."""
+        return {host: slot for slot, host in enumerate(self.slots)}
+
+    @property
+    def epoch(self) -> tuple[int, int]:
+        """(generation, attempt): later is larger, and only the latest is obeyed."""
+        return self.generation, self.attempt
+
+    def to_json(self) -> str:
+        """JSON; inverse of `from_json`."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "SlotAssignment":
+        """Reads what `to_json` wrote."""
+        raw = json.loads(text)
+        return cls(
+            **{
+                **raw,
+                "slots": tuple(raw["slots"]),
+                "incarnations": tuple(raw["incarnations"]),
+                "spread": Spread(
+                    **{**raw["spread"], "domains": tuple(raw["spread"]["domains"])}
+                ),
+            }
+        )
+
+
+def process_of(incarnation: str) -> str:
+    """The agent process of an incarnation: NAME of NAME.NUMBER.
+
+    A process whose lease ran out registers again under the next number.
+
+    >>> process_of("9f3c.2"), process_of("9f3c")
+    ('9f3c', '9f3c')
+    """
+    return incarnation.partition(".")[0]
+
+
+Choose = Callable[
+    [Sequence[HostRecord | None], Sequence[HostRecord]], tuple[HostRecord | None, ...]
+]
+"""From the host of each slot (None where it is empty) and the spares in order to the
+host of each slot."""
+
+
+def fill_slots(
+    previous: Sequence[tuple[str, str]],
+    hosts: Collection[HostRecord],
+    num_slots: int,
+    choose: Choose | None = None,
+) -> tuple[HostRecord | None, ...]:
+    """Keeps every live host in its slot and fills the others with spares.
+
+    Args:
+        previous: (host, incarnation) of each slot, empty for a new job.
+        hosts: the live hosts.
+        num_slots: number of slots.
+        choose: gives spares to the empty slots; by default one after the other.
+
+    Returns:
+        The host of each slot; None where no host is left. A new job is filled in the
+        order of the hosts' names, spares stand in the order in which they joined.
+    """
+    live = {(record.host, process_of(record.incarnation)): record for record in hosts}
+    entries = [(host, process_of(incarnation)) for host, incarnation in previous]
+    kept = [live.get(entry) for entry in entries] or [None] * num_slots
+    taken = {record.host for record in kept if record}
+    spares = sorted(
+        (record for record in hosts if record.host not in taken),
+        key=lambda record: (
+            (record.joined_ns if previous else len(record.host)),
+            record.host,
+        ),
+    )
+    if choose is not None:
+        return choose(kept, spares)
+    queue = iter(spares)
+    return tuple(record or next(queue, None) for record in kept)
+
+
+def next_epoch(
+    previous: SlotAssignment | None, filled: Sequence[HostRecord]
+) -> tuple[int, int]:
+    """(generation, attempt) of a new formation.
+
+    >>> next_epoch(None, [])
+    (1, 1)
+    """
+    if previous is None:
+        return 1, 1
+    old = zip(previous.slots, map(process_of, previous.incarnations), strict=True)
+    new = [(record.host, process_of(record.incarnation)) for record in filled]
+    if new == list(old):
+        return previous.generation, previous.attempt + 1
+    return previous.generation + 1, 1
+
+
+REPLICA_AXIS = "replica"
+"""The mesh axis along which jobs grow and shrink; its groups are neighbouring slots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeLimits:
+    """What a job's size must obey, whatever it is asked for."""
+
+    min_replicas: int = 0
+    """When hosts are lost and no spare is left, the job goes on with this many
+    replicas or more; 0: it waits for a host."""
+    global_batch: int = 0
+    """Rows of a step, which never change: every part of the mesh takes equally many;
+    0 if any number of parts will do."""
+    batch_axes: tuple[str, ...] = (REPLICA_AXIS,)
+    """Mesh axes that divide the rows."""
+    row_parts: int = 1
+    """Equal parts into which those rows are divided again, such as microbatches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedSize:
+    """The size that somebody asked for, as it is kept in the store."""
+
+    replicas: int
+    slots: int
+
+    def to_json(self) -> str:
+        """JSON; inverse of `from_json`."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "WantedSize":
+        """Reads what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaGroups:
+    """How the slots of a job make up replicas.
+
+    >>> Groups(replicas=4, slots=2, parts=1).group  # every host has two replicas
+    (2, 1)
+    """
+
+    replicas: int
+    slots: int
+    parts: int
+    """Parts that the rows of one replica are divided into."""
+
+    @classmethod
+    def of(cls, layout: Layout, limits: SizeLimits) -> "ReplicaGroups":
+        """The groups of a running job."""
+        mesh = layout.mesh
+        sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        others = [axis for axis in limits.batch_axes if axis != REPLICA_AXIS]
+        return cls(
+            replicas=sizes.get(REPLICA_AXIS, 1),
+            slots=mesh.num_slots,
+            parts=limits.row_parts * math.prod(sizes.get(axis, 1) for axis in others),
+        )
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """(replicas, slots) of the smallest group."""
+        common = math.gcd(self.replicas, self.slots)
+        return self.replicas // common, self.slots // common
+
+    def fits(self, replicas: int, limits: SizeLimits) -> bool:
+        """Whether a job may have this many replicas: whole groups, equal rows."""
+        whole = replicas >= 1 and replicas % self.group[0] == 0
+        return whole and limits.global_batch % (replicas * self.parts) == 0
+
+    def slots_of(self, replicas: int) -> int:
+        """The slots of whole groups.
+
+        >>> Groups(replicas=2, slots=6, parts=3).slots_of(3)
+        9
+        """
+        return replicas * self.slots // self.replicas
+
+    def replicas_on(self, slots: int) -> int:
+        """The replicas of whole groups."""
+        return slots * self.replicas // self.slots
+
+
+def size_for(replicas: int, layout: Layout, limits: SizeLimits) -> WantedSize:
+    """The size of a job that shall have `replicas` replicas.
+
+    Args:
+        replicas: how many are asked for.
+        layout: of the running job.
+        limits: the job's.
+
+    Raises:
+        ValueError: it may not have so many; says what is allowed.
+    """
+    groups = ReplicaGroups.of(layout, limits)
+    if replicas < max(1, limits.min_replicas):
+        lowest = max(1, limits.min_replicas)
+        raise ValueError(
+            f"--replicas {replicas} is below {lowest}, the least that this job may "
+            f"have (its --min-replicas is {limits.min_replicas}). Ask for {lowest} or "
+            "more."
+        )
+    if not groups.fits(replicas, limits):
+        raise ValueError(_unfit(replicas, groups, limits))
+    new_specs(layout, resized(layout, replicas))
+    return WantedSize(replicas=replicas, slots=groups.slots_of(replicas))
+
+
+def _unfit(replicas: int, groups: ReplicaGroups, limits: SizeLimits) -> str:
+    highest = limits.global_batch // groups.parts or 2 * replicas + groups.group[0]
+    near = [n for n in range(1, highest + 1) if groups.fits(n, limits)]
+    below = [n for n in near if limits.min_replicas <= n < replicas][-1:]
+    allowed = " or ".join(map(str, below + [n for n in near if n > replicas][:1]))
+    if replicas % groups.group[0]:
+        why = f"is not whole hosts: each has {groups.group[0]} replicas"
+    else:
+        why = (
+            f"does not divide the global batch of {limits.global_batch} rows evenly "
+            f"(each replica's rows have {groups.parts} parts), and the batch stays "
+            "what it is"
+        )
+    return f"--replicas {replicas} {why}. Nearest allowed: {allowed or 'none'}."
+
+
+def resized(layout: Layout, replicas: int) -> Layout:
+    """What the same state looks like on a mesh with another number of replicas.
+
+    Raises:
+        ValueError: replicas are not groups of neighbouring slots in this mesh.
+
+    >>> mesh = MeshLayout(
+    ...     axis_names=("replica", "fsdp"), axis_sizes=(1, 2), slots=(0, 1))
+    >>> resized(Layout(mesh=mesh, leaves=()), 2).mesh.slots
+    (0, 1, 2, 3)
+    """
+    mesh = layout.mesh
+    per_slot = len(mesh.slots) // mesh.num_slots
+    before = _outermost(mesh)
+    if before == 0 or mesh.slots != _in_order(mesh.num_slots, per_slot):
+        sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        raise ValueError(
+            f"mesh axes {sizes} over slots {mesh.slots[:8]}: a job grows and shrinks "
+            f"only where {REPLICA_AXIS!r} is the first axis that divides anything, and "
+            "devices are in the order of the slots."
+        )
+    slots = replicas * mesh.num_slots // before
+    return Layout(
+        mesh=MeshLayout(
+            axis_names=mesh.axis_names,
+            axis_sizes=tuple(
+                replicas if name == REPLICA_AXIS else size
+                for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+            ),
+            slots=_in_order(slots, per_slot),
+        ),
+        leaves=tuple(_with_rows(leaf, before, replicas) for leaf in layout.leaves),
+        config=layout.config,
+    )
+
+
+def _outermost(mesh: MeshLayout) -> int:
+    """The number of replicas if no larger axis lies before theirs, or else 0."""
+    for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
+        if name == REPLICA_AXIS:
+            return size
+        if size > 1:
+            break
+    return 0
+
+
+def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:
+    return tuple(slot for slot in range(slots) for _ in range(per_slot))
+
+
+def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
+    """A leaf with a row for each replica has as many rows as there are replicas.
+
+    So its shape changes, and whoever compares refuses it by name: what belonged to one
+    replica means nothing to a new one.
+    """
+    rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
+    return dataclasses.replace(
+        leaf, shape=(replicas, *leaf.shape[1:]) if rows else leaf.shape
+    )
+
+
+def choose_slots(
+    *,
+    wanted: int,
+    committed: int,
+    available: int,
+    groups: ReplicaGroups | None,
+    limits: SizeLimits,
+    unfit: Collection[int] = (),
+) -> int:
+    """How many slots the next formation has.
+
+    As many as are wanted; with fewer hosts than that, the most whole groups that
+    `limits.min_replicas` allows, or the size in which the last step was committed: so
+    growing never costs the job its life. More than `available` means to wait.
+
+    Args:
+        wanted: what was asked for, or what the job began with.
+        committed: slots when the newest step was committed; 0 if none was.
+        available: hosts that can be given a slot.
+        groups: of the running job; None if no live host knows its state.
+        limits: the job's.
+        unfit: sizes that could not be restored or trained on.
+
+    >>> choose_slots(wanted=3, committed=2, available=2, groups=None,
+    ...     limits=SizeLimits())
+    2
+    >>> choose_slots(wanted=3, committed=3, available=2, groups=None,
+    ...     limits=SizeLimits())
+    3
+    """
+    smaller: list[int] = []
+    if groups is not None and limits.min_replicas:
+        most = groups.replicas_on(wanted)
+        smaller = [
+            groups.slots_of(replicas)
+            for replicas in range(most - 1, limits.min_replicas - 1, -1)
+            if groups.fits(replicas, limits)
+        ]
+    sizes = [wanted, *smaller, *([committed] if committed else [])]
+    fit = [size for size in sizes if size not in unfit] or [committed or wanted]
+    return next((size for size in fit if size <= available), min(fit))
+
+
+def seat(
+    previous: Sequence[tuple[str, str]],
+    hosts: Collection[HostRecord],
+    num_slots: int,
+    group_slots: int = 1,
+    choose: Choose | None = None,
+) -> tuple[HostRecord | None, ...]:
+    """Who fills which slot when there may be more or fewer of them than before.
+
+    A live host keeps its slot if there still is one. An empty slot goes first to a
+    host whose slot is gone and which sat at the same position of its group, for it
+    has the very same slices; then as `fill_slots` has it.
+
+    Args:
+        previous: (host, incarnation) of each slot before.
+        hosts: the live hosts.
+        num_slots: slots from now on.
+        group_slots: slots of a replica group.
+        choose: as in `fill_slots`.
+    """
+    if not previous or len(previous) == num_slots:
+        return fill_slots(previous, hosts, num_slots, choose)
+    live = {(record.host, record.incarnation) for record in hosts}
+    nobody = [("", "")] * (num_slots - len(previous))
+    kept = [*previous[:num_slots], *nobody]
+    moving = [
+        (slot, entry)
+        for slot, entry in enumerate(previous)
+        if slot >= num_slots and entry in live
+    ]
+    for slot, entry in enumerate(kept):
+        alike = [one for one in moving if one[0] % group_slots == slot % group_slots]
+        if entry not in live and alike:
+            moving.remove(alike[0])
+            kept[slot] = alike[0][1]
+    return fill_slots(kept, hosts, num_slots, choose)

@@ -1,0 +1,503 @@
+"""Plays faults on a local cluster, from outside, by signals and cuts.
+
+Reads the hosts' progress boards to find the moment, freezes the victims, makes sure the
+moment has not passed, and kills. What lasts (a stop, a cut, a pause) is ended when its
+seconds are over, while later faults strike. Knows processes and boards, no models, and
+takes no part in what it tests.
+"""
+
+import functools
+import mmap
+import os
+import random
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtft.checkpoint.managers import ProgressBoard, ProgressField
+from dtft.elastic.faults.interruptions import INTERRUPTIONS, Interruption, begin
+from dtft.elastic.faults.network_namespaces import HostNamespaces
+from dtft.elastic.faults.schedule import Fault, in_order
+from dtft.elastic.inspect_job import Observer
+from dtft.elastic.leader import read_events
+from dtft.elastic.local_cluster import LocalCluster
+from dtft.elastic.scale_job import scale
+from dtft.elastic.store import EtcdStore, job_key
+
+POLL_S = 0.0003
+STORE_AWAY_S = 5.0
+FIRST_EXPORT_S = 50.0  # below `timeouts.stage`: held trainers are not taken for hung
+SCALE_S = 240.0
+HEALED_S = 5.0
+"""So long after its stop or cut is a host left before a `healed` fault strikes."""
+SAMPLE_S = 0.05
+WARM_STEPS = 10
+"""Steps left out of measured speeds: compilation, cold caches."""
+_STORE = ("kill-store", "crash-store", "pause-store", "empty-store")
+_PHASE_FIELD: dict[str, ProgressField] = {
+    "replicate": "replicating",
+    "commit": "committing",
+    "export": "exporting",
+    "recovery": "recovering",
+}
+
+
+@dataclass(kw_only=True)
+class Strike:
+    """One fault as it really happened."""
+
+    fault: Fault
+    hosts: tuple[str, ...] = ()
+    at: float = 0.0
+    """Wall-clock time of the blow."""
+    finished: int = 0
+    """Last step that any trainer had finished at that moment."""
+    computing: int = 0
+    committed: int = 0
+    steps_seen: tuple[int, int] = (0, 0)
+    """kill-store: last finished step when the store went, and when it came back."""
+    until: float | None = None
+    """Wall-clock time at which what lasts was ended; None: it never was."""
+    gone_s: float | None = None
+    """Seconds after which somebody had killed every process that was stopped."""
+    steps_per_s: float | None = None
+    """pause-store: for as long before the pause as it lasted."""
+    steps_per_s_during: float | None = None
+    corrupted_bytes: int = 0
+    reply: dict[str, Any] = field(default_factory=dict)
+    """scale: what whoever asked was told; empty until then."""
+
+
+class Striker(threading.Thread):
+    """Plays the faults, one after the other, while a cluster runs."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        faults: Sequence[Fault],
+        *,
+        seed: int,
+        rejoin_s: float | None,
+        network: HostNamespaces | None = None,
+        fail_marker: Path | None = None,
+        last_step: int = 0,
+    ) -> None:
+        """Strikes nothing yet.
+
+        Args:
+            cluster: whom the faults hit.
+            faults: in any order.
+            seed: of the moment within a step.
+            rejoin_s: seconds after which a killed host comes back, and a new host comes
+                in place of one that is stopped or cut for ever; None: never.
+            network: the hosts' namespaces; needed for cuts.
+            fail_marker: exists once a trainer has raised for a `fail`.
+            last_step: of the run; speeds are not measured beyond it.
+        """
+        super().__init__(daemon=True)
+        self._cluster = cluster
+        self._faults = in_order(faults)
+        self._random = random.Random(seed)
+        self._rejoin_s = rejoin_s
+        self._network, self._fail_marker = network, fail_marker
+        self._last_step = last_step
+        self._open: list[tuple[Strike, Interruption]] = []
+        self._samples: deque[tuple[float, int]] = deque(maxlen=20_000)
+        self._cancelled = threading.Event()
+        self.strikes: list[Strike] = []
+        self.error: str | None = None
+        self._boards: dict[str, ProgressBoard] = {}
+        self._slots: tuple[str, ...] = ()
+        self._read_at = self._log_read_at = self._raised_at = 0.0
+
+    def run(self) -> None:
+        """Plays every fault."""
+        pending = list(self._faults)
+        corrupting: list[Fault] = []
+        try:
+            while pending and not self._cancelled.is_set():
+                fault = pending.pop(0)
+                if fault.kind == "corrupt":
+                    corrupting.append(fault)
+                    continue
+                self._play(fault, corrupting)
+                corrupting = []
+            while self._open and not self._cancelled.is_set():
+                self._watch()
+                time.sleep(POLL_S * 10)
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+            for _, interruption in self._open:
+                interruption.end()
+
+    def stop(self) -> None:
+        """Gives up faults that have not struck."""
+        self._cancelled.set()
+
+    @property
+    def done(self) -> bool:
+        """Every fault has struck, is over, and requests for a size were answered."""
+        expected = [fault for fault in self._faults if fault.kind != "corrupt"]
+        open_ = [it for it in self.strikes if it.fault.kind == "scale" and not it.reply]
+        lasts = [it for it in self.strikes if it.fault.heals and it.until is None]
+        return len(self.strikes) == len(expected) and not open_ and not lasts
+
+    @property
+    def not_over(self) -> list[str]:
+        """Faults that have not struck, or that last although they should be over."""
+        struck = [strike.fault for strike in self.strikes]
+        found = [str(it) for it in self._faults if it not in struck]
+        lasts = [it.fault for it in self.strikes if it.until is None]
+        return [
+            *(text for text in found if not text.startswith("corrupt")),
+            *(str(fault) for fault in lasts if fault.heals),
+        ]
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Hosts that are stopped or cut for ever: nobody waits for their end."""
+        return frozenset(
+            host
+            for strike in self.strikes
+            if strike.fault.holds and not strike.fault.heals
+            for host in strike.hosts
+        )
+
+    # ----------------------------------------------------------------- watching
+
+    def _watch(self) -> None:
+        """Ends what has lasted long enough, and samples how fast training is."""
+        now = time.time()
+        for strike, interruption in list(self._open):
+            if strike.gone_s is None and interruption.gone:
+                strike.gone_s = now - strike.at
+            seconds = strike.fault.seconds
+            if seconds is not None and now >= strike.at + seconds:
+                self._end(strike, interruption)
+        if not self._samples or now >= self._samples[-1][0] + SAMPLE_S:
+            self._samples.append((now, self._most("finished")))
+
+    def _end(self, strike: Strike, interruption: Interruption) -> None:
+        self._open.remove((strike, interruption))
+        interruption.end()
+        strike.until = time.time()
+        if strike.fault.kind == "pause-store":
+            length = strike.until - strike.at
+            last = self._last_step
+            before, during = (
+                rate(self._samples, begun, begun + length, last)
+                for begun in (strike.at - length, strike.at)
+            )
+            strike.steps_per_s, strike.steps_per_s_during = before, during
+
+    # ------------------------------------------------------------------ looking
+
+    def _look(self) -> None:
+        """Learns the slots anew, at most every 20 ms."""
+        if time.monotonic() < self._read_at + 0.02:
+            return
+        self._read_at = time.monotonic()
+        for event in read_events(self._cluster.options.run_directory):
+            if event["event"] == "assignment":
+                self._slots = tuple(event["slots"])
+
+    def _board(self, host: str) -> ProgressBoard | None:
+        if host not in self._boards:
+            path = self._cluster.memory_directory(host) / "board"
+            if not path.exists() or path.stat().st_size == 0:
+                return None
+            self._boards[host] = ProgressBoard(path)
+        return self._boards[host]
+
+    def _cell(self, host: str, name: ProgressField) -> int:
+        board = self._board(host)
+        return board.get(name) if board else 0
+
+    def _most(self, name: ProgressField) -> int:
+        hosts = list(self._cluster.agents)
+        return max((self._cell(host, name) for host in hosts), default=0)
+
+    def _victims(self, fault: Fault) -> tuple[str, ...]:
+        if fault.kind == "kill-leader" or fault.role == "leader":
+            return (self._leader(),)
+        if fault.role == "follower":
+            leader = self._leader()
+            count = 2 if fault.reach == "pair" else 1
+            return tuple(host for host in self._slots if host != leader)[:count]
+        return tuple(self._slots[slot] for slot in fault.slots)
+
+    def _leader(self) -> str:
+        store = EtcdStore(self._cluster.store_address)
+        try:
+            pair = store.get(job_key(self._cluster.options.job, "m/leader"))
+        finally:
+            store.close()
+        if pair is None:
+            raise RuntimeError("there is no leader to strike")
+        return pair.value.decode()
+
+    def _reached(self, fault: Fault) -> bool:
+        if max(fault.slots, default=-1) >= len(self._slots):
+            return False  # the job has not grown so far yet
+        if fault.phase == "recovery":
+            started = bool(self.strikes) or fault.step == 0
+            return started and self._most("recovering") == 1
+        if fault.kind == "fail":
+            return self._failed_at(fault) > 0
+        if fault.phase == "healed" and not self._all_healed():
+            return False
+        if not self._slots or self._most("computing") < fault.step:
+            return False
+        if fault.phase in _PHASE_FIELD:
+            reached = self._most(_PHASE_FIELD[fault.phase])
+            return reached > 0 if fault.phase == "export" else reached >= fault.step
+        return True
+
+    def _all_healed(self) -> bool:
+        ends = [it.until for it in self.strikes if it.fault.heals]
+        return all(end and time.time() >= end + HEALED_S for end in ends)
+
+    # ----------------------------------------------------------------- striking
+
+    def _play(self, fault: Fault, corrupting: Sequence[Fault]) -> None:
+        while not self._cancelled.is_set():
+            self._look()
+            self._watch()
+            if self._reached(fault) and self._try(fault, corrupting):
+                return
+            time.sleep(POLL_S)
+
+    def _try(self, fault: Fault, corrupting: Sequence[Fault]) -> bool:
+        """Freezes, looks again, and strikes; False if the moment had passed."""
+        if fault.kind == "scale":
+            self._scale(fault)
+            return True
+        victims = self._victims(fault)
+        if any(host not in self._cluster.agents for host in victims):
+            return False
+        if fault.kind == "fail":
+            strike = self._noted(fault, victims)
+            strike.at = self._failed_at(fault)
+            self.strikes.append(strike)
+            return True
+        if fault.kind in INTERRUPTIONS:
+            return self._interrupt(fault, victims)
+        if fault.kind in _STORE:
+            self._strike_store(fault)
+            return True
+        if fault.phase is None:
+            time.sleep(self._random.uniform(0.0, 0.05))
+        if fault.phase == "stored":
+            self._hold_until_stored(victims)
+        for host in victims:
+            self._cluster.signal_host(host, signal.SIGSTOP)
+        if fault.phase == "collective" or corrupting:
+            time.sleep(0.15)  # the others arrive in the collective, and stay there
+        elif fault.phase in _PHASE_FIELD and not self._reached(fault):
+            for host in victims:
+                self._cluster.signal_host(host, signal.SIGCONT)
+            return False
+        self._strike(fault, victims, corrupting)
+        return True
+
+    def _interrupt(self, fault: Fault, victims: tuple[str, ...]) -> bool:
+        """Begins what lasts; False, and all as before, if the moment had passed."""
+        if fault.phase is None:
+            time.sleep(self._random.uniform(0.0, 0.05))
+        if fault.phase == "stored":
+            self._hold_until_stored(victims)
+        strike = self._noted(fault, victims)
+        pids = [self._cell(host, "trainer_pid") for host in victims]
+        begun = begin(fault, victims, self._cluster, self._network, pids)
+        if fault.phase in _PHASE_FIELD and not self._reached(fault):
+            begun.end()
+            return False
+        self._resume_held(fault, victims)
+        self.strikes.append(strike)
+        self._open.append((strike, begun))
+        if fault.holds and not fault.heals and self._rejoin_s is not None:
+            for _ in victims:
+                self._start_later(functools.partial(self._cluster.start_host))
+        return True
+
+    def _resume_held(self, fault: Fault, victims: tuple[str, ...]) -> None:
+        """Lets trainers go on that were held for `stored`, unless they are hit."""
+        if fault.phase == "stored" and fault.kind in ("stop-agent", "cut"):
+            for pid in filter(None, (self._cell(it, "trainer_pid") for it in victims)):
+                os.kill(pid, signal.SIGCONT)
+
+    def _failed_at(self, fault: Fault) -> float:
+        """When a trainer first raised, by its marker or its log; 0.0: not yet."""
+        if self._raised_at or time.monotonic() < self._log_read_at + 0.1:
+            return self._raised_at
+        self._log_read_at = time.monotonic()
+        logs = self._cluster.options.run_directory / "logs"
+        path = logs / f"{self._slots[fault.slots[0]]}.trainer.log"
+        words = f"drill: fail at step {fault.step}".encode()
+        if self._fail_marker is not None and self._fail_marker.exists():
+            self._raised_at = self._fail_marker.stat().st_mtime
+        elif path.exists() and words in path.read_bytes():
+            self._raised_at = time.time()
+        return self._raised_at
+
+    def _noted(self, fault: Fault, victims: tuple[str, ...]) -> Strike:
+        """What is so at this moment."""
+        return Strike(
+            fault=fault,
+            hosts=victims,
+            at=time.time(),
+            finished=self._most("finished"),
+            computing=self._most("computing"),
+            committed=self._most("committed"),
+        )
+
+    def _hold_until_stored(self, victims: tuple[str, ...]) -> None:
+        """Stops the victims' trainers; their agents go on, and so does the export."""
+        for pid in filter(None, (self._cell(it, "trainer_pid") for it in victims)):
+            os.kill(pid, signal.SIGSTOP)
+        end = time.monotonic() + FIRST_EXPORT_S
+        while not self._cancelled.is_set():
+            events = read_events(self._cluster.options.run_directory)
+            if any(event["event"] == "export" and event["ok"] for event in events):
+                return
+            if time.monotonic() > end:
+                raise TimeoutError(f"nothing was exported in {FIRST_EXPORT_S} s")
+            time.sleep(0.05)
+
+    def _strike(
+        self, fault: Fault, victims: tuple[str, ...], corrupting: Sequence[Fault]
+    ) -> None:
+        strike = Strike(fault=fault, hosts=victims)
+        for other in corrupting:
+            for host in self._victims(other):
+                strike.corrupted_bytes += self._corrupt(host)
+        strike.finished = self._most("finished")
+        strike.computing, strike.committed = (
+            self._most("computing"),
+            self._most("committed"),
+        )
+        strike.at = time.time()
+        if fault.kind == "kill-trainer":
+            self._kill_trainers(victims)
+        else:
+            for host in victims:
+                self._boards.pop(host, None)
+                self._cluster.kill_host(host)
+                self._come_back(host)
+        self.strikes.append(strike)
+
+    def _kill_trainers(self, victims: tuple[str, ...]) -> None:
+        for host in victims:
+            os.kill(self._cell(host, "trainer_pid"), signal.SIGKILL)
+            self._cluster.signal_host(host, signal.SIGCONT)
+
+    def _come_back(self, host: str) -> None:
+        if self._rejoin_s is not None:
+            self._start_later(functools.partial(self._cluster.start_host, host))
+
+    def _start_later(self, start: functools.partial[str]) -> None:
+        assert self._rejoin_s is not None
+        timer = threading.Timer(self._rejoin_s, self._cluster.call_soon, (start,))
+        timer.daemon = True
+        timer.start()
+
+    def _corrupt(self, host: str) -> int:
+        """Flips one byte in every 4 KiB of a host's arena; returns how many."""
+        flipped = 0
+        memory_directory = self._cluster.memory_directory(host)
+        for path in (*memory_directory.glob("arena*"), memory_directory / "reserve"):
+            if not path.exists():
+                continue
+            with open(path, "r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0)
+                places = range(0, len(memory), 4096)
+                for place in places:
+                    memory[place] ^= 0xFF
+                memory.close()
+            flipped += len(places)
+        return flipped
+
+    def _scale(self, fault: Fault) -> None:
+        """Asks as `dtft scale` does; other faults may strike while it is waited for."""
+        strike = Strike(fault=fault, at=time.time())
+        strike.finished, strike.committed = (
+            self._most("finished"),
+            self._most("committed"),
+        )
+        self.strikes.append(strike)
+        threading.Thread(target=self._ask, args=(strike,), daemon=True).start()
+
+    def _ask(self, strike: Strike) -> None:
+        cluster = self._cluster
+        store = EtcdStore(cluster.store_address)
+        try:
+            observer = Observer(
+                store, cluster.store_address, cluster.options.job, cluster.secret
+            )
+            strike.reply = scale(observer, strike.fault.replicas, SCALE_S)
+        except Exception as error:
+            strike.reply = {"error": str(error)}
+            if all(fault.kind == "scale" for fault in self._faults):
+                self.error = f"{strike.fault}: {error}"  # nothing else is to blame
+        finally:
+            store.close()
+
+    def _strike_store(self, fault: Fault) -> None:
+        """Takes the store away; `crash-store` leaves its return to its supervisor."""
+        strike = self._noted(fault, ())
+        etcd = self._cluster.etcd
+        if fault.kind == "crash-store":
+            os.kill(etcd.pid, signal.SIGKILL)
+        elif fault.kind == "empty-store":
+            etcd.kill()
+            self._cluster.call_soon(self._restart_empty)
+        else:
+            etcd.kill()
+            end = time.monotonic() + STORE_AWAY_S
+            while time.monotonic() < end:
+                self._watch()
+                time.sleep(POLL_S * 10)
+            strike.steps_seen = (strike.finished, self._most("finished"))
+            self._cluster.call_soon(etcd.start)
+        self.strikes.append(strike)
+
+    def _restart_empty(self) -> None:
+        self._cluster.etcd.stop()  # removes its data
+        self._cluster.etcd.start()
+
+
+def rate(
+    samples: Iterable[tuple[float, int]], begin: float, end: float, last_step: int
+) -> float | None:
+    """Steps per second within a time; None if nothing was seen in it.
+
+    The time ends early with the run's last step.
+
+    Args:
+        samples: (time, last finished step), in order of time.
+        begin: of the time.
+        end: of the time.
+        last_step: of the run; 0: unknown.
+
+    >>> samples = [(float(t), 10 * t) for t in range(100)]
+    >>> rate(samples, 20.0, 40.0, last_step=1000)
+    10.0
+    >>> rate(samples + [(101.0, 990), (110.0, 990)], 90.0, 110.0, last_step=990)
+    10.0
+    >>> rate(samples, 200.0, 220.0, last_step=1000) is None
+    True
+    """
+    within = [
+        (at, step) for at, step in samples if begin <= at <= end and step >= WARM_STEPS
+    ]
+    if last_step and (done := [at for at, step in within if step >= last_step]):
+        within = [(at, step) for at, step in within if at <= done[0]]
+    if len(within) < 2:
+        return None
+    (first_at, first), (last_at, last) = within[0], within[-1]
+    return (last - first) / (last_at - first_at)

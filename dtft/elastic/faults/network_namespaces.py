@@ -1,0 +1,282 @@
+"""Hosts of a local cluster in network namespaces of their own, and their cuts.
+
+Every host has two interfaces, on two bridges of this machine: one leads to the other
+hosts, one to the store. So a host can be cut from the store alone. A cut is silent, as
+a partition of a real network is: an interface leaves its bridge (both directions), or
+neighbour entries name a hardware address that nobody has (one direction). Interfaces
+stay up and addresses stay resolved, so nobody gets an error, only no answer. Needs
+Linux, root and `ip` (iproute2). Names carry the pid of the process that made them;
+`remove_leftovers` takes down those of processes that have ended.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtft.elastic.faults.schedule import Reach
+
+PREFIX = "dtft"
+NETNS_ETC = Path("/etc/netns")
+"""`ip netns exec NAME` lays NETNS_ETC/NAME/hosts over /etc/hosts."""
+NETWORKS = 8192
+"""Pairs of networks to choose from: 10.64.0.0/24 to 10.127.255.0/24."""
+MOST_HOSTS = 100
+_GATEWAY = 254
+_NOBODY = "02:ff:ff:ff:ff:ff"
+
+
+class NoNamespacesError(ValueError):
+    """This machine does not let us cut hosts off; the text says what is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNamespace:
+    """One host's namespace; `number` is its address in both networks."""
+
+    name: str
+    number: int
+    outer: tuple[str, str]
+    """Its interfaces' other ends: on the bridge of the hosts, on that of the store."""
+
+
+class HostNamespaces:
+    """The namespaces of a cluster's hosts; `close` removes all of them."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        """Makes a namespace for each of the hosts named.
+
+        Raises:
+            NoNamespacesError: not root, `ip` is missing, or the kernel refuses.
+        """
+        check_namespaces()
+        remove_leftovers()
+        if not 1 <= len(hosts) <= MOST_HOSTS:
+            raise NoNamespacesError(
+                f"{len(hosts)} hosts with namespaces; allowed: 1 to {MOST_HOSTS}."
+            )
+        self._base = f"{PREFIX}{os.getpid()}"
+        self._bridges = (f"{self._base}b", f"{self._base}s")
+        self._networks = _free_networks()
+        self._hosts = {
+            host: HostNamespace(
+                name=f"{self._base}h{number}",
+                number=number + 1,
+                outer=(f"{self._base}d{number}", f"{self._base}e{number}"),
+            )
+            for number, host in enumerate(hosts)
+        }
+        try:
+            for side in (0, 1):
+                self._add_bridge(side)
+            for host in self._hosts.values():
+                self._add(host)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def store_host(self) -> str:
+        """This machine's address in the store's network."""
+        return f"{self._networks[1]}.{_GATEWAY}"
+
+    def address(self, host: str) -> str:
+        """The host's address in the network of the hosts."""
+        return f"{self._networks[0]}.{self._hosts[host].number}"
+
+    def prefix(self, host: str) -> tuple[str, ...]:
+        """What to put in front of a command to run it in the host's namespace."""
+        return ("ip", "netns", "exec", self._hosts[host].name)
+
+    def cut(self, host: str, reach: Reach) -> None:
+        """Drops a host's packets, without a word to anybody."""
+        found = self._hosts[host]
+        match reach:
+            case "all" | "store":
+                for outer in found.outer[reach == "store" :]:
+                    _run("ip", "link", "set", outer, "nomaster")
+            case "out":
+                self._set_neighbours(found, _NOBODY)
+            case "in":
+                self._make_known(found, _NOBODY)
+
+    def part(self, one: str, other: str) -> None:
+        """Drops what two hosts send each other, without a word to them."""
+        ends = self._hosts[one], self._hosts[other]
+        for here, there in (ends, ends[::-1]):
+            _batch(here.name, [self._neighbour(0, there.number, "eth0", _NOBODY)])
+
+    def heal(self, host: str) -> None:
+        """Undoes every cut of a host."""
+        found = self._hosts[host]
+        for bridge, outer in zip(self._bridges, found.outer, strict=True):
+            _run("ip", "link", "set", outer, "master", bridge)
+        self._set_neighbours(found)
+        self._make_known(found)
+
+    def close(self) -> None:
+        """Removes namespaces, interfaces and files."""
+        _remove(self._base)
+
+    # ------------------------------------------------------------------- making
+
+    def _add_bridge(self, side: int) -> None:
+        bridge, mac = self._bridges[side], self._mac(side, _GATEWAY)
+        _run("ip", "link", "add", bridge, "address", mac, "type", "bridge")
+        address = f"{self._networks[side]}.{_GATEWAY}/24"
+        _run("ip", "addr", "add", address, "dev", bridge)
+        _run("ip", "link", "set", bridge, "up")
+
+    def _add(self, host: HostNamespace) -> None:
+        etc = NETNS_ETC / host.name
+        etc.mkdir(parents=True)
+        # gloo binds to what the machine's name resolves to.
+        own = f"{self._networks[0]}.{host.number}"
+        (etc / "hosts").write_text(
+            f"127.0.0.1 localhost\n{own} {socket.gethostname()}\n"
+        )
+        _run("ip", "netns", "add", host.name)
+        for side, (bridge, outer) in enumerate(
+            zip(self._bridges, host.outer, strict=True)
+        ):
+            peer = ("peer", "name", f"eth{side}", "netns", host.name)
+            _run("ip", "link", "add", outer, "type", "veth", *peer)
+            _run("ip", "link", "set", outer, "master", bridge, "up")
+            mac = self._mac(side, host.number)
+            _batch(
+                host.name,
+                [
+                    f"link set eth{side} address {mac}",
+                    f"addr add {self._networks[side]}.{host.number}/24 dev eth{side}",
+                    f"link set eth{side} up",
+                ],
+            )
+        _batch(host.name, ["link set lo up"])
+        self._set_neighbours(host)
+        self._make_known(host)
+
+    def _mac(self, side: int, number: int) -> str:
+        """The hardware address that belongs to an address."""
+        parts = [int(part) for part in self._networks[side].split(".")] + [number]
+        return "02:00:" + ":".join(f"{part:02x}" for part in parts)
+
+    def _set_neighbours(self, host: HostNamespace, mac: str | None = None) -> None:
+        """Tells a host where the others are; all of them at `mac`, if that is given."""
+        others = {it.number for it in self._hosts.values()} - {host.number}
+        ends = [(0, number) for number in sorted(others | {_GATEWAY})] + [(1, _GATEWAY)]
+        _batch(host.name, [self._neighbour(*end, f"eth{end[0]}", mac) for end in ends])
+
+    def _make_known(self, host: HostNamespace, mac: str | None = None) -> None:
+        """Tells the others where a host is."""
+        made = set(_names("netns"))
+        for other in self._hosts.values():
+            if other is not host and other.name in made:
+                _batch(other.name, [self._neighbour(0, host.number, "eth0", mac)])
+        _batch(
+            None,
+            [
+                self._neighbour(side, host.number, bridge, mac)
+                for side, bridge in enumerate(self._bridges)
+            ],
+        )
+
+    def _neighbour(self, side: int, number: int, device: str, mac: str | None) -> str:
+        address = f"{self._networks[side]}.{number}"
+        where = mac or self._mac(side, number)
+        return f"neigh replace {address} lladdr {where} dev {device} nud permanent"
+
+
+def check_namespaces() -> None:
+    """Refuses a machine on which hosts cannot be cut off.
+
+    Raises:
+        NoNamespacesError: not root, or `ip` is missing.
+    """
+    if shutil.which("ip") is None:
+        raise NoNamespacesError(
+            "cutting a host off needs `ip`, which is not installed: install the "
+            "package iproute2, or leave out faults of the kind cut."
+        )
+    if os.geteuid() != 0:
+        raise NoNamespacesError(
+            "cutting a host off needs network namespaces, and those need root: run "
+            "this as root, or leave out faults of the kind cut."
+        )
+
+
+def remove_leftovers() -> None:
+    """Takes down what processes that no longer run have left behind; needs root."""
+    for pid in {int(re.findall(r"\d+", name)[0]) for name in existing_namespaces()}:
+        if not Path(f"/proc/{pid}").exists():
+            _remove(f"{PREFIX}{pid}")
+
+
+def sweep_namespaces() -> None:
+    """As `remove_leftovers`; where this machine has no namespaces, nothing to do."""
+    with contextlib.suppress(NoNamespacesError):
+        check_namespaces()
+        remove_leftovers()
+
+
+def existing_namespaces(pid: int | None = None) -> list[str]:
+    """Namespaces and interfaces that drills have made; of one process, if given."""
+    names = [*_names("netns"), *_names("link")]
+    number = r"\d+" if pid is None else str(pid)
+    own = re.compile(rf"{PREFIX}{number}[a-z]\d*")
+    return [name for name in names if own.fullmatch(name)]
+
+
+def _free_networks() -> tuple[str, str]:
+    """The first three numbers of two networks in which this machine has no address."""
+    taken = set(re.findall(r"inet (\d+\.\d+\.\d+)\.", _run("ip", "-o", "-4", "addr")))
+    for offset in range(NETWORKS):
+        number = 2 * ((os.getpid() + offset) % NETWORKS)
+        pair = tuple(
+            f"10.{64 + (number + side) // 256}.{(number + side) % 256}"
+            for side in (0, 1)
+        )
+        if not taken & set(pair):
+            return pair[0], pair[1]
+    raise NoNamespacesError("this machine has addresses in all of 10.64.0.0/10.")
+
+
+def _remove(base: str) -> None:
+    """Everything whose name begins with base and goes on with a letter."""
+    for kind in ("link", "netns"):
+        for name in _names(kind):
+            if re.match(rf"{base}[a-z]", name):
+                # Some are gone already, with the namespace of their other end.
+                command = ["ip", kind, "del", name]
+                subprocess.run(command, check=False, capture_output=True, timeout=30)
+    for folder in NETNS_ETC.glob(f"{base}[a-z]*"):
+        shutil.rmtree(folder)
+    with contextlib.suppress(OSError):  # others have files there
+        NETNS_ETC.rmdir()
+
+
+def _names(kind: str) -> list[str]:
+    """Of namespaces or interfaces that drills have made."""
+    command = ("netns", "list") if kind == "netns" else ("-o", "link")
+    return re.findall(rf"\b({PREFIX}\d+[a-z]\d*)\b", _run("ip", *command))
+
+
+def _batch(namespace: str | None, commands: Sequence[str]) -> None:
+    where = ("-n", namespace) if namespace else ()
+    _run("ip", *where, "-batch", "-", text="\n".join(commands) + "\n")
+
+
+def _run(*command: str, text: str = "") -> str:
+    result = subprocess.run(
+        command, check=False, capture_output=True, text=True, input=text, timeout=30
+    )
+    if result.returncode:
+        raise NoNamespacesError(
+            f"cutting a host off needs network namespaces, but `{' '.join(command)}` "
+            f"says: {result.stderr.strip()}"
+        )
+    return result.stdout

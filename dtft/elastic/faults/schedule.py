@@ -1,0 +1,301 @@
+"""The faults a drill can play, and how they are written.
+
+``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
+``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
+WHOM is a slot, several slots joined by ``+``, or a role when the fault strikes:
+``leader``, or ``follower``, the host of the lowest slot that does not lead (of a pair:
+the two lowest). An option is a phase, a number of seconds, what a cut separates, or
+``always``; which of them a kind takes is in `RULES`. Seconds left out mean for ever.
+Pure parsing; how a fault strikes is `injector`.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kind = Literal[
+    "kill-host",
+    "kill-trainer",
+    "kill-leader",
+    "kill-store",
+    "corrupt",
+    "scale",
+    "stop-agent",
+    "stop-host",
+    "stop-trainer",
+    "cut",
+    "crash-store",
+    "pause-store",
+    "empty-store",
+    "fail",
+]
+Phase = Literal[
+    "compute",
+    "collective",
+    "replicate",
+    "commit",
+    "export",
+    "recovery",
+    "stored",
+    "healed",
+]
+"""What the job is doing when the fault strikes. `recovery`: at a recovery from the
+fault before. `stored`: the victims' trainers are held at STEP until storage has a
+checkpoint, so that the outcome does not depend on how fast the first export is.
+`healed`: some seconds after every stop, cut and pause before it is over."""
+Reach = Literal["all", "store", "out", "in", "pair"]
+"""What a cut drops: all packets of a host; those to and from the store; what the host
+sends to anybody; what anybody sends to the host; what two hosts send each other."""
+
+KINDS: tuple[str, ...] = get_args(Kind)
+PHASES: tuple[str, ...] = get_args(Phase)
+REACHES: tuple[str, ...] = get_args(Reach)
+Role = Literal["leader", "follower"]
+ROLES: tuple[str, ...] = get_args(Role)
+
+_PATTERN = re.compile(
+    r"(?P<kind>[a-z-]+)(?::(?P<whom>[a-z]+|\d+(\+\d+)*))?@(?P<step>\d+)"
+    r"(?P<options>(:[\w.]+)*)"
+)
+_SECONDS = re.compile(r"\d+(\.\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a kind of fault takes."""
+
+    whom: Literal["none", "slots", "slots or role", "replicas"] = "none"
+    phase: bool = False
+    seconds: Literal["no", "optional", "required"] = "no"
+    reach: bool = False
+    always: bool = False
+
+    @property
+    def options(self) -> str:
+        """The options in words, for error texts."""
+        words = ["a phase (" + ", ".join(PHASES) + ")"] * self.phase
+        words += [" or ".join(REACHES)] * self.reach
+        words += ["seconds"] * (self.seconds != "no")
+        words += ["always"] * self.always
+        return ", ".join(words) or "none"
+
+
+_STOP = Rule(whom="slots or role", phase=True, seconds="optional")
+RULES: dict[str, Rule] = {
+    "kill-host": Rule(whom="slots", phase=True),
+    "kill-trainer": Rule(whom="slots", phase=True),
+    "kill-leader": Rule(phase=True),
+    "kill-store": Rule(phase=True),
+    "corrupt": Rule(whom="slots", phase=True),
+    "scale": Rule(whom="replicas"),
+    "stop-agent": _STOP,
+    "stop-host": _STOP,
+    "stop-trainer": Rule(whom="slots", phase=True, seconds="optional"),
+    "cut": Rule(whom="slots or role", phase=True, seconds="optional", reach=True),
+    "crash-store": Rule(phase=True),
+    "pause-store": Rule(phase=True, seconds="required"),
+    "empty-store": Rule(phase=True),
+    "fail": Rule(whom="slots", always=True),
+}
+"""Every kind's rule. `kill-store`: the drill starts the store again after some seconds;
+`crash-store`: whoever supervises the store has to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault: what, whom, when, for how long.
+
+    `corrupt` freezes the slots' hosts together with the next `kill-host` of the same
+    step and flips bytes in every copy they hold before that kill.
+    """
+
+    kind: Kind
+    slots: tuple[int, ...]
+    step: int
+    phase: Phase | None
+    role: Role | None = None
+    """The host that has this role is meant, instead of `slots`."""
+    seconds: float | None = None
+    """How long a stop, a cut or a pause lasts; None: for ever."""
+    reach: Reach = "all"
+    """`cut`: what the host is separated from."""
+    always: bool = False
+    """`fail`: every time the step is reached; otherwise once."""
+    replicas: int = 0
+    """`scale`: how many there shall be."""
+
+    def __str__(self) -> str:
+        numbers = (self.replicas,) if self.kind == "scale" else self.slots
+        whom = self.role or "+".join(map(str, numbers))
+        options: list[object] = [self.phase] if self.phase else []
+        options += [self.reach] if self.reach != "all" else []
+        options += [_number(self.seconds)] if self.seconds is not None else []
+        options += ["always"] if self.always else []
+        after = "".join(f":{option}" for option in options)
+        return self.kind + f":{whom}" * bool(whom) + f"@{self.step}{after}"
+
+    @property
+    def heals(self) -> bool:
+        """Whether this fault ends by itself after `seconds`."""
+        return self.seconds is not None
+
+    @property
+    def holds(self) -> bool:
+        """Whether its hosts cannot be used as long as it lasts, though they exist."""
+        held = self.kind in ("stop-agent", "stop-host", "cut")
+        return held and self.reach != "pair"
+
+
+def _number(seconds: float) -> str:
+    return str(int(seconds)) if seconds == int(seconds) else str(seconds)
+
+
+def parse_fault(text: str, num_slots: int) -> Fault:
+    """Reads one fault.
+
+    Raises:
+        ValueError: says what is wrong with the text and what is allowed.
+
+    >>> str(parse_fault("kill-host:0+1@20:commit", num_slots=3))
+    'kill-host:0+1@20:commit'
+    >>> parse_fault("stop-agent:leader@20:10", num_slots=3).seconds
+    10.0
+    >>> str(parse_fault("cut:1@30:20:store", num_slots=3))
+    'cut:1@30:store:20'
+    >>> parse_fault("stop-host:1@30", num_slots=3).seconds is None  # for ever
+    True
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"--fault {text!r} is not KIND[:WHOM]@STEP[:OPTION...], for example "
+            "kill-host:1@150, stop-agent:leader@20:10 or cut:1@30:store:20"
+        )
+    kind, whom = match["kind"], match["whom"] or ""
+    if kind not in RULES:
+        raise ValueError(f"--fault {text!r}: kind {kind!r}; known: {', '.join(KINDS)}")
+    rule, options = RULES[kind], match["options"].split(":")[1:]
+    if rule.whom == "replicas":
+        return _scale(text, whom, int(match["step"]), options)
+    found = _options(text, kind, rule, options)
+    slots = _slots(text, kind, rule, whom, num_slots)
+    if found.get("reach") == "pair" and len(slots) != 2 and whom != "follower":
+        raise ValueError(
+            f"--fault {text!r}: a cut of a pair needs two slots, or follower, for "
+            "example cut:0+1@30:pair"
+        )
+    found |= {"slots": slots, "role": whom if whom in ROLES else None}
+    return Fault(kind=kind, step=int(match["step"]), **found)  # type: ignore[arg-type]
+
+
+def _slots(
+    text: str, kind: str, rule: Rule, whom: str, num_slots: int
+) -> tuple[int, ...]:
+    """The slots that are meant; none if it is a role or nobody."""
+    if whom in ROLES and rule.whom == "slots or role":
+        return ()
+    if whom and not whom[0].isdigit():
+        allowed = (
+            "a slot, leader or follower" if rule.whom == "slots or role" else "a slot"
+        )
+        allowed = "nobody: leave it out" if rule.whom == "none" else allowed
+        raise ValueError(f"--fault {text!r}: {kind} takes {allowed}, not {whom!r}")
+    slots = tuple(int(slot) for slot in whom.split("+") if slot)
+    if bool(slots) != (rule.whom != "none"):
+        need = "takes no slot" if rule.whom == "none" else "needs a slot"
+        need += ", leader or follower" * (rule.whom == "slots or role")
+        raise ValueError(f"--fault {text!r}: {kind} {need}")
+    if len(set(slots)) < len(slots):
+        raise ValueError(f"--fault {text!r}: a slot is named twice")
+    for slot in slots:
+        if slot >= num_slots:
+            raise ValueError(
+                f"--fault {text!r}: slot {slot}; this job has slots 0 to "
+                f"{num_slots - 1}."
+            )
+    return slots
+
+
+def _options(
+    text: str, kind: str, rule: Rule, options: Sequence[str]
+) -> dict[str, object]:
+    """The fields that stand behind the step; each at most once, in any order."""
+    found: dict[str, object] = {}
+    for option in options:
+        name, value, taken = _option(rule, option)
+        if name is None:
+            raise ValueError(
+                f"--fault {text!r}: {option!r}; {kind} takes after its step: "
+                f"{rule.options}"
+            )
+        if not taken:
+            raise ValueError(
+                f"--fault {text!r}: {kind} takes no {name}; after its step: "
+                f"{rule.options}"
+            )
+        if name in found:
+            raise ValueError(f"--fault {text!r}: {name} is given twice")
+        if value == 0:
+            raise ValueError(f"--fault {text!r}: 0 seconds; give a number above 0")
+        found[name] = value
+    if rule.seconds == "required" and "seconds" not in found:
+        raise ValueError(
+            f"--fault {text!r}: {kind} needs seconds, for example {kind}@30:20"
+        )
+    return {"phase": None, **found}
+
+
+def _option(rule: Rule, option: str) -> tuple[str | None, object, bool]:
+    """The field that an option sets, its value, and whether the kind takes it."""
+    if _SECONDS.fullmatch(option):
+        return "seconds", float(option), rule.seconds != "no"
+    if option in PHASES:
+        return "phase", option, rule.phase
+    if option in REACHES:
+        return "reach", option, rule.reach
+    if option == "always":
+        return "always", True, rule.always
+    return None, None, False
+
+
+def _scale(text: str, sizes: str, step: int, options: Sequence[str]) -> Fault:
+    if not sizes.isdigit() or int(sizes) < 1 or options:
+        raise ValueError(
+            f"--fault {text!r}: scale takes one number of replicas, 1 or more, and no "
+            "phase, for example scale:3@20"
+        )
+    return Fault(kind="scale", slots=(), step=step, phase=None, replicas=int(sizes))
+
+
+def check_together(faults: Sequence[Fault]) -> None:
+    """Refuses faults that one run cannot play together.
+
+    Raises:
+        ValueError: names the faults and what to change.
+    """
+    fails = [fault for fault in faults if fault.kind == "fail"]
+    if len(fails) > 1 or any(len(fault.slots) > 1 for fault in fails):
+        names = ", ".join(f"--fault {fault}" for fault in fails)
+        raise ValueError(
+            f"{names}: a trainer is told of one failure. Give one `fail` with one slot."
+        )
+
+
+def in_order(faults: Sequence[Fault]) -> list[Fault]:
+    """By step; a fault during recovery stays behind the one it was given after.
+
+    So does one that waits until the faults before it have healed.
+
+    >>> texts = ["kill-host:0@40", "kill-host:1@1:recovery", "kill-leader@20"]
+    >>> [str(f) for f in in_order([parse_fault(t, num_slots=2) for t in texts])]
+    ['kill-leader@20', 'kill-host:0@40', 'kill-host:1@1:recovery']
+    """
+    groups: list[list[Fault]] = []
+    for fault in faults:
+        if fault.phase in ("recovery", "healed") and groups:
+            groups[-1].append(fault)
+        else:
+            groups.append([fault])
+    groups.sort(key=lambda group: group[0].step)
+    return [fault for group in groups for fault in group]

@@ -1,0 +1,449 @@
+"""One host's agent: an event loop between store, peers, leader and trainers.
+
+Passes what happens to `Follower` (this host's duties) and, while this host leads, to
+the `Leader` that `Leadership` has. Contains no decision of its own about the job. It
+must never import JAX: a JAX client aborts its process when the coordination service
+dies.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dtft.checkpoint.replication import Commit
+from dtft.elastic.admission import check_domain, check_job, claims_of, refuse_taken_name
+from dtft.elastic.assignment import HostRecord, process_of
+from dtft.elastic.host.edges import Asked, Edges, local_edges
+from dtft.elastic.host.trainers import Trainers
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader import AGAIN, Answer, Leader, Leadership
+from dtft.elastic.links import FollowerLinks, LeaderLink, described, moved
+from dtft.elastic.messages import fault_of_order, order_fields
+from dtft.elastic.network import Closed, ControlChannel, Heard, Message
+from dtft.elastic.store import Membership, Store, View
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+RANK_S = 0.02
+"""Hosts try to lead one after the other, so much apart, by name."""
+
+
+class Agent:
+    """Runs until the job has a result, or this host is told to leave."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        store: Store,
+        trainers: Trainers | None = None,
+        edges: Edges | None = None,
+    ) -> None:
+        """Opens this host's port; joins nothing yet.
+
+        Args:
+            config: of this host.
+            store: of the job.
+            trainers: listen already; by default the agent starts its own.
+            edges: the world; by default this machine.
+
+        Raises:
+            JobMismatch: a live host has the name.
+            ValueError: the arena directory is not there, or the port cannot be opened.
+        """
+        if edges is None:
+            refuse_taken_name(store, config)
+            edges = local_edges(config, store, trainers)
+        self._config, self._store, self._edges = config, store, edges
+        self._loop, lease_s = edges.loop, config.timeouts.lease
+        self._follower = edges.follower(self._emit, self._report)
+        self._links = FollowerLinks(
+            edges.network,
+            self._loop,
+            lease_s,
+            on_connected=self._host_connected,
+            on_report=self._host_reports,
+            on_lost=self._host_lost,
+            on_dead=self._host_dead,
+            on_moved=self._leader_moved,
+        )
+        asked = Asked(export=self._export_wanted, scale=self._scaling_wanted)
+        try:
+            self._server = edges.listen(self._follower.inbox(), self._accept, asked)
+        except ValueError:
+            self._follower.close()
+            edges.close()
+            raise
+        self._membership = Membership(
+            store,
+            edges.mirrors,
+            config.job,
+            self._describe(),
+            lease_s,
+            self._loop,
+            on_view=self._see,
+            on_lapse=self._lapsed,
+            on_store=self._store_changed,
+            on_replaced=self._replaced,
+        )
+        self._leader_link = LeaderLink(
+            lambda: self._membership.record,
+            edges.network,
+            self._loop,
+            lease_s,
+            on_order=self._obey_leader,
+            on_dead=self._leader_dead,
+            on_moved=self._leader_moved,
+        )
+        self._leadership = Leadership(
+            config.host,
+            self._membership,
+            self._loop,
+            lease_s,
+            self._make_leader,
+            on_begun=self._begin_to_lead,
+            on_ended=self._let_followers_go,
+        )
+        self._service = edges.service()
+        self._hint: tuple[int, HostRecord] | None = None
+        """Term and record of a leader that a peer has told of."""
+        self._store_up = True
+        self._leaderless_since: float | None = None
+        self._isolated_since: float | None = None
+        self._ticked_at = 0.0
+        self._result = ""
+
+    def _describe(self) -> HostRecord:
+        """What the store is told of this host."""
+        return HostRecord(
+            host=self._config.host,
+            address=self._server.address,
+            incarnation=secrets.token_hex(8),
+            joined_ns=int(self._loop.wall() * 1e9),
+            pid=os.getpid(),
+            domain=self._config.domain,
+        )
+
+    # --------------------------------------------------------------------- run
+
+    def run(self) -> str:
+        """Serves until the job ends.
+
+        Returns:
+            The job's result as JSON; "" if this host left before the end.
+
+        Raises:
+            StoreUnavailable: the store cannot be reached at the start.
+            JobMismatch: the secret or the config differs from the job's.
+        """
+        try:
+            check_job(self._store, self._config)
+            check_domain(self._store, self._config)
+            self.start()
+            self._loop.run()
+            return self._result
+        finally:
+            self.close()
+
+    def start(self) -> None:
+        """Registers this host and begins to take part.
+
+        Raises:
+            StoreUnavailable: the store cannot be reached.
+        """
+        self._membership.claims = claims_of(self._config)
+        self._membership.start()
+        self._follower.warm()
+        self._ticked_at = self._loop.now()
+        self._loop.call_later(TICK_S, self._tick)
+
+    def leave(self) -> None:
+        """Makes `run` return soon; safe in a signal handler."""
+        self._loop.stop()
+
+    def _finish(self, result: str) -> None:
+        self._result = result
+        self._loop.stop()
+
+    def close(self) -> None:
+        """Ends every process, connection and registration of this host."""
+        with contextlib.ExitStack() as parts:  # each, whatever comes of the others
+            parts.callback(self._edges.close)
+            parts.callback(self._server.close)
+            parts.callback(self._links.close)
+            parts.callback(self._leader_link.close)
+            parts.callback(self._membership.close)
+            parts.callback(self._follower.close)
+            parts.callback(self._service.close)
+            parts.callback(self._leadership.close)
+
+    def _tick(self) -> None:
+        now = self._loop.now()
+        late_s = now - self._ticked_at - TICK_S
+        # What others said while this process stood still is still to be heard.
+        paused_s = late_s if late_s > self._config.timeouts.lease / 5 else 0.0
+        self._ticked_at = now
+        self._membership.tick()
+        self._links.tick(paused_s)
+        self._leader_link.tick(paused_s)
+        self._follower.tick()
+        self._campaign_if_free()
+        self._follow()
+        if (leader := self._leadership.leader) is not None and not paused_s:
+            leader.tick()
+            self._step_down_if_isolated(leader)
+        self._loop.call_later(TICK_S, self._tick)
+
+    # ---------------------------------------------------------------- the store
+
+    def _see(self, view: View) -> None:
+        """The store says something new."""
+        if view.result is not None:
+            self._finish(view.result)
+            return
+        self._leadership.see(view)
+        self._campaign_if_free()
+        self._follow()
+        self._follower.see(view.hosts.values())
+        self._retire_if_replaced(view)
+
+    def _retire_if_replaced(self, view: View) -> None:
+        """Stands down when a newer generation does without this host.
+
+        So a host that was frozen, or cut off, comes back as a spare.
+        """
+        newer = view.assignment
+        if newer is None or newer.epoch <= self._follower.epoch:
+            return
+        me = process_of(self._membership.record.incarnation)
+        members = {process_of(one) for one in newer.incarnations}
+        if self._follower.epoch > (0, 0) and me not in members:
+            logger.warning("generation %d is without this host", newer.generation)
+            self._follower.retire()
+
+    def _lapsed(self) -> None:
+        """Others may have taken this host for dead: it says who it is now."""
+        self._tell_record()
+
+    def _tell_record(self) -> None:
+        record = self._membership.record
+        if (leader := self._leadership.leader) is not None:
+            leader.connected(record)
+        else:
+            self._leader_link.send(described(record))
+
+    def describe(self, record: HostRecord) -> None:
+        """This host has something else to say of itself."""
+        self._membership.describe(record)
+        self._tell_record()
+
+    def _replaced(self, by: HostRecord) -> None:
+        """A later agent has this host's name: this one was stopped for long."""
+        logger.error(
+            "host name %s is taken by process %d now: this agent ends", by.host, by.pid
+        )
+        self._loop.stop()
+
+    def _store_changed(self, up: bool) -> None:
+        self._store_up = up
+        logger.warning("store is %s", "back" if up else "away")
+
+    # ------------------------------------------------------------ who leads
+
+    def _campaign_if_free(self) -> None:
+        """Tries to lead where nobody does; hosts take turns, by name.
+
+        A leader whose lease ran out comes first, and a host that still hears it waits.
+        """
+        view, now, me = self._membership.view, self._loop.now(), self._config.host
+        if view.leader is not None or not view.hosts:
+            self._leaderless_since = None
+            return
+        if self._leaderless_since is None:
+            self._leaderless_since = now
+        if not self._leadership.may_campaign:
+            return
+        wait_s = 0.0
+        if self._leadership.leader is None:
+            rank = sum(host < me for host in view.hosts)
+            wait_s = min(rank * RANK_S, 1.0)
+            if self._leader_link.hears:
+                wait_s += self._config.timeouts.lease / 2
+        if now >= self._leaderless_since + wait_s:
+            self._membership.campaign()
+
+    def _make_leader(self, view: View, commits: Sequence[Commit]) -> Leader:
+        return Leader(
+            self._config,
+            self._membership,
+            view,
+            commits,
+            self._loop,
+            self._order,
+            self._edges.journal(),
+            self._service,
+            self._edges.list_steps,
+            committing=self._follower.committing,
+            ended=self._finish,
+        )
+
+    def _begin_to_lead(self) -> None:
+        leader = self._leadership.leader
+        assert leader is not None
+        self._leader_link.close()
+        self._isolated_since = None
+        for record in [self._membership.record, *self._links.records]:
+            leader.connected(record)
+
+    def _newest_leader(self) -> tuple[int, HostRecord] | None:
+        """Term and record of whoever leads, as far as this host knows."""
+        view = self._membership.view
+        if self._hint is not None and self._hint[0] > view.term and not self._store_up:
+            return self._hint
+        leader = view.hosts.get(view.leader or "")
+        return (view.term, leader) if leader is not None else None
+
+    def _moved_message(self) -> Message | None:
+        """Tells hosts that take this one for the leader who leads; None if it does."""
+        newest = self._newest_leader()
+        if newest is None or newest[1].host == self._config.host:
+            return None
+        return moved(*newest)
+
+    def _let_followers_go(self) -> None:
+        """This host does not lead any more; some hosts may not see the store."""
+        self._links.close(self._moved_message())
+
+    def _accept(
+        self, hello: Message, channel: ControlChannel
+    ) -> tuple[Heard, Closed] | None:
+        """A host calls, because it takes this one for the leader."""
+        found = self._links.accept(hello, channel)
+        last = self._moved_message() if self._leadership.leader is None else None
+        if found is not None and last is not None:
+            channel.post(last)
+        return found
+
+    def _step_down_if_isolated(self, leader: Leader) -> None:
+        """Lets another host lead if too few hosts reach this one, though they live."""
+        needed = min(leader.num_slots, len(leader.view.hosts))
+        if self._links.count + 1 >= needed:
+            self._isolated_since = None
+            return
+        now = self._loop.now()
+        if self._isolated_since is None:
+            self._isolated_since = now
+        if now > self._isolated_since + 2 * self._config.timeouts.lease:
+            why = f"of {needed} hosts {self._links.count + 1} reach this one"
+            self._leadership.let_go(leader.view, why)
+
+    def _leader_moved(self, term: int, record: HostRecord) -> None:
+        """A host that followed this one tells who leads now."""
+        if self._store_up or term <= self._membership.view.term:
+            return  # the store says so itself, or knows better
+        if self._hint is not None and term < self._hint[0]:
+            return
+        self._hint = term, record
+        self._leadership.give_up()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Keeps the link to the newest leader that is known."""
+        newest = self._newest_leader()
+        if self._leadership.leader is not None or newest is None:
+            return
+        if newest[1].host != self._config.host:
+            self._leader_link.follow(*newest)
+
+    def _leader_dead(self, leader: HostRecord) -> None:
+        """The leader's port refuses connections, and all shall know."""
+        view = self._membership.view
+        if view.leader == leader.host:
+            self._membership.expel(view.leader_lease)
+
+    # ------------------------------------------------------ towards the leader
+
+    def _report(self, op: str, **fields: Any) -> None:
+        """Sends a report of this host to whoever leads."""
+        message = {"op": op, **fields}
+        if self._leadership.leader is not None:
+            self._loop.post(self._host_reports, self._config.host, message)
+        else:
+            self._leader_link.send(message)
+
+    def _obey_leader(self, message: Message) -> None:
+        """An order of the leader; what is none ends the connection."""
+        fault = fault_of_order(message, self._config.host)
+        if fault is not None:
+            self._leader_link.refuse(fault)
+            return
+        if message["op"] == "reform":
+            self._service.end()  # it has served the world of a former leader
+        self._obey({"op": message["op"], **order_fields(message)})
+
+    def _order(self, host: str, op: str, **fields: Any) -> None:
+        """Sends an order to a host, which may be this one."""
+        message = {"op": op, **fields}
+        if host == self._config.host:
+            self._loop.post(self._obey, message)
+        else:
+            self._links.send(host, message)
+
+    def _obey(self, message: Message) -> None:
+        if message["op"] == "ended":
+            self._finish(message["result"])
+        else:
+            self._follower.obey(message)
+
+    def _emit(self, kind: str, *values: Any) -> None:
+        """Something has happened on this host; from any thread."""
+        self._loop.post(self._happened, kind, *values)
+
+    def _happened(self, kind: str, *values: Any) -> None:
+        if kind == "attachment":
+            index, ident = self._follower.attachment
+            record = self._membership.record
+            self.describe(dataclasses.replace(record, process=index, attached_ns=ident))
+        else:
+            self._follower.happened(kind, *values)
+
+    # --------------------------------------------------- from others (as leader)
+
+    def _with_leader(self, act: Callable[[Leader], None]) -> None:
+        if (leader := self._leadership.leader) is not None:
+            act(leader)
+
+    def _host_connected(self, record: HostRecord) -> None:
+        self._with_leader(lambda leader: leader.connected(record))
+
+    def _host_reports(self, host: str, message: Message) -> None:
+        self._with_leader(lambda leader: leader.handle_report(host, message))
+
+    def _host_lost(self, record: HostRecord, why: str) -> None:
+        self._with_leader(lambda leader: leader.disconnected(record, why))
+
+    def _host_dead(self, record: HostRecord) -> None:
+        """A host's port refuses connections: its process is gone."""
+        view = self._membership.view
+        known = view.hosts.get(record.host)
+        if known is not None and known.address == record.address:
+            self._membership.expel(view.leases.get(record.host, 0))
+        why = "its connection closed, its port is dead"
+        self._with_leader(lambda leader: leader.lost(record.host, why))
+
+    def _export_wanted(self, answer: Answer) -> None:
+        if (leader := self._leadership.leader) is None:
+            text = f"{self._config.host} does not lead the job"
+            answer({"error": text, "moved": True})
+        else:
+            leader.export_wanted(answer)
+
+    def _scaling_wanted(self, replicas: int, answer: Answer) -> None:
+        if (leader := self._leadership.leader) is None:
+            answer({"error": AGAIN, "again": True})
+        else:
+            leader.scaling_wanted(replicas, answer)

@@ -1,0 +1,772 @@
+"""What every host does for its job: it obeys the leader and reports to it.
+
+Has the trainer begin and end, keeps the copies, replicates, restores and exports. A
+user's process (`SeatPolicy.attached`) decides when it saves and restores: it learns the
+step on offer at once, tells its layout at its first save, and asks for what it wants.
+All methods run on the agent's event loop; what takes long runs on threads that answer
+with events. Decides nothing about the job: which slot, which step and which peers are
+told.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dtft.checkpoint.managers import AGENT_SOCKET, ProgressBoard
+from dtft.checkpoint.replication import Commit
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.storage import ExporterProcess
+from dtft.checkpoint.transport import Credentials, parse_address, start_nixl
+from dtft.elastic.assignment import HostRecord
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.hang_detection import Observation, ProgressWatch
+from dtft.elastic.host.export import ExportDesk
+from dtft.elastic.host.trainers import Command, Trainers, start_message
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.network import Network, PortState
+from dtft.elastic.processes import free_port
+from dtft.elastic.reachability import try_all
+from dtft.elastic.seat_policy import missing
+from dtft.elastic.stack_dump import dump_stack, process_state
+from dtft.elastic.transfer import (
+    Copies,
+    Formation,
+    Inbox,
+    Resharding,
+    Scrubber,
+    restore_copies,
+)
+
+logger = logging.getLogger(__name__)
+
+REPORTED = ("step", "digests", "interval", "window")
+"""What the leader is told of a staged step."""
+WANTED, FLUSHED, LEFT = ("step", "layout"), ("token", "step", "store"), ("step",)
+"""What it is told of a user's process's wish, and of its goodbye."""
+
+Message = Mapping[str, Any]
+Handler = Callable[[Formation, Message], None]
+
+
+LOOK_S = 1.0
+"""From one look at the trainer to the next."""
+WARM_S = 5.0
+"""A standby trainer that could not be started is tried again after that."""
+KEPT_COMMITS = 2
+"""So many of the newest commits a host knows for the store."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostParts:
+    """What a follower works with on its host."""
+
+    board: ProgressBoard
+    trainers: Trainers
+    copies: Copies
+    exports: ExportDesk
+    resharding: Resharding | None
+    """Of a host whose process is the user's."""
+    restore: Callable[[dict[str, Any]], dict[str, Any]]
+    """Restores what a leader's order says; see `restore_copies`. Takes long."""
+    probe: Callable[[str, Callable[[PortState], None]], None]
+    """What becomes of a connection to another host's port; see `Network.probe`."""
+    free_port: Callable[[], int]
+    observe: Callable[[int], Observation | None]
+    """What the trainer of a process id does now, from the board and the kernel."""
+    dump_stack: Callable[[int, Path], str]
+    """Has a process write its stacks to its log; takes about a second."""
+    nixl: Any = None
+    close: Callable[[], None] = lambda: None
+
+
+class Follower:
+    """One host's duties."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        credentials: Credentials,
+        parts: HostParts,
+        loop: Loop,
+        emit: Callable[..., None],
+        report: Callable[..., None],
+    ) -> None:
+        """Has nothing to do yet.
+
+        Args:
+            config: of this host's agent.
+            credentials: of the job.
+            parts: of this host.
+            loop: of the agent.
+            emit: `emit(kind, ...)` sends to `happened`, from any thread.
+            report: `report(op, **fields)` sends to the leader.
+        """
+        self._config, self._credentials = config, credentials
+        self._parts, self._loop = parts, loop
+        self._emit, self._report = emit, report
+        self._seats = config.seats
+        self._board, self._trainers = parts.board, parts.trainers
+        self._copies, self._exports = parts.copies, parts.exports
+        self._resharding = parts.resharding
+        self._formation: Formation | None = None
+        self._ballot: tuple[int, int] = (0, 0)
+        self._holding = loop.lane("copies")
+        """What changes or reads the copies as a whole, one after the other."""
+        self._export_attempt = 0
+        """Of the export that was ordered last."""
+        self._obeyed: Mapping[str, Any] | None = None
+        """The order to take a slot that was obeyed last."""
+        self._commits: list[Commit] = []
+        """The newest, newest first."""
+        self._warm_at = 0.0
+        self._watch = ProgressWatch(config.timeouts)
+        self._look_at = 0.0
+        self._handlers = self._handlers_of_messages()
+        self._trainers.bind(emit)
+
+    @property
+    def epoch(self) -> tuple[int, int]:
+        """(generation, attempt) that this host obeys; (0, 0) for none."""
+        return self._formation.epoch if self._formation else (0, 0)
+
+    def inbox(self) -> Inbox:
+        """What the transport's serving threads may ask."""
+        return Inbox(
+            epoch=lambda: self.epoch,
+            holder=lambda: self._copies.holder,
+            held=lambda *copy: self._emit("held", self.epoch, *copy),
+            former=lambda: self._copies.former,
+            nixl=self._parts.nixl,
+        )
+
+    def warm(self) -> None:
+        """Starts a standby trainer: imports are paid for before they are needed.
+
+        Without one a slot is taken later, or given back if none can be started then.
+        """
+        if self._loop.now() < self._warm_at:
+            return
+        try:
+            self._trainers.ensure_standby()
+        except OSError as error:
+            self._warm_at = self._loop.now() + WARM_S
+            logger.warning("no standby trainer can be started: %s", error)
+
+    @property
+    def attachment(self) -> tuple[int, int]:
+        """Index and ident of the user's process that is attached, (-1, 0) for none."""
+        return self._trainers.attachment
+
+    def see(self, hosts: Collection[HostRecord]) -> None:
+        """The hosts of the job have changed: a process that waits is told for whom."""
+        absent = missing(hosts, self._config.num_slots) if self._seats.attached else ""
+        if absent:
+            self._trainers.note(absent)
+
+    # ------------------------------------------------------- orders of the leader
+
+    def obey(self, message: dict[str, Any]) -> None:
+        """Carries out an order that was checked."""
+        fields = {key: value for key, value in message.items() if key != "op"}
+        if "ballot" in fields:
+            fields["ballot"] = tuple(fields["ballot"])
+        match message["op"]:
+            case "reform":
+                self.reform(**fields)
+            case "reach":
+                self.reach(**fields)
+            case "prepare":
+                self.prepare(fields)
+            case "replicate":
+                self.replicate(**fields)
+            case "release":
+                self.release(**fields)
+            case "expect":
+                self.expect(**fields)
+            case "export":
+                self.export(fields)
+            case "lend":
+                self.lend(**fields)
+            case op:
+                self.pass_on(op, **fields)
+
+    def happened(self, kind: str, *values: Any) -> None:
+        """Something has happened on this host."""
+        match kind:
+            case "trainer":
+                self.trainer_says(*values)
+            case "trainer_exit":
+                self.trainer_exited(*values)
+            case "assembled":
+                self.assembled(*values)
+            case "held":
+                self.held(*values)
+            case "exporter":
+                self.exporter_says(*values)
+            case _:
+                raise ValueError(f"kind={kind!r}: nothing of that kind happens here")
+
+    def committing(self, step: int) -> None:
+        """This host leads and has a step written to the store; 0: it is written."""
+        self._board.set("committing", step)
+
+    def expect(self, layout: str, domains: list[str]) -> None:
+        """Has memory ready for a slot of the running job, should one be free.
+
+        A host that has none for it is no spare, and says so at once.
+        """
+        expected = Layout.from_json(layout)
+        self._holding.submit(
+            lambda: self._copies.expect(expected, domains), self._expected
+        )
+
+    def _expected(self, outcome: "Future[None]") -> None:
+        error = outcome.exception()
+        if error is None:
+            self._tell("fit")
+        else:
+            self._unfit(_why(error))
+
+    def reform(
+        self,
+        ballot: tuple[int, int],
+        reason: str = "",
+        fatal: bool = False,
+        read: bool = True,
+        epoch: Sequence[int] = (0, 0),
+        step: int = -1,
+        reach: Mapping[str, str] | None = None,
+    ) -> None:
+        """Stops training here and reports what this host holds, and whom it reaches.
+
+        Args:
+            ballot: of the round.
+            reason: why, for whoever trains here.
+            fatal: what has happened would happen again to the same processes.
+            read: whether copies are read and checked for it.
+            epoch: of the newest assignment that the leader knows.
+            step: of the newest commit that the leader knows, -1 for none.
+            reach: hosts to try, and their addresses.
+        """
+        if ballot < self._ballot:
+            return
+        former, self._ballot = self._ballot, ballot
+        self._board.set("recovering", 1)
+        code = self._stand_down(reason, fatal)
+        if code is not None:  # its end may be what the failures of others follow from
+            self._tell_exit(code, former)
+        told = {
+            "finished": self._board.get("finished"),
+            "export_port": self._parts.free_port(),
+            "commits": [it.to_json() for it in self._commits if it.step > step],
+        }
+        obeyed = self._obeyed
+        if obeyed is not None and _epoch_of(obeyed) > tuple(epoch):
+            told["assignment"] = obeyed["assignment"]
+        if self._seats.attached:
+            told["attached_ns"] = self._trainers.waiting
+        outcomes: list[Future[dict[str, Any]]] = []
+
+        def tell() -> None:
+            if outcomes and "missed" in told:
+                self._tell_holdings(ballot, outcomes[0], told)
+
+        def listed(outcome: "Future[dict[str, Any]]") -> None:
+            outcomes.append(outcome)
+            tell()
+
+        def tried(missed: list[str]) -> None:
+            told["missed"] = missed
+            tell()
+
+        self._holding.submit(lambda: self._copies.report(read), listed)
+        try_all(self._parts.probe, reach or {}, tried)
+
+    def reach(self, ballot: tuple[int, int], reach: Mapping[str, str]) -> None:
+        """Says which of some hosts, with their addresses, this one does not reach."""
+        told = functools.partial(self._report, "reached", ballot=ballot)
+        try_all(self._parts.probe, reach, lambda missed: told(missed=missed))
+
+    def _report_of(self, outcome: "Future[dict[str, Any]]") -> dict[str, Any]:
+        """What is held here; nothing if that cannot be said."""
+        error = outcome.exception()
+        if error is None:
+            return outcome.result()
+        logger.error("the copies cannot be listed", exc_info=error)
+        lost = f"{self._config.host}: all copies: {error}"
+        return {"layouts": [], "holdings": {}, "items": {}, "corrupt": [lost]}
+
+    def _tell_holdings(
+        self,
+        ballot: tuple[int, int],
+        outcome: "Future[dict[str, Any]]",
+        told: dict[str, Any],
+    ) -> None:
+        if ballot == self._ballot:  # else a newer round has asked again
+            self._tell("holdings", **self._report_of(outcome), **told)
+
+    def _stand_down(self, reason: str = "", fatal: bool = False) -> int | None:
+        """Ends training here; returns what `Trainers.let_go` returns."""
+        code = None
+        formation, self._formation = self._formation, None
+        if formation is not None:
+            formation.stop_pushers()
+        if self._resharding is not None:
+            self._resharding.free()
+        if formation is not None or fatal:
+            code = self._trainers.let_go(reason, waiting=fatal)
+        self._exports.stand_down()
+        self._board.enter("", 0)
+        for field_name in ("computing", "replicating", "committing", "exporting"):
+            self._board.set(field_name, 0)
+        return code
+
+    def _tell(self, op: str, **fields: Any) -> None:
+        """Reports to the leader, about the newest round that this host knows."""
+        self._report(op, ballot=self._ballot, **fields)
+
+    def retire(self) -> None:
+        """Gives up the slot: others have taken it. The copies stay until replaced."""
+        self._stand_down()
+        self._board.set("recovering", 0)
+        self.warm()
+
+    def prepare(self, order: dict[str, Any]) -> None:
+        """Takes a slot: starts the trainer and, beside it, fetches the state."""
+        if tuple(order["ballot"]) < self._ballot:
+            return
+        self._ballot = tuple(order["ballot"])
+        self._stand_down()
+        self._formation = formation = Formation(order=order)
+        self._copies.epoch = formation.epoch
+        self._board.set("generation", order["generation"])
+        self._board.set("attempt", order["attempt"])
+        self._board.set("finished", order["step"])
+        self._board.set("committed", order["step"])  # kept until there is a newer one
+        self._board.set("staged", 0)
+        self._board.set("recovering", 1)
+        self._obeyed = order
+        self._board.enter("start", int(self._loop.now() * 1e9))
+        self._watch.begin()
+        try:
+            self._trainers.start(start_message(self._config, order))
+        except OSError as error:
+            self._unfit(f"a trainer cannot be started: {error}")
+            return
+        if order["source"] == "memory":
+            self._loop.aside(
+                lambda: self._parts.restore(order),
+                lambda outcome: self._restored(formation, _outcome(outcome)),
+            )
+        else:
+            self._restored(formation, {"own": 0, "peers": 0, "s": 0.0})
+
+    def _restored(self, formation: Formation, outcome: dict[str, Any]) -> None:
+        """The restore of this host's slices has ended, well or not."""
+        if formation is not self._formation:
+            return
+        if "fatal" in outcome:
+            self._unfit(outcome["fatal"])
+        elif "error" in outcome:
+            error, corrupt = outcome["error"], outcome["corrupt"]
+            self._tell("prepare_failed", error=error, corrupt=corrupt)
+        else:
+            formation.restored = outcome
+            self._tell(
+                "prepared",
+                export_port=self._parts.free_port(),
+                own=outcome["own"],
+                peers=outcome["peers"],
+                seconds=outcome["s"],
+                restored=outcome.get("restored", {}),
+            )
+            self._hand_over(formation)
+            if self._seats.attached:  # it may go on, and ask for the step
+                order = formation.order
+                self._board.set("recovering", 0)
+                self._trainers.formed(source=order["source"], step=order["step"])
+
+    def _fatal(self, message: str) -> None:
+        """What is wrong would be wrong on any host."""
+        self._tell("fatal", message=message)
+
+    def _unfit(self, why: str) -> None:
+        """What is wrong is wrong on this host alone."""
+        self._tell("unfit", why=why)
+
+    def _hand_over(self, formation: Formation) -> None:
+        """Gives the trainer its state, once both it and the state are there."""
+        order = formation.order
+        if formation.announced and formation.restored is not None:
+            where = self._copies.located(order["step"], order["source"] == "memory")
+            self._trainers.send(
+                "restore", source=order["source"], step=order["step"], **where
+            )
+
+    def release(
+        self, step: int, committed: bool, commit: str = "", **told: Any
+    ) -> None:
+        """A step is safe: older copies go; the trainer is told so, and the rest.
+
+        Args:
+            step: that the trainers have staged.
+            committed: the store has recorded it; otherwise it is away.
+            commit: JSON of what it has recorded, or shall record, without holders:
+                those of the order that this host obeys.
+            told: what only the trainer has to know.
+        """
+        if commit:
+            self._keep(Commit.from_json(commit))
+        holder = self._copies.holder  # the lane may change it meanwhile
+        if holder is None or self._formation is None:
+            return
+        last = self._board.get("committed")
+        if committed and step in holder.steps():
+            self._board.set("committed", step)
+            last = step
+            if step > self._formation.order["step"]:
+                self._copies.committed()
+        holder.drop_before(step, keep={last})
+        if self._board.get("replicating") <= step:
+            self._board.set("replicating", 0)
+        self._trainers.send("release", step=step, committed=committed, **told)
+        self.warm()
+
+    def _keep(self, commit: Commit) -> None:
+        """Remembers a commit for a leader, or a store, that does not know it."""
+        obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
+        if obeyed is not None and _epoch_of(obeyed) == epoch:
+            whole = replace(commit, holders=tuple(obeyed["hosts"]))
+            self._commits = [whole, *self._commits][:KEPT_COMMITS]
+
+    def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
+        """Sends the slices of a restored step again to peers that lack them."""
+        formation = self._formation
+        if formation is None or ballot != self._ballot:
+            return
+        self._start_pushers(formation)
+        formation.push(step, targets)
+
+    def pass_on(self, op: str, **fields: Any) -> None:
+        """The leader has something to say to whoever trains here, or to be assembled
+        for it first.
+        """
+        if op != "assemble":
+            self._trainers.send(op, **fields)
+        elif "error" in fields:
+            self._trainers.send("assembled", **fields)
+        elif self._resharding is not None and self._formation is not None:
+            self._resharding.begin(self._formation, fields)
+
+    def assembled(self, formation: Formation, answer: dict[str, Any]) -> None:
+        """What a process wants is in memory, or why not."""
+        if formation is self._formation:
+            self._trainers.send("assembled", **answer)
+        elif self._resharding is not None:
+            self._resharding.outdated(answer)
+
+    # --------------------------------------------------------------- the trainer
+
+    def _handlers_of_messages(self) -> dict[str, Handler]:
+        """Op of a trainer's message to what is done about it."""
+        handlers: dict[str, Handler] = {
+            "layout": self._on_layout,
+            "stage": self._on_stage,
+            "staged": self._on_staged,
+            "running": functools.partial(self._pass_up, "running"),
+            "finished": functools.partial(self._pass_up, "finished"),
+            "fatal": functools.partial(self._pass_up, "fatal"),
+            "failed": functools.partial(self._pass_up, "failed"),
+        }
+        if self._resharding is not None:
+            handlers["locate"] = self._on_locate
+            handlers["want"] = functools.partial(self._ask_leader, "wanted", WANTED)
+            handlers["flush"] = functools.partial(self._ask_leader, "flush", FLUSHED)
+            handlers["left"] = functools.partial(self._ask_leader, "finished", LEFT)
+            free = self._resharding.free
+            handlers["taken"] = lambda formation, message: free()
+        return handlers
+
+    def trainer_says(self, ident: int, message: dict[str, Any]) -> None:
+        """A message of the trainer; those of an ended one are ignored."""
+        if not self._trainers.is_active(ident):
+            return
+        op = message.pop("op")
+        if op == "stage" and self._seats.attached:
+            self._board.set("finished", message["step"])  # so a loss can be counted
+        if self._formation is not None and op in self._handlers:
+            try:
+                self._handlers[op](self._formation, message)
+            except (LookupError, AttributeError, TypeError, ValueError) as error:
+                self._refuse_trainer(f"{op}: {type(error).__name__}: {error}")
+
+    def _refuse_trainer(self, fault: str) -> None:
+        """A trainer has said what has no meaning: it is let go, not this agent."""
+        logger.error("the trainer sent a message that is none: %s", fault)
+        self._trainers.let_go(f"it sent a message that is none: {fault}")
+        self._tell_exit(0 if self._seats.attached else 1, self._ballot)
+
+    def _pass_up(self, op: str, formation: Formation, message: Message) -> None:
+        """The leader has to know; the trainer has begun, whatever it says."""
+        self._board.set("recovering", 0)
+        self._tell(op, slot=formation.slot, **message)
+
+    def _ask_leader(
+        self, op: str, names: Iterable[str], formation: Formation, message: Message
+    ) -> None:
+        """A user's process wants something that the leader decides."""
+        told = {name: message[name] for name in names}
+        self._tell(op, slot=formation.slot, **told)
+
+    def _on_locate(self, formation: Formation, message: Message) -> None:
+        step = message["step"]
+        holder = self._copies.holding(step)
+        if holder is None or step not in holder.steps():
+            text = f"{self._config.host} does not hold step {step} any more"
+            self._trainers.send("located", error=text)
+            return
+        self._trainers.send(
+            "located",
+            step=step,
+            layout=holder.layout.to_json(),
+            arena=str(holder.path),
+            places=holder.own_places(step),
+            digests=holder.all_own_digests(step),
+            items=holder.items(step),
+        )
+
+    def _on_layout(self, formation: Formation, message: Message) -> None:
+        layout, order = Layout.from_json(message["layout"]), formation.order
+        is_held = order["source"] == "memory"
+        is_new = is_held and Layout.from_json(order["layout"]).digest != layout.digest
+        if is_new and not self._seats.attached:
+            self._fatal("the trainer's state differs from the commit's: other config?")
+            return
+        if is_held and not is_new:
+            self._accept(formation, layout)
+            return
+        slot, domains, copies = order["slot"], order["domains"], self._copies
+
+        def hold() -> None:
+            if is_new:  # beside the commit's, until this one has its first
+                copies.hold(layout, slot, domains, keep=order["step"])
+            else:
+                copies.hold(layout, slot, domains).keep_only(set())
+
+        self._holding.submit(
+            hold, lambda outcome: self._held_for(formation, layout, is_new, outcome)
+        )
+
+    def _held_for(
+        self,
+        formation: Formation,
+        layout: Layout,
+        is_new: bool,
+        outcome: "Future[None]",
+    ) -> None:
+        """There is memory for a layout, or there is none."""
+        error = outcome.exception()
+        if error is not None:  # that of a former formation as well: all need as much
+            self._unfit(_why(error))
+            return
+        if formation is not self._formation:
+            return
+        if is_new:
+            formation.stop_pushers()  # they sent again what peers had lost of the old
+            formation.order = {**formation.order, "source": "init"}
+        self._accept(formation, layout)
+
+    def _accept(self, formation: Formation, layout: Layout) -> None:
+        """The layout is the formation's: copies can travel."""
+        formation.announced = True
+        self._start_pushers(formation)
+        self._tell("layout", layout=layout.to_json())
+        self._hand_over(formation)
+
+    def _start_pushers(self, formation: Formation) -> None:
+        limit_s = self._config.timeouts.replicate
+        formation.start_pushers(self._copies, self._credentials, limit_s)
+
+    def _on_stage(self, formation: Formation, message: Message) -> None:
+        if (holder := self._copies.holder) is None:
+            return
+        step, copied = message["step"], self._copies.share(formation.turn)
+        try:
+            room = asdict(holder.begin_stage(step))
+            self._trainers.send("room", step=step, copied=copied, **room)
+        except RuntimeError as error:
+            self._fatal(str(error))
+
+    def _on_staged(self, formation: Formation, message: Message) -> None:
+        if (holder := self._copies.holder) is None:
+            return
+        step = message["step"]
+        holder.staged(step, message["digests"], message["items"], message["kept"])
+        self._board.set("staged", step)
+        self._board.set("replicating", step)
+        formation.staged(step, message["interval"], message["window"])
+        told = {name: message[name] for name in REPORTED}
+        self._tell("staged", slot=formation.slot, **told)
+
+    def held(self, epoch: tuple[int, int], step: int, source: int, root: str) -> None:
+        """A peer's slices have arrived here and were checked; `root`: their digest."""
+        formation = self._formation
+        if formation is not None and epoch == formation.epoch:
+            where = {"source": source, "target": formation.slot}
+            self._tell("held", step=step, root=root, **where)
+
+    def tick(self) -> None:
+        """Looks, about every second, whether the trainer of this host gets on."""
+        formation, now = self._formation, self._loop.now()
+        if formation is None or self._seats.attached or now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        seen = self._parts.observe(self._trainers.pid)
+        if seen is None:
+            return
+        progress = self._watch.look(now, seen)
+        if self._watch.dump_due(progress):
+            pid, log = self._trainers.pid, self._config.trainer_log
+            self._loop.aside(
+                lambda: self._parts.dump_stack(pid, log),
+                lambda outcome: logger.warning("%s", outcome.result()),
+            )
+        if self._watch.report_due(now, progress):
+            self._tell("progress", slot=formation.slot, **asdict(progress))
+
+    def trainer_exited(self, ident: int, code: int) -> None:
+        """A trainer has ended; the leader must know, if it means something."""
+        if self._trainers.exited(ident):
+            self._tell_exit(code, self._ballot)
+
+    def _tell_exit(self, code: int, ballot: tuple[int, int]) -> None:
+        told = self._seats.exit_report(code)
+        if told is not None:
+            op, fields = told
+            self._report(op, ballot=ballot, **fields)
+
+    # ------------------------------------------------------------------- storage
+
+    def export(self, order: dict[str, Any]) -> None:
+        """Begins to write a committed step to storage, from the arena."""
+        self._export_attempt = order["failures"]
+        holder = self._copies.holding(order["step"], order["slot"])
+        self._exports.begin(holder, {**order, "epoch": self.epoch})
+
+    def lend(self, step: int) -> None:
+        """Keeps a step for peers that lack some of it to export; -1 ends that."""
+        self._exports.lend(self._copies.holding(step), step)
+
+    def exporter_says(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:
+        """The exporter has written a step, failed, or ended."""
+        self._exports.answer(exporter, message)
+
+    def exported(self, step: int, ok: bool, error: str) -> None:
+        """This host's part of an export has ended."""
+        attempt = self._export_attempt
+        self._tell("exported", step=step, ok=ok, error=error, attempt=attempt)
+
+    def close(self) -> None:
+        """Ends every process of this host and frees its memory."""
+        self._stand_down("this agent ends")
+        self._holding.close()
+        self._trainers.close()
+        self._parts.close()
+        self._copies.close()
+
+
+def local_follower(
+    config: AgentConfig,
+    credentials: Credentials,
+    board: ProgressBoard,
+    loop: Loop,
+    network: Network,
+    emit: Callable[..., None],
+    report: Callable[..., None],
+    trainers: Trainers | None = None,
+) -> Follower:
+    """A follower on this machine; see `Follower`.
+
+    Args:
+        config: of this host's agent.
+        credentials: of the job.
+        board: of this host.
+        loop: of the agent.
+        network: reaches other agents.
+        emit: sends to `Follower.happened`.
+        report: sends to the leader.
+        trainers: listen already; by default this host starts its own.
+    """
+    copies = Copies(config)
+    scrubber = Scrubber(copies.holders)
+    nixl = start_nixl() if config.nixl else None
+
+    def exported(step: int, ok: bool, error: str) -> None:
+        follower.exported(step, ok, error)
+
+    parts = HostParts(
+        board=board,
+        trainers=trainers
+        or Trainers(
+            config.memory_directory / AGENT_SOCKET,
+            job=config.job,
+            host=config.host,
+            deadline_s=config.timeouts.start,
+            command=Command.of(config),
+        ),
+        copies=copies,
+        exports=ExportDesk(config, credentials, board, emit, exported),
+        resharding=Resharding(config, credentials, copies, emit)
+        if config.seats.attached
+        else None,
+        restore=lambda order: restore_copies(copies, order, config, credentials, nixl),
+        probe=network.probe,
+        free_port=functools.partial(free_port, parse_address(config.bind)[0]),
+        observe=lambda pid: observe(board, pid),
+        dump_stack=dump_stack,
+        nixl=nixl,
+        close=scrubber.close,
+    )
+    follower = Follower(config, credentials, parts, loop, emit, report)
+    return follower
+
+
+def _epoch_of(order: Message) -> tuple[int, int]:
+    return order["generation"], order["attempt"]
+
+
+def _why(error: BaseException) -> str:
+    """Why this host has no memory for a layout."""
+    if isinstance(error, OSError):
+        return str(error)
+    logger.error("no memory could be made ready", exc_info=error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
+    """What a restore came to; what nobody foresaw is a failed restore as well."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    logger.error("the restore failed", exc_info=error)
+    return {"error": f"{type(error).__name__}: {error}", "corrupt": []}
+
+
+def observe(board: ProgressBoard, pid: int) -> Observation | None:
+    """What a trainer does now; None if it has no process any more."""
+    state = process_state(pid) if pid else None
+    if state is None:
+        return None
+    phase, since_ns = board.phase()
+    return Observation(
+        phase=phase,
+        since=since_ns / 1e9,
+        computing=board.get("computing"),
+        finished=board.get("finished"),
+        state=state.state,
+        cpu_s=state.cpu_s,
+    )

@@ -1,0 +1,306 @@
+"""Where a host's memory lies, who owns it, and when it is swept.
+
+Names become a directory in memory and keys in the store: what would be another path or
+key there is refused. An agent holds a lock (flock) on the file `owner` in its directory
+until its process ends; SIGKILL ends it too. So a directory whose lock is free belongs
+to a dead agent, in whichever PID namespace the agent ran, and the next start on the
+machine removes it. Every change of a name in the arena directory is one rename by a
+process that holds the lock, so concurrent starts and sweeps do not race.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+OWNER = "owner"
+"""The file in a memory directory that its agent keeps locked."""
+_PREFIX = "dtft-"
+_FRESH, _SWEPT = ".dtft-new-", ".dtft-swept-"
+"""Names of directories that are being made, or that are being removed."""
+TAKE_S = 2.0
+"""A directory that is being swept is waited for this long; sweeping renames first."""
+UNMARKED_S = 60.0
+"""A directory without a lock file is left alone for this long after its last change."""
+_held: dict[Path, int] = {}
+"""The locked files of this process, by directory: closing one would free its lock."""
+_holding = threading.Lock()
+
+
+def check_name(flag: str, name: str) -> None:
+    """Refuses a name that could not be part of a path and of a key.
+
+    >>> check_name("--job", "resnet-50_v1.2")
+    >>> check_name("--job", "a/b c")
+    Traceback (most recent call last):
+    ValueError: --job 'a/b c' has '/', ' '. Allowed: letters, digits, ".", "_" and "-" \
+of ASCII, one or more of them. Give another name.
+
+    Raises:
+        ValueError: it has something else in it, or nothing.
+    """
+    if _NAME.fullmatch(name):
+        return
+    wrong = dict.fromkeys(letter for letter in name if not _NAME.fullmatch(letter))
+    found = f"has {', '.join(map(repr, wrong))}" if wrong else "is empty"
+    raise ValueError(
+        f'{flag} {name!r} {found}. Allowed: letters, digits, ".", "_" and "-" of '
+        "ASCII, one or more of them. Give another name."
+    )
+
+
+def check_arena_directory(directory: Path) -> None:
+    """Refuses a directory that is not there: one made anew would be on a disk.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not directory.is_dir():
+        raise ValueError(
+            f"arena_directory={directory}: there is no such directory. Allowed: a "
+            "memory file system that is mounted (/dev/shm, a tmpfs), which is not "
+            "made here. Mount it, or give --arena_directory (with a CONFIG "
+            "--checkpoint.arena_directory) another one."
+        )
+
+
+def make_memory_directory(directory: Path) -> None:
+    """Makes a host's own directory anew and locks it until this process ends.
+
+    Sweeps the arena directory first: memory of dead agents might be what is missing.
+
+    Raises:
+        ValueError: the arena directory is not there, or a live agent has the directory.
+    """
+    check_arena_directory(directory.parent)
+    if line := swept_line(directory.parent, sweep_memory(directory.parent)):
+        with contextlib.suppress(OSError):
+            print(line, flush=True)
+    _let_go(directory)
+    fresh = directory.parent / f"{_FRESH}{secrets.token_hex(8)}"
+    fresh.mkdir(mode=0o700)
+    lock = os.open(fresh / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(lock, f"{os.getpid()}\n".encode())
+        _put_in_place(fresh, directory)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        os.close(lock)
+        raise
+    with _holding:
+        _held[directory] = lock
+
+
+def _put_in_place(fresh: Path, directory: Path) -> None:
+    """Renames a locked directory; a dead agent's of that name is removed before.
+
+    Raises:
+        ValueError: a live agent has the name.
+    """
+    end = time.monotonic() + TAKE_S
+    while True:
+        try:
+            fresh.rename(directory)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        if (directory / OWNER).exists():
+            _remove_dead(directory)
+        else:  # of a version without locks; its name was asked of the store
+            _remove(directory)
+        if time.monotonic() > end and directory.exists():
+            raise ValueError(
+                f"host memory {directory} belongs to a live agent (its file {OWNER} is "
+                "locked). Allowed: a name that no agent of this machine has. Give "
+                "another --host-name or --job, or end that agent."
+            )
+        time.sleep(0.02)
+
+
+def remove_memory_directory(directory: Path) -> None:
+    """Frees a host's memory and gives up its name; one that is gone is no error."""
+    shutil.rmtree(directory, ignore_errors=True)
+    _let_go(directory)
+
+
+def _let_go(directory: Path) -> None:
+    with _holding:
+        lock = _held.pop(directory, None)
+    if lock is not None:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+# ------------------------------------------------------------------------- sweeping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swept:
+    """One removed directory of a dead agent."""
+
+    name: str
+    num_bytes: int
+
+
+def sweep_memory(arena_directory: Path) -> list[Swept]:
+    """Removes the memory of this user's dead agents; that of live ones stays.
+
+    Args:
+        arena_directory: where memory directories lie.
+
+    Returns:
+        What was removed. What cannot be removed is left without an error.
+    """
+    found = []
+    for path in _ours(arena_directory):
+        with contextlib.suppress(OSError):
+            if path.name.startswith(_PREFIX):
+                num_bytes = _remove_dead(path)
+            else:
+                num_bytes = _remove_unfinished(path)
+            if num_bytes is not None:
+                found.append(Swept(name=path.name, num_bytes=num_bytes))
+    return found
+
+
+def swept_line(arena_directory: Path, swept: list[Swept]) -> str:
+    """What people are told of a sweep; "" if nothing was removed.
+
+    >>> swept_line(Path("/dev/shm"), [Swept(name="dtft-j-a", num_bytes=4096)])
+    'dtft: removed 4,096 bytes of dead agents from /dev/shm: dtft-j-a'
+    """
+    if not swept:
+        return ""
+    total = sum(it.num_bytes for it in swept)
+    names = ", ".join(it.name for it in swept[:8])
+    more = f" and {len(swept) - 8} more" if len(swept) > 8 else ""
+    return (
+        f"dtft: removed {total:,} bytes of dead agents from {arena_directory}: "
+        f"{names}{more}"
+    )
+
+
+def _ours(arena_directory: Path) -> Iterator[Path]:
+    """Directories of this user that are named as memory directories are."""
+    with contextlib.suppress(OSError):
+        for path in sorted(arena_directory.iterdir()):
+            if not path.name.startswith((_PREFIX, _FRESH, _SWEPT)):
+                continue
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                    yield path
+
+
+def _remove_dead(path: Path) -> int | None:
+    """Removes a directory whose agent is dead; None, and nothing, if it may live."""
+    try:
+        lock = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return _remove(path) if _unused_without_lock(path) else None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another sweeper may have renamed the directory, and its name be taken anew.
+        mine, now = os.fstat(lock), os.stat(path / OWNER, follow_symlinks=False)
+        if (mine.st_dev, mine.st_ino) != (now.st_dev, now.st_ino):
+            return None
+        return _remove(path)
+    except (BlockingIOError, FileNotFoundError):
+        return None
+    finally:
+        os.close(lock)
+
+
+def _remove_unfinished(path: Path) -> int | None:
+    """Removes what a process left that died while it made or removed a directory."""
+    if not _old(path):
+        return None  # its lock may not be taken yet, or it is being removed now
+    if path.name.startswith(_FRESH) and (path / OWNER).exists():
+        return _remove_dead(path)
+    return _remove(path)
+
+
+def _remove(path: Path) -> int:
+    """Takes a directory's name away, which is one step, then its files."""
+    away = path
+    if not path.name.startswith(_SWEPT):
+        away = path.with_name(f"{_SWEPT}{secrets.token_hex(8)}")
+        try:
+            path.rename(away)
+        except FileNotFoundError:
+            return 0
+    num_bytes = sum(_size(file) for file in away.rglob("*"))
+    shutil.rmtree(away, ignore_errors=True)
+    return num_bytes
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _old(path: Path) -> bool:
+    return time.time() - path.lstat().st_mtime > UNMARKED_S
+
+
+def _unused_without_lock(path: Path) -> bool:
+    """Whether a directory without a lock file is an agent's, and that agent is dead.
+
+    Agents of versions before the lock kept files open or mapped and listened on a
+    socket. The kernel grants a write lease only on a file that nobody has open, in any
+    PID namespace; a socket whose listener is gone refuses connections.
+    """
+    entries = list(path.iterdir())
+    if not entries or not _old(path):
+        return False
+    return all(_file_unused(entry) for entry in entries)
+
+
+def _file_unused(path: Path) -> bool:
+    mode = path.lstat().st_mode
+    if stat.S_ISSOCK(mode):
+        return _refuses(path)
+    return stat.S_ISREG(mode) and _lease_granted(path)
+
+
+def _refuses(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(1.0)
+        try:
+            caller.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
+
+def _lease_granted(path: Path) -> bool:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        # Who opens the file meanwhile has this process signalled: not by SIGIO, whose
+        # default ends it.
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True

@@ -1,0 +1,376 @@
+"""Writes the newest step that hosts hold to storage, without leader, store or trainers.
+
+For the forced end of a local cluster: whoever started the hosts asks each one what it
+holds, chooses a step (`choose`, pure), fetches its slices and has one exporter process
+write them. Hosts answer on threads of their own, so a stuck event loop, a store that
+does not answer and a job between two formations are no obstacles. A recorded commit
+counts if the digests add up to its root. A step that was not recorded, because the
+store was away, counts if the hosts of the newest formation hold all of it and agree.
+"""
+
+import dataclasses
+import json
+import logging
+import queue
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dtft.checkpoint.memory import Arena
+from dtft.checkpoint.replication import adding_up
+from dtft.checkpoint.state import (
+    Chunks,
+    Layout,
+    MeshLayout,
+    Parts,
+    Slice,
+    chunk_digests,
+)
+from dtft.checkpoint.storage import storage_steps
+from dtft.checkpoint.transport import (
+    MAX_REQUEST_HEADER,
+    Channel,
+    Credentials,
+    Tls,
+    connect,
+    no_payload,
+)
+from dtft.elastic.host.export import save_fields, start_exporter
+from dtft.elastic.host.memory_directory import (
+    make_memory_directory,
+    remove_memory_directory,
+)
+from dtft.elastic.transfer import FetchFailed, FetchOrder, Inbox, fetch_into
+
+logger = logging.getLogger(__name__)
+
+ADDRESS = "address"
+"""The file in a host's memory directory that says where the host listens."""
+ASK_S = 2.0
+"""A host that has not answered by then is left out."""
+CHUNK_BYTES = 4 << 20
+
+
+class NotSalvaged(RuntimeError):
+    """No step was written; says why."""
+
+
+# --------------------------------------------------------------------- the host's side
+
+
+def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
+    """Says where a host listens to whoever started it."""
+    text = json.dumps({"address": address, "tls": tls})
+    (memory_directory / ADDRESS).write_text(text)
+
+
+def serve_salvage(channel: Channel, inbox: Inbox) -> None:
+    """Answers one caller: everything that this host holds, not read."""
+    holder = inbox.holder()
+    holders = [it for it in (holder, *inbox.former()) if it is not None]
+    held = []
+    for one in holders:
+        copies = {
+            step: {key: known for key, _, known in one.copies(step) if known}
+            for step in one.steps()
+        }
+        held.append(
+            {
+                "layout": one.layout.to_json(),
+                "chunk_bytes": one.chunk_bytes,
+                "held": {step: found for step, found in copies.items() if found},
+                "items": {step: one.items(step) for step in copies},
+            }
+        )
+    channel.send({"epoch": inbox.epoch(), "holders": held}, timeout_s=ASK_S)
+    channel.receive(ASK_S, no_payload, max_header=MAX_REQUEST_HEADER)
+
+
+# -------------------------------------------------------------------------- the choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What one host holds of one layout."""
+
+    host: str
+    address: str
+    epoch: tuple[int, int]
+    layout: str
+    """As JSON."""
+    chunk_bytes: int
+    held: Mapping[int, Mapping[str, bytes]]
+    """Step to slice key to digest."""
+    items: Mapping[int, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SalvagedStep:
+    """A step that can be written, and where its slices are."""
+
+    step: int
+    layout: Layout
+    digests: Mapping[str, bytes]
+    sources: Mapping[str, Holding]
+    """Slice key to a host that has it."""
+    items: Mapping[str, Any]
+    chunk_bytes: int
+
+
+def choose(
+    holdings: Sequence[Holding], roots: Mapping[int, str], above: int
+) -> SalvagedStep:
+    """The newest step that is complete and right.
+
+    Args:
+        holdings: what hosts hold.
+        roots: of each recorded commit that is known.
+        above: the newest step of storage; older ones are of no use.
+
+    Raises:
+        NotSalvaged: there is none.
+    """
+    reasons: list[str] = []
+    steps = {step for it in holdings for step in it.held if step > above}
+    for step in sorted(steps, reverse=True):
+        for text in dict.fromkeys(it.layout for it in holdings if step in it.held):
+            having = [it for it in holdings if it.layout == text and step in it.held]
+            found = _complete(step, Layout.from_json(text), having, roots.get(step))
+            if isinstance(found, SalvagedStep):
+                return found
+            reasons.append(f"step {step}: {found}")
+    if not holdings:
+        raise NotSalvaged("no host answered")
+    raise NotSalvaged("; ".join(reasons[:3]) or f"no step after {above} is in memory")
+
+
+def _complete(
+    step: int, layout: Layout, having: Sequence[Holding], root: str | None
+) -> SalvagedStep | str:
+    if root is None:  # not recorded: only one formation's hosts can agree on it
+        newest = max(it.epoch for it in having)
+        having = [it for it in having if it.epoch == newest]
+    claims: dict[str, dict[bytes, list[str]]] = {}
+    for it in having:
+        for key, value in it.held[step].items():
+            claims.setdefault(key, {}).setdefault(value, []).append(it.host)
+    wanted = [piece.key for piece in layout.owners]
+    missing = [key for key in wanted if key not in claims]
+    if missing:
+        return f"{len(missing)} of {len(wanted)} slices are on no host that answers"
+    claims = {key: claims[key] for key in wanted}
+    if root is not None:
+        digests = adding_up(root, claims)
+        if digests is None:
+            return "the digests found do not add up to the committed root"
+    elif any(len(told) > 1 for told in claims.values()):
+        return "it was not recorded, and its hosts hold different bytes"
+    else:
+        digests = {key: next(iter(told)) for key, told in claims.items()}
+    sources = {
+        key: next(it for it in having if it.held[step].get(key) == value)
+        for key, value in digests.items()
+    }
+    items = next((it.items[step] for it in having if it.items.get(step)), None)
+    if items is None:
+        return "no host has what belongs to it beside arrays"
+    chunk_bytes = having[0].chunk_bytes
+    return SalvagedStep(
+        step=step,
+        layout=layout,
+        digests=digests,
+        sources=sources,
+        items=items,
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def undivided(layout: Layout) -> Layout:
+    """The same leaves, each whole, in one slot.
+
+    >>> from dtft.checkpoint.state.slices import Leaf
+    >>> mesh = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
+    >>> leaf = Leaf(path="w", shape=(4,), dtype="int8", spec=(("fsdp",),))
+    >>> [it.key for it in undivided(Layout(mesh=mesh, leaves=(leaf,))).slices(0)]
+    ['w[0:4]:int8']
+    """
+    one = MeshLayout(axis_names=("host",), axis_sizes=(1,), slots=(0,))
+    leaves = tuple(dataclasses.replace(leaf, spec=()) for leaf in layout.leaves)
+    return Layout(mesh=one, leaves=leaves, config=layout.config)
+
+
+# ---------------------------------------------------------------------- the I/O
+
+
+@dataclass(frozen=True, kw_only=True)
+class Salvage:
+    """Where to look, and where to write."""
+
+    job: str
+    secret: bytes
+    memory_directories: Mapping[str, Path]
+    """Of each host."""
+    scratch: Path
+    """A memory directory of this process: the step is brought together there."""
+    storage_directory: Path
+    storage_keep: int
+    log_path: Path
+
+    def run(self, roots: Mapping[int, str], limit_s: float) -> int:
+        """Writes the newest step to storage; returns it.
+
+        Call it on a thread that lives until it returns.
+
+        Args:
+            roots: see `choose`.
+            limit_s: for all of it, in seconds.
+
+        Raises:
+            NotSalvaged: it could not; says why.
+        """
+        end = time.monotonic() + limit_s
+        make_memory_directory(self.scratch)
+        try:
+            stored = max(storage_steps(self.storage_directory), default=0)
+            problem: Exception | None = None
+            while time.monotonic() < end:
+                choice = choose(self._ask_all(), roots, stored)
+                try:
+                    return self._write(choice, end)
+                except FetchFailed as error:  # a newer step has taken its place
+                    problem = error
+            raise NotSalvaged(f"not within {limit_s:.0f} s: {problem or 'too slow'}")
+        except (OSError, ValueError) as error:
+            raise NotSalvaged(str(error)) from error
+        finally:
+            remove_memory_directory(self.scratch)
+
+    def _ask_all(self) -> list[Holding]:
+        hosts = list(self.memory_directories.items())
+        with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+            return [it for told in pool.map(self._ask, hosts) for it in told]
+
+    def _ask(self, host: tuple[str, Path]) -> list[Holding]:
+        name, directory = host
+        try:
+            where = json.loads((directory / ADDRESS).read_text())
+            credentials = self._credentials(tls=where["tls"])
+            address = where["address"]
+            hello = {"op": "salvage"}
+            with connect(address, credentials, hello, ASK_S) as channel:
+                told, _ = channel.receive(ASK_S)
+                channel.send({"done": True}, timeout_s=ASK_S)
+        except (OSError, TimeoutError, ValueError) as error:
+            logger.warning("%s is left out: %s", name, error)
+            return []
+        return [
+            Holding(host=name, address=address, epoch=tuple(told["epoch"]), **held)
+            for held in told["holders"]
+        ]
+
+    def _credentials(self, *, tls: bool) -> Credentials:
+        return Credentials(job=self.job, secret=self.secret, tls=Tls() if tls else None)
+
+    def _write(self, choice: SalvagedStep, end: float) -> int:
+        answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        whole = undivided(choice.layout)
+        chunks = Chunks.of(whole.slices(0), CHUNK_BYTES)
+        path = self.scratch / f"arena-{choice.step}"
+        exporter = start_exporter(  # at once: its imports take longer than the fetch
+            self._opening(whole), self.log_path, lambda _, answer: answers.put(answer)
+        )
+        try:
+            arena = Arena.create(path, max(chunks.nbytes, 1))
+            try:
+                digests = self._bring(choice, chunks, arena, end)
+                items = {**choice.items, "config": choice.layout.config}
+                places = bytes(chunks.num_chunks)
+                fields = save_fields(choice.step, path, places, digests, items)
+                exporter.save(lambda: fields, max(end - time.monotonic(), 0.1))
+                self._await(answers, choice.step, end)
+            finally:
+                arena.unlink()
+        finally:
+            exporter.close()
+        return choice.step
+
+    def _opening(self, whole: Layout) -> dict[str, Any]:
+        return {
+            "directory": str(self.storage_directory),
+            "max_to_keep": self.storage_keep,
+            "layout": whole.to_json(),
+            "chunk_bytes": CHUNK_BYTES,
+        }
+
+    def _bring(
+        self, choice: SalvagedStep, chunks: Chunks, arena: Arena, end: float
+    ) -> list[bytes]:
+        """Fills the arena with whole leaves; returns their digests."""
+        memory, leaves = arena.view(0, arena.size), {}
+        starts = chunks.starts[chunks.first[:-1]].tolist()
+        for piece, start in zip(chunks.slices, starts, strict=True):
+            leaves[piece.path] = memory[start : start + piece.nbytes]
+        pieces = {piece.key: piece for piece in choice.layout.owners}
+        buffers = {key: bytearray(piece.nbytes) for key, piece in pieces.items()}
+        by_host: dict[str, list[str]] = {}
+        for key, source in choice.sources.items():
+            by_host.setdefault(source.host, []).append(key)
+        for keys in by_host.values():
+            source = choice.sources[keys[0]]
+            order = FetchOrder(
+                step=choice.step,
+                epoch=source.epoch,
+                transfer={
+                    "host": source.host,
+                    "address": source.address,
+                    "keys": [key for key in keys if buffers[key]],
+                },
+                digests=choice.digests,
+            )
+            views = {key: Parts([memoryview(buffers[key])]) for key in keys}
+            where = json.loads(
+                (self.memory_directories[source.host] / ADDRESS).read_text()
+            )
+            credentials = self._credentials(tls=where["tls"])
+            left_s = max(end - time.monotonic(), 0.1)
+            fetch_into(views, order, credentials, choice.chunk_bytes, left_s)
+        shapes = {leaf.path: leaf.shape for leaf in choice.layout.leaves}
+        for key, piece in pieces.items():
+            _place(leaves[piece.path], shapes[piece.path], piece, buffers[key])
+        return [
+            chunk_digests(leaves[piece.path], CHUNK_BYTES) for piece in chunks.slices
+        ]
+
+    def _await(
+        self, answers: "queue.Queue[dict[str, Any]]", step: int, end: float
+    ) -> None:
+        while True:
+            try:
+                answer = answers.get(timeout=max(end - time.monotonic(), 0.1))
+            except queue.Empty:
+                raise NotSalvaged(
+                    f"step {step} was not written to {self.storage_directory} in time"
+                ) from None
+            if not answer.get("ok"):
+                why = str(answer.get("error", "")).partition("\n")[0][:300]
+                raise NotSalvaged(f"step {step} could not be written: {why}")
+            if answer.get("step") == step:
+                return
+
+
+def _place(
+    leaf: memoryview, shape: Sequence[int], piece: Slice, content: bytearray
+) -> None:
+    """Copies a slice to where it belongs in its leaf."""
+    if not content:
+        return
+    dtype = np.dtype(piece.dtype)
+    whole = np.frombuffer(leaf, np.uint8).view(dtype).reshape(tuple(shape))
+    part = np.frombuffer(content, np.uint8).view(dtype).reshape(piece.shape)
+    ranges: Iterable[tuple[int, int]] = zip(piece.start, piece.stop, strict=True)
+    whole[tuple(slice(a, b) for a, b in ranges)] = part

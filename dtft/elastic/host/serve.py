@@ -1,0 +1,183 @@
+"""`dtft agent --serve-only`: the memory of a host for the user's own processes.
+
+Listens for a process, learns the job's terms from the first one that attaches anywhere
+in the job, and is an `Agent` from then on. Owns the order in which that happens; what
+an agent does is known elsewhere.
+"""
+
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+
+from dtft.checkpoint.managers import AGENT_SOCKET, AGENT_SOCKET_VARIABLE, AgentLink
+from dtft.checkpoint.timeouts import Timeouts
+from dtft.elastic.admission import (
+    SERVED,
+    JobMismatch,
+    check_domain,
+    check_job,
+    refuse_taken_name,
+)
+from dtft.elastic.host.agent import Agent
+from dtft.elastic.host.memory_directory import (
+    make_memory_directory,
+    remove_memory_directory,
+)
+from dtft.elastic.host.trainers import Trainers
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.seat_policy import Admission, Terms
+from dtft.elastic.store import Store, StoreUnavailable, claim, job_key
+
+LOOK_S = 0.5
+"""While the job has no terms they are looked for this often."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """What the agents of a job must agree on; every field is a flag."""
+
+    copies: int = 2
+    """Copies every slice shall have, on as many hosts."""
+    arena_directory: str = "/dev/shm"
+    """Where the copies lie: a memory file system."""
+    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+    """Every deadline."""
+
+    def __post_init__(self) -> None:
+        if self.copies < 1:
+            raise ValueError(
+                f"copies={self.copies} is below 1. Allowed: 1 or more; 2 survives the "
+                "loss of any one host. Set --copies."
+            )
+
+
+def base_config(
+    serve: ServeConfig, *, job: str, host: str, store: str, secret: bytes
+) -> AgentConfig:
+    """An agent's settings as far as they are known before the job has terms."""
+    return AgentConfig(
+        job=job,
+        host=host,
+        store=store,
+        secret=secret,
+        num_slots=0,
+        trainer_command=(),
+        run_directory=Path(),
+        config_digest=f"{SERVED} --copies {serve.copies}",
+        arena_directory=Path(serve.arena_directory),
+        copies=serve.copies,
+        timeouts=serve.timeouts,
+        served=True,
+    )
+
+
+def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
+    """The settings once the job has terms."""
+    timeouts = dataclasses.replace(config.timeouts, export=terms.storage_timeout_s)
+    return dataclasses.replace(
+        config,
+        num_slots=terms.processes,
+        terms=terms.to_json(),
+        storage=Path(terms.directory),
+        storage_interval=terms.storage_interval_steps,
+        storage_keep=terms.max_to_keep,
+        chunk_bytes=terms.chunk_bytes,
+        timeouts=timeouts,
+    )
+
+
+class ServingHost:
+    """One host of the job, from its first moment."""
+
+    def __init__(
+        self, config: AgentConfig, store: Store, processes: int | None
+    ) -> None:
+        """Checks name and secret, and listens for the user's process.
+
+        Args:
+            config: see `base_config`; the run directory is set.
+            store: of the job.
+            processes: how many the job has to have; None for any number.
+
+        Raises:
+            StoreUnavailable: the store does not answer.
+            JobMismatch: name, secret or kind of job differ from the job's.
+            ValueError: the arena directory is not there.
+        """
+        self._config, self._store = config, store
+        self._left = False  # set in a signal handler, which must take no lock
+        self._agent: Agent | None = None
+        self._refuse_live_agent()
+        refuse_taken_name(store, config)
+        check_job(store, config)
+        make_memory_directory(config.memory_directory)
+        self._key = job_key(config.job, "m/terms")
+        admission = Admission(
+            job=config.job, host=config.host, processes=processes, agree=self._agree
+        )
+        self._trainers = Trainers(
+            config.memory_directory / AGENT_SOCKET,
+            job=config.job,
+            host=config.host,
+            deadline_s=config.timeouts.start,
+            objection=admission.objection,
+        )
+
+    def _refuse_live_agent(self) -> None:
+        """One that waits for terms is not registered yet, but its socket answers."""
+        path = self._config.memory_directory / AGENT_SOCKET
+        with contextlib.suppress(OSError):
+            AgentLink.connect(path, 1.0).close()
+            raise JobMismatch(
+                f"--host-name {self._config.host} is taken: an agent of job "
+                f"{self._config.job!r} listens at {path}. Give another name."
+            )
+
+    def _agree(self, terms: Terms) -> Terms:
+        found = claim(self._store, self._key, terms.to_json().encode())
+        return Terms.from_json(found)
+
+    def run(self) -> str:
+        """Serves until it is told to leave; "" then."""
+        config = self._config
+        print(
+            f"dtft: {config.host} serves job {config.job}; a process on this machine "
+            f"uses it by {AGENT_SOCKET_VARIABLE}={self._trainers.path}",
+            flush=True,
+        )
+        try:
+            terms = self._await_terms()
+            if terms is None:
+                return ""
+            self._check_domain()
+            self._agent = Agent(with_terms(config, terms), self._store, self._trainers)
+            if self._left:
+                self._agent.leave()
+            return self._agent.run()
+        finally:
+            self._trainers.close()
+            remove_memory_directory(config.memory_directory)
+
+    def _check_domain(self) -> None:
+        """As every agent, but the process that is attached is told why it is let go."""
+        try:
+            check_domain(self._store, self._config)
+        except JobMismatch as error:
+            self._trainers.let_go(str(error), waiting=True)
+            raise
+
+    def _await_terms(self) -> Terms | None:
+        while not self._left:
+            with contextlib.suppress(StoreUnavailable):  # it may come back
+                found = self._store.get(self._key)
+                if found is not None:
+                    return Terms.from_json(found.value)
+            time.sleep(LOOK_S)
+        return None
+
+    def leave(self) -> None:
+        """Makes `run` return soon; safe in a signal handler."""
+        self._left = True
+        if self._agent is not None:
+            self._agent.leave()

@@ -1,0 +1,60 @@
+"""The leading agent: from what hosts report to commits, recoveries and orders.
+
+* `leadership`: a `leader` per term; `records`: its fenced reads and writes of the
+  store; `events`: what people are told.
+* Who is there, and forming a generation: `host_registry`, `rendezvous` with
+  `rendezvous_plan`, `recovery`, `reshard`, `failure_account` with `failure_budget`,
+  `re_replication`, `scaling` with `sizes`, `shutdown`.
+* Commits and storage: `commit_coordinator`, `export_plan`, `export_requests`,
+  `storage`; `served_requests`: what the user's own processes ask for.
+
+Sockets, processes and the event loop are handed in by `host`.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.elastic.leader.events import Journal, read_events
+    from dtft.elastic.leader.export_requests import Answer, serve_export
+    from dtft.elastic.leader.leader import Leader
+    from dtft.elastic.leader.leadership import Leadership
+    from dtft.elastic.leader.records import Records
+    from dtft.elastic.leader.recovery import RecoveryDecision, decide, fetches_for
+    from dtft.elastic.leader.scaling import AGAIN, serve_scaling
+    from dtft.elastic.leader.storage import newest_stored
+
+_PUBLIC = {
+    "AGAIN": "scaling",
+    "Answer": "export_requests",
+    "Journal": "events",
+    "Leader": "leader",
+    "Leadership": "leadership",
+    "Records": "records",
+    "RecoveryDecision": "recovery",
+    "decide": "recovery",
+    "fetches_for": "recovery",
+    "newest_stored": "storage",
+    "read_events": "events",
+    "serve_export": "export_requests",
+    "serve_scaling": "scaling",
+}
+
+__all__ = [
+    "AGAIN",
+    "Answer",
+    "Journal",
+    "Leader",
+    "Leadership",
+    "Records",
+    "RecoveryDecision",
+    "decide",
+    "fetches_for",
+    "newest_stored",
+    "read_events",
+    "serve_export",
+    "serve_scaling",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -1,0 +1,440 @@
+"""Commits of one formation: who staged what, what is committed and exported, how often.
+
+`Ledger` turns reports into commits, releases and export orders. `Intervals` gathers
+what the trainers measured, has `dtft.checkpoint` choose the snapshot interval, and
+names the boundary after which a change is in force. How a commit gets into the store is
+`records`'s.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from dtft.checkpoint.replication import (
+    Commit,
+    Experience,
+    StepTracker,
+    Window,
+    inflation,
+    next_interval,
+)
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.storage import export_world
+from dtft.elastic.assignment import SlotAssignment
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader.export_plan import borrowed, digests_for
+from dtft.elastic.leader.recovery import transfers_to
+from dtft.elastic.leader.storage import StorageHealth
+
+# The leader's hold on the snapshot interval of one formation.
+#
+# Gathers what the trainers measured, has `checkpoint.interval` decide, and names the
+# boundary after which a change is in force: one that no trainer passes before it was
+# told (with the release of the boundary before it).
+
+
+class Intervals:
+    """Which steps follow each other as snapshots."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        """Knows nothing yet of what a snapshot costs."""
+        self._cadence, self._automatic = config.cadence, config.automatic
+        self._seen = Experience()
+        self._windows: dict[int, list[Window]] = {}
+        self._reported: dict[int, int] = {}
+        self._decided: int | None = None
+        self._news: str | None = None
+        self.reach = self._cadence.period
+        """Steps that may pass until the next snapshot."""
+        self.changes: Sequence[tuple[int, int]] = ()
+        """The last change, to be told: (after which boundary, interval)."""
+
+    def resumed(self, assignment: SlotAssignment, commits: Sequence[Commit]) -> None:
+        """Until the first report: what the commit says that the job goes on from."""
+        known = {commit.step: commit.interval for commit in commits}
+        if assignment.source == "init":
+            self.reach = self._cadence.interval
+        elif assignment.source == "memory":
+            self.reach = known.get(assignment.step, self.reach)
+
+    def heard(
+        self, step: int, interval: int | None, window: Mapping[str, float] | None
+    ) -> None:
+        """A trainer has staged a step; the next one follows after `interval` steps."""
+        self._reported[step] = interval or self._cadence.interval
+        if window is not None:
+            self._windows.setdefault(step, []).append(Window(**window))  # type: ignore[arg-type]
+
+    def concluded(self, step: int) -> tuple[int, int]:
+        """Every trainer has staged a step: decides.
+
+        Returns:
+            The interval in force after it, and the boundary that follows.
+        """
+        interval = self._reported.get(step, self._cadence.interval)
+        following = self._cadence.at(interval).following(step)
+        windows = self._windows.get(step)
+        for table in (self._reported, self._windows):
+            for old in [known for known in table if known <= step]:
+                del table[old]
+        if self._automatic is not None and windows:
+            self._decide(interval, following, _slowest(windows))
+        self.reach = max(interval, self._decided or 1)
+        return interval, following
+
+    def _decide(self, interval: int, following: int, window: Window) -> None:
+        assert self._automatic is not None
+        self._seen = self._seen.and_window(window)
+        current = self._decided or interval
+        wanted = next_interval(current, self._seen, self._automatic)
+        if wanted == current:
+            return
+        self._decided, self.changes = wanted, ((following, wanted),)
+        self._news = self._text(wanted, following)
+
+    def _text(self, interval: int, after: int) -> str:
+        costs, allowed = self._seen.costs, self._automatic
+        assert allowed is not None
+        text = f"a snapshot every {interval} steps after step {after}: "
+        if costs is None:
+            return text + "what a step takes without one is looked for"
+        part = inflation(interval, costs, allowed.maximum)
+        text += (
+            f"a step takes {costs.step_s * 1e3:.1f} ms, a snapshot adds "
+            f"{costs.snapshot_s * 1e3:.1f} ms, so {part:.2%} of the wall time "
+            f"(checkpoint.stall_budget {allowed.budget:.2%})"
+        )
+        if part > allowed.budget:
+            text += "; raise checkpoint.max_interval to spend less"
+        return text
+
+    def news(self) -> str | None:
+        """A line for people after a change, once."""
+        news, self._news = self._news, None
+        return news
+
+
+def _slowest(windows: Sequence[Window]) -> Window:
+    """The measurement that counts: steps are common, the latest host delays all."""
+    return min(windows, key=lambda it: (it.quiet_steps, -it.stall_s, -it.affected_s))
+
+
+GRACE_S = 30.0
+"""An exporter gives up by itself; one that is still silent so much later has hung."""
+
+KEPT_TRACKERS = 4
+"""A step that is recorded this much later than the newest one is not exported."""
+
+
+class Ledger:
+    """Commits and exports of one formation. Driven by the leader's events."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        layout: Layout,
+        assignment: SlotAssignment,
+        *,
+        stored: int,
+        export_addresses: Mapping[str, str],
+        addresses: Mapping[str, str],
+        record: Callable[[Commit], None],
+        send: Callable[..., None],
+        health: StorageHealth,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens the ledger of a formation.
+
+        Args:
+            config: the leader's own settings.
+            layout: what the trainers announced.
+            assignment: the formation.
+            stored: the newest step in storage, -1 for none.
+            export_addresses: host to the host:port at which it would lead an export.
+            addresses: host to the host:port at which it serves its peers.
+            record: queues the write of a commit.
+            send: send(host, op, **fields).
+            health: of storage; says when an export may be tried again.
+            clock: in seconds.
+        """
+        self._config, self.layout, self._assignment = config, layout, assignment
+        self._export_addresses, self._addresses = export_addresses, addresses
+        self._record, self._send = record, send
+        self._health, self._clock = health, clock
+        self.placement = assignment.spread.place(layout)
+        self._trackers: dict[int, StepTracker] = {}
+        self._complete: dict[int, StepTracker] = {}
+        """Who copied what of the steps for which an export may still be ordered."""
+        self.pending: Commit | None = None
+        """Complete, but the store has not confirmed it yet."""
+        self.committed = -1 if assignment.source == "init" else assignment.step
+        self.intervals = Intervals(config)
+        self.stop_at: int | None = None
+        self.stopping = False
+        self._export: tuple[int, set[str]] | None = None
+        self._export_until = 0.0
+        self._lenders: list[str] = []
+        self._exported = stored
+        self._failures = 0
+        self._failed: dict[int, int] = {}
+        self.overdue: int | None = None
+        """The newest step that was due while another was still being written."""
+        self._passed = 0
+        """The newest step that was released before it was recorded."""
+
+    def staged(
+        self,
+        slot: int,
+        step: int,
+        digests: Sequence[bytes],
+        interval: int | None = None,
+        window: Mapping[str, float] | None = None,
+    ) -> None:
+        """A slot has staged a step; raises Divergence, Mislabelled.
+
+        Args:
+            slot: of the trainer.
+            step: that it has staged.
+            digests: of its slices.
+            interval: steps until it stages the next; by default the config's.
+            window: what it measured since the step before, see `interval.Window`.
+        """
+        if step <= self.committed:
+            return
+        self.intervals.heard(step, interval, window)
+        self._tracker(step).staged(slot, digests)
+        self._conclude(step)
+
+    def held(self, step: int, source: int, target: int, root: str) -> None:
+        """A push has arrived and was verified; those of a commit are no news here."""
+        if step <= self.committed:
+            return
+        self._tracker(step).held(source, target, root)
+        self._conclude(step)
+
+    def _tracker(self, step: int) -> StepTracker:
+        if step not in self._trackers:
+            self._trackers[step] = StepTracker(self.layout, self.placement, step)
+        return self._trackers[step]
+
+    def _conclude(self, step: int) -> None:
+        tracker = self._trackers[step]
+        if not tracker.complete:
+            return
+        del self._trackers[step]
+        if self._config.share == "divided":
+            self._complete[step] = tracker
+            for old in sorted(self._complete)[:-KEPT_TRACKERS]:
+                del self._complete[old]
+        interval, following = self.intervals.concluded(step)
+        self.pending = Commit(
+            step=step,
+            generation=self._assignment.generation,
+            attempt=self._assignment.attempt,
+            root=tracker.root(),
+            layout=self.layout.digest,
+            holders=self._assignment.slots,
+            copies=self.placement.effective_copies,
+            share=self._config.share,
+            interval=interval,
+        )
+        if self.stopping and self.stop_at is None:
+            self.stop_at = following
+        self._record(self.pending)
+
+    def waiting_for(self) -> str:
+        """What the oldest incomplete step waits for."""
+        if not self._trackers:
+            return "the next step"
+        step = min(self._trackers)
+        return f"step {step}: {self._trackers[step].missing}"
+
+    def delayed(self, commit: Commit) -> None:
+        """The store is away: training goes on, the commit waits.
+
+        The hosts know the commit, for whoever leads next.
+        """
+        self._passed = max(self._passed, commit.step)
+        self._release(commit, is_recorded=False)
+
+    def recorded(self, commit: Commit) -> None:
+        """A commit is recorded; the trainers wait on for their release."""
+        if self.pending is not None and self.pending.step <= commit.step:
+            self.pending = None
+        self.committed = max(self.committed, commit.step)
+
+    def written(self, commit: Commit) -> None:
+        """A commit is recorded, and training goes on."""
+        self.recorded(commit)
+        self._release(commit, is_recorded=True)
+        self._export_if_due(commit.step)
+
+    def _export_if_due(self, step: int) -> None:
+        interval = self._config.storage_interval
+        if not interval:
+            return
+        last = self._exported if self._export is None else self._export[0]
+        due = step // interval > last // interval
+        if self._export is not None:
+            self.overdue = step if due else self.overdue
+        elif due and self._health.may_try(self._clock()):
+            self.export(step)
+
+    def _release(self, commit: Commit, *, is_recorded: bool) -> None:
+        # Every host knows the others from the order that it obeys.
+        text = replace(commit, holders=()).to_json()
+        for host in self._assignment.slots:
+            self._send(
+                host,
+                "release",
+                step=commit.step,
+                committed=is_recorded,
+                commit=text,
+                stop_at=self.stop_at,
+                changes=self.intervals.changes,
+            )
+
+    # -------------------------------------------------------------------- export
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some step was begun and is not complete."""
+        return bool(self._trackers)
+
+    @property
+    def exported(self) -> int:
+        """The newest step in storage, -1 for none."""
+        return self._exported
+
+    @property
+    def exporting(self) -> int | None:
+        """The step that is being written to storage."""
+        return self._export[0] if self._export else None
+
+    def export(self, step: int) -> None:
+        """Orders the fewest hosts that hold every slice to write a step.
+
+        Nothing is ordered while another step is written, nor of a step that was
+        recorded only after a later one was released: its copies are gone.
+        """
+        if self._export is None and step >= self._passed:
+            self._order_export(step, set(self._assignment.slots), self._held(step))
+
+    def export_from(
+        self, step: int, alive: Collection[str], held: Mapping[str, Mapping[str, bytes]]
+    ) -> bool:
+        """As `export`, from the hosts that are left; False if they lack a slice.
+
+        An export that was under way is taken for lost with its hosts.
+
+        Args:
+            step: the step.
+            alive: the hosts.
+            held: host -> slice key -> digest of what was verified there of the step.
+        """
+        return self._order_export(step, alive, held)
+
+    def _held(self, step: int) -> dict[str, dict[str, bytes]] | None:
+        """What each host copied of a step; None if it was all of its slices."""
+        tracker = self._complete.get(step)
+        if tracker is None:
+            return None  # restored steps are whole, too
+        held: dict[str, dict[str, bytes]] = {
+            host: {} for host in self._assignment.slots
+        }
+        for key, slots in tracker.copied.items():
+            for slot in slots:
+                held[self._assignment.slots[slot]][key] = tracker.digests[key]
+        return held
+
+    def _order_export(
+        self,
+        step: int,
+        alive: Collection[str],
+        held: Mapping[str, Mapping[str, bytes]] | None,
+    ) -> bool:
+        hosts = []
+        for slot in (slots := export_world(self.layout).slots):
+            same = [
+                host
+                for other, host in enumerate(self._assignment.slots)
+                if self.layout.slices(other) == self.layout.slices(slot)
+            ]
+            able = [host for host in same if host in alive and host not in hosts]
+            if not able:
+                return False
+            mine = self._assignment.slots[slot]
+            hosts.append(mine if mine in able else able[0])
+        loans = borrowed(self.layout, dict(zip(hosts, slots, strict=True)), held, alive)
+        if loans is None:
+            return False
+        self._end_loans()
+        self._lenders = sorted({loan.source for loan in loans})
+        for host in self._lenders:
+            self._send(host, "lend", step=step)
+        self._export, self.overdue = (step, set(hosts)), None
+        self._health.begun(step, self._clock())
+        self._export_until = self._clock() + self._config.timeouts.export + GRACE_S
+        for rank, host in enumerate(hosts):
+            self._send(
+                host,
+                "export",
+                step=step,
+                slot=slots[rank],
+                rank=rank,
+                world=len(hosts),
+                coordinator=self._export_addresses[hosts[0]] if len(hosts) > 1 else "",
+                failures=self._failures,
+                transfers=transfers_to(loans, self._addresses, host),
+                digests=digests_for(loans, held, host),
+            )
+        return True
+
+    def _end_loans(self) -> None:
+        for host in self._lenders:
+            self._send(host, "lend", step=-1)
+        self._lenders = []
+
+    def export_answer(
+        self, host: str, step: int, ok: bool, attempt: int | None = None
+    ) -> bool | None:
+        """One host's outcome; True or False once all have answered or one failed.
+
+        Args:
+            host: that answers.
+            step: of the export.
+            ok: whether its part is written.
+            attempt: that it answers for; by default the newest.
+        """
+        if self._export is None or self._export[0] != step:
+            return None
+        if attempt not in (None, self._failures):
+            return None  # of a try that another host's failure has ended
+        if not ok:
+            self._export = None
+            self._end_loans()
+            self._failures += 1
+            self._failed[step] = self._failed.get(step, 0) + 1
+            return False
+        self._export[1].discard(host)
+        if self._export[1]:
+            return None
+        self._export, self._exported = None, step
+        self._end_loans()
+        self._failed.clear()
+        return True
+
+    def silent_export(self) -> tuple[int, str] | None:
+        """The step that was not answered for in time, and by which hosts."""
+        if self._export is None or self._clock() < self._export_until:
+            return None
+        return self._export[0], ", ".join(sorted(self._export[1]))
+
+    @property
+    def may_export(self) -> bool:
+        """Whether storage may be tried again: not at once after it has failed."""
+        return self._health.may_try(self._clock())
+
+    def export_failures(self, step: int) -> int:
+        """So often was a step not written to storage."""
+        return self._failed.get(step, 0)

@@ -1,0 +1,156 @@
+"""What the leader tells people: lines on stdout and the run's `events.jsonl`."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import queue
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from dtft.elastic.leader.recovery import RecoveryReport
+
+KEPT_EVENTS = 10_000
+"""Events kept in memory while they cannot be written."""
+HANGS_S = 1.0
+"""A file that takes longer is said to hang; a disk that is well takes milliseconds."""
+IDLE_S = 5.0
+"""The thread that writes ends when there was nothing to write for so long."""
+
+
+class Journal:
+    """The run's event log; appended to by whichever host leads.
+
+    Nobody waits for it: a thread writes, lines for people and events wait in memory
+    while stdout or the disk is full, read-only or hangs.
+    """
+
+    def __init__(self, run_directory: Path, host: str) -> None:
+        """Events go to `events.jsonl` in the run directory."""
+        self._path, self._host = run_directory / "events.jsonl", host
+        self._waiting: deque[str] = deque(maxlen=KEPT_EVENTS)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._said: dict[str, str] = {}
+        self._changed = threading.Condition(threading.RLock())
+        self._asked = self._done = 0
+        self._begun = math.inf
+        """Time at which the write under way began."""
+        self._running = self._hangs = self._torn = self._speaking = False
+        self.last_commit = 0
+
+    def say(self, text: str) -> None:
+        """Prints one line for people, and records it."""
+        self._tell(text)
+        self.event("message", text=text)
+
+    def _tell(self, text: str) -> None:
+        """Prints beside the caller: whoever reads stdout may have stopped."""
+        with self._changed:
+            self._lines.put(text)
+            if not self._speaking:
+                self._speaking = True
+                threading.Thread(target=self._speak, daemon=True).start()
+
+    def _speak(self) -> None:
+        while True:
+            with self._changed:
+                if self._lines.empty():
+                    self._speaking = False
+                    self._changed.notify_all()
+                    return
+                text = self._lines.get()
+            with contextlib.suppress(OSError):  # stdout may be on a full disk
+                print(f"dtft: {text}", flush=True)
+
+    def say_once(self, topic: str, text: str) -> None:
+        """Prints a topic's text when it changes; an empty text prints nothing."""
+        if text and self._said.get(topic) != text:
+            self.say(text)
+        self._said[topic] = text
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Appends one event with the wall-clock time; does not wait."""
+        record = {"time": time.time(), "event": kind, "by": self._host, **fields}
+        with self._changed:
+            self._waiting.append(json.dumps(record) + "\n")
+            self._asked += 1
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, daemon=True).start()
+            self._changed.notify_all()
+            if time.monotonic() > self._begun + HANGS_S and not self._hangs:
+                self._hangs = True
+                self._tell(f"{self._path} hangs; training goes on, events wait")
+
+    def close(self, limit_s: float = HANGS_S) -> None:
+        """Waits until all is written and printed, at most `limit_s` seconds."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._done >= self._asked and not self._speaking, limit_s
+            )
+
+    def _run(self) -> None:
+        """Writes what waits, whenever there is more; ends when there is nothing."""
+        while True:
+            with self._changed:
+                more = self._changed.wait_for(lambda: self._asked > self._done, IDLE_S)
+                if not more:
+                    self._running = False
+                    return
+                asked, lines = self._asked, list(self._waiting)
+                self._begun = time.monotonic()
+            # What follows a line that was torn by a full disk begins anew.
+            error = self._append("\n" * self._torn + "".join(lines))
+            with self._changed:
+                for line in lines if error is None else ():
+                    if self._waiting and self._waiting[0] is line:
+                        self._waiting.popleft()
+                self._done, self._torn = asked, error is not None
+                self._begun, self._hangs = math.inf, False
+                self._changed.notify_all()
+
+    def _append(self, text: str) -> OSError | None:
+        try:
+            with open(self._path, "a") as file:
+                file.write(text)
+        except OSError as error:
+            if not self._torn:
+                self._tell(
+                    f"{self._path} cannot be written ({error.strerror}); training goes "
+                    "on, events wait in memory. Free space there, or mount it for "
+                    "writing"
+                )
+            return error
+        return None
+
+    def committed(self, step: int, root: str) -> None:
+        """Remembers and records a commit.
+
+        Args:
+            step: of the commit.
+            root: the digest over its slices.
+        """
+        self.last_commit = step
+        self.event("commit", step=step, root=root)
+
+    def recovery(self, report: RecoveryReport, detected: float, ended: float) -> None:
+        """Prints the recovery line and records every figure."""
+        fields = dataclasses.asdict(report)
+        fields["steps_lost"] = report.steps_lost
+        self.event("recovery", detected=detected, ended=ended, **fields)
+        self._tell(report.line())
+
+
+def read_events(run_directory: Path) -> list[dict[str, Any]]:
+    """All events of a run so far; a torn last line is left out."""
+    path = run_directory / "events.jsonl"
+    events = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return events

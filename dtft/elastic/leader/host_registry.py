@@ -1,0 +1,335 @@
+"""The hosts of a job as its leader sees them, and what follows when they come and go.
+
+A host is there while its link is: it may be away for the time of a lease, and is lost
+after that, or at once when its port refuses connections. A lost host that calls again
+is taken like any other. A host that does not answer a round in time is left out of it,
+until it says anything. Which host gets which slot is decided in `assignment`.
+"""
+
+from collections.abc import Collection, Mapping
+
+from dtft.elastic.assignment import HostRecord, SlotAssignment, process_of
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader.events import Journal
+from dtft.elastic.leader.failure_budget import Failure
+from dtft.elastic.leader.records import Records
+from dtft.elastic.leader.rendezvous import Rounds
+from dtft.elastic.seat_policy import missing
+from dtft.elastic.store import View
+
+FIRST_ASK_S = 5.0
+LONGEST_ASK_S = 300.0
+"""From one question to a host that cannot be used to the next."""
+NOBODY_S = 2.0
+"""So long no host can be used before a job that cannot begin ends. Below the first
+pause, after which they are asked again."""
+STRAY_S = 0.5
+"""So long a new leader waits for hosts of slots that the store does not know: they may
+be cut off from the store alone."""
+
+
+class HostRegistry:
+    """Which hosts are there and can be used. Pure; times are on any one clock."""
+
+    def __init__(
+        self, now: float, grace_s: float, former: Mapping[str, str] | None = None
+    ) -> None:
+        """Nobody is there yet.
+
+        Args:
+            now: the time.
+            grace_s: registered hosts may be connecting for so long.
+            former: host to incarnation of the slots of the last assignment.
+        """
+        self._records: dict[str, HostRecord] = {}
+        self._away: dict[str, float] = {}
+        self._silent: set[str] = set()
+        self.unfit: dict[str, str] = {}
+        """Host to why it can have no slot, until it says that it can."""
+        self._asked_at: dict[str, float] = {}
+        self._pause_s: dict[str, float] = {}
+        """When a host that cannot be used was asked last, and when it is again."""
+        self._gone: dict[str, str] = {}
+        """Host to the process that was lost."""
+        self._grace_until, self._stray_until = now + grace_s, now + STRAY_S
+        self._former = dict(former or {})
+
+    @property
+    def connected(self) -> set[str]:
+        """Hosts that orders reach."""
+        return set(self._records) - set(self._away)
+
+    @property
+    def away(self) -> set[str]:
+        """Hosts whose link has ended; they may make another."""
+        return set(self._away)
+
+    @property
+    def records(self) -> dict[str, HostRecord]:
+        """What the hosts that are there, or away for a moment, say of themselves."""
+        return dict(self._records)
+
+    def connect(self, record: HostRecord) -> bool:
+        """A host has connected, or says something new; whether it was not there."""
+        old = self._records.get(record.host)
+        self._records[record.host] = record
+        self._gone.pop(record.host, None)
+        was_away = self._away.pop(record.host, None) is not None
+        known = old is not None and _process(old) == _process(record)
+        if was_away or not known:
+            self._silent.discard(record.host)
+        if not known:
+            for told in (self.unfit, self._asked_at, self._pause_s):
+                told.pop(record.host, None)
+        return was_away or not known
+
+    def same_process(self, record: HostRecord) -> bool:
+        """Whether a host is there, as the process that the record names."""
+        old = self._records.get(record.host)
+        return old is not None and _process(old) == _process(record)
+
+    def disconnect(self, host: str, now: float) -> None:
+        """A host's link has ended."""
+        if host in self._records:
+            self._away.setdefault(host, now)
+
+    def overdue(self, now: float, limit_s: float) -> list[str]:
+        """Hosts that have been away for longer than `limit_s` seconds."""
+        return sorted(host for host, at in self._away.items() if now > at + limit_s)
+
+    def lose(self, host: str) -> bool:
+        """A host is gone; False if that was known."""
+        record = self._records.pop(host, None)
+        self._away.pop(host, None)
+        if record is None:
+            return False
+        self._gone[host] = _process(record)
+        return True
+
+    def leave_out(self, host: str) -> None:
+        """A host does not say what it holds; until it does it is not waited for."""
+        self._silent.add(host)
+
+    def answered(self, host: str) -> None:
+        """A host has said what it holds."""
+        self._silent.discard(host)
+
+    def to_ask_again(self, now: float) -> list[str]:
+        """Hosts that cannot be used and are to be asked again; counts as asked.
+
+        The pause doubles every time, for a host that cannot have a slot may never can.
+        """
+        found = []
+        for host in [*self.unfit, *self._silent]:
+            pause_s = self._pause_s.setdefault(host, FIRST_ASK_S)
+            there = host in self._records and host not in self._away
+            if there and now >= (self._asked_at.setdefault(host, now) + pause_s):
+                self._asked_at[host] = now
+                self._pause_s[host] = min(2 * pause_s, LONGEST_ASK_S)
+                found.append(host)
+        return sorted(found)
+
+    def expected(self, registered: Mapping[str, HostRecord], now: float) -> set[str]:
+        """Hosts to hear before anything is decided."""
+        hosts = {*self._records, *registered, *self._former}
+        return {host for host in hosts if self.is_expected(host, registered, now)}
+
+    def is_expected(
+        self, host: str, registered: Mapping[str, HostRecord], now: float
+    ) -> bool:
+        """Whether one host is to be heard before anything is decided."""
+        if host in self._silent:
+            return False
+        if host in self._records:
+            return True
+        gone = self._gone.get(host)
+        if now <= self._grace_until and (record := registered.get(host)) is not None:
+            if gone != _process(record):
+                return True
+        former = self._former.get(host) if now <= self._stray_until else None
+        return former is not None and gone != process_of(former)
+
+    def usable(self) -> list[HostRecord]:
+        """Hosts that may be given a slot."""
+        hosts = self.connected - self._silent - set(self.unfit)
+        return [self._records[host] for host in sorted(hosts)]
+
+    @property
+    def num_usable(self) -> int:
+        """How many hosts may be given a slot; asked whenever one joins."""
+        unusable = {*self._away, *self._silent, *self.unfit}
+        return len(self._records) - len(unusable & self._records.keys())
+
+    def why_nobody(self) -> str:
+        """Why no host that is there can have a slot; "" if one can."""
+        if not self._records or set(self._records) - set(self.unfit):
+            return ""
+        return "; ".join(f"{host}: {why}" for host, why in sorted(self.unfit.items()))
+
+    def unusable(self) -> dict[str, str]:
+        """Hosts that are there and can have no slot, and why."""
+        why = {host: "it does not answer" for host in self._silent}
+        why |= {host: "its connection is cut" for host in self._away}
+        why |= self.unfit
+        return {host: why[host] for host in sorted(why) if host in self._records}
+
+
+def _process(record: HostRecord) -> str:
+    return process_of(record.incarnation)
+
+
+def lost(host: str, *assignments: SlotAssignment | None) -> str:
+    """Names a lost host by its slot, as the first assignment that has it says."""
+    for assignment in assignments:
+        if assignment is not None and host in assignment.slot_of:
+            return f"{host} (slot {assignment.slot_of[host]}) was lost"
+    return f"{host} was lost"
+
+
+class Attendance:
+    """What follows when hosts come and go. Used by the event loop."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        rounds: Rounds,
+        registry: HostRegistry,
+        loop: Loop,
+        journal: Journal,
+    ) -> None:
+        """Begins nothing yet."""
+        self._config, self._records, self._rounds = config, records, rounds
+        self._registry, self._loop, self._journal = registry, loop, journal
+
+    def take_over(self) -> None:
+        """Forms a job anew that another host has led until now."""
+        view = self._records.view
+        if view.assignment is not None:
+            gone = [host for host in view.assignment.slots if host not in view.hosts]
+            names = ", ".join(lost(host, view.assignment) for host in gone)
+            self._rounds.form(names or f"{self._config.host} leads from now on")
+        elif view.era > 1:
+            self._rounds.form("the store has lost its data")
+
+    def see(self, view: View) -> None:
+        """The store's view has changed. Who is connected is there whatever it says."""
+        self._records.see(view)
+        self._rounds.gathered()
+
+    def connected(self, record: HostRecord) -> None:
+        """A host has connected, or says something new of itself."""
+        was_there = self._registry.same_process(record)
+        if not self._registry.connect(record):
+            return
+        self._journal.event("host_joined", host=record.host)
+        slot = self._rounds.slot_of.get(record.host)
+        if self._rounds.is_deciding:
+            self._rounds.ask(record.host)
+        elif slot is not None:
+            # What was sent while its link was cut is lost, if the host was not.
+            how = "was cut off for a moment" if was_there else "began anew"
+            self._rounds.form(f"{record.host} (slot {slot}) {how}")
+        elif self._rounds.phase not in ("idle", "waiting"):
+            self._rounds.expect({record.host})
+            self._say_spare(record.host)
+        elif self._config.seats.begins_on_join:
+            self._begin(record.host)
+
+    def _say_spare(self, host: str) -> None:
+        if self._config.seats.begins_on_join:
+            self._journal.say(f"{host} is here, as a spare")
+
+    def _begin(self, host: str) -> None:
+        count, need = self._registry.num_usable, self._config.num_slots
+        if self._rounds.phase == "waiting":
+            self._rounds.form(f"{host} joined")
+        elif count >= need:
+            self._rounds.form("start of the job")
+        else:
+            self._journal.say(f"{count} of {need} hosts are here")
+
+    def disconnected(self, record: HostRecord, why: str) -> None:
+        """The link of a host has ended; it may make another."""
+        if not self._registry.same_process(record):
+            return
+        if why.startswith("silent"):
+            self.lost(record.host, why)
+        else:
+            self._registry.disconnect(record.host, self._loop.now())
+
+    def tick(self) -> None:
+        """Gives up who is away for too long; begins when every process is there."""
+        lease_s = self._config.timeouts.lease
+        for host in self._registry.overdue(self._loop.now(), lease_s):
+            self.lost(host, f"not connected for {lease_s:.0f} s")
+        for host in self._registry.to_ask_again(self._loop.now()):
+            self._ask_again(host)
+        if self._config.seats.begins_on_join:
+            return
+        if self._rounds.phase in ("idle", "waiting"):
+            hosts = self._registry.usable()
+            if not missing(hosts, self._config.num_slots):
+                self._rounds.form("every process has attached")
+
+    def lost(self, host: str, how: str) -> None:
+        """A host is gone: its port is dead, or it was silent for too long."""
+        if not self._registry.lose(host):
+            return
+        self._journal.event("host_lost", host=host, how=how)
+        rounds = self._rounds
+        if host in rounds.slot_of:
+            rounds.failures.add(Failure(kind="lost", host=host, error=how))
+        reason = lost(host, rounds.assignment, rounds.previous)
+        if rounds.is_deciding and rounds.current is not None:
+            rounds.current.reasons.append(reason)
+            rounds.gathered()
+        elif host in rounds.slot_of or rounds.phase == "assigning":
+            rounds.form(reason)
+        elif rounds.phase != "idle":
+            self._journal.say(f"spare {host} was lost ({how})")
+
+    def unfit(self, host: str, why: str) -> None:
+        """A host cannot have a slot for a reason of its own; the others go on."""
+        if self._registry.unfit.get(host) == why:
+            return
+        self._registry.unfit[host] = why
+        self._journal.event("host_unfit", host=host, why=why)
+        self._journal.say(f"{host} cannot be used: {why}")
+        slot = self._rounds.slot_of.get(host)
+        if slot is not None:
+            self._rounds.form(f"{host} (slot {slot}) cannot be used: {why}")
+        else:
+            self._rounds.answered()
+
+    def fit(self, host: str) -> None:
+        """A host that could not have a slot can again."""
+        if self._registry.unfit.pop(host, None) is None:
+            return
+        self._journal.say(f"{host} can be used again")
+        if self._rounds.phase == "waiting":
+            self._rounds.form(f"{host} can be used again")
+
+    def _ask_again(self, host: str) -> None:
+        """A host that could not be used may be well by now."""
+        if host not in self._registry.unfit:
+            if self._rounds.phase == "waiting" or self._rounds.is_deciding:
+                self._rounds.ask(host)
+        elif not self._rounds.expect_of(host):
+            self.fit(host)
+
+    def leave_out(self, answered: Collection[str]) -> None:
+        """Hosts that have not answered a round in time are not waited for."""
+        expected = self._registry.expected({}, self._loop.now())
+        for host in sorted(expected - set(answered)):
+            self._registry.leave_out(host)
+            limit_s = self._config.timeouts.restore
+            self._journal.say(
+                f"{host} did not say in {limit_s:.0f} s what it holds and is left out; "
+                "it is used again once it answers. Raise --timeouts.restore if its "
+                "copies take longer to read"
+            )
+            if self._rounds.current is not None:
+                self._rounds.current.reasons.append(f"{host} did not answer in time")
+        self._rounds.gathered()

@@ -1,0 +1,555 @@
+"""The leading agent: what it hears of hosts and of the store, and what follows.
+
+Runs on the agent's event loop and only while this host holds the leader key. Passes
+what happens to its parts: `Attendance` has the hosts, `Rounds` forms generations,
+`Ledger` commits and exports steps, `StorageDesk` knows storage, `Scaling` the size of
+the job, `Mender` renews copies that were lost, `Ending` ends the job, `Records` reads
+and writes the store; `Requests` has what only the user's own processes ask for. What
+depends on whose the trainers are is in the config's `SeatPolicy`. Holds no state that
+its successor could not learn again from the store and the hosts.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtft.checkpoint.replication import Commit, Divergence, Mislabelled
+from dtft.elastic.assignment import HostRecord, SlotAssignment
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.hang_detection import JobProgress, verdict
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader.commit_coordinator import Ledger
+from dtft.elastic.leader.events import Journal
+from dtft.elastic.leader.export_requests import Answer, StorageDesk
+from dtft.elastic.leader.failure_budget import Failure, Kind, RetryDecision
+from dtft.elastic.leader.host_registry import NOBODY_S, Attendance, HostRegistry
+from dtft.elastic.leader.re_replication import Mender
+from dtft.elastic.leader.records import Records
+from dtft.elastic.leader.rendezvous import Rounds
+from dtft.elastic.leader.rendezvous_plan import Round, death, report_of
+from dtft.elastic.leader.scaling import Scaling
+from dtft.elastic.leader.served_requests import Requests
+from dtft.elastic.leader.shutdown import Ending
+from dtft.elastic.leader.sizes import JobSizes
+from dtft.elastic.messages import fault_of_report, known_layout, misfit, report_fields
+from dtft.elastic.store import Membership, View
+
+if TYPE_CHECKING:
+    from dtft.elastic.host import Service
+
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""From one look for stuck trainers to the next."""
+FATAL_INPUT = 2
+"""Code of errors that lie in what a trainer was given, not in how training goes."""
+UNHURRIED = ("evaluate", "compile")
+"""Phases between two steps whose own limits may be above `Timeouts.stage`."""
+
+
+class Leader:
+    """Forms and re-forms the job; see the module's text."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        membership: Membership,
+        view: View,
+        commits: Sequence[Commit],
+        loop: Loop,
+        send: Callable[..., None],
+        journal: Journal,
+        service: "Service",
+        list_steps: Callable[[Path], Iterable[int]],
+        *,
+        committing: Callable[[int], None],
+        ended: Callable[[str], None],
+    ) -> None:
+        """Takes over.
+
+        Args:
+            config: of this host's agent.
+            membership: of this host.
+            view: of the store, at the beginning of the term.
+            commits: recorded then, newest first.
+            loop: of the agent.
+            send: `send(host, op, **fields)` reaches any connected host.
+            journal: tells people.
+            service: JAX's coordination service on this host.
+            list_steps: says which steps a storage directory holds.
+            committing: called with the step of a commit that is being written, and
+                with 0 when it is.
+            ended: called with the job's result if the store cannot be told of it.
+        """
+        self._config, self._journal, self._loop = config, journal, loop
+        self._committing, self._ended, self._send = committing, ended, send
+        self._seats = config.seats
+        self._records = Records(
+            *(membership, view, commits, loop, journal, config.store),
+            on_written=self._written,
+            on_delayed=self._delayed,
+            on_committing=committing,
+        )
+        old = view.assignment
+        former = zip(old.slots, old.incarnations, strict=True) if old else ()
+        self._registry = HostRegistry(loop.now(), config.timeouts.connect, dict(former))
+        self._storage = storage = StorageDesk(
+            config, self._records, journal, loop, list_steps
+        )
+        self._sizes = sizes = JobSizes(config, self._records, journal)
+        self._rounds = Rounds(
+            *(config, self._records, self._registry, loop, send, journal),
+            *(storage.health, storage.watch, sizes, service),
+        )
+        shared = config, self._records, self._rounds, self._registry
+        self._attendance = Attendance(*shared, loop, journal)
+        self._scaling = Scaling(*shared[:3], sizes, loop, journal)
+        self._ending = Ending(*shared, loop, journal, storage.watch)
+        self._mender = Mender(journal, send, loop.now)
+        self._requests = (
+            Requests(config, self._records, self._rounds, self._registry, storage, send)
+            if self._seats.attached
+            else None
+        )
+        self._newest_failure = ""
+        self._looked_at = 0.0
+        self._nobody_since: float | None = None
+        """Since when no host that is there can have a slot."""
+        self._error_code = 1
+        """With which the job ends if what has failed would fail again."""
+        self._progress: dict[str, tuple[float, JobProgress]] = {}
+        """The newest progress of each host's trainer, and when it came."""
+        self._rounds.give_up = self._give_up
+        self._handlers = self._handlers_of_reports()
+        self._attendance.take_over()
+
+    @property
+    def view(self) -> View:
+        """The newest view of the store."""
+        return self._records.view
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the formation that runs, or of the job's start."""
+        assignment = self._rounds.assignment
+        return len(assignment.slots) if assignment else self._config.num_slots
+
+    # -------------------------------------------------------------- membership
+
+    def see(self, view: View) -> None:
+        """The store's view has changed."""
+        self._attendance.see(view)
+
+    def connected(self, record: HostRecord) -> None:
+        """A host has connected, or says something new of itself."""
+        self._attendance.connected(record)
+
+    def disconnected(self, record: HostRecord, why: str) -> None:
+        """The link of a host has ended; it may come back."""
+        self._attendance.disconnected(record, why)
+
+    def lost(self, host: str, how: str) -> None:
+        """A host is gone: its port refuses connections."""
+        self._attendance.lost(host, how)
+
+    # ----------------------------------------------------------------- reports
+
+    def _handlers_of_reports(self) -> dict[str, Callable[..., None]]:
+        """Op to what is done about it, with the host and the report's fields."""
+        handlers = {
+            "holdings": self._on_holdings,
+            "reached": self._rounds.reached,
+            "prepared": self._on_prepared,
+            "prepare_failed": self._on_prepare_failed,
+            "layout": self._on_layout,
+            "running": self._on_running,
+            "staged": self._on_staged,
+            "held": self._on_held,
+            "finished": self._on_finished,
+            "trainer_exit": self._on_trainer_exit,
+            "failed": self._on_failed,
+            "progress": self._on_progress,
+            "exported": self._on_exported,
+        }
+        if self._requests is not None:
+            handlers["process_gone"] = self._on_process_gone
+            handlers["flush"] = self._requests.flush
+            handlers["wanted"] = self._requests.wanted
+        return handlers
+
+    def handle_report(self, host: str, message: dict[str, Any]) -> None:
+        """A report of a host; wrong ones and those of an older ballot are refused."""
+        if self._refused(host, fault_of_report(message, self._seats.reports)):
+            return
+        op = message["op"]
+        ballot = tuple(message.get("ballot", ()))
+        round_, previous = self._rounds.current, self._rounds.previous
+        if op == "unfit":
+            self._attendance.unfit(host, message["why"])
+        elif op == "fit":
+            self._attendance.fit(host)
+        elif op == "fatal":
+            if round_ is None or ballot in ((), round_.ballot):
+                self._fail(_with_evidence(message), message.get("code", FATAL_INPUT))
+        elif round_ is not None and ballot == round_.ballot:
+            slots = _slots_of(round_.assignment)
+            ledger = self._rounds.ledger
+            layout = ledger.layout if ledger is not None else None
+            if self._refused(host, misfit(host, message, slots, layout)):
+                return
+            try:
+                fields = report_fields(message, self._seats.reports)
+                self._handlers[op](host, **fields)
+            except Divergence as error:
+                self._fail(str(error))
+            except Mislabelled as error:
+                self._refuse_copy(str(error))
+            except Exception:  # a fault of ours must not cost the job its leader
+                logger.exception("a report of %s could not be handled: %s", host, op)
+        elif self._rounds.phase == "gathering":
+            assert round_ is not None
+            slots = _slots_of(previous)
+            if op == "trainer_exit":  # it died beside what began this
+                self._fails("exit", host, code=message["code"])
+                round_.reasons.append(death(slots, host, message["code"]))
+            elif op == "failed":
+                told = report_fields(message, self._seats.reports)
+                told.pop("slot")
+                self._fails("exception", host, **told)
+                round_.reasons.append(self._newest_failure)
+
+    def _fail(self, message: str, code: int = 1) -> None:
+        """What has happened would happen again: the job ends, or its new size does.
+
+        Processes that are the user's are told and let go; the agents and the last
+        commit stay.
+        """
+        if not self._seats.ends_by_itself:
+            self._journal.say(message)
+            self._rounds.form(message, fatal=True)
+        elif code == FATAL_INPUT and self._scaling.undone(message):
+            return
+        elif self._records.last_step > self._storage.watch.newest:
+            self._error_code = code
+            self._rounds.end(RetryDecision(action="end", message=message))
+        else:
+            self._ending.end("error", message, code=code)
+
+    def _give_up(self, decision: RetryDecision) -> None:
+        """What has failed would fail again."""
+        self._ending.fail(decision.message, self._error_code)
+
+    def _on_progress(self, host: str, slot: int, **told: Any) -> None:
+        self._progress[host] = self._loop.now(), JobProgress(**told)
+        if told["phase"] in UNHURRIED and self._rounds.phase == "running":
+            self._rounds.enter("running", self._stage_limit())
+
+    def _look_for_stuck(self) -> None:
+        """Has all trainers started anew if one of them is stuck: the others wait."""
+        rounds = self._rounds
+        now = self._loop.now()
+        if now < self._looked_at + LOOK_S:
+            return
+        self._looked_at = now
+        watched = rounds.phase == "running" or rounds.phase == "preparing"
+        if not watched or rounds.assignment is None or not self._seats.ends_by_itself:
+            self._progress.clear()
+            return
+        found = verdict(self._progress, rounds.slot_of, now)
+        if found is None:
+            return
+        self._journal.say(found.text)
+        self._progress.clear()
+        for host in found.hosts:
+            self._fails("stuck", host, error=found.text)
+        rounds.form(found.text)
+
+    def _refuse_copy(self, why: str) -> None:
+        """A copy is of another step: all begin anew from what is known to be right."""
+        self._journal.say(why)
+        self._rounds.failures.add(Failure(kind="copy", error=why))
+        self._rounds.form(why)
+
+    def _refused(self, host: str, reason: str | None) -> bool:
+        if reason is not None:
+            logger.warning("a report of %s is dropped: %s", host, reason)
+        return reason is not None
+
+    def _on_holdings(self, host: str, **reply: Any) -> None:
+        assert self._rounds.current is not None
+        self._registry.answered(host)
+        self._rounds.current.reply(host, reply)
+        self._rounds.answered()
+
+    def _on_prepare_failed(
+        self, host: str, error: str, corrupt: list[str], **_
+    ) -> None:
+        round_ = self._rounds.current
+        assert round_ is not None and round_.assignment is not None
+        self._journal.say(f"{host} could not restore: {error}")
+        round_.corrupt.extend(corrupt)
+        self._fails("restore", host, error=f"restore failed on {host}: {error}")
+        self._rounds.form(f"restore failed on {host}: {error}")
+
+    def _on_prepared(self, host: str, **outcome: Any) -> None:
+        round_ = self._rounds.current
+        assert round_ is not None and round_.assignment is not None
+        round_.prepared[host] = outcome
+        if len(round_.prepared) == len(round_.assignment.slots):
+            round_.restore_s = self._loop.wall() - round_.restore_begun
+            if self._scaling.restored(round_):
+                known = {**self.view.hosts, **self._registry.records}
+                self._mender.begin(round_, replace(self.view, hosts=known))
+
+    def _on_layout(self, host: str, layout: str) -> None:
+        announced = known_layout(layout)
+        ledger, assignment = self._rounds.ledger, self._rounds.assignment
+        if ledger is None and assignment is not None:
+            self._rounds.open_ledger(announced, assignment)
+        elif ledger and ledger.layout.digest != announced.digest:
+            self._fail(f"{host} announced another state layout than its peers")
+
+    def _on_running(self, host: str, bytes_from_storage: int, **_: Any) -> None:
+        round_ = self._rounds.current
+        assert round_ is not None and round_.assignment is not None
+        round_.running.add(host)
+        round_.bytes_from_storage += bytes_from_storage
+        slots = len(round_.assignment.slots)
+        if len(round_.running) < slots or round_.reported:
+            return
+        self._rounds.enter("running", self._stage_limit())
+        round_.reported = True
+        self._rounds.failures.trained()
+        self._report_start(round_, round_.assignment)
+
+    def _report_start(self, round_: Round, assignment: SlotAssignment) -> None:
+        """Every slot trains: people are told, with the cost of a recovery."""
+        if assignment.rung == 0:
+            self._journal.event("started", step=assignment.step)
+            if self._rounds.ledger is not None:
+                self._sizes.forewarn(self._rounds.ledger.layout)
+        else:
+            now = self._loop.wall()
+            report = report_of(
+                round_,
+                self._rounds.previous,
+                now,
+                coordinators=int(self._seats.has_coordination_service),
+            )
+            self._journal.recovery(report, round_.detected, now)
+            if self._rounds.ledger is not None:
+                self._scaling.trained(report)
+
+    def _stage_limit(self) -> float:
+        ledger = self._rounds.ledger
+        steps = ledger.intervals.reach if ledger else self._config.cadence.period
+        return self._config.timeouts.stage * steps
+
+    def _on_staged(self, host: str, **staged: Any) -> None:
+        if self._rounds.phase == "running":
+            self._rounds.enter("running", self._stage_limit())
+        if self._rounds.ledger is not None:
+            self._rounds.ledger.staged(**staged)
+        if self._requests is not None:
+            told = {name: staged[name] for name in ("slot", "step", "digests")}
+            self._requests.staged(**told)
+
+    def _on_held(self, host: str, **copy: Any) -> None:
+        self._mender.held(self._rounds.current, **copy)
+        if self._rounds.ledger is not None:
+            self._rounds.ledger.held(**copy)
+
+    def _on_trainer_exit(self, host: str, code: int) -> None:
+        self._fails("exit", host, code=code, log=self._log_of(host))
+        self._rounds.form(death(self._rounds.slot_of, host, code))
+
+    def _on_failed(
+        self, host: str, slot: int, step: int, error: str, **evidence: Any
+    ) -> None:
+        """An exception has ended the trainer of a host."""
+        self._fails("exception", host, step=step, error=error, **evidence)
+        self._rounds.form(self._newest_failure)
+
+    def _log_of(self, host: str) -> str:
+        return str(self._config.run_directory / "logs" / f"{host}.trainer.log")
+
+    def _fails(self, kind: Kind, host: str, **told: Any) -> None:
+        """Takes a failure into account."""
+        rounds = self._rounds
+        assignment = rounds.assignment or rounds.previous
+        slot = _slots_of(assignment).get(host, -1)
+        step = told.pop("step", assignment.step if assignment is not None else 0)
+        failure = Failure(kind=kind, host=host, slot=slot, step=step, **told)
+        rounds.failures.add(failure)
+        self._newest_failure = failure.text()
+
+    def _on_process_gone(self, host: str) -> None:
+        slot = self._rounds.slot_of.get(host, "?")
+        self._rounds.form(f"process {slot} on {host} has gone")
+
+    def _on_finished(self, host: str, slot: int, step: int, **_: Any) -> None:
+        round_ = self._rounds.current
+        assert round_ is not None
+        round_.finished[slot] = step
+        if not self._seats.ends_by_itself:
+            if len(round_.finished) == self._config.num_slots:
+                self._rounds.form("every process has ended")
+            return
+        if self._rounds.phase == "running":
+            self._rounds.enter("running", self._config.timeouts.export)
+        self._ending.conclude()
+
+    def _on_exported(
+        self, host: str, step: int, ok: bool, error: str, attempt: int | None = None
+    ) -> None:
+        ledger = self._rounds.ledger
+        outcome = ledger and ledger.export_answer(host, step, ok, attempt)
+        if outcome is None:
+            return
+        self._storage.ended(host, step, outcome, error)
+        self._ending.exported()
+        if self._requests is not None:
+            self._requests.exported(host, step, outcome, error)
+
+    def export_wanted(self, answer: Answer) -> None:
+        """Somebody wants the newest commit in storage."""
+        if self._requests is not None:
+            self._requests.export_wanted(answer)
+        else:
+            self._storage.asked(self._rounds, answer)
+
+    def scaling_wanted(self, replicas: int, answer: Answer) -> None:
+        """Somebody wants another number of replicas."""
+        if (refusal := self._seats.scale_refusal) is not None:
+            answer({"error": refusal(self._config.job), "code": 2})
+        else:
+            self._scaling.asked(replicas, answer)
+
+    # --------------------------------------------------------------- the store
+
+    def _written(self, label: str, value: Any) -> None:
+        """A write was recorded."""
+        if label == "assignment":
+            self._rounds.assigned(value)
+        elif label == "commit" and self._rounds.ledger is not None:
+            self._recorded(value, self._rounds.ledger)
+            if self._requests is not None:
+                self._requests.committed(value)
+
+    def _recorded(self, commit: Commit, ledger: Ledger) -> None:
+        """A step is safe: it is released, unless the job has to be formed anew."""
+        self._rounds.committed(commit.step)
+        self._committing(0)
+        self._journal.committed(commit.step, commit.root)
+        self._mender.committed(self._rounds.current, commit.step)
+        if why := self._scaling.due():
+            ledger.recorded(commit)
+            self._rounds.form(why)
+            return
+        ledger.written(commit)
+        if line := ledger.intervals.news():
+            self._journal.say(line)
+        self._storage.committed(ledger, commit.step)
+        self._rounds.gathered()
+        self._ending.conclude()
+
+    def _delayed(self, label: str, value: Any) -> None:
+        """The store does not answer: no step waits for it."""
+        if label == "commit" and self._rounds.ledger is not None:
+            self._rounds.ledger.delayed(value)
+            self._ending.conclude()
+
+    def tick(self) -> None:
+        """Enforces the deadlines; every one names who is late."""
+        rounds = self._rounds
+        self._attendance.tick()
+        if self._requests is not None:
+            self._await_save()
+            self._requests.tick()
+        rounds.gathered()
+        if self.view.stop:
+            self._ending.stop()
+        self._end_if_nobody_can()
+        self._ending.conclude()
+        self._ending.conclude_for_others()
+        self._look_for_stuck()
+        rounds.look_for_links()
+        if rounds.ledger and (silent := rounds.ledger.silent_export()):
+            self._on_exported(silent[1], silent[0], False, "TimeoutError: no answer")
+        round_ = rounds.current
+        if rounds.frozen:
+            self._end_without_store()
+        if round_ is None or rounds.frozen or self._loop.now() < rounds.deadline:
+            return
+        if rounds.phase == "gathering":
+            self._attendance.leave_out(round_.replies)
+        elif rounds.phase == "storage":
+            rounds.look_again()
+        elif rounds.phase == "pausing":
+            rounds.go_on()
+        elif rounds.phase == "preparing":
+            late = set(rounds.assignment.slots if rounds.assignment else ())
+            names = ", ".join(sorted(late - round_.running))
+            self._scaling.late(f"{names} did not start training in time")
+        elif rounds.phase == "running":
+            late = rounds.ledger.waiting_for() if rounds.ledger else "the layout"
+            why = f"no step in time, waiting for {late}"
+            rounds.failures.add(Failure(kind="stuck", error=why))
+            rounds.form(why)
+        elif rounds.phase == "assigning":
+            rounds.form("the new assignment could not be recorded in time")
+
+    def _end_if_nobody_can(self) -> None:
+        """Ends a job that cannot begin: no host that is there can have a slot.
+
+        Not at once: other hosts may be on their way, and a leader that was stopped
+        itself learns meanwhile that others have led. Not while a host is registered
+        that may be well: this leader may be cut off from it.
+        """
+        others = self.view.hosts.keys() - self._registry.unfit.keys()
+        known = bool(self._records.commits) or bool(others)
+        why = "" if known else self._registry.why_nobody()
+        if not why or self._rounds.frozen:
+            self._nobody_since = None
+        elif self._nobody_since is None:
+            self._nobody_since = self._loop.now()
+        elif self._loop.now() >= self._nobody_since + NOBODY_S:
+            self._nobody_since = None
+            self._fail(f"no host can have a slot: {why}", FATAL_INPUT)
+
+    def _end_without_store(self) -> None:
+        """The store cannot be told that the job has ended: the hosts are."""
+        result = self._ending.result_without_store()
+        if result:
+            for host in self._registry.connected - {self._config.host}:
+                self._send(host, "ended", result=result)
+            self._ended(result)
+
+    def _await_save(self) -> None:
+        """User's processes save when they like; from the first's save on it counts."""
+        ledger = self._rounds.ledger
+        if self._rounds.phase == "running" and not (ledger and ledger.is_waiting):
+            self._rounds.enter("running", self._stage_limit())
+
+    def close(self, flush_s: float = 0.0) -> None:
+        """Hands over to whoever leads next; waits so long for the journal's file."""
+        self._storage.close()
+        self._scaling.close()
+        self._records.close()
+        self._journal.close(flush_s)
+
+
+def _slots_of(assignment: SlotAssignment | None) -> Mapping[str, int]:
+    """Host to slot; empty without an assignment."""
+    return assignment.slot_of if assignment is not None else {}
+
+
+def _with_evidence(message: Mapping[str, Any]) -> str:
+    """The text of a fatal report, with traceback and log where it has them."""
+    told = [message["message"], message.get("traceback", "").rstrip()]
+    if message.get("log"):
+        told.append(f"log: {message['log']}")
+    return "\n".join(text for text in told if text)

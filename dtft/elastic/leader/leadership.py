@@ -1,0 +1,136 @@
+"""The leadership of the job, as far as this host has it: a `Leader` per term, or none.
+
+A term begins with what the store has recorded, which is read beside the event loop. A
+host that has the leader key and cannot read that asks again and again, and lets go of
+the key after the time of a lease: nobody leads meanwhile. A leader whose key ran out
+while nobody else led takes it again and goes on: nothing is formed anew.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from dtft.checkpoint.replication import Commit
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.leader.leader import Leader
+from dtft.elastic.store import Membership, StoreUnavailable, View
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+FLUSH_S = 1.0
+"""An agent that ends waits so long for what its leader has told people."""
+
+
+class Leadership:
+    """Used by the event loop.
+
+    Attributes:
+        leader: of the present term; None while another host leads, or nobody.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        membership: Membership,
+        loop: Loop,
+        lease_s: float,
+        make_leader: Callable[[View, Sequence[Commit]], Leader],
+        *,
+        on_begun: Callable[[], None],
+        on_ended: Callable[[], None],
+    ) -> None:
+        """Does not lead yet.
+
+        Args:
+            host: this one.
+            membership: of this host.
+            loop: of the agent.
+            lease_s: a host that cannot begin to lead for so long lets go of the key.
+            make_leader: a leader from the view and the commits at its beginning.
+            on_begun: called when a term has begun.
+            on_ended: called when this host does not lead any more.
+        """
+        self._host, self._membership, self._loop = host, membership, loop
+        self._lease_s, self._make_leader = lease_s, make_leader
+        self._on_begun, self._on_ended = on_begun, on_ended
+        self._lane = loop.lane("leadership")
+        self._taking = 0
+        """The term that this host has the key of, but does not lead yet."""
+        self._let_go_at = 0.0
+        self._given_up = 0
+        """The last term that this host has let go of."""
+        self._not_before = 0.0
+        self.leader: Leader | None = None
+
+    @property
+    def may_campaign(self) -> bool:
+        """Whether this host may try to lead: not soon after it let go of the key."""
+        return self._loop.now() >= self._not_before
+
+    def see(self, view: View) -> None:
+        """The store's view has changed: begins, goes on, or ends a term."""
+        leads = view.leader == self._host and view.term != self._given_up
+        if self.leader is not None:
+            same_era = view.era == self.leader.view.era
+            if view.last_led not in ("", self._host) or not same_era:
+                self.give_up()
+        if self.leader is not None:
+            self.leader.see(view)
+        elif not leads:
+            self._taking = 0
+        elif self._taking != view.term:
+            self._taking = view.term
+            self._let_go_at = self._loop.now() + self._lease_s
+            self._read(view.term)
+
+    def _read(self, term: int) -> None:
+        self._lane.submit(
+            self._membership.commits, lambda outcome: self._begin(term, outcome)
+        )
+
+    def _begin(self, term: int, outcome: "Future[Sequence[Commit]]") -> None:
+        view = self._membership.view
+        if term != self._taking or view.term != term or self.leader is not None:
+            return
+        error = outcome.exception()
+        if isinstance(error, StoreUnavailable):
+            self._wait(view, error)
+            return
+        self._taking = 0
+        self.leader = self._make_leader(view, outcome.result())
+        logger.info("leading, term %d", term)
+        self._on_begun()
+
+    def _wait(self, view: View, error: StoreUnavailable) -> None:
+        """Cannot lead yet; lets go of the key when that has lasted too long."""
+        if self._loop.now() >= self._let_go_at:
+            self.let_go(view, str(error))
+            return
+        logger.warning("cannot lead yet, trying again: %s", error)
+        self._loop.call_later(RETRY_S, self._read, view.term)
+
+    def let_go(self, view: View, why: str) -> None:
+        """Lets another host lead, and does not campaign for three leases."""
+        logger.warning("letting go of the leader key: %s", why)
+        self._taking, self._given_up = 0, view.term
+        self._not_before = self._loop.now() + 3 * self._lease_s
+        self._membership.let_go(view)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Another host leads, or nobody."""
+        self._taking = 0
+        if self.leader is not None:
+            logger.warning("no longer leading")
+            self.leader.close()
+            self.leader = None
+            self._on_ended()
+
+    def close(self) -> None:
+        """Ends the leader's work, if there is any."""
+        self._lane.close()
+        if self.leader is not None:
+            self.leader.close(FLUSH_S)
+            self.leader = None
+            self._on_ended()

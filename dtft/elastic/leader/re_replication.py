@@ -1,0 +1,226 @@
+"""Re-replication: brings a recovered job's copies back to their number.
+
+After a restore from memory the slices that a lost host kept for others have a copy less
+than asked for. `Mending` says who must push what again, and when the job is healthy;
+the places are the placement's, for the arenas have room for nothing else. `Mender`
+orders it: one mending at a time, which ends with its formation.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dtft.checkpoint.replication import CopyPlacement, Located, Push, check_copy
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.tables import size_text
+from dtft.elastic.anti_affinity import Surroundings
+from dtft.elastic.leader.events import Journal
+from dtft.elastic.leader.rendezvous_plan import Round
+from dtft.elastic.store import View
+
+Holders = Mapping[str, Collection[str]]
+"""Slice key to the hosts that were found to hold a verified copy."""
+
+
+@dataclass(kw_only=True)
+class Mending:
+    """The copies of one restored step, from the restore until all are there."""
+
+    step: int
+    pushes: tuple[Push, ...]
+    """What must be sent again."""
+    copies: int
+    """Failure domains that every slice is in before that, at least."""
+    begun: float
+    """When the state was restored, in seconds of any clock."""
+    digests: Mapping[str, bytes] = field(default_factory=dict)
+    """Slice key to the digest that it was restored with."""
+    _held: set[tuple[int, int]] = field(default_factory=set)
+
+    @functools.cached_property
+    def _by_pair(self) -> dict[tuple[int, int], Push]:
+        """Source and target to what must be sent; one push at most."""
+        return {(push.source, push.target): push for push in self.pushes}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are sent again."""
+        return sum(piece.nbytes for push in self.pushes for piece in push.slices)
+
+    @property
+    def whole(self) -> bool:
+        """All copies are there."""
+        return self._by_pair.keys() <= self._held
+
+    def held(self, step: int, source: int, target: int, root: str) -> None:
+        """A host has received a push and has verified it.
+
+        Raises:
+            Mislabelled: what it holds is not what was restored; see `push_root`.
+        """
+        if step != self.step:
+            return
+        if (push := self._by_pair.get((source, target))) is not None:
+            check_copy(push, step, self.digests, root)
+        self._held.add((source, target))
+
+    def targets(self, source: int) -> list[int]:
+        """The slots to which a slot sends its copies again."""
+        return [push.target for push in self.pushes if push.source == source]
+
+    def degraded_line(self, wanted: int) -> str:
+        """For people, while copies are missing."""
+        targets = {push.target for push in self.pushes}
+        return (
+            f"degraded: slices of step {self.step} have {self.copies} of {wanted} "
+            f"copies; {size_text(self.nbytes)} are pushed again to {len(targets)} "
+            f"host{'s' * (len(targets) != 1)}"
+        )
+
+    def healthy_line(self, wanted: int, committed: int, now: float) -> str:
+        """For people, once there are enough; `committed`: by that step, 0 for none."""
+        copies = f"{wanted} cop{'ies' if wanted != 1 else 'y'}"
+        seconds = f"{now - self.begun:.2f} s"
+        if committed:
+            return (
+                f"healthy again: step {committed} was committed with {copies} of every "
+                f"slice, {seconds} after the restore"
+            )
+        return (
+            f"healthy again: every slice has {copies}, {size_text(self.nbytes)} "
+            f"re-replicated in {seconds}"
+        )
+
+
+def mending_of(
+    step: int,
+    placement: CopyPlacement,
+    slots: Sequence[str],
+    holders: Holders,
+    domains: Mapping[str, str],
+    now: float,
+    digests: Mapping[str, bytes],
+) -> Mending:
+    """What is missing when every slot has its own slices again.
+
+    Args:
+        step: the step restored.
+        placement: where copies go.
+        slots: the host of each slot.
+        holders: what was found, verified, before the restore.
+        domains: host to its failure domain; hosts not named are each their own.
+        now: the time.
+        digests: slice key to the digest that was restored, as far as it is known.
+    """
+    found = {
+        piece.key: {*holders.get(piece.key, ()), *(slots[slot] for slot in owners)}
+        for piece, owners in placement.layout.owners.items()
+    }
+    alive = set(slots)
+    # A host without a domain is one of its own, whose name no domain can have.
+    reached = [
+        len({domains.get(host, f"\0{host}") for host in hosts & alive})
+        for hosts in found.values()
+    ]
+    pushes = tuple(
+        push
+        for push in placement.pushes
+        if any(slots[push.target] not in found[piece.key] for piece in push.slices)
+    )
+    return Mending(
+        step=step,
+        pushes=pushes,
+        copies=min(reached, default=placement.effective_copies),
+        begun=now,
+        digests=digests,
+    )
+
+
+class Mender:
+    """Whether the job is healthy since its last loss. Used by the event loop."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        send: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is missing yet. `send(host, op, **fields)` reaches any host."""
+        self._journal, self._send, self._clock = journal, send, clock
+        self._round: Round | None = None
+        self._mending: Mending | None = None
+        self._layout: Layout | None = None
+        self._view = View()
+
+    def begin(self, round_: Round, view: View) -> None:
+        """Every slot has its own slices: has the copies that are missing pushed."""
+        self._round, self._mending, self._view = round_, None, view
+        assignment, decision = round_.assignment, round_.decision
+        assert assignment is not None and decision is not None
+        located = decision.located
+        if assignment.rung == 0 or located is None:
+            return
+        assert decision.layout is not None
+        self._layout = decision.layout
+        placement = assignment.spread.place(self._layout)
+        self._mending = mending = mending_of(
+            assignment.step,
+            placement,
+            assignment.slots,
+            located.holders,
+            Surroundings.of(view).names,
+            self._clock(),
+            _restored(round_, located),
+        )
+        if mending.pushes:
+            self._journal.say(mending.degraded_line(placement.effective_copies))
+        for slot, host in enumerate(assignment.slots):
+            if targets := mending.targets(slot):
+                fields = {"step": mending.step, "targets": targets}
+                self._send(host, "replicate", ballot=round_.ballot, **fields)
+        self._conclude(0)
+
+    def held(
+        self, round_: Round | None, step: int, source: int, target: int, root: str
+    ) -> None:
+        """A push has arrived and was verified; raises Mislabelled."""
+        if self._mending is not None and round_ is self._round:
+            self._mending.held(step, source, target, root)
+            self._conclude(0)
+
+    def committed(self, round_: Round | None, step: int) -> None:
+        """A newer step is committed: it has all its copies."""
+        if self._mending is not None and round_ is self._round:
+            self._conclude(step)
+
+    def _conclude(self, committed: int) -> None:
+        mending, now = self._mending, self._clock()
+        assert mending is not None and self._round is not None
+        assignment = self._round.assignment
+        if assignment is None or not (mending.whole or committed):
+            return
+        self._mending = None
+        wanted, effective, problem = Surroundings.of(self._view).copies(self._layout)
+        if mending.pushes and not problem:
+            self._journal.say(mending.healthy_line(effective, committed, now))
+        self._journal.event(
+            "replicated",
+            generation=assignment.generation,
+            attempt=assignment.attempt,
+            step=committed or mending.step,
+            copies=effective,
+            copies_asked=wanted,
+            healthy=not problem,
+            num_bytes=0 if committed else mending.nbytes,
+            seconds=now - mending.begun,
+        )
+
+
+def _restored(round_: Round, located: Located) -> dict[str, bytes]:
+    """The digest of each slice that was restored, as hosts read it or the commit says.
+
+    Only hosts of a formation of another size say so: their slices are new.
+    """
+    told = (outcome.get("restored", {}) for outcome in round_.prepared.values())
+    return {**located.digests, **{key: it for one in told for key, it in one.items()}}

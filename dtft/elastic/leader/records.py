@@ -1,0 +1,227 @@
+"""The leader's side of the store: what it has read there and what it writes there.
+
+Every write is fenced by the leader's term and runs beside the event loop, in order,
+again and again until the store answers. A store that is away delays commits and
+nothing else: while it does not answer, a commit is reported as delayed at once.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.checkpoint.replication import Commit
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.leader.events import Journal
+from dtft.elastic.store import Membership, Put, StoreFull, StoreUnavailable, View
+
+RETRY_S = 0.1
+PATIENCE_S = 0.5
+"""A commit that is not recorded by then is delayed: its step waits no longer."""
+KEPT_COMMITS = 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Write:
+    label: str
+    value: Any
+    number: int
+    """Later writes have higher ones."""
+    change: Callable[[], Put]
+    """What is written; asked each time that it is tried."""
+
+
+class Records:
+    """The newest view, the last commits, and the writes of one leader.
+
+    Used by the event loop. A write takes the place of an older one of its label that
+    still waits; nothing else is left out.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        view: View,
+        commits: Sequence[Commit],
+        loop: Loop,
+        journal: Journal,
+        store: str,
+        *,
+        on_written: Callable[[str, Any], None],
+        on_delayed: Callable[[str, Any], None],
+        on_committing: Callable[[int], None],
+    ) -> None:
+        """Writes nothing yet.
+
+        Args:
+            membership: of this host.
+            view: at the beginning of the term.
+            commits: that the store had then, newest first.
+            loop: of the agent.
+            journal: tells people that the store is away.
+            store: its address, for people.
+            on_written: called with label and value of a write that was recorded.
+            on_delayed: called once with those of a commit that has to wait.
+            on_committing: called with the step of a commit that is being written.
+        """
+        self._membership, self.view = membership, view
+        self._loop, self._journal, self._store = loop, journal, store
+        self._on_written, self._on_delayed = on_written, on_delayed
+        self._on_committing = on_committing
+        self.commits = list(commits)
+        """Newest first; the newest may still wait for the store."""
+        self._recorded = list(commits[:1])
+        """The newest commit that the store has and whose copies hosts keep, if any."""
+        self._lane = loop.lane("records")
+        self._waiting: list[_Write] = []
+        self._numbers = itertools.count(1)
+        self._told = 0
+        """Number of the newest commit that was reported as delayed."""
+        self._busy = self._closed = self._away = self._fenced_off = False
+
+    @property
+    def last_step(self) -> int:
+        """The newest committed step, 0 for none."""
+        return max((commit.step for commit in self.commits), default=0)
+
+    def learn(self, commits: Sequence[Commit]) -> None:
+        """Hosts know of commits: those that the store lacks count as well.
+
+        Every one had all its copies. The store has lost it, or did not answer the
+        leader that made it. One of an earlier formation than the newest commit of the
+        store belongs to a history that was given up.
+        """
+        newest = self.commits[0] if self.commits else None
+        found = [
+            commit
+            for commit in commits
+            if newest is None
+            or (commit.step > newest.step and _epoch(commit) >= _epoch(newest))
+        ]
+        if found:
+            both = sorted([*self.commits, *found], key=lambda it: it.step, reverse=True)
+            self.commits = both[:KEPT_COMMITS]
+            self._recorded = self.commits[:1]
+
+    @property
+    def away(self) -> bool:
+        """Whether the store does not answer."""
+        return self._away
+
+    def put(self, label: str, value: Any, name: str, text: str) -> None:
+        """Queues the write of one key; `label` and `value` name its answer."""
+        change = Put(key=self._membership.key(f"m/{name}"), value=text.encode())
+        self._write(self._new(label, value, lambda: change))
+
+    def commit(self, commit: Commit) -> None:
+        """Queues the write of a commit."""
+        self.commits = [commit, *self._recorded][:KEPT_COMMITS]
+        self._on_committing(commit.step)
+
+        def change() -> Put:
+            # One before it may have been recorded while this one waited.
+            both = (commit, *self._recorded)[:KEPT_COMMITS]
+            return self._membership.commit_change(both)
+
+        write = self._new("commit", commit, change)
+        self._write(write)
+        if self._away:
+            self._late(write)
+        else:
+            self._loop.call_later(PATIENCE_S, self._late, write)
+
+    def _new(self, label: str, value: Any, change: Callable[[], Put]) -> _Write:
+        number = next(self._numbers)
+        return _Write(label=label, value=value, number=number, change=change)
+
+    def _late(self, write: _Write) -> None:
+        """A write has waited long enough; if it is not recorded the store is away."""
+        if write not in self._waiting or write.number <= self._told or self._closed:
+            return
+        self._told = write.number
+        self._say_away(write.label)
+        self._on_delayed(write.label, write.value)
+
+    def _write(self, write: _Write) -> None:
+        busy = self._waiting[:1] if self._busy else []
+        replaceable = [it for it in self._waiting if it not in busy]
+        kept = [it for it in replaceable if it.label != write.label]
+        self._waiting = [*busy, *kept, write]
+        self._next()
+
+    def _next(self) -> None:
+        if self._busy or self._closed or self._fenced_off or not self._waiting:
+            return
+        self._busy, write, view = True, self._waiting[0], self.view
+        change = write.change()
+
+        def work() -> bool:
+            return self._perform(view, change)
+
+        self._lane.submit(work, lambda outcome: self._done(write, view, outcome))
+
+    def _perform(self, view: View, change: Put) -> bool:
+        """One write, beside the loop, and the upkeep that it makes necessary."""
+        upkeep = self._membership.upkeep
+        try:
+            allowed = self._membership.fenced(view, [change])
+        except StoreFull:
+            upkeep.reclaim()
+            raise
+        upkeep.wrote(len(change.value))
+        return allowed
+
+    def _done(self, write: _Write, view: View, outcome: "Future[bool]") -> None:
+        if self._closed:
+            return
+        self._busy = False
+        error = outcome.exception()
+        if error is not None:
+            if not isinstance(error, StoreUnavailable):
+                raise error
+            self._say_away(write.label)
+            if write.label == "commit":
+                self._late(write)
+            self._loop.call_later(RETRY_S, self._next)
+            return
+        if not outcome.result():
+            self._fenced_off = view.term == self.view.term
+            self._next()
+            return
+        if self._away:
+            self._away = False
+            self._journal.say(f"the store answers again; {write.label} recorded")
+        self._waiting.remove(write)
+        if write.label == "commit" and write.number >= self._told:
+            # The copies of one older than a delayed commit went with its release.
+            self._recorded = [write.value]
+            if write.value is not self.commits[0]:
+                self.commits = [self.commits[0], write.value]
+        self._on_written(write.label, write.value)
+        self._next()
+
+    def _say_away(self, label: str) -> None:
+        if self._away:
+            return
+        self._away = True
+        self._journal.say(
+            f"the store {self._store} does not answer; training goes on, "
+            f"the {label} waits (last commit: step {self._journal.last_commit})"
+        )
+
+    def see(self, view: View) -> None:
+        """A newer view; what the fence of an older term refused is tried again."""
+        renewed, self.view = view.term != self.view.term, view
+        if renewed:
+            self._fenced_off = False
+            self._next()
+
+    def close(self) -> None:
+        """Ends the writing; what is queued may be lost."""
+        self._closed = True
+        self._lane.close()
+
+
+def _epoch(commit: Commit) -> tuple[int, int]:
+    return commit.generation, commit.attempt

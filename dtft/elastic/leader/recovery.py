@@ -1,0 +1,250 @@
+"""Which rung of the ladder a recovery takes, and what moves where. Pure decisions.
+
+Decides from commits, verified holdings and storage's steps: the step to restore, the
+rung, and who sends which slice to whom.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from dtft.checkpoint.replication import (
+    Commit,
+    Holdings,
+    Located,
+    RestorePlan,
+    SliceTransfer,
+    inventory_of,
+    locate,
+    plan_restore,
+)
+from dtft.checkpoint.state import Layout
+from dtft.checkpoint.tables import size_text
+from dtft.elastic.assignment import REPLICA_AXIS, Source, resized
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryDecision:
+    """What to restore, from where, and why not from somewhere better."""
+
+    rung: int
+    """1 own memory, 2 peers' memory, 3 storage (or the initial state)."""
+    source: Source
+    step: int
+    located: Located | None = None
+    """Set when the source is memory."""
+    layout: Layout | None = None
+    """Set when the source is memory: of the new formation."""
+    plan: RestorePlan | None = None
+    """Set when the source is memory: what each host fetches from whom."""
+    passed_over: tuple[str, ...] = ()
+    """A reason for each newer commit that cannot be restored."""
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Host to the bytes that others fetch from it; who sends nothing is absent."""
+        return dict(self.plan.sent) if self.plan is not None else {}
+
+
+def decide(
+    *,
+    commits: Sequence[Commit],
+    layout: Layout | None,
+    holdings: Holdings,
+    slots: Sequence[str],
+    storage_steps: Collection[int],
+    quarantined: Collection[int] = (),
+    other_layouts: Collection[Layout] = (),
+    placed: Sequence[str] = (),
+    domains: Mapping[str, str] | None = None,
+) -> RecoveryDecision:
+    """Chooses the newest state that can be had, memory before storage.
+
+    Args:
+        commits: recorded commits, newest first.
+        layout: the running job's layout, if any live host knows it.
+        holdings: what live hosts hold, verified.
+        slots: the host of each slot in the new formation; if there are more or fewer
+            than in the commit's layout, the job has more or fewer replicas.
+        storage_steps: steps that storage holds.
+        quarantined: steps whose restore failed twice.
+        other_layouts: what else live hosts know, after a formation of another size.
+        placed: per slot the failure domain by which the commits' copies were placed;
+            empty if every slot was its own.
+        domains: host to its failure domains, "power/rack"; near hosts send first.
+    """
+    known = {one.digest: one for one in (layout, *other_layouts) if one is not None}
+    usable = [c for c in commits if c.step not in quarantined]
+    located, reasons = _newest(usable, known, holdings, placed)
+    newest_stored = max(storage_steps, default=None)
+    if located is not None:
+        if newest_stored is None or newest_stored <= located.commit.step:
+            before = known[located.commit.layout]
+            return _from_memory(located, before, slots, tuple(reasons), domains)
+    source: Source = "init" if newest_stored is None else "storage"
+    return RecoveryDecision(
+        rung=3, source=source, step=newest_stored or 0, passed_over=tuple(reasons)
+    )
+
+
+def _newest(
+    commits: Sequence[Commit],
+    known: Mapping[str, Layout],
+    holdings: Holdings,
+    placed: Sequence[str],
+) -> tuple[Located | None, list[str]]:
+    """As `locate`, each commit in its own layout."""
+    reasons: list[str] = []
+    for commit in commits:
+        layout = known.get(commit.layout)
+        fits = layout is not None and len(placed) == layout.mesh.num_slots
+        domains = placed if fits else ()
+        located, passed_over = locate([commit], layout, holdings, domains)
+        if located is not None:
+            return located, reasons
+        reasons += passed_over
+    return None, reasons
+
+
+def _from_memory(
+    located: Located,
+    before: Layout,
+    slots: Sequence[str],
+    reasons: tuple[str, ...],
+    domains: Mapping[str, str] | None,
+) -> RecoveryDecision:
+    layout = layout_on(before, len(slots))
+    here = {host for hosts in located.holders.values() for host in hosts}
+    plan = plan_restore(
+        inventory_of(before, located.holders),
+        layout,
+        slots=slots,
+        alive=here,
+        domains=domains,
+    )
+    assert isinstance(plan, RestorePlan), plan.reason
+    # A host that copied only its share has kept its memory, though it lacks the rest.
+    intact = located.commit.share == "divided" and set(slots) <= here
+    return RecoveryDecision(
+        rung=2 if plan.sent and not intact else 1,
+        source="memory",
+        step=located.commit.step,
+        located=located,
+        layout=layout,
+        plan=plan,
+        passed_over=reasons,
+    )
+
+
+def layout_on(layout: Layout, num_slots: int) -> Layout:
+    """The same state on so many slots, with as many more or fewer replicas."""
+    before = layout.mesh.num_slots
+    if num_slots == before:
+        return layout
+    sizes = dict(zip(layout.mesh.axis_names, layout.mesh.axis_sizes, strict=True))
+    return resized(layout, num_slots * sizes.get(REPLICA_AXIS, 1) // before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """What one recovery cost; the drill's JSON and the printed line."""
+
+    fault: str
+    generation: int
+    attempt: int
+    rung: int
+    source: Source
+    restored_step: int
+    last_finished_step: int
+    detect_s: float
+    restore_s: float
+    total_s: float
+    bytes_from_own_memory: int
+    bytes_from_peers: int
+    bytes_from_storage: int
+    processes_restarted: int
+    corrupt_copies: tuple[str, ...] = ()
+    slots: int = 0
+    slots_before: int = 0
+    """Hosts that train, and how many did before; 0: no others than before."""
+    senders: Mapping[str, int] = field(default_factory=dict)
+    """Host to the bytes that were to be fetched from its memory."""
+
+    @property
+    def steps_lost(self) -> int:
+        """Last step that any trainer finished, minus the step restored."""
+        return max(0, self.last_finished_step - self.restored_step)
+
+    def line(self) -> str:
+        """The one line printed after a recovery."""
+        where = {
+            "memory": f"{size_text(self.bytes_from_peers)} from peers' memory, "
+            f"{size_text(self.bytes_from_own_memory)} from own memory",
+            "storage": _from_storage(self.bytes_from_storage),
+            "init": "the initial state (storage holds no step yet)",
+        }[self.source]
+        corrupt = (
+            f", {len(self.corrupt_copies)} corrupt copies refused"
+            if self.corrupt_copies
+            else ""
+        )
+        size = ""
+        if self.slots_before not in (0, self.slots):
+            size = f"{self.slots} hosts train instead of {self.slots_before}; "
+        return (
+            f"recovered: {self.fault}; {size}generation {self.generation}; "
+            f"rung {self.rung}; "
+            f"step {self.restored_step} restored ({where}{corrupt}); "
+            f"{self.steps_lost} steps lost; restored in {self.restore_s:.2f} s, "
+            f"training again {self.total_s:.2f} s after it was noticed; "
+            f"{self.processes_restarted} processes restarted"
+        )
+
+
+def _from_storage(num_bytes: int) -> str:
+    # A user's own process reads storage after this, when it likes.
+    return f"{size_text(num_bytes)} from storage" if num_bytes else "from storage"
+
+
+def fetches_for(
+    plan: RestorePlan, addresses: Mapping[str, str], host: str
+) -> dict[str, list[dict]]:
+    """What one host does of a plan: the fields `transfers` and `regions` of its order.
+
+    Whole slices are named by their keys. If a slice of the host is made of pieces, all
+    of them are told as regions, those that it has itself, too.
+    """
+    if plan.moves_whole(host):
+        transfers = transfers_to(plan.transfers_to(host), addresses, host)
+        return {"transfers": transfers, "regions": []}
+    return {"transfers": [], "regions": regions_to(plan, addresses, host)}
+
+
+def transfers_to(
+    transfers: Sequence[SliceTransfer], addresses: Mapping[str, str], host: str
+) -> list[dict]:
+    """The whole slices that one host fetches, by source, as plain values."""
+    return [
+        {
+            "host": transfer.source,
+            "address": addresses[transfer.source],
+            "keys": [region.old.key for region in transfer.regions],
+        }
+        for transfer in transfers
+        if transfer.target == host
+    ]
+
+
+def regions_to(
+    plan: RestorePlan, addresses: Mapping[str, str], host: str
+) -> list[dict]:
+    """The pieces that one host's slices are made of, by source, as plain values."""
+    sources = [(host, plan.own(host))]
+    sources += [(it.source, it.regions) for it in plan.transfers_to(host)]
+    return [
+        {
+            "host": source,
+            "address": addresses[source],
+            "regions": [asdict(region) for region in regions],
+        }
+        for source, regions in sources
+    ]

@@ -1,0 +1,505 @@
+"""How a leader brings the job from a death to trainers that run: one round at a time.
+
+Gathers what the hosts hold, lets the pure modules (`rendezvous_plan`, `assignment`,
+`recovery`) decide, has the assignment recorded and gives out the slots.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Literal
+
+from dtft.checkpoint.replication import FailureDomains
+from dtft.checkpoint.state import Layout
+from dtft.elastic.anti_affinity import known_domains, shortfall
+from dtft.elastic.assignment import HostRecord, SlotAssignment
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader.commit_coordinator import Ledger
+from dtft.elastic.leader.events import Journal
+from dtft.elastic.leader.failure_account import FailureAccount
+from dtft.elastic.leader.failure_budget import Failure, RetryDecision
+from dtft.elastic.leader.records import Records
+from dtft.elastic.leader.rendezvous_plan import (
+    Ballot,
+    Round,
+    assign,
+    export_addresses,
+    main_reason,
+    next_round,
+    orders,
+)
+from dtft.elastic.leader.sizes import JobSizes
+from dtft.elastic.leader.storage import StorageHealth, StorageWatch
+from dtft.elastic.reachability import Reachability, peers_to_try, set_aside
+from dtft.elastic.seat_policy import Seating
+
+if TYPE_CHECKING:
+    from dtft.elastic.host import Service
+    from dtft.elastic.leader.host_registry import HostRegistry
+
+
+Phase = Literal[
+    "idle",
+    "gathering",
+    "pausing",
+    "ending",
+    "waiting",
+    "storage",
+    "assigning",
+    "preparing",
+    "running",
+]
+STORAGE_PAUSE_S = 5.0
+"""While storage is needed and away, it is looked for this often."""
+
+
+class Rounds:
+    """Where the job is between two formations; see the module's text.
+
+    Attributes:
+        phase: what is awaited.
+        deadline: until when, on the monotonic clock.
+        current: the newest round, None before the first.
+        previous: the assignment before the current round's.
+        assignment: of the current round, once it is recorded.
+        failures: the account of what has failed.
+        ledger: of this assignment, once a trainer has announced the layout.
+        frozen: the job ends, so no round begins any more.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        registry: "HostRegistry",
+        loop: Loop,
+        send: Callable[..., None],
+        journal: Journal,
+        health: StorageHealth,
+        storage: StorageWatch,
+        sizes: JobSizes,
+        service: "Service",
+    ) -> None:
+        """Begins nothing yet."""
+        self._config, self._records, self._registry = config, records, registry
+        self._loop, self._service = loop, service
+        self._sizes = sizes
+        self._send, self._journal, self._health = send, journal, health
+        self._storage = storage
+        self._seats = config.seats
+        self._counter, self._term = 0, records.view.term
+        self.failures = FailureAccount(config, records, sizes, loop, journal)
+        self._reach = Reachability()
+        self._judged: Ballot | None = None
+        """Of the round before which failures were judged."""
+        self.give_up: Callable[[RetryDecision], None] = lambda decision: None
+        """Called when what has failed would fail again."""
+        self.phase: Phase = "idle"
+        self.deadline = 0.0
+        self.current: Round | None = None
+        self.previous = records.view.assignment
+        if self.previous is not None:
+            sizes.formed(self.previous)
+        self.assignment: SlotAssignment | None = None
+        self.ledger: Ledger | None = None
+        self.frozen = False
+        self._awaited = ""
+        """A host that the round waits for; asked for first, before all are."""
+        self._storage_missed = self._fatal = False
+        self._end: RetryDecision | None = None
+        """The job ends once the hosts have said what they hold."""
+
+    def end(self, decision: RetryDecision) -> None:
+        """Gathers what hosts hold, and then gives up: the last good step is there."""
+        self._end = self._end or decision
+        self.form(decision.message)
+
+    def form(self, reason: str, *, fatal: bool = False) -> None:
+        """Begins a new formation, or one more attempt at it.
+
+        Args:
+            reason: what has happened.
+            fatal: it would happen again to the same processes.
+        """
+        if self.frozen or self.phase == "ending":
+            return
+        self._fatal = fatal
+        self._counter += 1
+        # While the key has run out the view has no term of a leader; rounds go on.
+        self._term = max(self._records.view.term, self._term)
+        ballot = (self._term, self._counter)
+        now, read = self._loop.wall(), self._seats.reads_copies
+        self.current = next_round(self.current, ballot, reason, now, read=read)
+        if self.assignment is not None:
+            self.previous, self.assignment = self.assignment, None
+        self._journal.event("forming", reason=reason, ballot=ballot)
+        self._service.end()
+        self._storage.look()
+        self.enter("gathering", self._config.timeouts.restore)
+        for host in sorted(self._registry.connected):
+            self.ask(host)
+
+    def ask(self, host: str) -> None:
+        """Has a host stand down and say what it holds."""
+        assert self.current is not None
+        reason = main_reason(self.current.reasons)
+        commits, old = self._records.commits, self.previous
+        self._send(
+            host,
+            "reform",
+            ballot=self.current.ballot,
+            reason=reason,
+            fatal=self._fatal,
+            read=self.current.read,
+            epoch=old.epoch if old is not None else (0, 0),
+            step=commits[0].step if commits else -1,
+            reach=self._to_reach(host, self.current),
+        )
+
+    @property
+    def slot_of(self) -> Mapping[str, int]:
+        """Host to slot of this assignment; empty while there is none."""
+        return self.assignment.slot_of if self.assignment is not None else {}
+
+    def _to_reach(self, host: str, round_: Round) -> dict[str, str]:
+        """The hosts that one has to try, and their addresses; none if all is well."""
+        doubted = self._reach.is_to_be_tried or self.failures.may_be_a_cut
+        if not doubted or not self._seats.ends_by_itself:
+            return {}
+        if not round_.ring:
+            round_.ring = dict(sorted(self._registry.records.items()))
+        peers = peers_to_try(host, list(round_.ring), round_.ballot[1])
+        round_.tried[host] = tuple(peers)
+        return {peer: round_.ring[peer].address for peer in peers}
+
+    @property
+    def is_deciding(self) -> bool:
+        """Whether hosts are to say what they hold, because nothing is decided yet."""
+        return self.phase in ("gathering", "pausing", "storage")
+
+    def enter(self, phase: Phase, limit_s: float) -> None:
+        """Awaits something else, or the next of the same, for `limit_s` seconds."""
+        self.phase, self.deadline = phase, self._loop.now() + limit_s
+
+    def answered(self) -> None:
+        """A host has said what it holds, perhaps late: decides, or decides again."""
+        if self.phase == "waiting":
+            self.enter("gathering", self._config.timeouts.restore)
+        self.gathered()
+
+    def gathered(self) -> None:
+        """Goes on once every live host has answered."""
+        round_, registered = self.current, self._records.view.hosts
+        if self.phase != "gathering" or round_ is None or not self._storage.settled:
+            return
+        if self._awaits(round_, registered):
+            return
+        pending = self.ledger is not None and self.ledger.pending is not None
+        if pending and not self._records.away:
+            return  # a complete step is still to be recorded; this is called again then
+        self._learn(round_)
+        if not self._may_go_on(round_):
+            return
+        answered = [it for it in self._registry.usable() if it.host in round_.replies]
+        aside = self._set_aside([it.host for it in answered])
+        answered = [it for it in answered if it.host not in aside]
+        filled = self._seats.fill(self._seating(round_, answered))
+        present = [record for record in filled if record is not None]
+        if len(present) < len(filled):
+            empty = [slot for slot, host in enumerate(filled) if host is None]
+            self._wait_for_hosts(empty, aside)
+        else:
+            self._assign(round_, present, aside)
+
+    def _set_aside(self, hosts: list[str]) -> list[str]:
+        """The hosts that get no slot, because others with one do not reach them."""
+        slots = self.previous.slots if self.previous is not None else ()
+        return set_aside(hosts, slots, self._reach.apart, self._config.host)
+
+    def _awaits(self, round_: Round, registered: Mapping[str, HostRecord]) -> bool:
+        """Whether some host has not answered yet; asked at every answer."""
+        replies, registry, now = round_.replies, self._registry, self._loop.now()
+        last = self._awaited
+        if last not in replies and registry.is_expected(last, registered, now):
+            return True
+        late = registry.expected(registered, now) - replies.keys()
+        self._awaited = next(iter(late), "")
+        return bool(late)
+
+    def _may_go_on(self, round_: Round) -> bool:
+        """Judges what has failed, once for a round; False if it is not to go on now."""
+        if self._end is None and (
+            self._judged == round_.ballot or not self._seats.ends_by_itself
+        ):
+            return True
+        self._judged = round_.ballot
+        self._reach.is_suspected |= self.failures.may_be_a_cut
+        new = self._reach.learn(*round_.answers, self._loop.now())
+        decision = self._end or self.failures.judge(self.previous)
+        slots = self.previous.slots if self.previous is not None else ()
+        is_cut = any(a in slots and b in slots for a, b in new)
+        if decision.action == "end" and (self._end is not None or not is_cut):
+            self.enter("ending", float("inf"))
+            self.give_up(decision)
+            return False
+        pause_s = decision.not_before - self._loop.now()
+        if pause_s <= 0:
+            return True
+        self._journal.say(f"trying again in {pause_s:.0f} s")
+        self.enter("pausing", pause_s)
+        return False
+
+    def go_on(self) -> None:
+        """A pause between two attempts is over."""
+        self.enter("gathering", self._config.timeouts.restore)
+        self.gathered()
+
+    def _learn(self, round_: Round) -> None:
+        """Takes from the hosts what the store should know, and has lost."""
+        told = round_.assignment_told
+        if told is not None and (
+            self.previous is None or told.epoch > self.previous.epoch
+        ):
+            self.previous = told
+            self._sizes.formed(told)
+        self._records.learn(round_.commits_told)
+
+    def _seating(self, round_: Round, usable: list[HostRecord]) -> Seating:
+        return Seating(
+            usable=usable,
+            replies=round_.replies,
+            num_slots=self._config.num_slots,
+            choose_size=self._sizes.choose,
+            previous=self.previous,
+            layout=round_.layout_of(self._records.commits),
+            limits=self._config.sizes,
+            domains=self._domains(),
+        )
+
+    def _domains(self) -> FailureDomains:
+        domains, problem = known_domains(self._hosts.values())
+        if problem:
+            problem = f"failure domains are not used: {problem}"
+        self._journal.say_once("domains", problem)
+        return domains
+
+    @property
+    def _hosts(self) -> dict[str, HostRecord]:
+        """The hosts that the store or this leader knows."""
+        return {**self._records.view.hosts, **self._registry.records}
+
+    def _wait_for_hosts(self, empty: list[int], aside: list[str]) -> None:
+        config, old = self._config, self.previous
+        former = old.slots if old else ()
+        names = ", ".join(
+            f"{slot} (was {former[slot]})" if slot < len(former) else str(slot)
+            for slot in empty
+        )
+        line = self._seats.waiting_line(
+            names, config.num_slots, config.job, config.store
+        )
+        for host, why in self._registry.unusable().items():
+            line += f"; {host} cannot be used: {why}"
+        for host in aside:
+            line += f"; {self._reach.text(host)}, and the job goes on when they do"
+        self._journal.say_once("waiting", line)
+        self._journal.event(self._seats.waiting_event, slots=empty)
+        self.enter("waiting", float("inf"))
+
+    def _explain_aside(self, chosen: SlotAssignment, aside: list[str]) -> None:
+        """Says who gets the slot of a host that others do not reach."""
+        former = self.previous.slots if self.previous is not None else ()
+        for host in aside:
+            why = self._reach.text(host)
+            if host not in former:
+                self._journal.say_once(f"apart {host}", f"{why}: {host} has no slot")
+            elif len(former) == len(chosen.slots):
+                heir = chosen.slots[former.index(host)]
+                self._journal.say(f"{why}: {host}'s slot goes to {heir}")
+            else:
+                self._journal.say(f"{why}: {host} has no slot any more")
+
+    @property
+    def available(self) -> int:
+        """Hosts that could have a slot together."""
+        if not self._reach.apart:
+            return self._registry.num_usable
+        usable = [record.host for record in self._registry.usable()]
+        return len(usable) - len(self._set_aside(usable))
+
+    def look_for_links(self) -> None:
+        """Hosts that did not reach each other try it again now and then."""
+        settled = self.phase == "running" or self.phase == "waiting"
+        if self.frozen or not settled or not self._reach.is_due(self._loop.now()):
+            return
+        assert self.current is not None
+        records, ballot = self._registry.records, self.current.ballot
+        for host, peers in self._reach.ask(self._registry.connected).items():
+            reach = {peer: records[peer].address for peer in peers}
+            self._send(host, "reach", ballot=ballot, reach=reach)
+
+    def reached(self, host: str, missed: list[str]) -> None:
+        """A host has tried again: hosts of a pair may have slots together again."""
+        for one, other in self._reach.answered(host, missed):
+            self._journal.say(f"{one} and {other} reach each other again")
+            if self.phase == "waiting":
+                self.form(f"{one} and {other} reach each other again")
+
+    def committed(self, step: int) -> None:
+        """A step is safe."""
+        self.failures.committed(step)
+        self._reach.committed()
+
+    def _assign(
+        self, round_: Round, filled: list[HostRecord], aside: list[str]
+    ) -> None:
+        assignment, decision = assign(
+            round_,
+            filled,
+            previous=self.previous,
+            commits=self._records.commits,
+            storage_steps=self._storage.steps,
+            quarantined=self.failures.quarantined,
+            domains=self._domains(),
+            copies=self._config.copies,
+            asked_slots=self._sizes.asked,
+            aside=aside,
+        )
+        if line := self._storage.news():
+            self._journal.say(line)
+        unseen = decision.source == "init" and bool(self._records.view.stored)
+        if unseen or (decision.source != "memory" and self._storage.silent):
+            self._wait_for_storage(decision.passed_over)
+            return
+        self._journal.say_once("waiting", "")
+        self._explain_aside(assignment, aside)
+        round_.assignment, round_.decision = assignment, decision
+        for host in decision.located.odd if decision.located else ():
+            line = f"{host} holds other bytes under step {decision.step}'s number"
+            self._journal.say(f"{line}: its copies of them are not used")
+        self._storage_missed = False
+        if round_.assignment.rung == 3:
+            self._explain_storage(round_.decision.passed_over, round_.assignment)
+        self.enter("assigning", self._config.timeouts.restore)
+        self._records.put(
+            "assignment", round_.ballot, "assignment", round_.assignment.to_json()
+        )
+
+    def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
+        """Storage is needed and shows nothing: the job must not begin anew unasked."""
+        if not self._storage_missed:
+            self._storage_missed = True
+            for reason in reasons:
+                self._journal.say(f"memory cannot restore {reason}")
+            stored = self._records.view.stored
+            had = f"had step {stored} and shows no step now" if stored else "is silent"
+            self._journal.say(
+                f"storage {self._config.storage_directory} {had}: the job waits for "
+                "it. Mount it again or put it back; to begin anew use another --job"
+            )
+        self.enter("storage", STORAGE_PAUSE_S)
+
+    def look_again(self) -> None:
+        """Decides again from what the hosts have said, for storage may be back."""
+        self._storage.look()
+        self.enter("gathering", self._config.timeouts.restore)
+        self.gathered()
+
+    def _explain_storage(
+        self, reasons: tuple[str, ...], chosen: SlotAssignment
+    ) -> None:
+        for reason in reasons:
+            self._journal.say(f"memory cannot restore {reason}")
+        interval = self._config.storage_interval
+        source = (
+            f"storage, which is written every {interval} steps"
+            if chosen.source == "storage"
+            else "the initial state: no step was committed or stored yet"
+        )
+        self._journal.say(f"rung 3: restoring step {chosen.step} from {source}")
+
+    def assigned(self, ballot: tuple[int, int]) -> None:
+        """The assignment of a round is recorded: it holds, unless a newer one began."""
+        round_ = self.current
+        if round_ is None or round_.ballot != ballot:
+            return
+        assert round_.assignment is not None
+        self.assignment, self.ledger = round_.assignment, None
+        self._journal.event("assignment", **json.loads(round_.assignment.to_json()))
+        self._service.start(
+            len(round_.assignment.slots),
+            lambda address: self.coordinator_ready(ballot, address),
+            lambda why: self._coordinator_failed(ballot, why),
+        )
+
+    def _coordinator_failed(self, ballot: Ballot, why: str) -> None:
+        """The coordination service of a formation cannot serve on this host."""
+        if self.current is None or self.current.ballot != ballot:
+            return
+        text = f"no coordination service on {self._config.host}: {why}"
+        self.failures.add(Failure(kind="late", host=self._config.host, error=text))
+        self.form(text)
+
+    def coordinator_ready(self, ballot: tuple[int, int], address: str) -> None:
+        """The coordination service of a formation serves: slots can be given out."""
+        round_ = self.current
+        if round_ is None or round_.ballot != ballot or self.phase != "assigning":
+            return
+        round_.restore_begun = self._loop.wall()
+        assert round_.assignment is not None
+        self.failures.begin(round_.assignment)
+        self.enter("preparing", self._config.timeouts.start)
+        try:
+            prepared = orders(round_, self._hosts, address)
+        except KeyError as error:
+            self.form(f"{error.args[0]} was lost")
+            return
+        for host, order in prepared.items():
+            self._send(host, "prepare", **order)
+
+    def open_ledger(self, layout: Layout, assignment: SlotAssignment) -> None:
+        """Begins to account for the steps of a formation."""
+        assert self.current is not None
+        view, hosts = self._records.view, self._hosts
+        self.ledger = Ledger(
+            self._config,
+            layout,
+            assignment,
+            stored=max(self._storage.steps, default=-1),
+            export_addresses=export_addresses(self.current, assignment, hosts),
+            addresses={host: record.address for host, record in hosts.items()},
+            record=self._records.commit,
+            send=self._send,
+            health=self._health,
+            clock=self._loop.now,
+        )
+        self.ledger.intervals.resumed(assignment, self._records.commits)
+        self.ledger.stopping = view.stop
+        _, problem = shortfall(
+            assignment.spread,
+            self.ledger.placement,
+            assignment.slots,
+            self._domains(),
+        )
+        self._journal.say_once("copies", problem)
+        self.expect(self._registry.connected)
+
+    def expect_of(self, host: str) -> bool:
+        """Has one host try to have memory for a slot; False if none is known."""
+        layout = self.ledger.layout if self.ledger is not None else None
+        if layout is None and self.current is not None:
+            layout = self.current.layout_of(self._records.commits)
+        if layout is None:
+            return False
+        domains = self.previous.spread.domains if self.previous is not None else ()
+        fits = len(domains) == layout.mesh.num_slots
+        told = list(domains) if fits else []
+        self._send(host, "expect", layout=layout.to_json(), domains=told)
+        return True
+
+    def expect(self, hosts: Collection[str]) -> None:
+        """Tells hosts without a slot what one would hold, so that they are ready."""
+        if self.ledger is not None and self.assignment is not None:
+            text, domains = self.ledger.layout.to_json(), self.assignment.spread.domains
+            for host in sorted(set(hosts) - self.slot_of.keys()):
+                self._send(host, "expect", layout=text, domains=list(domains))

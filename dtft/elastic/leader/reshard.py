@@ -1,0 +1,139 @@
+"""Plans how the newest commit of a running job comes onto other slices. For its leader.
+
+A user's processes may want a step on other shardings than those it was saved with.
+Keeps what is known of the newest commit (its layout, its digests, who holds what), and
+says per host of which regions its new slices are made.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dtft.checkpoint.replication import (
+    Commit,
+    CopyPlacement,
+    Located,
+    RestorePlan,
+    inventory_of,
+    plan_restore,
+)
+from dtft.checkpoint.state import Layout, digest_root
+from dtft.elastic.leader.recovery import regions_to
+
+
+class NotPlanned(Exception):
+    """The step cannot be brought onto the wanted slices; says why."""
+
+
+class Remapping:
+    """The newest commit of one formation, and the plan that was asked for last."""
+
+    def __init__(self, located: Located | None, layout: Layout | None) -> None:
+        """Begins with what the formation restored from memory, None for nothing."""
+        self._located, self._layout = located, layout
+        self._staged: dict[int, dict[int, Sequence[bytes]]] = {}
+        """Step to slot to the digests of its slices."""
+        self._newest: (
+            tuple[Commit, CopyPlacement, dict[int, Sequence[bytes]]] | None
+        ) = None
+        self._planned: tuple[tuple[str, ...], RestorePlan] | None = None
+
+    def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
+        """A slot has staged its slices; their digests will be those of a commit."""
+        self._staged.setdefault(step, {})[slot] = digests
+
+    def committed(self, commit: Commit, placement: CopyPlacement) -> None:
+        """A step is committed: it is the one that can be brought elsewhere.
+
+        Costs nothing until somebody wants that.
+        """
+        staged = self._staged.get(commit.step, {})
+        if len(staged) < len(commit.holders):
+            return  # of a formation before this one
+        self._newest = commit, placement, staged
+        self._staged = {
+            step: known for step, known in self._staged.items() if step > commit.step
+        }
+
+    def _settle(self) -> None:
+        """Locates the newest commit, if that is newer than what is located."""
+        if self._newest is None:
+            return
+        (commit, placement, staged), self._newest = self._newest, None
+        layout = placement.layout
+        digests = {
+            piece.key: value
+            for slot, values in staged.items()
+            for piece, value in zip(layout.slices(slot), values, strict=True)
+        }
+        if digest_root(digests.items()) != commit.root:
+            raise NotPlanned(f"step {commit.step} is not what was committed")
+        holders = {
+            piece.key: tuple(commit.holders[slot] for slot in slots)
+            for piece, slots in placement.holders.items()
+        }
+        self._located = Located(commit=commit, digests=digests, holders=holders)
+        self._layout, self._planned = layout, None
+
+    def order_for(
+        self,
+        host: str,
+        step: int,
+        wanted: Layout,
+        *,
+        slots: Sequence[str],
+        addresses: Mapping[str, str],
+        domains: Mapping[str, str],
+    ) -> dict[str, Any]:
+        """What one host assembles, as plain values: regions, and digests of old slices.
+
+        Args:
+            host: of one of the slots.
+            step: that it wants.
+            wanted: how; its leaves are those of the commit, or some.
+            slots: the host of each slot.
+            addresses: host to host:port, of every host that is there.
+            domains: host to its failure domains; near hosts send first.
+
+        Raises:
+            NotPlanned: it is not the newest commit, or does not fit that.
+        """
+        plan = self._plan(step, wanted, slots, addresses.keys(), domains)
+        assert self._located is not None
+        known = self._located.digests
+        return {
+            "step": step,
+            "regions": regions_to(plan, addresses, host),
+            "digests": {key: known[key] for key in plan.read_by(host)},
+        }
+
+    def _plan(
+        self,
+        step: int,
+        wanted: Layout,
+        slots: Sequence[str],
+        alive: Collection[str],
+        domains: Mapping[str, str],
+    ) -> RestorePlan:
+        self._settle()
+        located, layout = self._located, self._layout
+        if located is None or layout is None or located.commit.step != step:
+            newest = "none" if located is None else f"step {located.commit.step}"
+            raise NotPlanned(f"the newest commit in memory is {newest}, not {step}")
+        asked = wanted.digest, *sorted(alive)
+        if self._planned is not None and self._planned[0] == asked:
+            return self._planned[1]
+        holdings = inventory_of(layout, located.holders)
+        try:
+            plan = plan_restore(
+                holdings,
+                wanted,
+                slots=slots,
+                alive=alive,
+                domains=domains,
+            )
+        except ValueError as error:
+            raise NotPlanned(str(error)) from error
+        if not isinstance(plan, RestorePlan):
+            raise NotPlanned(plan.reason)
+        self._planned = asked, plan
+        return plan

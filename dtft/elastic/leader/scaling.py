@@ -1,0 +1,268 @@
+"""Scaling: people who asked for more or fewer replicas, and what they are told.
+
+The wish is kept in the store, fenced like everything the leader writes, so it outlives
+the leader: whoever leads next goes on with it, and who asked asks again. `Scaling`
+decides when a running job is formed anew for the sake of its size. `prove` compares the
+state on the new mesh with the committed one, leaf by leaf, by digests.
+"""
+
+import dataclasses
+import queue
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.checkpoint.replication import Located
+from dtft.checkpoint.state import Layout, digest_root
+from dtft.checkpoint.transport import MAX_REQUEST_HEADER, Channel, no_payload
+from dtft.elastic.assignment import ReplicaGroups, WantedSize, size_for
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader.events import Journal
+from dtft.elastic.leader.export_requests import Answer
+from dtft.elastic.leader.failure_budget import Failure
+from dtft.elastic.leader.records import Records
+from dtft.elastic.leader.recovery import RecoveryReport
+from dtft.elastic.leader.rendezvous import Rounds
+from dtft.elastic.leader.rendezvous_plan import Round
+from dtft.elastic.leader.sizes import JobSizes
+
+# Whether the state on a new mesh is the committed one, leaf by leaf.
+#
+# Every host reads its restored slices again and tells their digests; here they are held
+# against those of the commit, which trainers made of the old mesh's bytes before
+# anybody knew of a new one.
+
+
+Digests = Mapping[str, bytes]
+"""Slice key to the digests of its chunks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was committed and what was restored."""
+
+    step: int
+    committed_root: str
+    """Digest over all slices, from the commit record."""
+    restored_root: str
+    """The same over what the hosts read again on the new mesh; equal if the leaves are
+    divided as before."""
+    leaves: int
+    """Leaves that were compared."""
+    differing: tuple[str, ...]
+    """Leaves whose bytes differ from the commit's or between hosts; none may."""
+
+
+def prove(located: Located, layout: Layout, restored: Iterable[Digests]) -> Proof:
+    """Compares every leaf of a restored state with the commit.
+
+    Args:
+        located: the commit, with the digests of its slices.
+        layout: of the new formation.
+        restored: what each of its hosts read.
+    """
+    read: dict[str, set[bytes]] = {}
+    for found in restored:
+        for key, value in found.items():
+            read.setdefault(key, set()).add(value)
+    wrong: dict[str, None] = {}
+    for piece in layout.owners:
+        values = read.get(piece.key, set())
+        expected = located.digests.get(piece.key, min(values, default=b""))
+        if values != {expected}:
+            wrong[piece.path] = None
+    return Proof(
+        step=located.commit.step,
+        committed_root=located.commit.root,
+        restored_root=digest_root((key, min(values)) for key, values in read.items()),
+        leaves=len(layout.leaves),
+        differing=tuple(wrong),
+    )
+
+
+ASK_S = 10.0
+AGAIN = "this host does not lead any more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    size: WantedSize
+    before: int
+    """Replicas when it was asked."""
+    at: float
+    answer: Answer
+
+
+class Scaling:
+    """Who waits for which size. Used by the event loop."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        rounds: Rounds,
+        sizes: JobSizes,
+        loop: Loop,
+        journal: Journal,
+    ) -> None:
+        """Nobody waits."""
+        self._config, self._records, self._rounds = config, records, rounds
+        self._sizes, self._journal = sizes, journal
+        self._loop = loop
+        self._waiting: list[_Request] = []
+
+    def asked(self, replicas: int, answer: Answer) -> None:
+        """Somebody wants `replicas` replicas; answered when they train."""
+        rounds, ledger = self._rounds, self._rounds.ledger
+        if rounds.frozen or ledger is None or rounds.phase != "running":
+            text = f"the job does not train now ({rounds.phase}); ask again later"
+            answer({"error": text, "again": not rounds.frozen})
+            return
+        try:
+            size = size_for(replicas, ledger.layout, self._config.sizes)
+        except ValueError as error:
+            answer({"error": str(error), "code": 2})
+            return
+        groups = ReplicaGroups.of(ledger.layout, self._config.sizes)
+        if (short := size.slots - self._available()) > 0:
+            answer({"error": self._too_few(size, short)})
+            return
+        self._sizes.asked_for(size)
+        if size.slots != self._sizes.wanted:
+            self._records.put("size", size, "size", size.to_json())
+        if size.slots == groups.slots:
+            answer({"replicas": replicas, "before": replicas, "hosts": size.slots})
+        else:
+            now = self._loop.now()
+            self._waiting.append(
+                _Request(size=size, before=groups.replicas, at=now, answer=answer)
+            )
+
+    def _too_few(self, size: WantedSize, short: int) -> str:
+        return (
+            f"{size.replicas} replicas need {size.slots} hosts, but "
+            f"{size.slots - short} are here. Start {short} more (the command of the "
+            f"other agents, with --job {self._config.job} --store "
+            f"{self._config.store}), then ask again."
+        )
+
+    def _available(self) -> int:
+        return self._rounds.available
+
+    def due(self) -> str:
+        """Why the job is to be formed anew at this commit; "" if it is not."""
+        rounds, ledger = self._rounds, self._rounds.ledger
+        round_ = rounds.current
+        if ledger is None or round_ is None or round_.assignment is None:
+            return ""
+        training = rounds.phase == "running" and not (rounds.frozen or round_.finished)
+        if not training or ledger.stopping:
+            return ""
+        now = len(round_.assignment.slots)
+        then = self._sizes.choose(self._available(), ledger.layout)
+        if then == now:
+            return ""
+        groups = ReplicaGroups.of(ledger.layout, self._config.sizes)
+        return (
+            f"the job {'grows' if then > now else 'shrinks'} from {groups.replicas} "
+            f"to {groups.replicas_on(then)} replicas"
+        )
+
+    def restored(self, round_: Round) -> bool:
+        """All hosts have their slices: are they the committed ones, on a new mesh?
+
+        Nobody trains on there on anything else.
+
+        Returns:
+            False if they are not: all form anew.
+        """
+        decision, assignment = round_.decision, round_.assignment
+        assert decision is not None and assignment is not None
+        told = [one.get("restored", {}) for one in round_.prepared.values()]
+        if decision.located is None or decision.layout is None or not any(told):
+            return True
+        proof = prove(decision.located, decision.layout, told)
+        self._journal.event("resized", **dataclasses.asdict(proof))
+        if proof.differing:
+            self._journal.say(f"restored leaves differ: {', '.join(proof.differing)}")
+            failure = Failure(kind="restore", step=assignment.step)
+            self._rounds.failures.add(failure)
+            self._rounds.form("the restored state was not the committed one")
+        return not proof.differing
+
+    def undone(self, message: str) -> bool:
+        """What would come again on any host came on a new size: back to the old one.
+
+        Returns:
+            False if the size is not new, so that the job cannot go on.
+        """
+        round_ = self._rounds.current
+        chosen = round_.assignment if round_ is not None else None
+        if chosen is None or not self._sizes.is_new(chosen):
+            return False
+        if self._sizes.why_not(len(chosen.slots)):
+            return False  # it was given up before, and there is no other
+        self._sizes.give_up(len(chosen.slots), message)
+        self._rounds.form(f"not on {len(chosen.slots)} hosts: {message}")
+        return True
+
+    def late(self, why: str) -> None:
+        """Somebody did not train in time: once more, on a new size not for ever."""
+        self._rounds.failures.add(Failure(kind="late", error=why))
+        self._rounds.form(why)
+
+    def trained(self, report: RecoveryReport) -> None:
+        """Every slot trains: who waited for this size, or for one that cannot be."""
+        assert self._rounds.assignment is not None and self._rounds.ledger is not None
+        now = len(self._rounds.assignment.slots)
+        then = self._sizes.choose(self._available(), self._rounds.ledger.layout)
+        for one in list(self._waiting):
+            size = one.size
+            if size.slots == now:
+                one.answer(
+                    {
+                        "replicas": size.replicas,
+                        "before": one.before,
+                        "hosts": now,
+                        "step": report.restored_step,
+                        "bytes_from_peers": report.bytes_from_peers,
+                        "bytes_from_storage": report.bytes_from_storage,
+                        "seconds": self._loop.now() - one.at,
+                    }
+                )
+            elif then == now:
+                why = self._sizes.why_not(size.slots) or "a host was lost meanwhile"
+                text = f"the job trains on {now} hosts, not on {size.slots}: {why}"
+                one.answer({"error": text})
+            else:
+                continue
+            self._waiting.remove(one)
+
+    def close(self) -> None:
+        """Tells all who still wait to ask whoever leads next."""
+        for one in self._waiting:
+            one.answer({"error": AGAIN, "again": True})
+        self._waiting.clear()
+
+
+def serve_scaling(channel: Channel, ask: Callable[[int, Answer], None]) -> None:
+    """Has the leader asked for another size, and answers when it is trained with."""
+    request = _asked(channel)
+    replicas, limit_s = request.get("replicas"), request.get("limit_s")
+    if type(replicas) is not int or not isinstance(limit_s, int | float):
+        channel.send({"error": "not a request for a size", "code": 2}, timeout_s=ASK_S)
+        return
+    answers: queue.Queue[dict[str, Any]] = queue.Queue()
+    ask(replicas, answers.put)
+    try:
+        reply = answers.get(timeout=max(0.0, min(float(limit_s), 86400.0)))
+    except queue.Empty:
+        reply = {"error": f"the job did not train so within {limit_s:.0f} s"}
+    channel.send(reply, timeout_s=ASK_S)
+    _asked(channel)  # the caller has it
+
+
+def _asked(channel: Channel) -> dict[str, Any]:
+    small = MAX_REQUEST_HEADER
+    return channel.receive(ASK_S, no_payload, max_header=small)[0]

@@ -1,0 +1,255 @@
+"""What the user's processes, and people, may ask of the leader of a served job.
+
+A process waits until a step is safe or stored (`Flush`), or wants a step on other
+shardings than it was saved with (`reshard` plans that). People want the newest
+commit in storage now, for nobody knows when the next one comes; while no process runs,
+too (`BetweenRuns`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.checkpoint.replication import Commit
+from dtft.checkpoint.state import Layout
+from dtft.elastic.anti_affinity import known_domains
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader.export_plan import NotExportable, plan_idle_export
+from dtft.elastic.leader.export_requests import Answer, StorageDesk
+from dtft.elastic.leader.host_registry import HostRegistry
+from dtft.elastic.leader.records import Records
+from dtft.elastic.leader.rendezvous import Rounds
+from dtft.elastic.leader.rendezvous_plan import Ballot, Round, main_reason
+from dtft.elastic.leader.reshard import NotPlanned, Remapping
+
+ATTACHED = (
+    "the processes have attached again before it was written; ask again once they "
+    "have saved a step, or when they have ended"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flush:
+    """A process that waits until a step is safe, or stored."""
+
+    ballot: Ballot
+    host: str
+    token: int
+    step: int
+    store: bool
+
+
+class BetweenRuns:
+    """Exports of one leader's job between two formations. Used by the event loop.
+
+    Asks the hosts first what they hold, for some may have gone since; `export_plan`
+    decides which of them write.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        rounds: Rounds,
+        registry: HostRegistry,
+        storage: StorageDesk,
+    ) -> None:
+        """Nobody waits."""
+        self._records, self._rounds = records, rounds
+        self._registry, self._storage = registry, storage
+        self._asked = False
+        self._ordered: Ballot | None = None
+        """Of the round after which an export was ordered that is not over."""
+
+    def asked(self, answer: Answer) -> None:
+        """Somebody wants the newest commit in storage, and no process runs."""
+        round_ = self._rounds.current
+        self._storage.wanted(self._records.last_step, answer)
+        if round_ is None or self._ordered == round_.ballot:
+            return  # it is being written
+        self._asked = True
+        if self._rounds.phase == "waiting":
+            self._rounds.form(main_reason(round_.reasons))
+
+    def tick(self) -> None:
+        """Orders the export once the hosts have answered."""
+        round_, phase = self._rounds.current, self._rounds.phase
+        if round_ is None or phase == "gathering":
+            return
+        cut_off = self._ordered not in (None, round_.ballot)
+        if not (self._asked or cut_off):
+            return
+        self._asked, self._ordered = False, None
+        if phase == "waiting":
+            self._order(round_)
+        else:
+            self._storage.refuse(ATTACHED)
+
+    def _order(self, round_: Round) -> None:
+        there = self._registry.connected
+        told = {host: it for host, it in round_.replies.items() if host in there}
+        complete = {host: it.get("complete", {}) for host, it in told.items()}
+        try:
+            plan = plan_idle_export(self._records.commits, round_.layouts, complete)
+        except NotExportable as error:
+            self._storage.refuse(str(error))
+            return
+        step, previous = plan.commit.step, self._rounds.previous
+        if step in self._storage.watch.steps:
+            self._storage.has(step)
+            return
+        assert previous is not None  # or nothing would have been committed
+        formed = dataclasses.replace(
+            previous, slots=plan.hosts, source="memory", step=step
+        )
+        self._rounds.open_ledger(plan.layout, formed)
+        assert self._rounds.ledger is not None
+        held = {host: it["holdings"].get(step, {}) for host, it in told.items()}
+        if self._rounds.ledger.export_from(step, plan.hosts, held):
+            self._ordered = round_.ballot
+        else:
+            self._storage.refuse(f"some slice of step {step} is not in memory any more")
+
+    def over(self) -> None:
+        """An export has ended, well or not."""
+        self._ordered = None
+
+
+class Requests:
+    """Who waits for what, at one leader. Used by the event loop."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        rounds: Rounds,
+        registry: HostRegistry,
+        storage: StorageDesk,
+        send: Callable[..., None],
+    ) -> None:
+        """Nobody waits."""
+        self._directory = config.storage_directory
+        self._rounds, self._registry = rounds, registry
+        self._storage, self._send = storage, send
+        self._between_runs = BetweenRuns(records, rounds, registry, storage)
+        self._flushes: tuple[Flush, ...] = ()
+        self._export_asked = False
+        """Somebody waits for the newest commit to be in storage."""
+        self._remapping: tuple[Ballot, Remapping] | None = None
+        """Of a formation, by its ballot."""
+
+    def tick(self) -> None:
+        """Orders what waits for the hosts to answer."""
+        self._between_runs.tick()
+
+    # --------------------------------------------------------- other shardings
+
+    def _newest(self) -> Remapping:
+        """What is known of the newest commit of this formation."""
+        round_ = self._rounds.current
+        assert round_ is not None
+        if self._remapping is None or self._remapping[0] != round_.ballot:
+            decision = round_.decision
+            found = (decision.located, decision.layout) if decision else (None, None)
+            self._remapping = round_.ballot, Remapping(*found)
+        return self._remapping[1]
+
+    def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
+        """A slot has staged a step; its commit may be wanted on other shardings."""
+        if self._rounds.ledger is not None:
+            self._newest().staged(slot, step, digests)
+
+    def wanted(self, host: str, slot: int, step: int, layout: str) -> None:
+        """The process of a slot wants a step in another division."""
+        assignment, hosts = self._rounds.assignment, self._registry.records
+        if assignment is None or assignment.slots[slot] != host:
+            return
+        domains, _ = known_domains(hosts.values())
+        told: dict[str, Any] = {"step": step, "layout": layout}
+        try:
+            told |= self._newest().order_for(
+                host,
+                step,
+                Layout.from_json(layout),
+                slots=assignment.slots,
+                addresses={name: record.address for name, record in hosts.items()},
+                domains=domains.names,
+            )
+        except NotPlanned as error:
+            told["error"] = str(error)
+        self._send(host, "assemble", **told)
+
+    # --------------------------------------------------- steps safe, or stored
+
+    def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
+        """The process of a slot waits until a step is committed, or stored."""
+        round_ = self._rounds.current
+        assert round_ is not None
+        flush = Flush(
+            ballot=round_.ballot, host=host, token=token, step=step, store=store
+        )
+        self._flushes += (flush,)
+        self._settle()
+
+    def export_wanted(self, answer: Answer) -> None:
+        """The newest commit is written now: nobody knows when the next one comes."""
+        rounds, ledger = self._rounds, self._rounds.ledger
+        if rounds.phase in ("gathering", "waiting"):
+            self._between_runs.asked(answer)
+        elif ledger is None and rounds.phase == "running":
+            text = "nothing was saved since the processes have attached; ask again then"
+            answer({"error": f"{text}, or when the processes have ended"})
+        elif ledger is not None and ledger.exported >= max(0, ledger.committed):
+            answer({"step": ledger.exported})
+        else:
+            self._storage.asked(rounds, answer)
+            self._export_asked = ledger is not None
+            self._settle()
+
+    def committed(self, commit: Commit) -> None:
+        """A commit is recorded, which is what some wait for."""
+        ledger = self._rounds.ledger
+        if ledger is not None and self._rounds.assignment is not None:
+            self._newest().committed(commit, ledger.placement)
+        self._settle()
+
+    def exported(self, host: str, step: int, ok: bool, error: str) -> None:
+        """A step is in storage, or could not be written."""
+        self._between_runs.over()
+        if not ok:
+            why = error.partition("\n")[0][:300]
+            text = (
+                f"step {step} did not reach storage in {self._directory}: {why} "
+                f"({host}). Steps stored before are as they were; the next that is due "
+                "is tried."
+            )
+            slots = self._rounds.assignment.slots if self._rounds.assignment else ()
+            for slot_host in slots:
+                self._send(slot_host, "storage_failed", error=text)
+            for flush in [flush for flush in self._flushes if flush.store]:
+                self._answer(flush, text)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Answers every flush that has come true, and orders what one waits for."""
+        round_, ledger = self._rounds.current, self._rounds.ledger
+        ballot = round_.ballot if round_ else None
+        self._flushes = tuple(f for f in self._flushes if f.ballot == ballot)
+        if ledger is None:
+            return
+        for flush in self._flushes:
+            if ledger.committed < flush.step or ledger.exporting is not None:
+                continue
+            if flush.store and ledger.exported < flush.step:
+                ledger.export(ledger.committed)
+                continue
+            self._answer(flush, "")
+        if self._export_asked and ledger.exporting is None:
+            behind = ledger.exported < ledger.committed
+            if behind:
+                ledger.export(ledger.committed)
+            self._export_asked = behind and ledger.exporting is None
+
+    def _answer(self, flush: Flush, error: str) -> None:
+        self._flushes = tuple(other for other in self._flushes if other is not flush)
+        self._send(flush.host, "flushed", token=flush.token, error=error)

@@ -1,0 +1,185 @@
+"""When and how a job ends: done, stopped or with an error, and what must be safe first.
+
+A job that is done or stopped ends with its last step in storage, even if hosts are
+missing then. Reads what the rounds and the ledger know and has the result recorded.
+"""
+
+import dataclasses
+import json
+
+from dtft.checkpoint.replication import Spread
+from dtft.checkpoint.state import Layout
+from dtft.elastic.assignment import SlotAssignment
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.leader.commit_coordinator import Ledger
+from dtft.elastic.leader.events import Journal
+from dtft.elastic.leader.host_registry import HostRegistry
+from dtft.elastic.leader.records import Records
+from dtft.elastic.leader.rendezvous import Rounds
+from dtft.elastic.leader.storage import StorageWatch
+
+EXPORT_FAILURES = 3
+"""So often may the last step fail to be written to storage."""
+
+
+class Ending:
+    """The end of one job, as its leader brings it about."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        records: Records,
+        rounds: Rounds,
+        registry: HostRegistry,
+        loop: Loop,
+        journal: Journal,
+        storage: StorageWatch,
+    ) -> None:
+        """Ends nothing yet."""
+        self._config, self._records, self._rounds = config, records, rounds
+        self._registry, self._journal, self._storage = registry, journal, storage
+        self._loop, self._rescuing = loop, False
+        self._error: tuple[str, int] | None = None
+        """Message and exit code of a job that ends with an error."""
+        self._finished_at = self._ended_at = 0.0
+        self._result = ""
+
+    def stop(self) -> None:
+        """Stops the job at a step boundary that all trainers will agree on.
+
+        While none of them trains, and nothing is lost by it, it ends at once.
+        """
+        if self._rounds.phase in ("idle", "waiting", "storage"):
+            self._stop_with_hosts_missing()
+        elif (
+            self._rounds.phase != "running"
+            and self._records.last_step <= self._storage.newest
+        ):
+            self._end_with_what_is_stored()
+        elif self._rounds.ledger is not None:
+            self._rounds.ledger.stopping = True
+
+    def fail(self, message: str, code: int = 1) -> None:
+        """Ends the job with an error, once the last good step is in storage."""
+        self._error = message, code
+        self._stop_with_hosts_missing()
+
+    def _stop_with_hosts_missing(self) -> None:
+        """Exports the last commit if the hosts that are left have it, and ends."""
+        if self._rescuing:
+            return
+        self._rescuing, rounds = True, self._rounds
+        round_, previous = rounds.current, rounds.previous
+        layout = round_.layout_of(self._records.commits) if round_ else None
+        if rounds.ledger is None and previous and layout:
+            rounds.open_ledger(layout, self._as_committed(previous, layout))
+        last, ledger = self._records.last_step, rounds.ledger
+        alive = self._registry.connected
+        replies = round_.replies if round_ is not None else {}
+        held = {host: told["holdings"].get(last, {}) for host, told in replies.items()}
+        if (
+            ledger is None
+            or last <= self._storage.newest
+            or not ledger.export_from(last, alive, held)
+        ):
+            self._end_with_what_is_stored()
+
+    def _as_committed(self, previous: SlotAssignment, layout: Layout) -> SlotAssignment:
+        """A formation of another size was begun: the one that has the last step."""
+        if len(previous.slots) == layout.mesh.num_slots:
+            return previous
+        holders = self._records.commits[0].holders if self._records.commits else ()
+        spread = Spread(copies=previous.spread.copies)
+        return dataclasses.replace(previous, slots=holders, spread=spread)
+
+    def _end_with_what_is_stored(self) -> None:
+        stored = self._storage.newest
+        lost = self._records.last_step - stored
+        if lost > 0:
+            self._journal.say(
+                f"stopped while hosts are missing: storage has step {stored}; the "
+                f"{lost} steps committed after it end with the memory of the hosts"
+            )
+        if self._error is None:
+            self.end("stopped", step=stored)
+        else:
+            message, code = self._error
+            self.end("error", message, step=stored, code=code)
+
+    def exported(self) -> None:
+        """A step was written to storage, or could not be."""
+        if self._rescuing:
+            self._end_with_what_is_stored()
+        self.conclude()
+
+    def conclude(self) -> None:
+        """Ends the job once the last step is finished, committed and in storage."""
+        round_, ledger = self._rounds.current, self._rounds.ledger
+        if round_ is None or round_.assignment is None or self._rounds.frozen:
+            return
+        if len(round_.finished) < len(round_.assignment.slots):
+            return
+        last = max(round_.finished.values())
+        self._finished_at = self._finished_at or self._loop.now()
+        if ledger is None or ledger.exporting is not None:
+            return
+        if ledger.committed < last and not self._stands_uncommitted(ledger, last):
+            return
+        if last in self._storage.steps:
+            self.end("stopped" if self._records.view.stop else "done", step=last)
+        elif ledger.export_failures(last) < EXPORT_FAILURES:
+            if ledger.may_export:
+                ledger.export(last)
+        else:
+            self.end("error", f"step {last} could not be written to storage", last)
+
+    def _stands_uncommitted(self, ledger: Ledger, last: int) -> bool:
+        """The last step is safe in memory, and the store has been away for long."""
+        patience_s = 2 * self._config.timeouts.lease
+        return (
+            ledger.pending is not None
+            and ledger.pending.step == last
+            and self._records.away
+            and self._loop.now() > self._finished_at + patience_s
+        )
+
+    def conclude_for_others(self) -> None:
+        """Ends a job whose hosts are gone because it is done.
+
+        A host that was away when the job ended may find a store that has lost the
+        result: it would wait for the others. Storage has the job's last step.
+        """
+        last = self._config.last_step
+        if last and self._rounds.phase == "waiting" and last in self._storage.steps:
+            self.end("done", step=last)
+
+    def result_without_store(self) -> str:
+        """The result of an ended job that the store did not take in time, or ""."""
+        late = self._loop.now() > self._ended_at + 2 * self._config.timeouts.lease
+        if not late or not self._records.away:
+            return ""
+        # Who is not told would wait for this host: those with slots, also between two
+        # assignments, and others whose links have just ended.
+        assignment = self._rounds.assignment or self._rounds.previous
+        slots = set(assignment.slots) if assignment is not None else set()
+        missing = slots - self._registry.connected | self._registry.away
+        return "" if missing else self._result
+
+    def end(self, status: str, message: str = "", step: int = 0, code: int = 0) -> None:
+        """Has the job's result recorded, once; every agent then ends with `code`."""
+        if self._rounds.frozen:
+            return
+        self._rounds.frozen = True
+        code = code or int(status == "error")
+        text = _result_json(status, step, message, code)
+        self._result, self._ended_at = text, self._loop.now()
+        self._journal.event("end", **json.loads(text))
+        self._records.put("result", text, "result", text)
+
+
+def _result_json(status: str, step: int, message: str, code: int) -> str:
+    """The value of a job's result key; `code` is every agent's exit code."""
+    return json.dumps(
+        {"status": status, "step": step, "message": message, "code": code}
+    )

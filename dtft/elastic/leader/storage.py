@@ -1,0 +1,225 @@
+"""The state of storage, as the leader knows it: its steps, and whether it is well.
+
+`StorageHealth` decides from outcomes and a clock what people are told of storage that
+fails or is slow, and when it is tried again. `StorageWatch` lists the steps on a
+thread: while a network file system hangs, its last answer counts.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+
+from dtft.checkpoint.storage import storage_steps
+from dtft.elastic.event_loop import Loop
+
+# What people are told of storage that fails or is slow, and when it is tried again.
+#
+# Decides from outcomes and a clock that others give: one line for the first failure,
+# then for the second, fourth, eighth ... in a row, and one when storage is well again.
+
+
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 300.0
+"""A failed export is not repeated at once: the pause doubles with every failure."""
+SLOW_S = 60.0
+"""An export that takes longer than this, and than its interval, is told."""
+
+_ADVICE = (
+    (("no space left", "resource_exhausted", "quota"), "free space there"),
+    (("read-only file system",), "mount it for writing"),
+    (("permission denied", "operation not permitted"), "give this user write access"),
+    (
+        (
+            *("replaced or unmounted", "no such file", "not_found", "not a directory"),
+            "stale file handle",
+        ),
+        "mount the file system again, or put the directory back",
+    ),
+    (("corrupt in this host's memory",), "test that memory if this comes again"),
+    (("timeouterror", "ended with code"), "see that storage answers; it may be slow"),
+)
+
+
+def advice(error: str) -> str:
+    """What to do about a failed export, from what it said.
+
+    >>> advice("OSError: [Errno 30] Read-only file system: '/nfs/run'")
+    'mount it for writing'
+    >>> advice("ValueError: bits") is not None
+    True
+    """
+    lowered = error.lower()
+    for words, text in _ADVICE:
+        if any(word in lowered for word in words):
+            return text
+    return "see the exporter's log on that host"
+
+
+class StorageHealth:
+    """One job's storage as its leader sees it."""
+
+    def __init__(self, directory: Path | str) -> None:
+        """Takes storage to be well; `directory` is for messages."""
+        self._directory = directory
+        self._failures, self._not_before = 0, 0.0
+        self._begun: tuple[int, float] | None = None
+        self._told_slow = 0
+
+    def may_try(self, now: float) -> bool:
+        """Whether an export that is merely due may be ordered at this moment."""
+        return now >= self._not_before
+
+    def begun(self, step: int, now: float) -> None:
+        """An export was ordered."""
+        self._begun = step, now
+
+    def failed(self, step: int, host: str, error: str, now: float) -> str | None:
+        """A step was not written; the line for people, if this time has one."""
+        self._begun = None
+        self._failures += 1
+        pause = min(FIRST_PAUSE_S * 2 ** min(self._failures - 1, 16), LONGEST_PAUSE_S)
+        self._not_before = now + pause
+        if self._failures & (self._failures - 1):
+            return None
+        times = f", {self._failures} times in a row" if self._failures > 1 else ""
+        return (
+            f"storage: step {step} was not written to {self._directory} by {host}"
+            f"{times} ({_short(error)}). Training goes on and older steps stay; "
+            f"{advice(error)}. The next try is at a step due {pause:.0f} s from now "
+            "or later"
+        )
+
+    def succeeded(self, step: int) -> str | None:
+        """A step was written; the line for people if that had failed before."""
+        failures, self._failures, self._not_before = self._failures, 0, 0.0
+        self._begun = None
+        if not failures:
+            return None
+        return (
+            f"storage: {self._directory} is well again: step {step} was written after "
+            f"{failures} failed exports"
+        )
+
+    def overdue(self, due: int, now: float) -> str | None:
+        """A step is due while another is still written; said once for each of these."""
+        if self._begun is None:
+            return None
+        step, since = self._begun
+        if now - since < SLOW_S or self._told_slow == step:
+            return None
+        self._told_slow = step
+        return (
+            f"storage: {self._directory} is slow: step {step} has been in writing for "
+            f"{now - since:.0f} s and step {due} is due. Training goes on; what is due "
+            "meanwhile is left out"
+        )
+
+
+def _short(error: str) -> str:
+    """Errors of Orbax repeat paths; the beginning and the end say what it was."""
+    line = error.partition("\n")[0]
+    return line if len(line) <= 240 else f"{line[:100]} ... {line[-130:]}"
+
+
+PATIENCE_S = 1.0
+"""Storage that answers later is silent; healthy storage takes milliseconds."""
+
+
+class StorageWatch:
+    """One job's storage directory. Used by the event loop."""
+
+    def __init__(
+        self,
+        directory: Path,
+        loop: Loop,
+        *,
+        list_steps: Callable[[Path], Iterable[int]] = storage_steps,
+    ) -> None:
+        """Looks for the first time.
+
+        Args:
+            directory: the storage tier.
+            loop: of the agent.
+            list_steps: says which steps a directory holds; may take for ever.
+        """
+        self._directory, self._loop, self._list = directory, loop, list_steps
+        self._known: frozenset[int] = frozenset()
+        self._written: set[int] = set()
+        self._since: float | None = None
+        """When the question was asked that is not answered yet."""
+        self._told = False
+        self.look()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that storage held when it last answered, and what came since."""
+        return tuple(sorted(self._known | self._written))
+
+    @property
+    def newest(self) -> int:
+        """The newest of these steps, 0 for none."""
+        return max(self.steps, default=0)
+
+    @property
+    def silent(self) -> bool:
+        """Whether a question is unanswered for longer than healthy storage takes."""
+        since = self._since
+        return since is not None and self._loop.now() >= since + PATIENCE_S
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last question is answered, or will not be in time."""
+        return self._since is None or self.silent
+
+    def look(self) -> None:
+        """Asks storage, unless an earlier question is still unanswered."""
+        if self._since is not None:
+            return
+        self._since = self._loop.now()
+        self._written.clear()
+        directory = self._directory
+        self._loop.aside(lambda: frozenset(self._list(directory)), self._looked)
+
+    def _looked(self, outcome: "Future[frozenset[int]]") -> None:
+        self._since = None
+        error = outcome.exception()
+        self._known = frozenset() if error is not None else outcome.result()
+
+    def wrote(self, step: int) -> None:
+        """Somebody has just written a step there."""
+        self._written.add(step)
+
+    def news(self) -> str | None:
+        """A line for people when storage has stopped or begun to answer."""
+        if self.silent == self._told:
+            return None
+        self._told = self.silent
+        if not self._told:
+            return f"storage {self._directory} answers again"
+        newest = max(self._known, default=0)
+        known = f"step {newest} was the newest seen" if newest else "none was seen"
+        return (
+            f"storage {self._directory} does not answer within {PATIENCE_S:g} s; "
+            f"training goes on, and of its steps {known}. See that its server is up"
+        )
+
+
+def newest_stored(directory: Path, limit_s: float = PATIENCE_S) -> int:
+    """The newest step that storage shows within `limit_s` seconds, 0 for none.
+
+    For commands, which have no event loop.
+    """
+    found: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def look() -> None:
+        with contextlib.suppress(OSError):
+            found.put(max(storage_steps(directory), default=0))
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        return found.get(timeout=limit_s)
+    except queue.Empty:
+        return 0

@@ -1,0 +1,552 @@
+"""A local cluster: a private etcd and one agent per host, each a process group.
+
+Starts, watches and ends processes: what agents do is the same here as on a thousand
+machines. `LocalCluster.wait` is the loop of the thread that starts processes, for they
+die with it; there the store is supervised. A host's death can be played (`kill_host`):
+every process of its group is killed and its memory is gone. `supervise` runs a cluster
+to its end and turns signals into a stop, a line for people, or an end by force.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dtft.checkpoint.managers import ProgressBoard, ProgressField
+from dtft.elastic.host import NotSalvaged, Salvage, sweep_memory, swept_line
+from dtft.elastic.leader import newest_stored, read_events
+from dtft.elastic.processes import die_with_parent
+from dtft.elastic.stop_signals import (
+    StopProgress,
+    end_line,
+    heard_signals,
+    lost_steps,
+    presses,
+    second_line,
+)
+from dtft.elastic.store import (
+    EmbeddedEtcd,
+    EtcdStore,
+    StoreUnavailable,
+    SupervisionLimits,
+    Supervisor,
+    job_key,
+    read_view,
+)
+
+LAUNCHED = "DTFT_LAUNCHED"
+"""Environment variable of agents whose end is told by whoever started them."""
+HEAD_START_S = 0.5
+"""Spares start later, so that host-0, host-1, ... take slot 0, 1, ... as a rule."""
+LAST_EXPORT_S = 10.0
+"""A forced end waits so long for the export of the newest step."""
+ASK_AGAIN_S = 1.0
+"""A request to stop is looked for in the store this often: a store may lose it."""
+KILL_S = 10.0
+STORE_S = 2.0
+"""One answer of the store."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlace:
+    """Where on this machine the processes of one host run."""
+
+    prefix: tuple[str, ...] = ()
+    """Put in front of the agent's command; must replace itself by that command."""
+    arguments: tuple[str, ...] = ()
+    """Added to the agent's arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """What a local cluster is made of."""
+
+    agent_arguments: tuple[str, ...]
+    """Arguments of `dtft agent` that all hosts share: CONFIG and overrides."""
+    job: str
+    """Name of the job."""
+    hosts: int
+    """Hosts that fill slots."""
+    spares: int
+    """Hosts that wait."""
+    run_directory: Path
+    """Logs, events, checkpoints."""
+    arena_directory: Path = Path("/dev/shm")
+    """Where arenas lie."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Added to every agent's environment."""
+    place: Callable[[str], HostPlace] = lambda _: HostPlace()
+    """The place of a host, by its name."""
+    store_host: str = "127.0.0.1"
+    """The address of this machine at which hosts reach etcd."""
+    storage_keep: int = 3
+    """Checkpoints that storage keeps."""
+    store_limits: SupervisionLimits = field(default_factory=SupervisionLimits)
+    """When the store is taken to hang."""
+
+
+class LocalCluster:
+    """The processes of one job on this machine."""
+
+    def __init__(self, options: ClusterOptions) -> None:
+        """Prepares the run directory and the job secret; starts nothing."""
+        self.options = options
+        options.run_directory.mkdir(parents=True, exist_ok=True)
+        (options.run_directory / "logs").mkdir(exist_ok=True)
+        self.etcd = EmbeddedEtcd(
+            options.run_directory / "etcd", host=options.store_host
+        )
+        self.agents: dict[str, subprocess.Popen] = {}
+        self._secret_file = options.run_directory / "job.secret"
+        self._secret_file.touch(mode=0o600)
+        self._secret_file.write_text(os.urandom(32).hex())
+        self._next = 0
+        self.first_event = len(read_events(options.run_directory))
+        self._requests: queue.Queue[Callable[[], object]] = queue.Queue()
+        self._supervisor: Supervisor | None = None
+        self._closed = threading.Event()
+        self._stop: threading.Thread | None = None
+        self._stop_recorded = False
+
+    def start(self) -> None:
+        """Frees the memory of dead jobs, starts etcd, then every agent.
+
+        Raises:
+            ValueError: etcd does not come up; its text has the reason.
+        """
+        directory = self.options.arena_directory
+        if line := swept_line(directory, sweep_memory(directory)):
+            tell(line.removeprefix("dtft: "))
+        self._start_store()
+        for _ in range(self.options.hosts):
+            self.start_host()
+        if self.options.spares:
+            time.sleep(HEAD_START_S)
+        for _ in range(self.options.spares):
+            self.start_host()
+
+    def _start_store(self) -> None:
+        try:
+            self.etcd.start()
+            self.etcd.wait_ready(20.0)
+        except (RuntimeError, TimeoutError) as error:
+            problem = self.etcd.obstacle()
+            raise ValueError(f"{error}\n{problem}".rstrip()) from error
+        limits = self.options.store_limits
+        self._supervisor = Supervisor(self.etcd, tell, limits)
+
+    def start_host(self, name: str | None = None) -> str:
+        """Starts one agent, by default under a new name; returns the name."""
+        if name is None:
+            name, self._next = f"host-{self._next}", self._next + 1
+        log_path = self.options.run_directory / "logs" / f"{name}.log"
+        with open(log_path, "ab") as log:
+            self.agents[name] = subprocess.Popen(
+                self.agent_command(name),
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **self.options.environment, LAUNCHED: "1"},
+                preexec_fn=die_with_parent,
+            )
+        return name
+
+    def agent_command(self, name: str) -> list[str]:
+        """The command line of one host's agent."""
+        place = self.options.place(name)
+        return [
+            *(*place.prefix, sys.executable, "-m", "dtft.cli", "agent"),
+            *self.options.agent_arguments,
+            *("--store", self.store_address, "--store-private"),
+            *("--job", self.options.job),
+            *("--secret-file", str(self._secret_file), "--host-name", name),
+            *place.arguments,
+        ]
+
+    @property
+    def store_address(self) -> str:
+        """host:port of the private etcd."""
+        return self.etcd.address
+
+    @property
+    def secret(self) -> bytes:
+        """The job's secret, as agents read it."""
+        return self._secret_file.read_bytes().strip()
+
+    @property
+    def storage_directory(self) -> Path:
+        """Where the job writes checkpoints."""
+        return self.options.run_directory / "checkpoints"
+
+    def memory_directory(self, name: str) -> Path:
+        """Where a host's arena and board lie."""
+        return self.options.arena_directory / f"dtft-{self.options.job}-{name}"
+
+    def signal_host(self, name: str, number: int) -> None:
+        """Sends a signal to every process of a host."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.agents[name].pid, number)
+
+    def kill_host(self, name: str) -> None:
+        """SIGKILLs every process of a host; its memory dies with it."""
+        self.signal_host(name, signal.SIGKILL)
+        try:
+            self.agents.pop(name).wait(timeout=KILL_S)
+        except subprocess.TimeoutExpired:  # it is in an uninterruptible call
+            tell(f"the agent of {name} still runs {KILL_S:.0f} s after SIGKILL")
+        shutil.rmtree(self.memory_directory(name), ignore_errors=True)
+
+    def request_stop(self) -> None:
+        """Asks the job to stop at a step boundary; does not wait.
+
+        The request is repeated until the store has it, and again if the store has lost
+        it: a store that is away is being restarted meanwhile.
+        """
+        if self._stop is None:
+            self._stop = threading.Thread(target=self._ask_to_stop, daemon=True)
+            self._stop.start()
+
+    def _ask_to_stop(self) -> None:
+        key = job_key(self.options.job, "m/stop")
+        store = EtcdStore(self.store_address, STORE_S)
+        with contextlib.closing(store):
+            while not self._closed.is_set():
+                try:
+                    if store.get(key) is None:
+                        store.put(key, b"1")
+                    self._stop_recorded = True
+                except StoreUnavailable:
+                    self._stop_recorded = False
+                self._closed.wait(ASK_AGAIN_S if self._stop_recorded else 0.1)
+
+    def poll(self) -> dict[str, int]:
+        """Return codes of the agents that have ended."""
+        agents = list(self.agents.items())  # another thread may kill hosts
+        codes = {name: agent.poll() for name, agent in agents}
+        return {name: code for name, code in codes.items() if code is not None}
+
+    def call_soon(self, action: Callable[[], object]) -> None:
+        """Has the thread that waits for the cluster run something.
+
+        Processes die with the thread that started them, so only that one may.
+        """
+        self._requests.put(action)
+
+    def wait(self, deadline_s: float) -> bool:
+        """Waits until every agent has ended; False if the deadline passed.
+
+        Supervises the store meanwhile.
+        """
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            while not self._requests.empty():
+                self._requests.get()()
+            if len(self.poll()) == len(self.agents):
+                return True
+            if self._supervisor is not None:
+                self._supervisor.tick()
+            time.sleep(0.05)
+        return False
+
+    # ------------------------------------------------------------------ looking
+
+    def events(self) -> list[dict[str, Any]]:
+        """What the leaders of this job have recorded so far."""
+        return read_events(self.options.run_directory)[self.first_event :]
+
+    def progress(self) -> StopProgress:
+        """What can be seen of the job without its store and its leader."""
+        events = self.events()
+        last = {event["event"]: n for n, event in enumerate(events)}
+        formed = [event for event in events if event["event"] == "assignment"]
+        slots = tuple(formed[-1]["slots"]) if formed else ()
+        live = [name for name in slots if name in self.agents]
+        forming = events[last["forming"]] if "forming" in last else {}
+        waiting = last.get("waiting_for_host", -1)
+        waits = waiting > max(last.get("forming", -1), last.get("assignment", -1))
+        commits = [it["step"] for it in events if it["event"] == "commit"]
+        return StopProgress(
+            finished={name: self._cell(name, "finished") for name in live},
+            computing=self._most("computing"),
+            committed=self._most("committed"),
+            recorded=max(commits, default=0),
+            stored=newest_stored(self.storage_directory),
+            exporting=self._most("exporting"),
+            reforming=not formed or any(self._cell(it, "recovering") for it in live),
+            reason=str(forming.get("reason", "")),
+            missing=tuple(events[waiting]["slots"]) if waits else (),
+            store_serves=self._supervisor is None or self._supervisor.serving,
+            asked=self._stop_recorded,
+        )
+
+    def _most(self, name: ProgressField) -> int:
+        return max((self._cell(host, name) for host in list(self.agents)), default=0)
+
+    def _cell(self, host: str, name: ProgressField) -> int:
+        try:
+            board = ProgressBoard(self.memory_directory(host) / "board")
+        except (OSError, ValueError):  # none yet, or not any more
+            return 0
+        with contextlib.closing(board):
+            return board.get(name)
+
+    def result(self) -> dict[str, Any] | None:
+        """How the job has ended, as its leader recorded it; None if it has not."""
+        ends = [event for event in self.events() if event["event"] == "end"]
+        if ends:
+            return ends[-1]
+        store = EtcdStore(self.store_address, STORE_S)
+        try:  # the file's disk may have been full
+            view, _ = read_view(store, self.options.job)
+        except (StoreUnavailable, ValueError, LookupError):
+            return None
+        finally:
+            store.close()
+        return json.loads(view.result) if view.result else None
+
+    # ------------------------------------------------------------------- ending
+
+    def salvage(self, limit_s: float) -> int:
+        """Writes the newest step that memory holds to storage; returns it.
+
+        Stops the trainers, so that the step stays. Needs neither leader nor store.
+
+        Raises:
+            NotSalvaged: says why.
+        """
+        hosts = list(self.agents)
+        for name in hosts:
+            if pid := self._cell(name, "trainer_pid"):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGSTOP)
+        roots = {it["step"]: it["root"] for it in self.events() if "root" in it}
+        options = self.options
+        work = Salvage(
+            job=options.job,
+            secret=self.secret,
+            memory_directories={it: self.memory_directory(it) for it in hosts},
+            scratch=self.memory_directory("salvage"),
+            storage_directory=self.storage_directory,
+            storage_keep=options.storage_keep,
+            log_path=options.run_directory / "logs" / "salvage.log",
+        )
+        return work.run(roots, limit_s)
+
+    def close(self) -> None:
+        """Ends everything that still runs and frees every host's memory.
+
+        Every part is ended whatever happens with the others, signals included.
+        """
+        self._closed.set()
+        if self._supervisor is not None:
+            self._supervisor.close()
+        with contextlib.ExitStack() as last_first:
+            if threading.current_thread() is threading.main_thread():
+                last_first.enter_context(StopAsked().heard())
+            last_first.callback(self._secret_file.unlink, missing_ok=True)
+            last_first.callback(self._free_memory)
+            last_first.callback(self.etcd.stop)
+            for name in list(self.agents):
+                last_first.callback(self.kill_host, name)
+            for name in list(self.agents):  # all at once; each is waited for after
+                self.signal_host(name, signal.SIGKILL)
+
+    def _free_memory(self) -> None:
+        prefix = f"dtft-{self.options.job}-"
+        for path in self.options.arena_directory.glob(f"{prefix}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def tell(text: str) -> None:
+    """Prints one line for people; a terminal that is gone is no error."""
+    with contextlib.suppress(OSError):
+        print(f"dtft: {text}", flush=True)
+
+
+# --------------------------------------------------------------------- to its end
+
+
+class StopAsked:
+    """The signals that ask a process to end, in the order in which they came."""
+
+    def __init__(self) -> None:
+        """Nobody has asked yet."""
+        self._signals: list[tuple[float, int]] = []
+
+    @property
+    def times(self) -> int:
+        """How often somebody has asked."""
+        return presses(tuple(self._signals))
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since the first time; 0 before that."""
+        return time.monotonic() - self._signals[0][0] if self._signals else 0.0
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler."""
+        del frame
+        self._signals.append((time.monotonic(), number))
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Takes the signals while the body runs; ignored ones (nohup) stay ignored."""
+        before = {it: signal.signal(it, self.note) for it in heard_signals()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def supervise(cluster: LocalCluster, stop_s: float) -> int:
+    """Runs a cluster until its job ends.
+
+    Ctrl-C, SIGTERM or SIGHUP stops the job at a step boundary; a second Ctrl-C says
+    what is waited for; a third one, or the deadline, ends the job after an attempt to
+    export the newest step that memory holds; a fourth one gives that up.
+
+    Args:
+        cluster: not yet started.
+        stop_s: deadline for a requested stop, in seconds; after it `LAST_EXPORT_S` are
+            given to the export.
+
+    Returns:
+        The exit code: that of the job's end; 1 if finished steps are lost.
+    """
+    asked = StopAsked()
+    with asked.heard():
+        try:
+            cluster.start()
+            return _to_the_end(cluster, asked, stop_s)
+        finally:
+            cluster.close()
+
+
+def _to_the_end(cluster: LocalCluster, asked: StopAsked, stop_s: float) -> int:
+    answered = 0
+    while not cluster.wait(0.1):
+        times = asked.times
+        if times > 0 and answered == 0:
+            tell("stopping at the next step boundary")
+            cluster.request_stop()
+        elif times > 1 and answered < 2:
+            left_s = stop_s - 1 - asked.since_s
+            tell(second_line(cluster.progress(), left_s))
+        answered = max(answered, min(times, answered + 1))
+        if times > 2:
+            return _end_by_force(cluster, asked, "ending now")
+        if times and asked.since_s > stop_s - 1:
+            why = f"not stopped within {stop_s:g} s (--timeouts.stop); ending it"
+            return _end_by_force(cluster, asked, why)
+    return _outcome(cluster)
+
+
+def _end_by_force(cluster: LocalCluster, asked: StopAsked, why: str) -> int:
+    """Exports the newest step that memory holds; says which steps are lost."""
+    progress = cluster.progress()
+    newest = max(progress.committed, progress.recorded)
+    if newest <= progress.stored and progress.store_serves:
+        has = f"storage has step {progress.stored}, the newest" if newest else ""
+        tell(f"{why}; {has or 'no step was committed, so nothing is exported'}")
+        return 1
+    limit_s = LAST_EXPORT_S
+    tell(
+        f"{why}, after an attempt to export step {newest} from the memory of the hosts "
+        f"({limit_s:.0f} s at most; Ctrl-C gives it up)"
+    )
+    problem = _exported(cluster, asked, newest, limit_s)
+    stored = cluster.progress().stored
+    if stored > progress.stored:
+        tell(f"exported: storage has step {stored}")
+    if lost := lost_steps(newest, stored):
+        tell(f"{lost} with the memory of the hosts: {problem or 'not exported'}")
+    return 1
+
+
+def _exported(
+    cluster: LocalCluster, asked: StopAsked, newest: int, limit_s: float
+) -> str:
+    """Has the step `newest` stored; "" or why it is not.
+
+    Waits for an export that the job has begun. If that ends, with a result or without,
+    and storage lacks the step, one is made from memory.
+    """
+    end, presses_before = time.monotonic() + limit_s, asked.times
+    outcome: list[str] = []
+
+    def work() -> None:
+        try:
+            cluster.salvage(end - time.monotonic())
+            outcome.append("")
+        except NotSalvaged as error:
+            outcome.append(str(error))
+        except Exception as error:  # the end must come all the same
+            outcome.append(f"{type(error).__name__}: {error}")
+
+    begun: threading.Thread | None = None
+    while time.monotonic() < end and not outcome:
+        if begun is None:
+            progress = cluster.progress()
+            if progress.stored >= newest:
+                return ""
+            if progress.exporting <= progress.stored:
+                begun = threading.Thread(target=work, daemon=True)
+                begun.start()
+        if asked.times > presses_before:
+            return "given up by Ctrl-C"
+        if cluster.wait(0.1) and begun is None:
+            return "all agents ended"
+    if outcome:
+        return outcome[0]
+    return f"no export ended within {limit_s:.0f} s"
+
+
+def _outcome(cluster: LocalCluster) -> int:
+    """The exit code, and a line that says how the job ended and what storage has."""
+    result, progress = cluster.result(), cluster.progress()
+    newest = max(progress.committed, progress.recorded)
+    where = cluster.storage_directory
+    if result is not None and result["status"] != "error":
+        status, step = result["status"], result["step"]
+        if progress.stored >= step and (lost := lost_steps(newest, step)):
+            tell(f"{status}: storage has step {step}; {lost}")
+            return 0  # the leader has said why
+        line = end_line(status, step, progress.stored, str(where))
+        if progress.stored >= step:
+            tell(line)
+            return 0
+        _complain(line)
+        return 1
+    if result is not None:
+        reason, code = result["message"], result["code"]
+    else:
+        codes, logs = cluster.poll(), cluster.options.run_directory / "logs"
+        reason = f"all agents ended before the job did, with codes {codes}; see {logs}"
+        code = 2 if set(codes.values()) == {2} else 1
+    if lost := lost_steps(newest, progress.stored):
+        reason += f"\ndtft: {lost}: storage has step {progress.stored}"
+    _complain(reason)
+    return code
+
+
+def _complain(reason: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"dtft: error: {reason}", file=sys.stderr, flush=True)
+
+
+def job_name(experiment_name: str) -> str:
+    """A name for a local job: unique on this machine while it runs."""
+    safe = "".join(c if c.isascii() and c.isalnum() else "-" for c in experiment_name)
+    return f"{safe}-{os.getpid()}-{time.time_ns() % 10**6}"

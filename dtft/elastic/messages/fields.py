@@ -1,0 +1,284 @@
+"""Checks of the fields of messages between hosts: reports (`reports`) and orders
+(`orders`).
+
+A check says whether a value, as msgpack makes it, is what a field may be; it raises for
+nothing.
+"""
+
+import functools
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtft.checkpoint.replication import Commit
+from dtft.checkpoint.state import DIGEST_BYTES, Layout, Slice
+from dtft.checkpoint.transport import parse_address
+from dtft.elastic.assignment import SlotAssignment
+
+Check = Callable[[object], bool]
+Table = Mapping[str, Mapping[str, Check]]
+"""Op to its fields, and what each must be."""
+
+_LARGEST = 1 << 63
+
+
+def number(value: object) -> bool:
+    """A count, a step, a slot: not negative, 63 bits."""
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def positive(value: object) -> bool:
+    """A number that is not 0."""
+    return number(value) and value != 0
+
+
+def number_or_minus_one(value: object) -> bool:
+    """A step, or -1 for none."""
+    return value == -1 and type(value) is int or number(value)
+
+
+def code(value: object) -> bool:
+    """An exit code, or the negative of a signal's number."""
+    return type(value) is int and abs(value) < 1 << 31
+
+
+def port(value: object) -> bool:
+    """A TCP port, 0 for none."""
+    return type(value) is int and 0 <= value < 1 << 16
+
+
+def seconds(value: object) -> bool:
+    """A finite duration."""
+    return type(value) is float and 0 <= value < math.inf
+
+
+def text(value: object) -> bool:
+    """Any text."""
+    return isinstance(value, str)
+
+
+def root(value: object) -> bool:
+    """The hexadecimal digest of digests."""
+    return isinstance(value, str) and len(value) == 2 * DIGEST_BYTES
+
+
+def flag(value: object) -> bool:
+    """True or False."""
+    return isinstance(value, bool)
+
+
+def binary(value: object) -> bool:
+    """Any bytes."""
+    return isinstance(value, bytes)
+
+
+def digests(value: object) -> bool:
+    """The digests of a slice's chunks, one after another."""
+    return isinstance(value, bytes) and len(value) % DIGEST_BYTES == 0
+
+
+def ballot(value: object) -> bool:
+    """(term, counter)."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return number(value[0]) and number(value[1])
+
+
+def address(value: object) -> bool:
+    """The "host:port" of a peer."""
+    if not isinstance(value, str):
+        return False
+    try:
+        parse_address(value)
+    except ValueError:
+        return False
+    return True
+
+
+def anything(value: object) -> bool:
+    """Whatever can be packed."""
+    del value
+    return True
+
+
+def all_of(values: Any, check: Check) -> bool:
+    """Whether a check holds for all values."""
+    return all(check(value) for value in values)
+
+
+def list_of(check: Check) -> Check:
+    """A list, or tuple, of what `check` holds for."""
+    return lambda value: isinstance(value, list | tuple) and all_of(value, check)
+
+
+def pair_of(first: Check, second: Check) -> Check:
+    """A list, or tuple, of two."""
+    return lambda value: (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and first(value[0])
+        and second(value[1])
+    )
+
+
+def map_of(key: Check, check: Check) -> Check:
+    """A map of any size."""
+    return lambda value: (
+        isinstance(value, dict) and all_of(value, key) and all_of(value.values(), check)
+    )
+
+
+def record_of(**fields: Check) -> Check:
+    """A map with these fields; others are ignored."""
+    return lambda value: (
+        isinstance(value, dict)
+        and fields.keys() <= value.keys()
+        and all(check(value[name]) for name, check in fields.items())
+    )
+
+
+def one_of(*values: str) -> Check:
+    """One of these texts."""
+    return lambda value: isinstance(value, str) and value in values
+
+
+def or_none(check: Check) -> Check:
+    """None, or what `check` holds for."""
+    return lambda value: value is None or check(value)
+
+
+def or_empty(check: Check) -> Check:
+    """Empty text, or what `check` holds for."""
+    return lambda value: value == "" or check(value)
+
+
+items: Check = map_of(text, anything)
+"""What belongs to a step beside its arrays."""
+
+
+@functools.lru_cache(maxsize=4)
+def known_layout(text: str) -> Layout:
+    """As `Layout.from_json`: every host tells the same one, which is read once."""
+    return Layout.from_json(text)
+
+
+_known_assignment = functools.lru_cache(maxsize=4)(SlotAssignment.from_json)
+_known_commit = functools.lru_cache(maxsize=4)(Commit.from_json)
+"""As above."""
+
+
+@functools.lru_cache(maxsize=4)
+def _readable(value: str) -> bool:
+    """Whether a layout can be read and its slices can be made."""
+    try:
+        read = known_layout(value)
+        sizes = [piece.nbytes for piece in read.slices(0)]
+        slots = set(read.mesh.slots)
+    except Exception:  # it can be wrong in any way at any depth
+        return False
+    return all(size >= 0 for size in sizes) and slots == set(range(len(slots)))
+
+
+def assignment(value: object) -> bool:
+    """A `SlotAssignment` as JSON."""
+    return isinstance(value, str) and _reads(_known_assignment, value)
+
+
+def commit(value: object) -> bool:
+    """A `Commit` as JSON."""
+    return isinstance(value, str) and _reads(_known_commit, value)
+
+
+def _reads(read: Callable[[str], object], value: str) -> bool:
+    try:
+        read(value)
+    except Exception:  # it can be wrong in any way at any depth
+        return False
+    return True
+
+
+def layout(value: object) -> bool:
+    """A `Layout` as JSON."""
+    return isinstance(value, str) and _readable(value)
+
+
+_shape = list_of(number)
+_piece = record_of(path=text, start=_shape, stop=_shape, dtype=text)
+
+
+def piece(value: object) -> bool:
+    """A `Slice` as a map."""
+    if not _piece(value):
+        return False
+    assert isinstance(value, dict)
+    try:
+        made = Slice(
+            path=value["path"],
+            start=tuple(value["start"]),
+            stop=tuple(value["stop"]),
+            dtype=value["dtype"],
+        )
+        known = made.nbytes < _LARGEST  # the dtype has a size
+    except Exception:  # a dtype can be wrong in any way
+        return False
+    return known and all(a <= b for a, b in zip(made.start, made.stop, strict=True))
+
+
+def region(value: object) -> bool:
+    """A `Region` as a map: what is moved lies inside of both slices."""
+    if not (isinstance(value, dict) and value.keys() >= {"old", "new", "moved"}):
+        return False
+    old, new, moved = value["old"], value["new"], value["moved"]
+    return (
+        all_of((old, new, moved), piece) and _inside(moved, old) and _inside(moved, new)
+    )
+
+
+def _inside(small: dict[str, Any], large: dict[str, Any]) -> bool:
+    return (
+        (small["path"], small["dtype"]) == (large["path"], large["dtype"])
+        and len(small["start"]) == len(large["start"])
+        and all(a >= b for a, b in zip(small["start"], large["start"], strict=True))
+        and all(a <= b for a, b in zip(small["stop"], large["stop"], strict=True))
+    )
+
+
+def fault(
+    message: object, table: Table, optional: Mapping[str, frozenset[str]], kind: str
+) -> str | None:
+    """What is wrong with a message by itself; None if nothing is.
+
+    Args:
+        message: as it was received.
+        table: the messages there are.
+        optional: op to the fields that may be left out.
+        kind: "report" or "order".
+    """
+    if not isinstance(message, Mapping):
+        return f"a {kind} is a map, not {short(message)}"
+    op = message.get("op")
+    fields = table.get(op) if isinstance(op, str) else None
+    if fields is None:
+        return f"there is no {kind} {short(op)}"
+    missing: set[str] = set()
+    for name, check in fields.items():
+        if name not in message:
+            missing.add(name)
+        elif not check(message[name]):
+            return f"{op}: {name}={short(message[name])}"
+    if missing:
+        missing -= optional.get(str(op), frozenset())
+    return f"{op}: no {', '.join(sorted(missing))}" if missing else None
+
+
+_shortener = reprlib.Repr()
+_shortener.maxstring = _shortener.maxother = _shortener.maxlong = 80
+
+
+def short(value: object) -> str:
+    """A value for people, whatever its size."""
+    if isinstance(value, bytes):
+        value = value[:80]
+    shown = _shortener.repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."

@@ -1,0 +1,216 @@
+"""What the leader's orders must look like. Pure checks, as `reports` for reports.
+
+Whoever leads has proved that it knows the job's secret, but may still be of another
+version, or broken: an order that does not fit is named, and the connection it came over
+is ended; the agent goes on.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtft.checkpoint.state import Layout
+from dtft.elastic.messages.fields import (
+    Check,
+    Table,
+    address,
+    assignment,
+    ballot,
+    commit,
+    digests,
+    fault,
+    flag,
+    items,
+    layout,
+    list_of,
+    map_of,
+    number,
+    number_or_minus_one,
+    one_of,
+    or_empty,
+    or_none,
+    pair_of,
+    positive,
+    record_of,
+    region,
+    short,
+    text,
+)
+
+Message = Mapping[str, Any]
+
+_transfers = list_of(record_of(host=text, address=address, keys=list_of(text)))
+_regions = list_of(record_of(host=text, address=address, regions=list_of(region)))
+_digests: Check = map_of(text, digests)
+
+ORDER_FIELDS: Table = {
+    "reform": {
+        "ballot": ballot,
+        "reason": text,
+        "fatal": flag,
+        "read": flag,
+        "epoch": pair_of(number, number),
+        "step": number_or_minus_one,
+        "reach": map_of(text, address),
+    },
+    "prepare": {
+        "ballot": ballot,
+        "generation": number,
+        "attempt": number,
+        "coordinator": or_empty(address),
+        "hosts": list_of(text),
+        "addresses": list_of(address),
+        "source": one_of("init", "memory", "storage"),
+        "step": number,
+        "domains": list_of(text),
+        "layout": or_empty(layout),
+        "resized": flag,
+        "read": flag,
+        "digests": _digests,
+        "items": items,
+        "slot": number,
+        "transfers": _transfers,
+        "regions": _regions,
+        "assignment": assignment,
+    },
+    "reach": {"ballot": ballot, "reach": map_of(text, address)},
+    "expect": {"layout": layout, "domains": list_of(text)},
+    "release": {
+        "step": number,
+        "committed": flag,
+        "commit": or_empty(commit),
+        "stop_at": or_none(number),
+        "changes": list_of(pair_of(number, positive)),
+    },
+    "replicate": {"ballot": ballot, "step": number, "targets": list_of(number)},
+    "export": {
+        "step": number,
+        "slot": number,
+        "rank": number,
+        "world": positive,
+        "coordinator": or_empty(address),
+        "failures": number,
+        "transfers": _transfers,
+        "digests": _digests,
+    },
+    "lend": {"step": number_or_minus_one},
+    "flushed": {"token": number, "error": text},
+    "storage_failed": {"error": text},
+    "ended": {"result": text},
+    "assemble": {
+        "step": number,
+        "layout": layout,
+        "regions": _regions,
+        "digests": _digests,
+        "error": text,
+    },
+}
+"""The orders there are, and what each of their fields must be."""
+
+OPTIONAL_ORDER_FIELDS: Mapping[str, frozenset[str]] = {
+    "reform": frozenset({"reason", "fatal", "read", "epoch", "step", "reach"}),
+    "assemble": frozenset({"regions", "digests", "error"}),
+}
+"""Fields that may be left out."""
+
+
+def fault_of_order(message: object, host: str | None = None) -> str | None:
+    """What is wrong with an order; None if nothing is. Raises for nothing.
+
+    Args:
+        message: as it was received.
+        host: who is to obey; without it a `prepare` for another host is not noticed.
+
+    >>> fault_of_order({"op": "lend", "step": "7"})
+    "lend: step='7'"
+    >>> fault_of_order({"op": "export", "step": 7, "slot": 0})
+    'export: no coordinator, digests, failures, rank, transfers, world'
+    >>> fault_of_order({"op": "lend", "step": -1, "of_a_newer_version": 1})
+    """
+    found = fault(message, ORDER_FIELDS, OPTIONAL_ORDER_FIELDS, "order")
+    if found is not None:
+        return found
+    assert isinstance(message, Mapping)
+    whole = _WHOLE.get(message["op"])
+    found = whole(message, host) if whole is not None else None
+    return found and f"{message['op']}: {found}"
+
+
+def order_fields(message: Message) -> dict[str, Any]:
+    """What counts of an order without fault: the fields that this version knows.
+
+    >>> order_fields({"op": "replicate", "ballot": [7, 1], "step": 3, "targets": []})
+    {'ballot': (7, 1), 'step': 3, 'targets': []}
+    """
+    known = ORDER_FIELDS[message["op"]]
+    told = {name: value for name, value in message.items() if name in known}
+    if "ballot" in told:
+        told["ballot"] = tuple(told["ballot"])  # compared with others
+    return told
+
+
+# ------------------------------------------- fields that do not fit one another
+
+
+def _prepare(order: Message, host: str | None) -> str | None:
+    hosts, slot, memory = order["hosts"], order["slot"], order["source"] == "memory"
+    if len(order["addresses"]) != len(hosts):
+        return f"{len(order['addresses'])} addresses of {len(hosts)} hosts"
+    if order["domains"] and len(order["domains"]) != len(hosts):
+        return f"{len(order['domains'])} domains of {len(hosts)} hosts"
+    if slot >= len(hosts):
+        return f"slot={slot} of {len(hosts)} hosts"
+    if host is not None and hosts[slot] != host:
+        return f"slot={slot} is of {short(hosts[slot])}, not of {host}"
+    if not memory:
+        return None
+    if not order["layout"]:
+        return "source=memory, but layout is empty"
+    slots = Layout.from_json(order["layout"]).mesh.num_slots
+    if slots != len(hosts):
+        return f"layout of {slots} slots for {len(hosts)} hosts"
+    return _without_digest(order)
+
+
+def _export(order: Message, host: str | None) -> str | None:
+    del host
+    if order["rank"] >= order["world"]:
+        return f"rank={order['rank']} of world={order['world']}"
+    if order["world"] > 1 and not order["coordinator"]:
+        return f"world={order['world']}, but coordinator is empty"
+    return _without_digest(order)
+
+
+def _assemble(order: Message, host: str | None) -> str | None:
+    del host
+    if "error" in order:
+        return None
+    missing = [name for name in ("digests", "regions") if name not in order]
+    return f"no {', '.join(missing)}" if missing else _without_digest(order)
+
+
+def _without_digest(order: Message) -> str | None:
+    """Why what is fetched could not be checked; None if it could."""
+    known = order["digests"].keys()
+    for transfer in order.get("transfers", ()):
+        for key in transfer["keys"]:
+            if key not in known:
+                return f"transfers: no digest of {short(key)}"
+    for source in order.get("regions", ()):
+        for entry in source["regions"]:
+            if (key := _key(entry["old"])) not in known:
+                return f"regions: no digest of {short(key)}"
+    return None
+
+
+def _key(piece: Mapping[str, Any]) -> str:
+    """As `Slice.key`, of a slice as a map."""
+    pairs = zip(piece["start"], piece["stop"], strict=True)
+    ranges = ",".join(f"{a}:{b}" for a, b in pairs)
+    return f"{piece['path']}[{ranges}]:{piece['dtype']}"
+
+
+_WHOLE: Mapping[str, Callable[[Message, str | None], str | None]] = {
+    "prepare": _prepare,
+    "export": _export,
+    "assemble": _assemble,
+}

@@ -1,0 +1,256 @@
+"""What a host's report to the leader must look like. Pure checks.
+
+Whoever reports has proved that it knows the job's secret, but may still be of another
+version, or broken: what does not fit is refused by name, and the leader goes on.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dtft.checkpoint.managers import PHASES
+from dtft.checkpoint.replication import Window
+from dtft.checkpoint.state import Layout
+from dtft.elastic.messages.fields import (
+    Check,
+    anything,
+    assignment,
+    ballot,
+    binary,
+    code,
+    commit,
+    fault,
+    flag,
+    items,
+    known_layout,
+    layout,
+    list_of,
+    map_of,
+    number,
+    one_of,
+    or_empty,
+    or_none,
+    port,
+    positive,
+    root,
+    seconds,
+    text,
+)
+
+_positive_or_none = or_none(positive)
+
+
+_WINDOW = {field.name: field.type for field in dataclasses.fields(Window)}
+
+
+def _window_or_none(value: object) -> bool:
+    """A `Window` as a mapping: counts and finite seconds, none of them negative."""
+    if value is None:
+        return True
+    return (
+        isinstance(value, dict)
+        and value.keys() == _WINDOW.keys()
+        and all(
+            number(it) or (_WINDOW[name] is float and seconds(it))
+            for name, it in value.items()
+        )
+    )
+
+
+REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
+    "holdings": {
+        "ballot": ballot,
+        "layouts": list_of(layout),
+        "holdings": map_of(number, map_of(text, binary)),
+        "complete": map_of(number, list_of(number)),
+        "export_port": port,
+        "items": map_of(number, items),
+        "corrupt": list_of(text),
+        "finished": number,
+        "assignment": or_empty(assignment),
+        "commits": list_of(commit),
+        "missed": list_of(text),
+    },
+    "reached": {"ballot": ballot, "missed": list_of(text)},
+    "unfit": {"ballot": ballot, "why": text},
+    "fit": {"ballot": ballot},
+    "prepared": {
+        "ballot": ballot,
+        "export_port": port,
+        "own": number,
+        "peers": number,
+        "seconds": seconds,
+        "restored": map_of(text, binary),
+    },
+    "prepare_failed": {
+        "ballot": ballot,
+        "error": text,
+        "corrupt": list_of(text),
+    },
+    "layout": {"ballot": ballot, "layout": layout},
+    "running": {
+        "ballot": ballot,
+        "slot": number,
+        "step": number,
+        "bytes_from_storage": number,
+    },
+    "staged": {
+        "ballot": ballot,
+        "slot": number,
+        "step": number,
+        "digests": list_of(binary),
+        "interval": _positive_or_none,
+        "window": _window_or_none,
+    },
+    "held": {
+        "ballot": ballot,
+        "step": number,
+        "source": number,
+        "target": number,
+        "root": root,
+    },
+    "finished": {
+        "ballot": ballot,
+        "slot": number,
+        "step": number,
+        "summary": anything,
+    },
+    "trainer_exit": {"ballot": ballot, "code": code},
+    "failed": {
+        "ballot": ballot,
+        "slot": number,
+        "step": number,
+        "phase": text,
+        "error": text,
+        "traceback": text,
+        "log": text,
+    },
+    "progress": {
+        "ballot": ballot,
+        "slot": number,
+        "computing": number,
+        "finished": number,
+        "phase": one_of(*PHASES),
+        "for_s": seconds,
+        "limit_s": seconds,
+        "timeout": text,
+        "state": text,
+        "busy": seconds,
+    },
+    "exported": {
+        "ballot": ballot,
+        "step": number,
+        "ok": flag,
+        "error": text,
+        "attempt": number,
+    },
+    "fatal": {
+        "message": text,
+        "ballot": ballot,
+        "slot": number,
+        "code": code,
+        "step": number,
+        "phase": text,
+        "error": text,
+        "traceback": text,
+        "log": text,
+    },
+}
+"""The reports there are, and what each of their fields must be."""
+
+SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
+    **REPORT_FIELDS,
+    "holdings": {**REPORT_FIELDS["holdings"], "attached_ns": number},
+    "flush": {
+        "ballot": ballot,
+        "slot": number,
+        "token": number,
+        "step": number,
+        "store": flag,
+    },
+    "wanted": {"ballot": ballot, "slot": number, "step": number, "layout": layout},
+    "process_gone": {"ballot": ballot},
+}
+"""As `REPORT_FIELDS`, in a job whose processes are the user's own."""
+
+OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
+    "holdings": frozenset(
+        {"complete", "export_port", "assignment", "commits", "missed"}
+    ),
+    "staged": frozenset({"interval", "window"}),
+    "fatal": frozenset(
+        {"ballot", "slot", "code", "step", "phase", "error", "traceback", "log"}
+    ),
+    "prepared": frozenset({"restored"}),
+    "finished": frozenset({"summary"}),
+    "exported": frozenset({"attempt"}),
+}
+"""Fields that may be left out."""
+
+OF_A_SLOT = (
+    *("prepared", "prepare_failed", "layout", "running"),
+    *("staged", "held", "finished", "flush", "wanted", "failed", "progress"),
+)
+"""Reports that only the host of a slot can make."""
+
+
+def fault_of_report(
+    message: Mapping[str, Any], table: Mapping[str, Mapping[str, Check]] = REPORT_FIELDS
+) -> str | None:
+    """What is wrong with a report by itself; None if nothing is.
+
+    >>> fault_of({"op": "trainer_exit", "ballot": [7, 1], "code": "9"})
+    "trainer_exit: code='9'"
+    >>> fault_of({"op": "trainer_exit", "ballot": [7, 1], "code": 9})
+    """
+    return fault(message, table, OPTIONAL_REPORT_FIELDS, "report")
+
+
+def report_fields(
+    message: Mapping[str, Any], table: Mapping[str, Mapping[str, Check]] = REPORT_FIELDS
+) -> dict[str, Any]:
+    """What counts of a report without fault: the fields that the leader knows.
+
+    A host of a newer version may say more.
+    """
+    known = table[message["op"]]
+    return {
+        name: value
+        for name, value in message.items()
+        if name in known and name != "ballot"
+    }
+
+
+def misfit(
+    host: str,
+    message: Mapping[str, Any],
+    slots: Mapping[str, int],
+    layout: Layout | None,
+) -> str | None:
+    """Why a report without fault cannot be of this formation; None if it can.
+
+    Args:
+        host: who reports.
+        message: the report.
+        slots: host to slot; empty while nothing is assigned.
+        layout: of the formation's state, once it is known.
+    """
+    op = message["op"]
+    if op not in OF_A_SLOT:
+        return None
+    if host not in slots:
+        return f"{op}: {host} has no slot"
+    slot = message.get("target" if op == "held" else "slot")
+    if slot is not None and slots[host] != slot:
+        return f"{op}: {host} has slot {slots[host]}, not {slot}"
+    if op == "held" and message["source"] >= len(slots):
+        return f"{op}: there is no slot {message['source']}"
+    if op in ("layout", "wanted"):
+        mesh = known_layout(message["layout"]).mesh
+        if mesh.num_slots != len(slots):
+            return f"{op}: {mesh.num_slots} slots instead of {len(slots)}"
+    if op == "staged" and layout is not None:
+        told, expected = len(message["digests"]), len(layout.slices(slots[host]))
+        if told != expected:
+            return f"staged: {told} digests instead of {expected}"
+    return None

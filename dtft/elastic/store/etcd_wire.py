@@ -1,0 +1,442 @@
+"""How etcd's JSON gateway spells requests and replies, and the sockets that carry them.
+
+Base64, integers as strings, zero fields left out; HTTP/1.1 for calls, HTTP/1.0 for
+endless responses. Every wait for the network ends at a moment that the caller names.
+"""
+
+import base64
+import contextlib
+import functools
+import http.client
+import io
+import json
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+from dtft.elastic.store.address import endpoint_text
+from dtft.elastic.store.api import (
+    Compare,
+    Delete,
+    Events,
+    KeyValue,
+    LeaseGone,
+    Put,
+    StoreEvent,
+    StoreFull,
+    StoreRefused,
+    StoreUnavailable,
+)
+
+_POLL_S = 0.2  # longest wait of `EtcdStream.receive`
+# gRPC codes
+_INVALID_ARGUMENT, _DEADLINE_EXCEEDED, _NOT_FOUND, _UNAVAILABLE = 3, 4, 5, 14
+_NEW_TOKEN = (
+    # The last: users changed after the call was accepted, before it was applied.
+    *("invalid auth token", "revision of auth store is old", "token is expired"),
+    "auth: revision in header is old",
+)
+_NOT_APPLIED = (
+    *("etcdserver: no leader", "etcdserver: not leader", "raft proposal dropped"),
+    *("too many requests", "rpc not supported for learner"),
+)
+_REFUSED = {
+    "authentication failed": "Change --store-user or the text in --store-password-file",
+    "user name is empty": "This etcd asks who calls: give --store-user NAME and "
+    "--store-password-file FILE",
+    "user name not found": "Change --store-user",
+    "permission denied": "Give --store-user a user who may read and write below "
+    "--store-prefix P: etcdctl role grant-permission ROLE readwrite --prefix=true P/",
+    "CommonName of client": "An etcd with users takes no certificate that has a common "
+    "name (CN) through its JSON gateway: give --store-cert one whose subject has none, "
+    "as of openssl req -subj /O=NAME",
+    "authentication is not enabled": "This etcd has no users: leave --store-user out",
+}
+
+
+def encode(text: str | bytes) -> str:
+    """Base64, as the gateway wants keys and values."""
+    data = text.encode() if isinstance(text, str) else text
+    return base64.b64encode(data).decode()
+
+
+def prefix_range(prefix: str) -> dict[str, Any]:
+    """The range of all keys that begin with `prefix`, which is not empty."""
+    first = prefix.encode()  # UTF-8 has no byte 255: the last one can be raised
+    end = first[:-1] + bytes([first[-1] + 1])
+    return {"key": encode(first), "range_end": encode(end)}
+
+
+def put_request(put: Put, below: str) -> dict[str, Any]:
+    """The body of a put of a key below a prefix."""
+    body = {"key": encode(below + put.key), "value": encode(put.value)}
+    return body | {"lease": str(put.lease)} if put.lease else body
+
+
+def change_request(change: Put | Delete, below: str) -> dict[str, Any]:
+    """One operation of a transaction."""
+    if isinstance(change, Put):
+        return {"request_put": put_request(change, below)}
+    return {"request_delete_range": {"key": encode(below + change.key)}}
+
+
+def comparison(compare: Compare, below: str) -> dict[str, Any]:
+    """One condition of a transaction."""
+    field = "version" if compare.target == "version" else f"{compare.target}_revision"
+    target, key = compare.target.upper(), encode(below + compare.key)
+    return {"key": key, "target": target, "result": "EQUAL", field: str(compare.value)}
+
+
+def key_value(pair: dict[str, Any], below: str) -> KeyValue:
+    """A key as a reply tells it, without the prefix that it lies below."""
+    return KeyValue(
+        key=base64.b64decode(pair["key"]).decode().removeprefix(below),
+        value=base64.b64decode(pair.get("value", "")),
+        mod_revision=int(pair.get("mod_revision", 0)),
+        create_revision=int(pair.get("create_revision", 0)),
+        lease=int(pair.get("lease", 0)),
+    )
+
+
+def event_value(event: dict[str, Any], below: str) -> StoreEvent:
+    """A change as a watch tells it."""
+    kind = "delete" if event.get("type") == "DELETE" else "put"
+    return StoreEvent(kind=kind, kv=key_value(event["kv"], below))
+
+
+def next_position(position: int, result: dict[str, Any], events: Events) -> int:
+    """Where a watch goes on after a message."""
+    if events:  # the header may be ahead of them while history is replayed
+        return max(event.kv.mod_revision for event in events) + 1
+    if result.get("created") and position:
+        return position
+    # Now, for a watch that starts now; else a progress notice: all up to here was told.
+    return max(position, int(result["header"]["revision"]) + 1)
+
+
+def grpc_code(reply: Mapping[str, Any]) -> int:
+    """The code of a reply with an error, of a call or of a stream; 0 for none."""
+    error = reply.get("error")
+    found = error.get("grpc_code") if isinstance(error, dict) else reply.get("code")
+    return int(found or 0)
+
+
+def error_text(reply: Mapping[str, Any]) -> str:
+    """The message of a reply with an error; "" for one without."""
+    error = reply.get("error", "")
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def wants_token(message: str) -> bool:
+    """Whether the server no longer knows the token; nothing was applied."""
+    return any(text in message for text in _NEW_TOKEN)
+
+
+def not_applied(message: str) -> bool:
+    """Whether this member surely applied nothing, and another one may.
+
+    >>> not_applied("etcdserver: no leader"), not_applied("request timed out")
+    (True, False)
+    """
+    return any(text in message for text in _NOT_APPLIED)
+
+
+def may_answer_elsewhere(reply: Mapping[str, Any]) -> bool:
+    """Whether another member may do what this one could not; it may have done it."""
+    return grpc_code(reply) in (_DEADLINE_EXCEEDED, _UNAVAILABLE)
+
+
+def refusal(said: str, reply: Mapping[str, Any]) -> Exception:
+    """What a reply with an error means.
+
+    Args:
+        said: which store was asked for what, the beginning of the error's text.
+        reply: of a call, or a message of a watch.
+    """
+    code, message = grpc_code(reply), error_text(reply)
+    for text, cure in _REFUSED.items():
+        if text in message:
+            return StoreRefused(f"{said}: {message.strip()}. {cure}.")
+    if code == _NOT_FOUND and "lease" in message:
+        return LeaseGone(f"{said}: {message}")
+    if "database space exceeded" in message:
+        return StoreFull(f"{said}: {message}")
+    if code == _INVALID_ARGUMENT and not wants_token(message):
+        return ValueError(f"{said}: {message}")
+    return StoreUnavailable(f"{said}: {message}")
+
+
+def tls_refusal(error: object, own_certificate: bool) -> str:
+    """Why TLS was refused, and the cure; "" if `error` does not say that it was.
+
+    Args:
+        error: of a connection that uses TLS.
+        own_certificate: whether this client shows a certificate.
+    """
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"its certificate was not accepted: {error.verify_message} Give --store-ca "
+            "the authority that signed it, and --store a host that it names."
+        )
+    asked = not own_certificate and isinstance(error, ConnectionError)
+    if isinstance(error, ssl.SSLError):
+        reason = error.reason or ""
+        if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason:
+            return "it does not speak TLS. Leave --store-ca out, or change --store."
+        asked = "ALERT" in reason and ("CERTIFICATE" in reason or "CA" in reason)
+    if not asked:
+        return ""
+    return (
+        f"it refused this client in the TLS handshake ({error}). Give --store-cert and "
+        "--store-key a pair signed by the authority that etcd trusts."
+    )
+
+
+def left_s(end: float) -> float:
+    """Seconds until `end`, by `time.monotonic`.
+
+    Raises:
+        TimeoutError: there are none.
+    """
+    seconds = end - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("timed out")
+    return seconds
+
+
+def connect(
+    endpoint: tuple[str, int], context: ssl.SSLContext | None, end: float
+) -> socket.socket:
+    """A connection to one member, after its TLS handshake if there is a context.
+
+    Raises:
+        OSError: none by `end`.
+    """
+    problem: OSError = TimeoutError("timed out")
+    addresses = _addresses(*endpoint, end)
+    for number, (family, address) in enumerate(addresses):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(left_s(end) / (len(addresses) - number))
+            sock.connect(address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if context is not None:
+                sock.settimeout(left_s(end))
+                sock = context.wrap_socket(sock, server_hostname=endpoint[0])
+            return sock
+        except OSError as error:
+            sock.close()
+            problem = error
+    raise problem
+
+
+def _addresses(host: str, port: int, end: float) -> list[tuple[int, Any]]:
+    """What the name stands for; a resolver that hangs is left to its own thread."""
+    find = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    with contextlib.suppress(socket.gaierror):  # a number needs no resolver
+        return [(it[0], it[4]) for it in find(flags=socket.AI_NUMERICHOST)]
+    found: list[tuple[int, Any]] = []
+    problem: list[OSError] = []
+
+    def resolve() -> None:
+        try:
+            found.extend((it[0], it[4]) for it in find())
+        except OSError as error:
+            problem.append(error)
+
+    thread = threading.Thread(target=resolve, daemon=True)
+    thread.start()
+    thread.join(left_s(end))
+    if found:
+        return found
+    raise problem[0] if problem else TimeoutError(f"no address of {host} in time")
+
+
+class _Readable(io.RawIOBase):
+    """The reading side of a socket; all reads together end at one moment."""
+
+    def __init__(self, sock: socket.socket, end: float) -> None:
+        super().__init__()
+        self._sock, self._end = sock, end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._sock.settimeout(left_s(self._end))
+        return self._sock.recv_into(buffer)
+
+    def makefile(self, *_: Any) -> io.BufferedReader:
+        """What `http.client.HTTPResponse` asks a socket for."""
+        return io.BufferedReader(self)
+
+
+class Connection:
+    """One connection to one member, for calls one after the other."""
+
+    def __init__(
+        self, endpoint: tuple[str, int], context: ssl.SSLContext | None
+    ) -> None:
+        """Connects at `open`; proxies are not looked at."""
+        self.endpoint, self._context = endpoint, context
+        self._sock: socket.socket | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request may be sent; closes if the other side has left."""
+        if self._sock is not None and _has_input(self._sock):
+            self.close()  # idle, so input can only be its end
+        return self._sock is not None
+
+    def open(self, end: float) -> None:
+        """Connects.
+
+        Raises:
+            OSError: not by `end`; nothing was sent.
+        """
+        self._sock = connect(self.endpoint, self._context, end)
+
+    def post(
+        self, path: str, body: bytes, headers: Mapping[str, str], end: float
+    ) -> bytes:
+        """The body of the reply to one request.
+
+        Raises:
+            OSError: no whole reply by `end`; the request may have been applied.
+            http.client.HTTPException: what came is no reply.
+        """
+        if self._sock is None:
+            raise ConnectionError("the connection is closed")
+        sock = self._sock
+        sock.settimeout(left_s(end))
+        sock.sendall(_request(self.endpoint, path, body, headers, "1.1"))
+        response = http.client.HTTPResponse(_Readable(sock, end), method="POST")  # pyright: ignore[reportArgumentType]
+        with contextlib.closing(response):
+            response.begin()
+            found = response.read()
+            if response.will_close:
+                self.close()
+        return found
+
+    def close(self) -> None:
+        """Ends the connection; it can be opened again."""
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+
+    def shut(self) -> None:
+        """Closes it while another thread may be waiting for a reply; wakes that one."""
+        sock = self._sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        self.close()
+
+
+def _request(
+    endpoint: tuple[str, int],
+    path: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    version: str,
+) -> bytes:
+    lines = [f"POST /v3/{path} HTTP/{version}", f"Host: {endpoint_text(endpoint)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def _has_input(sock: socket.socket) -> bool:
+    """Whether bytes, or the end, wait to be read."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class EtcdStream:
+    """A response without an end, one JSON object per line.
+
+    HTTP/1.0, so that the body is not in chunks and plain `recv` with a timeout can be
+    repeated; a timeout makes the reader of `http.client` unusable.
+    """
+
+    def __init__(
+        self,
+        endpoint: tuple[str, int],
+        context: ssl.SSLContext | None,
+        body: dict[str, Any],
+        headers: Mapping[str, str],
+        end: float,
+    ) -> None:
+        """Connects, asks and reads the head of the answer.
+
+        Args:
+            endpoint: host and port.
+            context: of TLS; None for none.
+            body: the watch request.
+            headers: of the request.
+            end: until when the head has to be there.
+
+        Raises:
+            OSError: no connection, no answer in time, or a refusal.
+        """
+        self._buffer = b""
+        self._heard = time.monotonic()
+        self._socket = connect(endpoint, context, end)
+        try:
+            payload = json.dumps(body).encode()
+            self._socket.settimeout(left_s(end))
+            self._socket.sendall(_request(endpoint, "watch", payload, headers, "1.0"))
+            while b"\r\n\r\n" not in self._buffer:
+                self._socket.settimeout(left_s(end))
+                self._read()
+            head, _, self._buffer = self._buffer.partition(b"\r\n\r\n")
+            if head.split(b" ", 2)[1] != b"200":
+                raise ConnectionError(self._refused(head, end))
+        except BaseException:
+            self._socket.close()
+            raise
+        self._socket.settimeout(_POLL_S)
+
+    def _refused(self, head: bytes, end: float) -> str:
+        """What the server says about a refusal; its body may come after the head."""
+        with contextlib.suppress(OSError):
+            while len(self._buffer) < 200:
+                self._socket.settimeout(left_s(end))
+                self._read()
+        return f"{head[:80]!r} {self._buffer[:200]!r}"
+
+    def __enter__(self) -> Self:
+        """Open since it was made."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the connection."""
+        self._socket.close()
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since anything came."""
+        return time.monotonic() - self._heard
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None if there is none soon."""
+        if b"\n" not in self._buffer:
+            with contextlib.suppress(TimeoutError):
+                self._read()
+        line, newline, rest = self._buffer.partition(b"\n")
+        if not newline:
+            return None
+        self._buffer = rest
+        return json.loads(line) if line.strip() else None
+
+    def _read(self) -> None:
+        data = self._socket.recv(1 << 16)
+        if not data:
+            raise ConnectionError("closed by the store")
+        self._buffer += data
+        self._heard = time.monotonic()

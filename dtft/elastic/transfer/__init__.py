@@ -1,0 +1,66 @@
+"""Copies of slices on one host, and their way to and from its peers.
+
+* `copies`: the arenas that a host keeps over all formations; `scrubber` reads them
+  again for rotted bits; `side_arena`: a step on other shardings, in memory of its own.
+* `replication` pushes every step to the peers that keep copies; `replica_server` takes
+  pushes in and answers fetches; `slot_task`: what runs for one formation.
+* `restore_executor` carries out every restore plan.
+
+Which slice goes where is decided in `leader.recovery` and `dtft.checkpoint`.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtft._lazy import attributes
+
+if TYPE_CHECKING:
+    from dtft.elastic.transfer.copies import Copies
+    from dtft.elastic.transfer.replica_server import Inbox, serve_fetch, serve_pushes
+    from dtft.elastic.transfer.replication import Pusher
+    from dtft.elastic.transfer.restore_executor import (
+        FetchFailed,
+        FetchOrder,
+        borrow,
+        fetch_into,
+        restore_copies,
+        restore_into,
+    )
+    from dtft.elastic.transfer.scrubber import Scrubber
+    from dtft.elastic.transfer.side_arena import Resharding
+    from dtft.elastic.transfer.slot_task import Formation
+
+_PUBLIC = {
+    "Copies": "copies",
+    "FetchFailed": "restore_executor",
+    "FetchOrder": "restore_executor",
+    "Formation": "slot_task",
+    "Inbox": "replica_server",
+    "Pusher": "replication",
+    "Resharding": "side_arena",
+    "Scrubber": "scrubber",
+    "borrow": "restore_executor",
+    "fetch_into": "restore_executor",
+    "restore_copies": "restore_executor",
+    "restore_into": "restore_executor",
+    "serve_fetch": "replica_server",
+    "serve_pushes": "replica_server",
+}
+
+__all__ = [
+    "Copies",
+    "FetchFailed",
+    "FetchOrder",
+    "Formation",
+    "Inbox",
+    "Pusher",
+    "Resharding",
+    "Scrubber",
+    "borrow",
+    "fetch_into",
+    "restore_copies",
+    "restore_into",
+    "serve_fetch",
+    "serve_pushes",
+]
+
+__getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -1,0 +1,228 @@
+"""The copies that this host keeps for the job, over all its formations.
+
+A formation with the same layout and slot goes on with the arena of the last one, so
+that copies outlive the trainers. One with another layout or slot gets an arena of its
+own, and the former ones stay beside it until a step was committed in the new one: what
+the old commit needs is never given up for what is only being restored.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from dtft.checkpoint.memory import Arena, Holder, arena_bytes
+from dtft.checkpoint.replication import Shares, place_copies
+from dtft.checkpoint.state import Layout, items_are_right, pack_flags
+from dtft.checkpoint.transport import Credentials
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.transfer.replication import Pusher
+
+logger = logging.getLogger(__name__)
+
+
+class Copies:
+    """This host's holder, None until a layout is known."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        """Reserves nothing yet."""
+        self._config = config
+        self.holder: Holder | None = None
+        """Of the newest formation."""
+        self._shares: dict[Holder, Shares] = {}
+        self.former: tuple[Holder, ...] = ()
+        """Of the formations since the last commit, where they were others."""
+        self._reserve: Arena | None = None
+        self._placed: dict[Holder, tuple[str, ...]] = {}
+        self.epoch: tuple[int, int] = (0, 0)
+        """Of the newest order; a restore for an older one may still be under way."""
+        self._lock = threading.Lock()  # a restore that was given up may still end
+
+    def hold(
+        self,
+        layout: Layout,
+        slot: int,
+        domains: Sequence[str] = (),
+        keep: int | None = None,
+        epoch: tuple[int, int] | None = None,
+    ) -> Holder:
+        """The holder for a layout and slot; its arena is kept if nothing changed.
+
+        Args:
+            layout: of the formation.
+            slot: this host's.
+            domains: per slot the failure domain by which copies are placed; empty if
+                every slot is its own.
+            keep: the step that is to be restored: other holders that have some of it
+                stay until `committed`. Without it they go.
+            epoch: of the order that wants it; by default the newest.
+
+        Raises:
+            OSError: the memory for a new arena is not there, or the order is not the
+                newest any more.
+        """
+        with self._lock:
+            if epoch is not None and epoch < self.epoch:
+                raise OSError(f"the order of epoch {epoch} is not the newest")
+            return self._hold(layout, slot, tuple(domains), keep)
+
+    def _hold(
+        self, layout: Layout, slot: int, domains: tuple[str, ...], keep: int | None
+    ) -> Holder:
+        known = [it for it in (self.holder, *self.former) if it is not None]
+        wanted = layout.digest, slot, domains
+        same = [
+            it
+            for it in known
+            if (it.layout.digest, it.slot, self._placed[it]) == wanted
+        ]
+        others = tuple(it for it in known if it not in same)
+        self.former = tuple(it for it in others if keep in it.steps())
+        if keep is not None:
+            for one in self.former:
+                # Uncommitted: the new formation makes these again, with other bits.
+                one.drop_after(keep)
+        self.holder = None
+        for one in others:
+            if one not in self.former:
+                self._drop(one)
+        self.holder = same[0] if same else self._make(layout, slot, domains)
+        self._placed[self.holder] = domains
+        return self.holder
+
+    def _drop(self, holder: Holder) -> None:
+        self._placed.pop(holder, None)
+        holder.close()
+
+    def _make(self, layout: Layout, slot: int, domains: tuple[str, ...]) -> Holder:
+        directory = self._config.memory_directory
+        paths = (directory / f"arena{'-' * bool(n)}{n or ''}" for n in range(100))
+        return Holder(
+            layout,
+            slot,
+            place_copies(layout, self._config.copies, domains or None),
+            path=next(path for path in paths if not path.exists()),
+            chunk_bytes=self._config.chunk_bytes,
+            reserved=self._take_reserve(),
+        )
+
+    def share(self, turn: int) -> bytes:
+        """Which own slices are copied at a turn, packed; nothing for all of them."""
+        holder = self.holder
+        assert holder is not None
+        if self._config.share == "full":
+            return b""
+        if holder not in self._shares:
+            domains = self._placed[holder] or None
+            shares = Shares(holder.layout, self._config.copies, domains)
+            self._shares = {holder: shares}
+        return pack_flags(self._shares[holder].of(holder.slot, turn))
+
+    def committed(self) -> None:
+        """A step was committed in the newest formation: the former ones may go."""
+        with self._lock:
+            former, self.former = self.former, ()
+        for one in former:
+            self._drop(one)
+
+    def holders(self) -> list[Holder]:
+        """All that have copies of this host, the newest first."""
+        return [it for it in (self.holder, *self.former) if it is not None]
+
+    def holding(self, step: int, slot: int | None = None) -> Holder | None:
+        """The holder that has a step, of a certain slot if one is; else the newest."""
+        having = [it for it in self.holders() if step in it.steps()]
+        fit = [it for it in having if it.slot == slot]
+        return next(iter([*fit, *having]), self.holder)
+
+    def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
+        """Reserves memory for a slot of this layout; takes long.
+
+        A host that waits then need not spend that time when it is given one. Slots
+        need about equally much; one that needs more gets its memory as without this.
+
+        Raises:
+            OSError: the memory is not there; names bytes needed and available.
+        """
+        with self._lock:
+            if self.holder is None and self._reserve is None:
+                self._reserve = self._prepare(layout, tuple(domains))
+
+    def _prepare(self, layout: Layout, domains: tuple[str, ...]) -> Arena:
+        placement = place_copies(layout, self._config.copies, domains or None)
+        needed = arena_bytes(layout, 0, placement)
+        path = self._config.memory_directory / "reserve"
+        arena = Arena.create(path, max(needed, 1))
+        try:
+            arena.prefault()
+        except OSError:
+            arena.close()
+            arena.unlink()
+            raise
+        return arena
+
+    def _take_reserve(self) -> Arena | None:
+        reserve, self._reserve = self._reserve, None
+        return reserve
+
+    def report(self, read: bool = True) -> dict[str, Any]:
+        """What is held here, for the leader; see `Holder.holdings` for `read`."""
+        holders = self.holders()
+        held: dict[int, dict[str, bytes]] = {}
+        items: dict[int, dict[str, Any]] = {}
+        complete: dict[int, list[int]] = {}
+        corrupt: list[str] = []
+        for holder in holders:
+            good, bad = holder.holdings(read)
+            for step, digests in good.items():
+                held[step] = digests | held.get(step, {})
+                if all(piece.key in digests for piece in holder.own_slices):
+                    complete.setdefault(step, []).append(holder.slot)
+                beside = holder.items(step)
+                if not items_are_right(beside):
+                    corrupt.append(f"{self._config.host} step {step}: its items")
+                    beside = {}
+                items[step] = beside or items.get(step, {})
+            corrupt += [f"{self._config.host} {text}" for text in bad]
+        return {
+            "layouts": [holder.layout.to_json() for holder in holders],
+            "holdings": held,
+            "complete": complete,
+            "items": items,
+            "corrupt": corrupt,
+        }
+
+    def located(self, step: int, in_memory: bool) -> dict[str, Any]:
+        """Where a trainer finds its arena and, if it is there, the state of `step`."""
+        holder = self.holder
+        assert holder is not None
+        return {
+            "arena": str(holder.path),
+            "places": holder.own_places(step) if in_memory else b"",
+            "digests": holder.all_own_digests(step) if in_memory else [],
+            "items": holder.items(step) if in_memory else {},
+        }
+
+    def pushers(
+        self,
+        addresses: Sequence[str],
+        credentials: Credentials,
+        epoch: tuple[int, int],
+    ) -> list[Pusher]:
+        """One for each copy that a peer keeps; `addresses` are by slot."""
+        holder = self.holder
+        assert holder is not None
+        limit_s = self._config.timeouts.replicate
+        return [
+            Pusher(holder, push, addresses[push.target], credentials, epoch, limit_s)
+            for push in holder.outgoing
+        ]
+
+    def close(self) -> None:
+        """Frees the memory."""
+        for one in (self.holder, *self.former):
+            if one is not None:
+                one.close()
+        if (reserve := self._take_reserve()) is not None:
+            reserve.close()
+            reserve.unlink()

@@ -1,0 +1,180 @@
+"""Serves this host's copies: takes slices that peers push, hands out what they fetch.
+
+The other side of `replication`. A push of another epoch than this host's is refused,
+and one counts as held only once every digest was checked here. A fetch is answered from
+the memory of the newest formation, or of a former one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.state import Parts
+from dtft.checkpoint.transport import (
+    MAX_DATA_HEADER,
+    Channel,
+    ChannelClosed,
+    Nixl,
+    WireError,
+    no_payload,
+    receive_chunks,
+    serve_fetches,
+)
+from dtft.elastic.transfer.replication import Epoch
+
+
+def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
+    """Of each slice the bytes that are asked for.
+
+    Raises:
+        WireError: the spans are not inside the slices.
+    """
+    found = list(spans) if isinstance(spans, list | tuple) else []
+    if len(found) != len(slices):
+        raise WireError("a fetch has not one span for each key")
+    parts = []
+    for one, span in zip(slices, found, strict=True):
+        pair = list(span) if isinstance(span, list | tuple) else []
+        if len(pair) != 2 or any(type(number) is not int for number in pair):
+            raise WireError("a fetch's span is not (start, stop)")
+        if not 0 <= pair[0] <= pair[1] <= one.nbytes:
+            raise WireError(f"a fetch's span {pair} is not inside its slice")
+        parts.append(Parts(one.cut(*pair)))
+    return parts
+
+
+def find_copies(
+    holders: Sequence[Holder | None], step: int, keys: Sequence[str]
+) -> list[Parts]:
+    """The bytes of the named slices of a step, from whichever holder has each.
+
+    The last one that has a slice counts: that of the former formation, since the first
+    may be waiting for that very slice.
+
+    Raises:
+        KeyError: a slice is not held here for that step.
+    """
+    here: dict[str, Parts] = {}
+    for holder in holders:
+        if holder is not None:
+            here |= holder.here(step)
+    return [here[key] for key in keys]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inbox:
+    """What the serving side needs to know of its host, asked at every message."""
+
+    epoch: Callable[[], Epoch]
+    holder: Callable[[], Holder | None]
+    held: Callable[[int, int, str], None]
+    """Called with (step, source slot, root digest) when a push was verified, once."""
+    nixl: Nixl | None = None
+    """Lends memory to peers that fetch with NIXL."""
+    former: Callable[[], Sequence[Holder]] = tuple
+    """Holders of former formations that peers may still need."""
+
+
+def serve_pushes(channel: Channel, inbox: Inbox) -> None:
+    """Receives pushes on one connection until it closes.
+
+    Raises:
+        WireError: the peer sent what is not a push.
+    """
+    while True:
+        try:
+            done = _receive_push(channel, inbox)
+        except (ChannelClosed, TimeoutError):
+            return
+        channel.send({"done": done}, timeout_s=10.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Announced:
+    """The header of a push; its fields have the right types and nothing else."""
+
+    epoch: Epoch
+    source: int
+    step: int
+    digests: list[bytes]
+    items: dict[str, Any]
+
+    @classmethod
+    def read(cls, header: Mapping[str, Any]) -> "_Announced":
+        """From a peer's header.
+
+        Raises:
+            WireError: a field is missing or not what it should be.
+        """
+        digests, items = header.get("digests"), header.get("items")
+        step, source = header.get("step"), header.get("source")
+        if (
+            type(step) is not int
+            or step < 0
+            or type(source) is not int
+            or not isinstance(digests, list)
+            or any(not isinstance(one, bytes) for one in digests)
+            or not isinstance(items, dict)
+        ):
+            raise WireError(f"a push's header is wrong: {sorted(map(str, header))}")
+        return cls(
+            epoch=_epoch(header.get("epoch")),
+            source=source,
+            step=step,
+            digests=digests,
+            items=items,
+        )
+
+
+def _epoch(value: object) -> Epoch:
+    pair = list(value) if isinstance(value, list | tuple) else []
+    if len(pair) != 2 or any(type(number) is not int for number in pair):
+        raise WireError("a peer's epoch is not (generation, attempt)")
+    return pair[0], pair[1]
+
+
+def _receive_push(channel: Channel, inbox: Inbox) -> bool:
+    """Receives one push; whether the peer is done with it, well or for ever."""
+    header, _ = channel.receive(86400, no_payload, max_header=MAX_DATA_HEADER)
+    push = _Announced.read(header)
+    holder = inbox.holder()
+    if holder is None or push.epoch != inbox.epoch():
+        return push.epoch < inbox.epoch()  # stale: not to be repeated
+    step, source = push.step, push.source
+    if holder.has_received(step, source, push.digests):
+        return True
+    receiving = holder.begin_receive(step, source, push.digests)
+    if receiving is None:
+        return False
+    try:
+        if not receiving.complete:
+            receive_chunks(channel, receiving)
+        current = push.epoch == inbox.epoch()
+        new = current and holder.received(step, source, receiving, push.items)
+    finally:
+        holder.end_receive(step, source, receiving)
+    if new:
+        inbox.held(step, source, receiving.root)
+    return new or holder.has_received(step, source, push.digests)
+
+
+def serve_fetch(channel: Channel, inbox: Inbox) -> None:
+    """Answers one connection of a peer that fetches slices of a step.
+
+    Raises:
+        WireError: the peer asks for what it may not.
+    """
+
+    def find(request: Mapping[str, Any]) -> Sequence[Parts]:
+        step, keys = request.get("step"), request.get("keys")
+        if type(step) is not int or not isinstance(keys, list):
+            raise WireError("a fetch without a step or keys")
+        if any(not isinstance(key, str) for key in keys):
+            raise WireError("a fetch whose keys are not text")
+        if _epoch(request.get("epoch")) < inbox.epoch():
+            raise KeyError("the order to fetch it is older than this host's")
+        views = find_copies((inbox.holder(), *inbox.former()), step, keys)
+        return cut_out(views, request["spans"]) if "spans" in request else views
+
+    serve_fetches(channel, find, inbox.nixl)

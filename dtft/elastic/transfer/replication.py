@@ -1,0 +1,131 @@
+"""Pushes every step's slices to the peers that keep copies of them.
+
+The side that begins (`replica_server` answers there). What is pushed where comes from
+the placement. Bytes count only once their digests have been checked by the receiver.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.replication import Push
+from dtft.checkpoint.state import Chunks
+from dtft.checkpoint.transport import (
+    Channel,
+    ChannelClosed,
+    Credentials,
+    Outgoing,
+    PushPace,
+    connect,
+    send_push,
+)
+
+logger = logging.getLogger(__name__)
+
+Epoch = tuple[int, int]
+
+
+class Pusher:
+    """Sends one slot's slices to one peer, step after step, until closed."""
+
+    def __init__(
+        self,
+        holder: Holder,
+        push: Push,
+        address: str,
+        credentials: Credentials,
+        epoch: Epoch,
+        deadline_s: float,
+    ) -> None:
+        """Starts the thread; the connection is made with the first step."""
+        self._holder, self._push, self._address = holder, push, address
+        self.target = push.target
+        self._credentials, self._epoch = credentials, epoch
+        self._deadline_s = deadline_s
+        self.paced: Callable[[int], None] | None = None
+        """Is told all bytes sent and pauses, to have them sent more slowly."""
+        self._steps: queue.Queue[int | None] = queue.Queue()
+        self._closed = threading.Event()
+        self._channel: Channel | None = None
+        self._sizes = Chunks.of(push.slices, holder.chunk_bytes).sizes
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one push, if all of it is sent."""
+        return sum(piece.nbytes for piece in self._push.slices)
+
+    def offer(self, step: int) -> None:
+        """Queues a staged step."""
+        self._steps.put(step)
+
+    def close(self) -> None:
+        """Stops; a send under way is cut."""
+        self._closed.set()
+        self._steps.put(None)
+        if self._channel is not None:
+            self._channel.close()
+
+    def _run(self) -> None:
+        while (step := self._steps.get()) is not None:
+            deadline = time.monotonic() + self._deadline_s
+            while not self._closed.is_set() and not self._try(step, deadline):
+                if time.monotonic() > deadline:
+                    logger.warning("step %d did not reach %s", step, self._address)
+                    break
+                self._closed.wait(0.05)
+        if self._channel is not None:
+            self._channel.close()
+
+    def _try(self, step: int, deadline: float) -> bool:
+        """Sends one step; False asks for another try."""
+        try:
+            return self._send(step, deadline)
+        except KeyError:
+            self._hang_up()
+            return True  # the step was dropped: a newer commit made it needless
+        except (OSError, ChannelClosed, TimeoutError) as error:
+            self._hang_up()
+            if not self._closed.is_set():
+                logger.info("push of step %d to %s: %s", step, self._address, error)
+            return False
+
+    def _send(self, step: int, deadline: float) -> bool:
+        outgoing = Outgoing(
+            header={
+                "epoch": self._epoch,
+                "source": self._push.source,
+                "step": step,
+                "digests": self._holder.own_digests(step, self._push.slices),
+                "items": self._holder.items(step),
+            },
+            sizes=self._sizes,
+            chunks=lambda numbers: self._holder.push_chunks(step, self._push, numbers),
+        )
+        if self._channel is None:
+            self._channel = self._connect(deadline)
+            if self._closed.is_set():  # `close` saw no channel yet
+                self._channel.close()
+        return send_push(self._channel, outgoing, self._connect, deadline).done
+
+    def _connect(self, deadline: float) -> Channel:
+        left = min(deadline - time.monotonic(), 5.0)
+        channel = connect(self._address, self._credentials, {"op": "push"}, left)
+        channel.paced = self.paced
+        return channel
+
+    def _hang_up(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+
+
+def share_pace(pushers: Sequence[Pusher], limit_s: float) -> PushPace:
+    """Has pushers that have not begun yet keep to one pace; their deadline is given."""
+    pace = PushPace(sum(pusher.nbytes for pusher in pushers), limit_s)
+    for pusher in pushers:
+        pusher.paced = pace.bucket.sent
+    return pace

@@ -1,0 +1,486 @@
+"""Carries out a restore plan on one host: the one executor of all restores.
+
+Fills the memory of slices with what the leader's order names: whole slices by key, and
+regions of committed slices where the host's slices are cut otherwise than in the
+commit. Own copies that are right stay; the rest is fetched from peers, all in parallel.
+Whatever is read of a committed slice is whole chunks whose digests are the commit's
+(`checkpoint.regions`), so wrong bytes cannot get in. That every owner of an assembled
+slice came to the same bytes, the leader compares afterwards (`leader.scaling`).
+"""
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dtft.checkpoint.memory import Holder
+from dtft.checkpoint.state import (
+    Layout,
+    Parts,
+    Region,
+    Slice,
+    WantedSlice,
+    digests_in,
+    digests_of_parts,
+    is_digest_right,
+    move_regions,
+    span_of,
+    verify_digests,
+)
+from dtft.checkpoint.transport import (
+    STREAMS,
+    Credentials,
+    FetchError,
+    Nixl,
+    fetch_slices,
+    streams_each,
+)
+from dtft.elastic.job import AgentConfig
+from dtft.elastic.transfer.copies import Copies
+from dtft.elastic.transfer.replica_server import find_copies
+from dtft.elastic.transfer.replication import Epoch
+
+logger = logging.getLogger(__name__)
+
+
+class FetchFailed(Exception):
+    """Slices could not be had from a peer; says which, from whom and why."""
+
+    def __init__(self, host: str, reason: str, corrupt: Sequence[str] = ()) -> None:
+        """Keeps what the leader needs to plan anew."""
+        super().__init__(f"from {host}: {reason}")
+        self.host, self.corrupt = host, tuple(corrupt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchOrder:
+    """One fetch, as the leader ordered it."""
+
+    step: int
+    epoch: Epoch
+    """Of the order; peers that obey a newer one refuse."""
+    transfer: Mapping[str, Any]
+    """Host and address of the peer; the keys of whole slices, or regions, or both."""
+    digests: Mapping[str, bytes]
+    """Digests by key of committed slices."""
+
+    def regions(self, memory: Mapping[str, Parts]) -> dict[Slice, list[Region]]:
+        """The regions of the slices that are in `memory`, by committed slice."""
+        found: dict[Slice, list[Region]] = {}
+        for entry in self.transfer.get("regions", ()):
+            region = Region(**{name: _slice(entry[name]) for name in entry})
+            if region.new.key in memory:
+                found.setdefault(region.old, []).append(region)
+        return found
+
+
+def _slice(entry: Mapping[str, Any]) -> Slice:
+    return Slice(
+        path=entry["path"],
+        start=tuple(entry["start"]),
+        stop=tuple(entry["stop"]),
+        dtype=entry["dtype"],
+    )
+
+
+# ------------------------------------------------------------- a slot's own slices
+
+
+def restore_copies(
+    copies: Copies,
+    order: dict[str, Any],
+    config: AgentConfig,
+    credentials: Credentials,
+    nixl: Nixl | None = None,
+) -> dict[str, Any]:
+    """Gets memory for the slot of a leader's order and restores into it.
+
+    Returns:
+        As `restore_into`; or `fatal`, why there is no such memory.
+    """
+    layout, step = Layout.from_json(order["layout"]), order["step"]
+    try:
+        epoch = order["generation"], order["attempt"]
+        holder = copies.hold(
+            layout, order["slot"], order["domains"], keep=step, epoch=epoch
+        )
+        return restore_into(
+            holder,
+            order,
+            config.host,
+            credentials,
+            config.timeouts.restore,
+            nixl,
+            former=copies.former,
+        )
+    except OSError as error:
+        return {"fatal": str(error)}
+
+
+def restore_into(
+    holder: Holder,
+    order: dict[str, Any],
+    host: str,
+    credentials: Credentials,
+    limit_s: float,
+    nixl: Nixl | None = None,
+    former: Sequence[Holder] = (),
+) -> dict[str, Any]:
+    """Carries out the restore part of a leader's order.
+
+    Args:
+        holder: of the slot in the order.
+        order: generation, attempt, step, digests, items, transfers and regions; read,
+            whether own copies are read now or when they are loaded.
+        host: this host's name.
+        credentials: the job's.
+        limit_s: deadline of each fetch, in seconds.
+        nixl: reads from peers that have NIXL too.
+        former: this host's holders of former formations.
+
+    Returns:
+        `own` and `peers` (bytes) and `s` (seconds), in a formation of another size
+        also `restored` (slice key to the digest of what is here now, read again); or
+        `error`, `host` and `corrupt`.
+    """
+    begun = time.monotonic()
+    try:
+        peers = _restore(holder, order, host, credentials, limit_s, nixl, former)
+    except FetchFailed as error:
+        return {"error": str(error), "host": error.host, "corrupt": error.corrupt}
+    own = max(0, sum(piece.nbytes for piece in holder.own_slices) - peers)
+    outcome = {"own": own, "peers": peers, "s": time.monotonic() - begun}
+    if order.get("resized"):
+        outcome["restored"] = {
+            piece.key: _digests_here(holder, order["step"], piece)
+            for piece in holder.own_slices
+        }
+    return outcome
+
+
+def _restore(
+    holder: Holder,
+    order: dict[str, Any],
+    host: str,
+    credentials: Credentials,
+    limit_s: float,
+    nixl: Nixl | None,
+    former: Sequence[Holder],
+) -> int:
+    """Makes the step of `order` the only one in `holder`; returns bytes fetched."""
+    step, digests = order["step"], order["digests"]
+    missing = holder.begin_restore(step, digests, order["items"], order["read"])
+    missing = _adopt(holder, order, missing, former)
+    planned = _planned(order, host)
+    surprise = [piece.key for piece in missing if piece.key not in planned]
+    if surprise:
+        raise FetchFailed(host, f"own copy of {surprise[0]} is corrupt", surprise)
+    left = {piece.key: piece for piece in missing}
+
+    def fetched(keys: Sequence[str]) -> None:
+        holder.restored(step, {key: digests[key] for key in keys})
+        for key in keys:
+            left.pop(key)
+
+    peers = bring(
+        {piece: holder.own_parts(step, piece) for piece in missing},
+        order,
+        credentials,
+        limit_s,
+        holder.chunk_bytes,
+        host=host,
+        holders=former,
+        nixl=nixl,
+        fetched=fetched,
+    )
+    assembled = {key: _digests_here(holder, step, piece) for key, piece in left.items()}
+    for key, value in assembled.items():
+        if value != digests.get(key, value):
+            raise FetchFailed(host, f"{key} was not assembled right")
+    holder.restored(step, assembled)
+    return peers
+
+
+def _planned(order: Mapping[str, Any], host: str) -> set[str]:
+    """Keys of the slices that something is fetched or assembled for."""
+    planned = {key for transfer in order["transfers"] for key in transfer["keys"]}
+    for source in order.get("regions", ()):
+        for entry in source["regions"]:
+            old, new = _slice(entry["old"]), _slice(entry["new"])
+            if source["host"] != host or old != new:  # else it should be here
+                planned.add(new.key)
+    return planned
+
+
+def _adopt(
+    holder: Holder,
+    order: dict[str, Any],
+    missing: Sequence[Slice],
+    former: Sequence[Holder],
+) -> list[Slice]:
+    """Copies what a former holder of this host has; returns what is still missing."""
+    step, left = order["step"], list(missing)
+    for old in former:
+        here = {key: view for key, view, _ in old.copies(step)}
+        for piece in [it for it in left if it.key in here]:
+            good = order["digests"].get(piece.key)
+            if good is None:
+                continue  # not a slice of the commit
+            target = holder.own_parts(step, piece)
+            target.fill(here[piece.key])
+            if is_digest_right(target, good, holder.chunk_bytes):
+                holder.restored(step, {piece.key: good})
+                left.remove(piece)
+    return left
+
+
+def _digests_here(holder: Holder, step: int, piece: Slice) -> bytes:
+    """The digests of the bytes that are in memory now."""
+    return digests_of_parts(holder.own_parts(step, piece).views, holder.chunk_bytes)
+
+
+# ------------------------------------------------------------------------- exports
+
+
+def borrow(
+    holder: Holder,
+    pin: int,
+    order: dict[str, Any],
+    credentials: Credentials,
+    limit_s: float,
+) -> None:
+    """Completes a pinned step with the slices that this host did not copy.
+
+    Args:
+        holder: of this host.
+        pin: of the step.
+        order: step, epoch, digests and transfers.
+        credentials: the job's.
+        limit_s: deadline of each fetch, in seconds.
+
+    Raises:
+        FetchFailed: a peer has gone, lacks a slice or sent corrupt bytes; no memory is
+            free; or the pin has ended meanwhile.
+    """
+    try:
+        memory, guard = holder.complete_pin(pin)
+    except (RuntimeError, KeyError) as error:
+        raise FetchFailed("this host", str(error)) from error
+    try:
+        bring(memory, order, credentials, limit_s, holder.chunk_bytes)
+        holder.completed(pin, order["digests"])
+    except KeyError as error:
+        raise FetchFailed("this host", f"the export has ended: {error}") from error
+    finally:
+        holder.unpin(guard)  # the export may have ended while this was written
+
+
+# -------------------------------------------------------------------- any memory
+
+
+def bring(
+    new: Mapping[Slice, Parts],
+    order: Mapping[str, Any],
+    credentials: Credentials,
+    limit_s: float,
+    chunk_bytes: int,
+    *,
+    host: str = "",
+    holders: Sequence[Holder] = (),
+    nixl: Nixl | None = None,
+    fetched: Callable[[Sequence[str]], None] = lambda keys: None,
+) -> int:
+    """Fills slices with what an order names; all that is read for them is right.
+
+    Args:
+        new: the memory of each slice. What the order names for others is left out.
+        order: step, digests of committed slices, epoch or generation and attempt;
+            transfers and regions.
+        credentials: the job's.
+        limit_s: deadline of each fetch, in seconds.
+        chunk_bytes: bytes under one digest.
+        host: this host's name.
+        holders: this host's, that may have committed slices.
+        nixl: reads from peers that have NIXL too.
+        fetched: called, by one thread at a time, with the keys of the whole slices
+            that one peer has sent.
+
+    Returns:
+        Bytes fetched from peers, with what chunks have beside the regions.
+
+    Raises:
+        FetchFailed: a peer has gone, lacks a slice, or somebody's bytes are corrupt.
+    """
+    memory = {piece.key: parts for piece, parts in new.items()}
+    sources = [
+        FetchOrder(
+            step=order["step"],
+            epoch=tuple(order.get("epoch") or (order["generation"], order["attempt"])),
+            transfer=transfer,
+            digests=order["digests"],
+        )
+        for transfer in (*order.get("transfers", ()), *order.get("regions", ()))
+    ]
+    peers = [it for it in sources if it.transfer["host"] != host and _asks(it, memory)]
+    flat = _flat(sources, memory)
+    for source in sources:
+        if source.transfer["host"] == host:
+            _take_own(flat, source, holders, chunk_bytes)
+    nbytes = 0
+    if peers:
+        streams = streams_each(len(peers))
+        rest = credentials, chunk_bytes, limit_s, nixl, streams
+        failed: FetchFailed | None = None
+        with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
+            running = {pool.submit(fetch_into, flat, it, *rest): it for it in peers}
+            for one in concurrent.futures.as_completed(running):
+                try:
+                    nbytes += one.result()
+                except FetchFailed as error:
+                    failed = failed or error
+                else:
+                    fetched(_whole(running[one], memory))
+        if failed is not None:
+            raise failed
+    for key, parts in flat.items():
+        if parts is not memory[key]:
+            memory[key].fill(parts)
+    return nbytes
+
+
+def _whole(order: FetchOrder, memory: Mapping[str, Parts]) -> list[str]:
+    """Keys of the whole slices that an order names for some memory."""
+    keys = [key for key in order.transfer.get("keys", ()) if key in memory]
+    return keys + [old.key for old, them in order.regions(memory).items() if _one(them)]
+
+
+def _one(regions: Sequence[Region]) -> bool:
+    return len(regions) == 1 and regions[0].whole
+
+
+def _asks(order: FetchOrder, memory: Mapping[str, Parts]) -> bool:
+    """Whether an order names anything for some memory."""
+    return bool(_whole(order, memory) or order.regions(memory))
+
+
+def _flat(
+    orders: Sequence[FetchOrder], memory: Mapping[str, Parts]
+) -> dict[str, Parts]:
+    """The memory, in one piece for each slice that is made of regions."""
+    flat = dict(memory)
+    for order in orders:
+        for regions in order.regions(memory).values():
+            for key in {it.new.key for it in regions if not _one(regions)}:
+                if len(flat[key].views) > 1:
+                    flat[key] = Parts([memoryview(bytearray(len(flat[key])))])
+    return flat
+
+
+def _take_own(
+    memory: Mapping[str, Parts],
+    order: FetchOrder,
+    holders: Sequence[Holder],
+    chunk: int,
+) -> None:
+    """Copies regions of this host's own copies."""
+    step, host = order.step, order.transfer["host"]
+    for old, regions in order.regions(memory).items():
+        try:
+            (found,) = find_copies(holders, step, [old.key])
+        except KeyError:
+            raise FetchFailed(host, f"it has no copy of {old.key} any more") from None
+        view, span = found.whole(), span_of(regions, chunk)
+        expected = digests_in(order.digests[old.key], span, chunk)
+        if verify_digests(view[slice(*span)], expected, chunk):
+            corrupt = [f"{host} step {step}: {old.key}"]
+            raise FetchFailed(host, f"own copy of {old.key} is corrupt", corrupt)
+        if _one(regions):
+            memory[old.key].fill(found)
+            continue
+        for region in regions:
+            move_regions(region, view, memory[region.new.key].views[0])
+
+
+def fetch_into(
+    memory: Mapping[str, Parts],
+    order: FetchOrder,
+    credentials: Credentials,
+    chunk_bytes: int,
+    limit_s: float,
+    nixl: Nixl | None = None,
+    streams: int = STREAMS,
+) -> int:
+    """Fetches from one peer into memory, by key, and checks what comes.
+
+    Args:
+        memory: where slices go; one piece each where they are made of regions. What
+            the order names for other slices is not fetched.
+        order: which, and from whom.
+        credentials: the job's.
+        chunk_bytes: bytes under one digest.
+        limit_s: deadline in seconds.
+        nixl: reads whole slices from peers that have NIXL too.
+        streams: most connections at a time.
+
+    Returns:
+        Bytes that are there now, with what chunks have beside the regions.
+
+    Raises:
+        FetchFailed: the peer has gone, lacks a slice, or sent corrupt bytes.
+    """
+    wanted = [
+        WantedSlice(key=key, memory=memory[key], digests=order.digests[key])
+        for key in _whole(order, memory)
+    ]
+    spans = [(0, one.memory.nbytes) for one in wanted]
+    moves: list[tuple[Region, memoryview]] = []
+    for old, regions in order.regions(memory).items():
+        if _one(regions):
+            continue
+        span = span_of(regions, chunk_bytes)
+        # As large as the old slice, but pages that nobody writes take no memory.
+        whole = np.empty(old.nbytes, np.uint8).data
+        moves += [(region, whole) for region in regions]
+        digests = digests_in(order.digests[old.key], span, chunk_bytes)
+        view = Parts([whole[slice(*span)]])
+        wanted.append(WantedSlice(key=old.key, memory=view, digests=digests))
+        spans.append(span)
+    asked = {"step": order.step, "epoch": order.epoch}
+    fetched = _fetch(
+        order,
+        wanted,
+        asked | {"spans": spans} if moves else asked,
+        credentials,
+        chunk_bytes=chunk_bytes,
+        limit_s=limit_s,
+        streams=streams,
+        nixl=None if moves else nixl,
+    )
+    for region, whole in moves:
+        move_regions(region, whole, memory[region.new.key].views[0])
+    return fetched
+
+
+def _fetch(
+    order: FetchOrder,
+    wanted: Sequence[WantedSlice],
+    asked: dict[str, Any],
+    credentials: Credentials,
+    **limits: Any,
+) -> int:
+    host = order.transfer["host"]
+    try:
+        fetched = fetch_slices(
+            *(order.transfer["address"], credentials, {"op": "fetch"}, asked, wanted),
+            **limits,
+        )
+    except FetchError as error:
+        corrupt = [f"{host} step {order.step}: {key}" for key in error.corrupt]
+        raise FetchFailed(host, str(error), corrupt) from error
+    if fetched.cuts:
+        logger.info("fetch from %s went on after %d cuts", host, fetched.cuts)
+    return fetched.nbytes
