@@ -234,7 +234,7 @@ class WantedSize:
 class ReplicaGroups:
     """How the slots of a job make up replicas.
 
-    >>> Groups(replicas=4, slots=2, parts=1).group  # every host has two replicas
+    >>> ReplicaGroups(replicas=4, slots=2, parts=1).group  # every host has two replicas
     (2, 1)
     """
 
@@ -269,7 +269,7 @@ class ReplicaGroups:
     def slots_of(self, replicas: int) -> int:
         """The slots of whole groups.
 
-        >>> Groups(replicas=2, slots=6, parts=3).slots_of(3)
+        >>> ReplicaGroups(replicas=2, slots=6, parts=3).slots_of(3)
         9
         """
         return replicas * self.slots // self.replicas

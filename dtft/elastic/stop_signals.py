@@ -73,13 +73,13 @@ class StopProgress:
 def waits_for(progress: StopProgress) -> str:
     """What the end of a job waits for.
 
-    >>> waits_for(Progress(finished={"host-0": 12, "host-1": 11}, committed=11))
+    >>> waits_for(StopProgress(finished={"host-0": 12, "host-1": 11}, committed=11))
     'host-0 (step 12), host-1 (step 11) to reach a step boundary'
-    >>> waits_for(Progress(finished={"host-0": 9}, committed=9, computing=10))
+    >>> waits_for(StopProgress(finished={"host-0": 9}, committed=9, computing=10))
     'host-0 (step 9) to reach a step boundary'
-    >>> waits_for(Progress(finished={"host-0": 9}, committed=9, computing=9))
+    >>> waits_for(StopProgress(finished={"host-0": 9}, committed=9, computing=9))
     'the export of step 9 to begin'
-    >>> waits_for(Progress(committed=9, exporting=9))
+    >>> waits_for(StopProgress(committed=9, exporting=9))
     'the export of step 9'
     """
     newest = max(progress.finished.values(), default=0)

@@ -199,9 +199,9 @@ def fault_of_report(
 ) -> str | None:
     """What is wrong with a report by itself; None if nothing is.
 
-    >>> fault_of({"op": "trainer_exit", "ballot": [7, 1], "code": "9"})
+    >>> fault_of_report({"op": "trainer_exit", "ballot": [7, 1], "code": "9"})
     "trainer_exit: code='9'"
-    >>> fault_of({"op": "trainer_exit", "ballot": [7, 1], "code": 9})
+    >>> fault_of_report({"op": "trainer_exit", "ballot": [7, 1], "code": 9})
     """
     return fault(message, table, OPTIONAL_REPORT_FIELDS, "report")
 

@@ -88,8 +88,8 @@ def next_step(
 ) -> tuple[Outage, Step]:
     """What to do now, and what to remember. `started` and `obstructed` tell outcomes.
 
-    >>> dead = Seen(now=5.0, running=False, ready=False, silent_s=0.0)
-    >>> outage, step = next_step(Outage(), dead, Limits())
+    >>> dead = ProbedEtcd(now=5.0, running=False, ready=False, silent_s=0.0)
+    >>> outage, step = next_step(Outage(), dead, SupervisionLimits())
     >>> step, outage.begun
     ('start', 5.0)
     """
