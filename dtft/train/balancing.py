@@ -8,7 +8,7 @@ Must not know hosts beyond their names, nor how a step is run or timed.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,10 +18,8 @@ from dtft.train.balance_config import BalanceConfig
 from dtft.train.balance_log import BalanceLog, Cost
 from dtft.train.balance_record import Begin
 from dtft.train.data import Source
-from dtft.train.experiment import Experiment
 from dtft.train.functional_model import Metrics, State
 from dtft.train.probing import Probe, Timed, gathered, own_replicas
-from dtft.train.runtime import Items, Runtime
 from dtft.train.shared_feed import SharedFeed
 from dtft.train.step import Arrays, TrainStep
 from dtft.train.uneven import shared_by
@@ -65,7 +63,7 @@ class Balancer:
         self._timing, self._prepared = timing or Probe(train_step), False
         self.feed = SharedFeed(source, train_step, begin.balance.division.tolist())
         """The batches of the steps that it runs."""
-        self.items: Items = balance_record.to_items(begin.balance, names)
+        self.items: dict[str, Any] = balance_record.to_items(begin.balance, names)
         """What a checkpoint of the newest step records."""
         self._timed: list[Timed] = []
         self._free: tuple[int, float] | None = None
@@ -147,45 +145,3 @@ class Balancer:
             probes=self._config.probes,
             steps=self._config.every,
         )
-
-
-def balancer_of(
-    experiment: Experiment,
-    runtime: Runtime,
-    train_step: TrainStep,
-    source: Source,
-    items: Items,
-) -> Balancer | None:
-    """What balances a run; None where it is off.
-
-    Args:
-        experiment: its field `balance` says how.
-        runtime: joined; names the hosts.
-        train_step: of `uneven.load_balanced_step`, where it is not off.
-        source: the training data.
-        items: of the checkpoint that the run continues from; empty at the very start.
-    """
-    config = experiment.balance
-    if config.policy == "off":
-        return None
-    names = balance_record.node_names(
-        [
-            [runtime.hosts[device.process_index] for device in devices.flat]
-            for devices in train_step.mesh.devices
-        ]
-    )
-    epoch = {"generation": runtime.generation, "attempt": runtime.attempt}
-    return Balancer(
-        train_step,
-        source,
-        config,
-        balance_record.begin(
-            config.rules(config.policy),
-            shared_by(train_step).sharing.work,
-            names,
-            items,
-        ),
-        names,
-        BalanceLog(runtime.run_directory, epoch, names, leading=runtime.is_leading),
-        step=items.get("step", 0),
-    )

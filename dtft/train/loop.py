@@ -14,9 +14,11 @@ import jax
 import numpy as np
 
 from dtft.checkpoint.managers import Phase
-from dtft.train.balancing import balancer_of
+from dtft.train import balance_record
+from dtft.train.balance_log import BalanceLog
+from dtft.train.balancing import Balancer
 from dtft.train.config import ConfigError
-from dtft.train.data import make_datasets
+from dtft.train.data import Source, make_datasets
 from dtft.train.experiment import Experiment
 from dtft.train.feed import Feed, evaluate
 from dtft.train.functional_model import Metrics, State
@@ -26,7 +28,7 @@ from dtft.train.planned_program import planned_train_step
 from dtft.train.runtime import Items, Runtime
 from dtft.train.step import TrainStep, sharded_step
 from dtft.train.stop import Plateau, observe
-from dtft.train.uneven import load_balanced_step
+from dtft.train.uneven import load_balanced_step, shared_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,48 @@ def train_step_of(experiment: Experiment, runtime: Runtime) -> TrainStep:
     if mesh.shape[AXIS] > 1:
         return pipelined_step(experiment, mesh)
     return sharded_step(experiment, mesh)
+
+
+def balancer_of(
+    experiment: Experiment,
+    runtime: Runtime,
+    train_step: TrainStep,
+    source: Source,
+    items: Items,
+) -> Balancer | None:
+    """What balances a run; None where it is off.
+
+    Args:
+        experiment: its field `balance` says how.
+        runtime: joined; names the hosts.
+        train_step: of `uneven.load_balanced_step`, where it is not off.
+        source: the training data.
+        items: of the checkpoint that the run continues from; empty at the very start.
+    """
+    config = experiment.balance
+    if config.policy == "off":
+        return None
+    names = balance_record.node_names(
+        [
+            [runtime.hosts[device.process_index] for device in devices.flat]
+            for devices in train_step.mesh.devices
+        ]
+    )
+    epoch = {"generation": runtime.generation, "attempt": runtime.attempt}
+    return Balancer(
+        train_step,
+        source,
+        config,
+        balance_record.begin(
+            config.rules(config.policy),
+            shared_by(train_step).sharing.work,
+            names,
+            items,
+        ),
+        names,
+        BalanceLog(runtime.run_directory, epoch, names, leading=runtime.is_leading),
+        step=items.get("step", 0),
+    )
 
 
 class Watch:

@@ -355,7 +355,7 @@ class Move:
                 self.target[name] = name
                 self.order[name] = -1
         packages = {m.rsplit(".", 1)[0] for m in [*self.target, *(e.rsplit(".", 1)[0] for e in self.extract)]}
-        packages |= {f"from {p.rsplit('.', 1)[0]} import {p.rsplit('.', 1)[1]}" for p in packages}
+        packages |= {f"from {p.rsplit('.', 1)[0]} import {p.rsplit('.', 1)[1]}" for p in packages if "." in p}
         self.loaded = {}
         for name, file in self.files.items():
             if name in self.target or any(p.encode() in file.data for p in packages):
@@ -1090,7 +1090,7 @@ def main():
             made[path] = face(move, package)
     texts = {}
     for path in sorted(repo.rglob("*")):
-        if ".git" in path.parts or "results" in path.parts or not path.is_file():
+        if {".git", ".venv", "results"} & set(path.parts) or not path.is_file():
             continue
         if path.suffix in (".md", ".toml", ".yaml", ".yml", ".txt") or path.name in ("Makefile", "run"):
             text = path.read_text()
